@@ -1,0 +1,497 @@
+"""Surviving restarts: the state of a run, files that cannot be torn, and finding the newest good one."""
+
+import io
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+import torchvision
+
+from errors import NoUsableCheckpointError, UserError
+
+FORMAT = 1
+
+NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
+
+# Every name that a run gives to a file in its output folder; `--overwrite` removes these and nothing else.
+OWN_FILES = re.compile(
+    r"(superseded-)?(checkpoint(-\d{8,})?|best)\.pth(\.corrupt)?|status\.json|run\.json|metrics\.jsonl|recipe\.toml"
+    r"|curves\.png|.*\.tmp\.\d+|events\.out\.tfevents\..*"
+)
+
+
+class Stateful(Protocol):
+    """Whatever can be saved and restored by `RunState`."""
+
+    def state_dict(self) -> dict:
+        """Return plain data."""
+
+    def load_state_dict(self, state: dict) -> Any:
+        """Restore what `state_dict` returned."""
+
+
+class RunState:
+    """Where a run is, and everything that cannot be computed from that.
+
+    The position is (epoch, steps done in it, whether the epoch has been evaluated), at the end of a step. The loop
+    moves it, never an iterator: loader processes work ahead. Order, augmentation, mixing, dropout and learning rate are
+    functions of the position, so no generator, sampler or schedule is saved.
+
+    Args:
+        steps_per_epoch: steps of an epoch.
+        facts: plain values that describe the run, saved beside the state.
+        parts: what to save under which name.
+    """
+
+    def __init__(self, steps_per_epoch: int, facts: dict, parts: dict[str, Stateful]) -> None:
+        self.steps_per_epoch = steps_per_epoch
+        self.facts = facts
+        self.parts = parts
+        self.epoch, self.steps, self.is_evaluated = 0, 0, False
+        self.best = None
+
+    @property
+    def step(self) -> int:
+        """Steps done since the run began."""
+        return self.epoch * self.steps_per_epoch + self.steps
+
+    def advance(self) -> None:
+        """Count one more step."""
+        self.steps += 1
+
+    def start_epoch(self, epoch: int) -> int:
+        """Move to an epoch, if not there yet; return the first step to do in it."""
+        if epoch != self.epoch:
+            self.epoch, self.steps, self.is_evaluated = epoch, 0, False
+        return self.steps
+
+    def note_result(self, metric: str, value: float) -> None:
+        """Record that the epoch has been evaluated, and whether it is the best so far."""
+        self.is_evaluated = True
+        if self.best is None or value > self.best["value"]:
+            self.best = {"metric": metric, "value": float(value), "step": self.step}
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the state is that of the best evaluation so far."""
+        return self.best is not None and self.best["step"] == self.step
+
+    def resume(self, state: dict | None, start_epoch: int) -> None:
+        """Restore a checkpoint, if there is one, or move to `--start-epoch`.
+
+        Raises:
+            UserError: `--start-epoch` contradicts the checkpoint.
+        """
+        if state is None:
+            self.start_epoch(start_epoch)
+            return
+        self.load_state_dict(state)
+        if start_epoch not in (0, self.epoch):
+            raise UserError(f"--start-epoch {start_epoch}, but the checkpoint is in epoch {self.epoch}; leave it out")
+        print(f"resumed step {self.step} (epoch {self.epoch}, step {self.steps} of {self.steps_per_epoch} in it)")
+
+    def state_dict(self) -> dict:
+        """Return plain data: dicts, lists, strings, numbers and tensors, which need no unpickled code to load."""
+        is_complete = self.steps == self.steps_per_epoch
+        return {
+            "format": FORMAT,
+            **{name: part.state_dict() for name, part in self.parts.items()},
+            "epoch": self.epoch if is_complete else self.epoch - 1,
+            "step": self.step,
+            "position": {"epoch": self.epoch, "steps": self.steps, "is_evaluated": self.is_evaluated},
+            "best": self.best,
+            **self.facts,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore every part and the position.
+
+        A part that the checkpoint lacks starts anew, and one that this run lacks is left; both are said.
+        """
+        for name, part in self.parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
+            else:
+                print(f"the checkpoint holds no {name}; it starts anew")
+        for name in {"model_ema", "scaler"} & state.keys() - self.parts.keys():
+            print(f"the checkpoint's {name} is left out: this run has none")
+        position = state["position"]
+        self.epoch, self.steps, self.is_evaluated = position["epoch"], position["steps"], position["is_evaluated"]
+        self.best = state["best"]
+
+
+class OptimizerState:
+    """An optimizer whose restored state does not bring back old hyper-parameters: those are the command line's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict:
+        """Return the optimizer's own."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore momenta and the like.
+
+        Raises:
+            UserError: the parameters are grouped otherwise.
+        """
+        own = self.optimizer.state_dict()
+        sizes = [[len(group["params"]) for group in groups] for groups in (state["param_groups"], own["param_groups"])]
+        if sizes[0] != sizes[1]:
+            raise UserError(
+                f"the checkpoint's optimizer has parameter groups of {sizes[0]} tensors and this run's of {sizes[1]}; "
+                "resume with the same weight-decay options"
+            )
+        self.optimizer.load_state_dict({**own, "state": state["state"]})
+
+
+def load_checkpoint(source: Path | bytes, name: str) -> dict:
+    """Load a file of tensors and plain values; check every byte of it and run nothing that is in it.
+
+    `torch.load` accepts flipped bits in a tensor; the archive's checksums do not (RELIABILITY 2.1).
+
+    Args:
+        source: a path, or a file's bytes.
+        name: what to call it in an error.
+
+    Raises:
+        UserError: damaged, not a checkpoint, or one that needs code to load; says which.
+    """
+    stream = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
+    with stream:
+        try:
+            if zipfile.is_zipfile(stream):
+                stream.seek(0)
+                bad = zipfile.ZipFile(stream).testzip()
+                if bad is not None:
+                    raise UserError(f"{name} is damaged: record {bad.split('/', 1)[-1]} fails its checksum")
+            stream.seek(0)
+            content = torch.load(stream, map_location="cpu", weights_only=True)
+        except UserError:
+            raise
+        except Exception as error:  # on bad bytes anything from EOFError to AssertionError comes (RELIABILITY 2.1)
+            raise UserError(_explain(name, error)) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{name} holds a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def _explain(name: str, error: Exception) -> str:
+    """Say in one line why a file could not be loaded."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if found and found[1] == "argparse.Namespace":
+        command = (
+            "import argparse, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
+            f"torch.save(torch.load({name!r}, weights_only=True)['model'], 'weights.pth')"
+        )
+        return (
+            f"{name} is a checkpoint of torchvision's reference script: it holds an argparse.Namespace, which this "
+            f"script does not unpickle; to start from its weights, run `python -c {shlex.quote(command)}` and pass "
+            "--weights weights.pth"
+        )
+    if found:
+        return f"{name} contains code ({found[1]}) and was refused; nothing in it was run"
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{name} is damaged or no checkpoint ({reason[:200]})"
+
+
+def check_schema(state: dict, name: str) -> dict:
+    """Return the state if it is a checkpoint of this script.
+
+    Raises:
+        UserError: it is not.
+    """
+    expected = {"format", "model", "optimizer", "epoch", "step", "position", "best", "args", "shards", "data"}
+    missing = sorted(expected - state.keys())
+    if missing:
+        raise UserError(
+            f"{name} is no checkpoint of this script: it lacks {', '.join(missing)}; "
+            "to start from the weights that it holds, pass it to --weights"
+        )
+    if state["format"] != FORMAT:
+        raise UserError(
+            f"{name} has format {state['format']} and this script reads {FORMAT}; use the version that wrote it"
+        )
+    return state
+
+
+def describe_data(dataset: Any) -> dict:
+    """Return what identifies a training set in a checkpoint."""
+    return {"num_images": len(dataset), "num_classes": len(dataset.classes), "fingerprint": dataset.fingerprint()}
+
+
+def run_facts(args: Any, dataset: Any) -> dict:
+    """Return the plain values that describe a run in its checkpoints and in run.json."""
+    return {
+        "args": dict(vars(args)),
+        "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
+        "data": describe_data(dataset),
+        "environment": describe_environment(args.world_size),
+    }
+
+
+def check_fits(state: dict, args: Any, num_classes: int, dataset: Any | None) -> None:
+    """Check that a checkpoint is one of this run: its model and classes, and to train on, all that decides a step.
+
+    Raises:
+        UserError: it is not; names what differs.
+    """
+    theirs, source = state["args"], f"the checkpoint of --resume {args.resume}"
+    if theirs["model"] != args.model:
+        raise UserError(
+            f"{source} holds a {theirs['model']}, but --model is {args.model}; give that one, or another file"
+        )
+    if state["data"]["num_classes"] != num_classes:
+        raise UserError(
+            f"{source} holds {state['data']['num_classes']} classes but {args.data_path} has {num_classes}; "
+            "pass it to --weights to fine-tune instead"
+        )
+    if dataset is None:
+        return
+    pairs = {name: (theirs.get(name), getattr(args, name)) for name in ("seed", "opt", "sync_bn")}
+    pairs |= {f"data {name}": (state["data"][name], value) for name, value in describe_data(dataset).items()}
+    differing = [
+        f"{name} {there} in the checkpoint, {here} now" for name, (there, here) in pairs.items() if there != here
+    ]
+    if differing:
+        raise UserError(f"cannot resume from {args.resume}: {'; '.join(differing)}")
+
+
+def describe_environment(world_size: int) -> dict[str, Any]:
+    """Return what a run's numbers may depend on beside its options: versions, code revision, threads, processes."""
+    revision = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    return {
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "python": platform.python_version(),
+        "revision": revision or None,
+        "threads": torch.get_num_threads(),
+        "world_size": world_size,
+    }
+
+
+def load_weights(path: Path) -> dict:
+    """Return the state dict in a file that holds one, or in a checkpoint's `model`.
+
+    Raises:
+        UserError: there is none in it.
+    """
+    content = load_checkpoint(path, str(path))
+    weights = content.get("model", content)
+    weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+    if not weights or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        raise UserError(
+            f"--weights {path} holds no weights: expected a state dict, or a checkpoint with one as `model`"
+        )
+    return weights
+
+
+def write_atomically(
+    path: Path, write: Callable[[BinaryIO], None], verify: Callable[[Path], None] | None = None
+) -> None:
+    """Write a file so that after a kill at any moment the old content or the new one is there, whole.
+
+    Args:
+        path: where; a temporary file beside it is written first.
+        write: gets the open file.
+        verify: gets the path of the complete temporary file, and raises if it is not good.
+    """
+    temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if verify is not None:
+            verify(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # half a file keeps a full disk full
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _verify_archive(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        bad = archive.testzip()
+    if bad is not None:
+        raise OSError(f"{path} reads back otherwise than it was written (record {bad})")
+
+
+class CheckpointManager:
+    """The checkpoints in an output folder. Only rank 0 of the whole run uses one.
+
+    `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is always the newest and `best.pth`
+    the best evaluated, both hard links. State lives in the folder, not in memory.
+
+    Args:
+        folder: the output folder.
+        keep_last: how many numbered files to keep.
+    """
+
+    def __init__(self, folder: Path, keep_last: int = 3) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+
+    def numbered(self) -> list[Path]:
+        """Return the numbered checkpoints, newest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := NUMBERED.fullmatch(path.name))]
+        return [path for _, path in sorted(found, reverse=True)]
+
+    def save(self, state: dict, is_best: bool) -> None:
+        """Write the state of a step, read it back, and only then give it its names and delete what is too old."""
+        path = self.folder / f"checkpoint-{state['step']:08d}.pth"
+        # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
+        write_atomically(path, lambda file: torch.save(state, file), _verify_archive)
+        self.link(path, "checkpoint.pth")
+        if is_best:
+            self.link(path, "best.pth")
+        for old in self.numbered()[self.keep_last :]:
+            old.unlink(missing_ok=True)
+
+    def link(self, path: Path, name: str) -> None:
+        """Give a checkpoint a second name, in place of what bears it now."""
+        temporary = self.folder / f"{name}.tmp.{os.getpid()}"
+        try:
+            os.link(path, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, self.folder / name)
+        _sync_folder(self.folder)
+
+    def newest_good(self) -> bytes | None:
+        """Return the bytes of the newest checkpoint that verifies, or None where there is no checkpoint.
+
+        What is damaged is kept as `*.corrupt` and named.
+
+        Raises:
+            NoUsableCheckpointError: there are checkpoints, all damaged.
+        """
+        damaged = []
+        for path in self.numbered():
+            try:
+                payload = path.read_bytes()
+                state = check_schema(load_checkpoint(payload, str(path)), str(path))
+            except (UserError, IsADirectoryError) as error:
+                kept = path.with_name(path.name + ".corrupt")
+                os.replace(path, kept)
+                print(f"{error}; kept as {kept.name}")
+                damaged.append(path)
+                continue
+            if damaged:
+                print(f"resuming from {path} instead of {damaged[0].name}")
+            # A kill may have come between the file and its other names.
+            self.link(path, "checkpoint.pth")
+            if state["best"] and state["best"]["step"] == state["step"]:
+                self.link(path, "best.pth")
+            return payload
+        if damaged or list(self.folder.glob("checkpoint*.corrupt")):
+            raise NoUsableCheckpointError(
+                f"there are checkpoints in {self.folder}, and none can be used. Not starting over: "
+                "use --overwrite to begin again"
+            )
+        return None
+
+    def supersede(self, step: int) -> None:
+        """Rename the checkpoints that are newer than `step`, so that going on from there is not undone."""
+        newer = [path for path in self.numbered() if int(NUMBERED.fullmatch(path.name)[1]) > step]
+        best = self.folder / "best.pth"
+        for path in [*newer, *([best] if newer and best.exists() else [])]:
+            os.replace(path, path.with_name(f"superseded-{path.name}"))
+            print(f"{path.name} is newer than what is resumed; kept as superseded-{path.name}")
+
+    def clean(self) -> None:
+        """Remove what a killed process left half written."""
+        for path in self.folder.glob("*.tmp.*"):
+            path.unlink(missing_ok=True)
+
+    def erase(self) -> None:
+        """Remove a run's files, and nothing else that may be in the folder."""
+        for folder in [self.folder / "tb", self.folder]:
+            for path in folder.iterdir() if folder.is_dir() else []:
+                if OWN_FILES.fullmatch(path.name) and not path.is_dir():
+                    path.unlink()
+        with suppress(OSError):
+            (self.folder / "tb").rmdir()
+
+
+def read_resume(resume: str, folder: Path) -> bytes | None:
+    """Return the bytes of the checkpoint that `--resume` means, verified, or None for a fresh start. Rank 0 only.
+
+    Raises:
+        UserError: PATH is missing or no good checkpoint.
+        NoUsableCheckpointError: `auto` found damaged ones only.
+    """
+    if not resume:
+        return None
+    if resume == "auto":
+        payload = CheckpointManager(folder).newest_good()
+        if payload is None:
+            print(f"--resume auto: no checkpoint in {folder} yet, starting afresh")
+        return payload
+    path = Path(resume)
+    if not path.is_file():
+        raise UserError(f"--resume {resume} is not a file; give a checkpoint, or auto for the newest in --output-dir")
+    payload = path.read_bytes()
+    check_schema(load_checkpoint(payload, f"--resume {resume}"), f"--resume {resume}")
+    return payload
+
+
+def prepare_folder(folder: Path, resume: str, overwrite: bool, resumed_step: int | None) -> None:
+    """Make the output folder ready for a run to write to. Rank 0 only.
+
+    Args:
+        folder: `--output-dir`.
+        resume: `--resume`.
+        overwrite: `--overwrite`.
+        resumed_step: the step of the checkpoint that was read, None for a fresh start.
+
+    Raises:
+        UserError: it cannot be written, or holds a run that the options do not speak of.
+    """
+    manager = CheckpointManager(folder)
+    is_elsewhere = resume not in ("", "auto") and Path(resume).resolve().parent != folder.resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        holds_run = bool(manager.numbered()) or (folder / "checkpoint.pth").exists()
+        if overwrite and resume and not is_elsewhere:
+            raise UserError(
+                f"--overwrite would remove {resume} itself, which --resume is to go on from; give one of them"
+            )
+        if holds_run and not overwrite and (not resume or is_elsewhere):
+            raise UserError(
+                f"--output-dir {folder} holds a run already; --resume auto goes on with it, --overwrite removes it, "
+                "or choose another folder"
+            )
+        manager.clean()
+        if resumed_step is None or is_elsewhere:
+            manager.erase()
+        else:
+            manager.supersede(resumed_step)
+        write_atomically(folder / "status.json", lambda file: file.write(b'{"state": "starting"}\n'))
+    except OSError as error:
+        raise UserError(f"--output-dir {folder} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,436 @@
+"""Options: the parser, recipes, validation, and the record of what was resolved."""
+
+import argparse
+import difflib
+import json
+import math
+import os
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision.models
+from torchvision.models import list_models
+from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
+
+from errors import UserError
+
+RECIPES_DIR = Path(__file__).parent / "recipes"
+
+# What a recipe says about itself; facts for people, options of nothing.
+RECIPE_FACTS = {
+    "title", "source", "command", "expected-acc1", "expected-acc5", "tolerance", "evaluation",
+    "reference-global-batch", "hardware", "hours", "reproduced", "notes",
+}  # fmt: skip
+
+# Where a run is and how it was started, not what it computes: left out of the recipe that it writes.
+NOT_IN_RECIPE = {
+    "recipe", "output_dir", "overwrite", "resume", "start_epoch", "test_only", "world_size", "dist_url", "dist_timeout",
+}  # fmt: skip
+
+# Derived from the machine where they are not given.
+MACHINE_OPTIONS = {"device", "workers"}
+
+
+def did_you_mean(given: str, known: Sequence[str]) -> str:
+    """Return `; did you mean X?` for the closest known word, or nothing."""
+    close = difflib.get_close_matches(given, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with the word that was probably meant."""
+
+    def error(self, message: str) -> None:
+        """Raise the error instead of printing two pages of usage first, on every rank."""
+        raise UserError(f"{message} (--help lists the options)")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        """Parse all of `args`; an unknown option is an error that names the nearest one."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if not unknown:
+            return parsed
+        word = unknown[0].split("=")[0]
+        known = [option for action in self._actions for option in action.option_strings]
+        longer = [option for option in known if option.startswith(word)] if word.startswith("--") else []
+        hint = f"; write {longer[0]} in full" if longer else did_you_mean(word, known)
+        raise UserError(f"unrecognized argument {unknown[0]}{hint} (--help lists the options)")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Show each option's default, where it has one to speak of."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        if action.default is None or action.default is argparse.SUPPRESS or action.default == "":
+            return action.help
+        return super()._get_help_string(action)
+
+
+def get_args_parser(add_help: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of all options, torchvision's among them, in nine groups."""
+    parser = OneLineParser(
+        prog="train.py",
+        usage="train.py [--recipe NAME] [--data-path DIR] [options]",
+        description="Train and evaluate image classification models: torchvision's commands, exact and hard to kill.",
+        epilog="A recipe (recipes/*.toml) is a command line written down; the real command line wins over it.",
+        add_help=add_help,
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="options to start from: a name in recipes/, or a TOML file")
+    _add_data(parser.add_argument_group("data"))
+    _add_augmentation(parser.add_argument_group("augmentation"))
+    _add_model(parser.add_argument_group("model"))
+    _add_optimization(parser.add_argument_group("optimization"))
+    _add_schedule(parser.add_argument_group("schedule"))
+    _add_precision(parser.add_argument_group("precision"))
+    _add_checkpoint(parser.add_argument_group("checkpoint"))
+    _add_monitoring(parser.add_argument_group("monitoring"))
+    _add_distributed(parser.add_argument_group("distributed"))
+    return parser
+
+
+def _switch(group: Any, name: str, meaning: str) -> None:
+    group.add_argument(name, action=argparse.BooleanOptionalAction, default=False, help=meaning)
+
+
+def _add_data(group: Any) -> None:
+    group.add_argument("--data-path", metavar="DIR", help="folder that holds train/ and val/, one folder a class")
+    group.add_argument(
+        "--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800,
+        help="train on this many made-up images (12800 if no number is given) of 1000 classes; needs no data",
+    )  # fmt: skip
+    group.add_argument(
+        "-j", "--workers", metavar="N", type=int,
+        help="loader processes for each training process (default: 16, or fewer if there are fewer cores)",
+    )  # fmt: skip
+    _switch(group, "--cache-dataset", "accepted as torchvision's; the folders are scanned anew, which takes seconds")
+    group.add_argument(
+        "--backend", type=str.lower, choices=["pil", "tensor"],
+        help="what resizes: pil = Pillow, torchvision's default; tensor = torchvision's tensor resize (default: pil)",
+    )  # fmt: skip
+    _switch(group, "--use-v2", "accepted as torchvision's; changes no number here")
+
+
+def _add_augmentation(group: Any) -> None:
+    group.add_argument("--train-crop-size", metavar="PX", default=224, type=int, help="side of a training crop")
+    group.add_argument("--val-resize-size", metavar="PX", default=256, type=int, help="shorter side in evaluation")
+    group.add_argument("--val-crop-size", metavar="PX", default=224, type=int, help="side of the central crop")
+    group.add_argument(
+        "--interpolation", default="bilinear", choices=[mode.value for mode in InterpolationMode], help="of a resize"
+    )
+    group.add_argument(
+        "--crop-scale", metavar="SHARE", default=0.08, type=float, help="smallest share of an image that a crop shows"
+    )
+    group.add_argument("--hflip-prob", metavar="P", default=0.5, type=float, help="odds of a mirrored image")
+    policies = ["ra", "ta_wide", "augmix", *sorted(policy.value for policy in AutoAugmentPolicy)]
+    group.add_argument("--auto-augment", choices=policies, help="augmentation policy (default: none)")
+    group.add_argument("--ra-magnitude", metavar="M", default=9, type=int, help="magnitude of --auto-augment ra")
+    group.add_argument("--augmix-severity", metavar="S", default=3, type=int, help="severity of --auto-augment augmix")
+    group.add_argument("--random-erase", metavar="P", default=0.0, type=float, help="odds of an erased rectangle")
+    group.add_argument("--mixup-alpha", metavar="A", default=0.0, type=float, help="of mixup; 0 switches it off")
+    group.add_argument("--cutmix-alpha", metavar="A", default=0.0, type=float, help="of cutmix; 0 switches it off")
+    _switch(group, "--ra-sampler", "repeated augmentation: each image --ra-reps times, in different shards")
+    group.add_argument("--ra-reps", metavar="N", default=3, type=int, help="repetitions of --ra-sampler")
+
+
+def _add_model(group: Any) -> None:
+    group.add_argument("--model", metavar="NAME", default="resnet18", help="any of torchvision's classification models")
+    group.add_argument(
+        "--weights", metavar="NAME|FILE",
+        help="weights to start from: torchvision's name of them, a state dict, or a checkpoint of this script",
+    )  # fmt: skip
+    _switch(group, "--sync-bn", "synchronise BatchNorm over processes")
+    _switch(group, "--model-ema", "keep and evaluate an exponential moving average of the weights")
+    group.add_argument("--model-ema-steps", metavar="N", default=32, type=int, help="steps between two averagings")
+    group.add_argument(
+        "--model-ema-decay", metavar="D", default=0.99998, type=float,
+        help="decay of the average a sample, of which the decay a step is derived",
+    )  # fmt: skip
+
+
+def _add_optimization(group: Any) -> None:
+    group.add_argument("-b", "--batch-size", metavar="N", default=32, type=int, help="images a process and step")
+    group.add_argument(
+        "--global-batch-size", metavar="N", type=int,
+        help="images a step over all processes, a multiple of --batch-size; what the processes are too few for, they "
+        "accumulate (default: --batch-size x processes of the first start)",
+    )  # fmt: skip
+    group.add_argument("--seed", metavar="N", default=0, type=int, help="of everything random")
+    group.add_argument(
+        "--opt", default="sgd", choices=["adamw", "rmsprop", "sgd", "sgd_nesterov"], help="the optimizer"
+    )
+    group.add_argument("--lr", default=0.1, type=float, help="peak learning rate; never scaled behind your back")
+    group.add_argument("--momentum", metavar="M", default=0.9, type=float, help="of sgd and rmsprop")
+    group.add_argument("--wd", "--weight-decay", metavar="W", default=1e-4, type=float, dest="weight_decay", help="L2")
+    group.add_argument("--norm-weight-decay", metavar="W", type=float, help="of normalisation layers (default: --wd)")
+    group.add_argument("--bias-weight-decay", metavar="W", type=float, help="of biases (default: --wd)")
+    group.add_argument(
+        "--transformer-embedding-decay",
+        metavar="W",
+        type=float,
+        help="of class and position embeddings (default: --wd)",
+    )
+    group.add_argument("--label-smoothing", metavar="P", default=0.0, type=float, help="of the cross-entropy")
+    group.add_argument("--clip-grad-norm", metavar="NORM", type=float, help="largest gradient norm (default: no limit)")
+
+
+def _add_schedule(group: Any) -> None:
+    group.add_argument("--epochs", metavar="N", default=90, type=int, help="epochs to train")
+    group.add_argument("--start-epoch", metavar="N", default=0, type=int, help="first epoch, without a checkpoint")
+    group.add_argument(
+        "--lr-scheduler", default="steplr", choices=["cosineannealinglr", "exponentiallr", "steplr"],
+        help="schedule after the warm-up; the rate changes once an epoch",
+    )  # fmt: skip
+    group.add_argument("--lr-warmup-epochs", metavar="N", default=0, type=int, help="epochs of warm-up")
+    group.add_argument("--lr-warmup-method", default="constant", choices=["constant", "linear"], help="its shape")
+    group.add_argument("--lr-warmup-decay", metavar="F", default=0.01, type=float, help="factor that it begins with")
+    group.add_argument("--lr-step-size", metavar="N", default=30, type=int, help="epochs between two steps of steplr")
+    group.add_argument("--lr-gamma", metavar="F", default=0.1, type=float, help="factor of steplr and exponentiallr")
+    group.add_argument("--lr-min", metavar="LR", default=0.0, type=float, help="where cosineannealinglr ends")
+
+
+def _add_precision(group: Any) -> None:
+    _switch(group, "--amp", "automatic mixed precision in float16 with loss scaling")
+    _switch(
+        group,
+        "--use-deterministic-algorithms",
+        "the same bits after any restart and on 1, 2, 4, 8 ... processes: deterministic kernels and order of sums",
+    )
+
+
+def _add_checkpoint(group: Any) -> None:
+    group.add_argument("--output-dir", metavar="DIR", help="where everything goes (default: runs/MODEL)")
+    _switch(group, "--overwrite", "remove what an earlier run left in the output folder, and start over")
+    group.add_argument(
+        "--resume", metavar="PATH|auto", default="",
+        help="go on from this checkpoint; auto: from the newest good one in the output folder, if there is one",
+    )  # fmt: skip
+    group.add_argument(
+        "--checkpoint-steps", metavar="N", type=int, help="save every N steps (default: at the end of each epoch only)"
+    )
+    _switch(group, "--test-only", "evaluate and exit; takes --weights or --resume")
+
+
+def _add_monitoring(group: Any) -> None:
+    group.add_argument("--print-freq", metavar="N", default=10, type=int, help="steps between two log lines")
+
+
+def _add_distributed(group: Any) -> None:
+    group.add_argument("--device", help="cuda, cpu, mps ... (default: the accelerator that is there, else cpu)")
+    group.add_argument(
+        "--world-size", metavar="N", default=1, type=int, help="processes, where a launcher sets RANK but not this"
+    )
+    group.add_argument("--dist-url", metavar="URL", default="env://", help="where the processes meet")
+    group.add_argument("--dist-timeout", metavar="MIN", default=30, type=float, help="minutes until a hang is an error")
+
+
+def find_recipe(name: str) -> Path:
+    """Return the path of a recipe given by name or by path.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(name) if name.endswith(".toml") else RECIPES_DIR / f"{name}.toml"
+    if not path.is_file():
+        known = sorted(recipe.stem for recipe in RECIPES_DIR.glob("*.toml"))
+        raise UserError(f"--recipe {name}: no such recipe{did_you_mean(name, known)} (there are {', '.join(known)})")
+    return path
+
+
+def read_recipe(path: Path, parser: argparse.ArgumentParser) -> list[str]:
+    """Turn a recipe into the command line that it stands for.
+
+    Tables are the parser's option groups and keys its long options; everything else is a fact of `RECIPE_FACTS`.
+
+    Raises:
+        UserError: not TOML, an unknown table, key or fact, or a value of another type than the option's.
+    """
+    try:
+        recipe = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path} is not valid TOML: {error}") from error
+    groups = {group.title: group._group_actions for group in parser._action_groups[2:]}
+    argv = []
+    for name, table in recipe.items():
+        if not isinstance(table, dict):
+            if name not in RECIPE_FACTS:
+                known = sorted(RECIPE_FACTS) + sorted(groups)
+                raise UserError(f"recipe {path}: unknown fact {name}{did_you_mean(name, known)}")
+            continue
+        if name not in groups:
+            known = ", ".join(sorted(groups))
+            raise UserError(f"recipe {path}: unknown table [{name}]{did_you_mean(name, list(groups))} (known: {known})")
+        actions = {
+            option[2:]: action for action in groups[name] for option in action.option_strings if option[:2] == "--"
+        }
+        for key, value in table.items():
+            if key not in actions or key.startswith("no-"):
+                hint = did_you_mean(key, [known for known in actions if not known.startswith("no-")])
+                raise UserError(f"recipe {path}: unknown option {key} in [{name}]{hint}")
+            argv += _recipe_option(path, key, value, actions[key])
+    return argv
+
+
+def _recipe_option(path: Path, key: str, value: Any, action: argparse.Action) -> list[str]:
+    """Write one key of a recipe as it would stand on a command line."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        expected, is_right = "true or false", isinstance(value, bool)
+        argv = [f"--{key}" if value else f"--no-{key}"]
+    else:
+        kinds = {int: ("an integer", int), float: ("a number", int | float)}
+        expected, kind = kinds.get(action.type, ("a string", str))
+        is_right = isinstance(value, kind) and not isinstance(value, bool)
+        argv = [f"--{key}={value}"]
+    if not is_right:
+        raise UserError(f"recipe {path}: {key} = {json.dumps(value, default=str)}, but {key} takes {expected}")
+    return argv
+
+
+def write_recipe(args: argparse.Namespace) -> str:
+    """Return the TOML text of a recipe that runs what `args` says, wherever it is run.
+
+    Every option is written, defaults too, so that a later default cannot change it; but for those that say where and
+    how this run was started, and those that were derived from this machine.
+    """
+    parser = get_args_parser()
+    lines = [f"title = {json.dumps(f'{args.model}, as resolved by train.py')}"]
+    for group in parser._action_groups[2:]:
+        table = []
+        for action in group._group_actions:
+            value = getattr(args, action.dest)
+            is_derived = action.dest in MACHINE_OPTIONS and action.dest not in args.given
+            if action.dest in NOT_IN_RECIPE or is_derived or value is None or value == "":
+                continue
+            name = next(option for option in action.option_strings if option.startswith("--"))[2:]
+            table.append(f"{name} = {repr(value) if isinstance(value, float) else json.dumps(value)}")
+        if table:
+            lines += ["", f"[{group.title}]", *table]
+    return "\n".join(lines) + "\n"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse and validate a command line, with its recipe ahead of it.
+
+    Raises:
+        UserError: anything that is wrong with it, in one line.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = get_args_parser()
+    recipe_parser = OneLineParser(add_help=False, allow_abbrev=False)
+    recipe_parser.add_argument("--recipe")
+    recipe = recipe_parser.parse_known_args(argv)[0].recipe
+    if recipe is not None:
+        argv = read_recipe(find_recipe(recipe), parser) + argv
+    args = parser.parse_args(argv)
+    args.given = _given(argv)
+    validate(args)
+    return args
+
+
+def _given(argv: Sequence[str]) -> list[str]:
+    """Return the names of the options that a command line sets, whatever it sets them to."""
+    parser = get_args_parser()
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return sorted(vars(parser.parse_args(argv)))
+
+
+def derive(args: argparse.Namespace) -> list[str]:
+    """Fill in the options that follow from this machine, and return a line about each.
+
+    Raises:
+        UserError: the device that was asked for is not there.
+    """
+    lines = []
+    if args.device is None:
+        is_there = torch.accelerator.is_available()
+        args.device = torch.accelerator.current_accelerator().type if is_there else "cpu"
+        lines.append(
+            f"--device {args.device}: {'the accelerator that is there' if is_there else 'no accelerator found'}"
+        )
+    kind = args.device.split(":")[0]
+    if kind != "cpu" and not (
+        torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == kind
+    ):
+        raise UserError(
+            f"--device {args.device}: this machine has none that torch {torch.__version__} can use; try cpu"
+        )
+    if args.workers is None:
+        # Those that this process may use, which in a container or a job are fewer than the machine's.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        args.workers = min(16, max(cores // processes, 1))
+        lines.append(f"--workers {args.workers}: {cores} cores, {processes} processes on this node, at most 16")
+    if args.output_dir is None:
+        args.output_dir = f"runs/{args.model}"
+        lines.append(f"--output-dir {args.output_dir}")
+    if args.sync_bn and kind == "cpu":
+        raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
+    for name, meaning in [
+        ("use_v2", "torchvision's two versions of its transforms give the same numbers here"),
+        ("cache_dataset", "the folders are scanned at every start; no cache to go stale"),
+    ]:
+        if getattr(args, name):
+            lines.append(f"--{name.replace('_', '-')} has no effect: {meaning}")
+    return lines
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Check what can be checked of the options before a device or a disk is touched.
+
+    Raises:
+        UserError: the first option that cannot be used.
+    """
+    _validate_numbers(args)
+    models = list_models(module=torchvision.models)
+    if args.model not in models:
+        hint = did_you_mean(args.model, models) or f" (there are {', '.join(models)})"
+        raise UserError(f"--model {args.model}: torchvision has no classification model of that name{hint}")
+    if args.data_path is None and args.synthetic is None:
+        raise UserError("--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data")
+    if args.global_batch_size is not None and args.global_batch_size % args.batch_size:
+        raise UserError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --batch-size {args.batch_size}; "
+            f"the nearest below is {args.global_batch_size // args.batch_size * args.batch_size}"
+        )
+    if args.lr_warmup_epochs >= args.epochs and args.lr_scheduler == "cosineannealinglr":
+        raise UserError(
+            f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine"
+        )
+    if args.overwrite and args.resume:
+        raise UserError("--overwrite starts over and --resume goes on; give one of them")
+    if args.test_only and not (args.weights or args.resume):
+        raise UserError("--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH")
+    if args.test_only and args.resume == "auto" and args.output_dir is None:
+        raise UserError("--test-only --resume auto needs --output-dir, the folder to look in")
+
+
+# Options with a smallest value that makes sense, and that value; then those that lie between 0 and 1.
+_AT_LEAST = {
+    "batch_size": 1, "global_batch_size": 1, "workers": 0, "epochs": 1, "start_epoch": 0, "print_freq": 1,
+    "checkpoint_steps": 1, "train_crop_size": 1, "val_resize_size": 1, "val_crop_size": 1, "lr": 0, "lr_min": 0,
+    "weight_decay": 0, "norm_weight_decay": 0, "bias_weight_decay": 0, "transformer_embedding_decay": 0,
+    "lr_warmup_epochs": 0, "lr_step_size": 1, "ra_reps": 1, "ra_magnitude": 0, "mixup_alpha": 0, "cutmix_alpha": 0,
+    "model_ema_steps": 1, "world_size": 1, "synthetic": 1, "seed": 0, "lr_gamma": 0, "momentum": 0, "clip_grad_norm": 0,
+    "augmix_severity": 1,
+}  # fmt: skip
+_PROBABILITIES = ["crop_scale", "random_erase", "hflip_prob", "label_smoothing", "model_ema_decay", "lr_warmup_decay"]
+
+
+def _validate_numbers(args: argparse.Namespace) -> None:
+    for name, value in vars(args).items():
+        option = "--wd" if name == "weight_decay" else "--" + name.replace("_", "-")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{option} {value}: expected a finite number")
+        if name in _AT_LEAST and value is not None and value < _AT_LEAST[name]:
+            raise UserError(f"{option} {value}: expected {_AT_LEAST[name]} or more")
+        if name in _PROBABILITIES and not 0 <= value <= 1:
+            raise UserError(f"{option} {value}: expected a number from 0 to 1")
+    if args.augmix_severity > 10:
+        raise UserError(f"--augmix-severity {args.augmix_severity}: expected 1 to 10")
+    if args.dist_timeout <= 0:
+        raise UserError(f"--dist-timeout {args.dist_timeout}: expected a number of minutes above 0")

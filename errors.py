@@ -1,0 +1,31 @@
+"""Errors that a user can act on, and how the script leaves because of one."""
+
+
+class UserError(Exception):
+    """Something that was given cannot be used; the message says what, what is expected and what to do.
+
+    The script prints the message once, without a traceback, and leaves with `exit_code`.
+    """
+
+    exit_code = 2
+
+
+class NoUsableCheckpointError(UserError):
+    """`--resume auto` found checkpoints and none of them can be used; starting over would lose them."""
+
+    exit_code = 4
+
+
+class NonFiniteError(UserError):
+    """The loss or the weights are no longer finite; what is on disk still is."""
+
+    exit_code = 5
+
+
+class ImageError(Exception):
+    """An image of the data set cannot be read; the message names its path.
+
+    One string argument, so that it comes back from a loader process with its own type.
+    """
+
+    exit_code = 1

@@ -1,0 +1,330 @@
+"""Build a model, wrap it for several processes, sum gradients in a fixed order, average weights."""
+
+import copy
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from errors import UserError
+from randomness import FORWARD, seed_device
+from sampler import VirtualShards
+
+
+def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """Build `args.model` on the CPU, its first weights drawn from `args.seed` and then, if given, replaced.
+
+    Args:
+        args: the options.
+        num_classes: outputs of the classifier.
+        weights: a state dict to start from; a classifier of another size in it is left out, which is said.
+
+    Raises:
+        UserError: the weights belong to another model.
+    """
+    # The same first weights on every rank and at every start, whatever was drawn before.
+    torch.manual_seed(args.seed)
+    extra = {}
+    if args.model in ("googlenet", "inception_v3"):
+        # Their own slow truncated-normal initialisation is the default; naming it avoids the FutureWarning.
+        extra = {"init_weights": True, "aux_logits": False}
+    model = torchvision.models.get_model(args.model, weights=None, num_classes=num_classes, **extra)
+    if weights is not None:
+        load_matching(model, weights, f"--weights {args.weights}")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.distributed and args.sync_bn else model
+
+
+def load_matching(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Load a state dict that fits the model, apart perhaps from a classifier for another number of classes.
+
+    Raises:
+        UserError: keys or shapes differ in anything but the classifier.
+    """
+    own = model.state_dict()
+    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    if missing or unexpected:
+        examples = [f"lacks {missing[0]}"] * bool(missing) + [f"has {unexpected[0]}"] * bool(unexpected)
+        raise UserError(f"{source} belongs to another model: it {' and '.join(examples)}; check --model")
+    differing = [name for name in own if own[name].shape != weights[name].shape]
+    sizes = {(weights[name].shape[0], own[name].shape[0]) for name in differing if own[name].ndim}
+    is_head = len(sizes) == 1 and all(own[name].shape[1:] == weights[name].shape[1:] for name in differing)
+    if differing and not is_head:
+        name = differing[0]
+        raise UserError(
+            f"{source} belongs to another model: {name} is {tuple(weights[name].shape)} there and "
+            f"{tuple(own[name].shape)} here; check --model"
+        )
+    if differing:
+        ((theirs, ours),) = sizes
+        print(
+            f"{source}: classifier of {theirs} classes left out, starting a new one of {ours} ({', '.join(differing)})"
+        )
+    model.load_state_dict({name: weights[name] if name not in differing else own[name] for name in own})
+
+
+def wrap_model(model: nn.Module, args: Any) -> nn.Module:
+    """Wrap a model on its device in DDP where gradients are to be summed by DDP's own all-reduce.
+
+    With `--use-deterministic-algorithms`, `PairwiseGradientSum` sums them, and the bare model is returned, with rank
+    0's weights. Collective: every rank must call it.
+    """
+    if not args.distributed:
+        return model
+    if args.use_deterministic_algorithms:
+        broadcast_from_master([*model.parameters(), *model.buffers()])
+        return model
+    # Nothing reads a buffer in training but what shard 0 writes, so no step needs them broadcast; `evaluate`'s caller
+    # does it. torch 2.13 renamed the switch.
+    parameters = inspect.signature(DistributedDataParallel).parameters
+    no_buffers = {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
+    device_ids = [args.gpu] if torch.device(args.device).type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, **no_buffers)
+
+
+def broadcast_from_master(tensors: Sequence[Tensor]) -> None:
+    """Overwrite every rank's tensors with rank 0's. Collective: every rank must call it."""
+    if dist.is_initialized():
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
+
+
+class PairwiseGradientSum:
+    """Sum the shards' gradients in one fixed order, whatever process computed which shard.
+
+    Floating-point addition is not associative: an all-reduce sums in another order at another world size, and training
+    amplifies the difference from 1e-7 to 3e-2 in eight steps of a ResNet-18 (RELIABILITY 2.6). Here shards are summed
+    pairwise, as a binary counter carries: push a sum; while the last two cover equally many shards, add them. A process
+    does so with its consecutive shards; then each gradient travels through an all-to-all (every process gets its part
+    of everyone's sum), is summed in the same way over the processes, and returns by an all-gather. Collectives only
+    move bytes, so backend and topology cannot change a bit, and the volume is that of a ring all-reduce. The result is
+    that of one process wherever a process holds a power of two of shards. One division by V comes last.
+
+    At most log2(V / W) + 1 gradients are held at a time.
+    """
+
+    # Elements that travel at once, 64 MiB of float32, so that no second copy of all gradients is needed.
+    PIECE = 1 << 24
+
+    def __init__(self, parameters: Iterator[nn.Parameter], shards: VirtualShards) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.shards = shards
+        self._sums = []  # (number of shards, their gradients' sum), as the digits of a binary counter
+
+    def add_shard(self) -> None:
+        """Take the gradients of the shard that has just been computed out of the parameters."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        _push(self._sums, gradients)
+
+    def finish(self) -> None:
+        """Set every parameter's gradient to the mean over all shards. Collective: every rank must call it."""
+        gradients = _fold(self._sums)
+        if self.shards.world_size > 1:
+            present = [gradient for gradient in gradients if gradient is not None]
+            for same_type in _group_by_type(present):
+                for piece in _pieces(same_type, self.PIECE):
+                    self._sum_over_processes(piece)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient if gradient is None else gradient.div_(self.shards.num_shards)
+
+    def _sum_over_processes(self, gradients: list[Tensor]) -> None:
+        world_size = self.shards.world_size
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        length = flat.numel()
+        flat = nn.functional.pad(flat, (0, -length % world_size))
+        parts = torch.empty_like(flat)
+        dist.all_to_all_single(parts, flat)
+        sums = []
+        for part in parts.chunk(world_size):
+            _push(sums, [part])
+        dist.all_gather_into_tensor(flat, _fold(sums)[0].contiguous())
+        for gradient, total in zip(gradients, flat[:length].split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _push(sums: list[tuple[int, list]], addend: list[Tensor | None]) -> None:
+    sums.append((1, addend))
+    while len(sums) > 1 and sums[-1][0] == sums[-2][0]:
+        (count, right), (_, left) = sums.pop(), sums.pop()
+        sums.append((2 * count, _add(left, right)))
+
+
+def _fold(sums: list[tuple[int, list]]) -> list[Tensor | None]:
+    """Add what is left from the first to the last, and empty the counter."""
+    total = sums[0][1]
+    for _, addend in sums[1:]:
+        total = _add(total, addend)
+    sums.clear()
+    return total
+
+
+def _add(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+    """Add in place; a parameter that a shard did not use has no gradient there."""
+    return [a if b is None else b if a is None else a.add_(b) for a, b in zip(left, right, strict=True)]
+
+
+def _group_by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
+    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in {t.dtype: None for t in tensors}]
+
+
+def _pieces(tensors: list[Tensor], num_elements: int) -> Iterator[list[Tensor]]:
+    """Cut a list into runs of at most `num_elements` elements, or of one tensor that is larger."""
+    piece, size = [], 0
+    for tensor in tensors:
+        if piece and size + tensor.numel() > num_elements:
+            yield piece
+            piece, size = [], 0
+        piece.append(tensor)
+        size += tensor.numel()
+    if piece:
+        yield piece
+
+
+class ShardedStep:
+    """The infrastructure around the forward and backward passes of one optimizer step.
+
+    Args:
+        model: what `wrap_model` returned.
+        shards: this process's part of the step.
+        device: where the model is.
+        seed: the run's.
+        is_deterministic: sum gradients pairwise, not as DDP does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shards: VirtualShards,
+        *,
+        device: torch.device,
+        seed: int = 0,
+        is_deterministic: bool = False,
+    ) -> None:
+        self.model = model
+        self.shards = shards
+        self.seed = seed
+        self.device = device
+        self.gradient_sum = PairwiseGradientSum(model.parameters(), shards) if is_deterministic else None
+        # What DDP (a mean over processes) and accumulation (a sum over local shards) make of the shards' mean losses is
+        # to be their mean; 1 in torchvision's case of one shard a process, and so nothing is rounded there.
+        self.loss_scale = 1.0 if is_deterministic else 1.0 / shards.num_local
+        self._buffers = list(model.buffers())
+
+    @contextmanager
+    def shard(self, step: int, shard: int) -> Iterator[None]:
+        """Surround the forward and backward pass of one shard.
+
+        Seeds dropout and stochastic depth by (step, shard), keeps DDP from reducing before the last local shard, and
+        lets only shard 0 move the buffers, as torchvision's rank 0 does, so that running statistics are the same at
+        any world size. The wrapped block must not keep the graph.
+        """
+        seed_device(self.device, FORWARD, self.seed, step, shard)
+        is_last = shard == self.shards.local[-1]
+        keeps_buffers = shard != 0
+        saved = [buffer.clone() for buffer in self._buffers] if keeps_buffers else None
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        with self.model.no_sync() if is_ddp and not is_last else nullcontext():
+            yield
+        if keeps_buffers:
+            torch._foreach_copy_(self._buffers, saved)
+        if self.gradient_sum is not None:
+            self.gradient_sum.add_shard()
+
+    def finish_gradients(self) -> None:
+        """Make every parameter's gradient the mean over all shards of the step. Collective."""
+        if self.gradient_sum is not None:
+            self.gradient_sum.finish()
+
+
+class ExponentialMovingAverage(nn.Module):
+    """An exponential moving average of a model's weights and buffers.
+
+    Its state dict is that of torch's `AveragedModel`, as torchvision's reference script saves it. The count stays on
+    the CPU, where reading it makes nobody wait, and integer buffers are copied: an average of counts means nothing.
+
+    Args:
+        model: what to average; copied.
+        decay: the weight of the average at each update.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model).requires_grad_(False)
+        self.decay = decay
+        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device="cpu"))
+
+    def forward(self, *args: Any) -> Any:
+        """Call the averaged model."""
+        return self.module(*args)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Move the average towards `model`; the first time, onto it."""
+        is_first = self.n_averaged == 0
+        averages, values = list(_state(self.module)), [value.detach() for value in _state(model)]
+        floats = [(a, v) for a, v in zip(averages, values, strict=True) if a.is_floating_point() and not is_first]
+        if floats:
+            torch._foreach_lerp_([a for a, _ in floats], [v for _, v in floats], 1.0 - self.decay)
+        for average, value in zip(averages, values, strict=True):
+            if is_first or not average.is_floating_point():
+                average.copy_(value)
+        self.n_averaged += 1
+
+    def reset(self) -> None:
+        """Forget: the next update starts the average anew. torchvision does so throughout the warm-up."""
+        self.n_averaged.zero_()
+
+
+def _state(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def build_ema(args: Any, model: nn.Module) -> ExponentialMovingAverage | None:
+    """Return the average that `--model-ema` asks for, or None.
+
+    torchvision's adjustment: the decay is that of a sample, made independent of batch size and of how often it is
+    applied: alpha = (1 - decay) x (global batch x steps between updates / epochs), at most 1.
+    """
+    if not args.model_ema or args.test_only:
+        return None
+    adjust = args.global_batch_size * args.model_ema_steps / args.epochs
+    return ExponentialMovingAverage(model, decay=1.0 - min(1.0, (1.0 - args.model_ema_decay) * adjust))
+
+
+def load_evaluated(model: nn.Module, state: dict | None) -> ExponentialMovingAverage | None:
+    """Load the weights of a checkpoint to evaluate, if there is one, and return the average that it holds, if any."""
+    if state is None:
+        return None
+    model.load_state_dict(state["model"])
+    if "model_ema" not in state:
+        return None
+    model_ema = ExponentialMovingAverage(model, decay=0.0)
+    model_ema.load_state_dict(state["model_ema"])
+    return model_ema
+
+
+def resolve_weights(args: Any) -> Any:
+    """Return the member of torchvision's weights enumeration that `args.weights` names.
+
+    Raises:
+        UserError: there is none of that name for the model.
+    """
+    enum = torchvision.models.get_model_weights(args.model)
+    name = args.weights.split(".")[-1]
+    if name not in enum.__members__:
+        known = ", ".join(enum.__members__)
+        close = difflib.get_close_matches(name, list(enum.__members__), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(
+            f"--weights {args.weights}: neither a file nor weights of {args.model}{hint} (there are {known})"
+        )
+    return enum[name]

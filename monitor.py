@@ -1,0 +1,168 @@
+"""Numbers leaving the process: means over a log window, TensorBoard, metrics.jsonl and status.json."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from checkpoint import RunState, write_atomically
+from errors import NonFiniteError
+from utils import all_gather, is_main_process
+
+# Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
+# of the run and the same after any restart.
+MACHINE_FIELDS = {"time", "images_per_s", "data_wait", "memory_gib", "world_size"}
+
+# What a curve is drawn of.
+SCALARS = {"loss", "lr", "acc1", "acc5", "grad_norm", "images_per_s", "data_wait", "memory_gib"}
+
+
+class LogWindow:
+    """Sums over all images and processes since the last log line; part of the checkpoint.
+
+    Each shard's numbers stay on the device until somebody asks. They are then gathered and added in float64 in the
+    order of (step, shard), so that a line is the same in every bit at any world size and after any restart.
+
+    Args:
+        num_local_shards: shards that this process adds a step.
+    """
+
+    def __init__(self, num_local_shards: int = 1) -> None:
+        self.num_local_shards = num_local_shards
+        self._rows = []  # (loss, top-1 hits, top-5 hits, images) of each local shard since the last gather
+        self._first_step = None
+        self._sums = [0.0, 0.0, 0.0, 0.0]
+
+    def update(self, step: int, loss: torch.Tensor, correct1: torch.Tensor, correct5: torch.Tensor, n: int) -> None:
+        """Take one shard's mean loss and hits, on the device and unread."""
+        if self._first_step is None:
+            self._first_step = step
+        self._rows.append((loss.detach(), correct1, correct5, n))
+
+    def gather(self) -> None:
+        """Add what has come since the last call. Collective: every rank must call it, after the same step.
+
+        Raises:
+            NonFiniteError: a loss is not finite; names the first step, the same one on every rank.
+        """
+        if not self._rows:
+            return
+        losses, correct1, correct5, counts = zip(*self._rows, strict=True)
+        columns = [torch.stack(column).double().cpu() for column in (losses, correct1, correct5)]
+        counts = torch.tensor(counts, dtype=torch.float64)
+        mine = torch.stack([columns[0] * counts, columns[1], columns[2], counts], dim=1)
+        by_rank = [rows.view(-1, self.num_local_shards, 4) for rows in all_gather(mine)]
+        for offset, shards in enumerate(torch.cat(by_rank, dim=1).tolist()):
+            for row in shards:
+                if not math.isfinite(row[0]):
+                    raise NonFiniteError(
+                        f"the loss of step {self._first_step + offset} is {row[0]}; stopped, and the last checkpoint "
+                        "is kept; try a lower --lr, a longer warm-up or --clip-grad-norm"
+                    )
+                self._sums = [total + value for total, value in zip(self._sums, row, strict=True)]
+        self._rows, self._first_step = [], None
+
+    def read(self) -> tuple[dict[str, float], int]:
+        """Return the means since the last call and the number of images behind them, and begin a new window."""
+        loss, correct1, correct5, images = self._sums
+        self._sums = [0.0, 0.0, 0.0, 0.0]
+        return {"loss": loss / images, "acc1": 100 * correct1 / images, "acc5": 100 * correct5 / images}, int(images)
+
+    def state_dict(self) -> dict:
+        """Return the sums; `gather` must have been called."""
+        return {"sums": list(self._sums)}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore the sums."""
+        self._sums = list(state["sums"])
+
+
+class Monitor:
+    """Writes metrics.jsonl, TensorBoard's events and status.json for one run.
+
+    Args:
+        folder: the output folder; None for a monitor that writes nothing.
+        resumed: the state of the run that goes on: what an earlier process wrote beyond it is dropped. None for a
+            fresh run.
+    """
+
+    def __init__(self, folder: Path | None, resumed: RunState | None = None) -> None:
+        self.folder = folder
+        self.step = resumed.step if resumed else 0
+        if folder is None:
+            return
+        kept = self._truncate(resumed.step, resumed.is_evaluated) if resumed else []
+        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        # TensorBoard forgets what the earlier process wrote from this step on. If the resumed step is to be evaluated
+        # again, all points of that step go, and the training one is written once more.
+        purge_step = resumed.step + resumed.is_evaluated if resumed else None
+        self._writer = SummaryWriter(folder / "tb", purge_step=purge_step)
+        for record in kept[-1:]:
+            if record["step"] == purge_step:
+                self._add_scalars(record)
+        self.status("running", self.step)
+
+    @classmethod
+    def of_run(cls, folder: str, resumed: RunState | None) -> "Monitor":
+        """Return the one that writes on rank 0, and silent ones elsewhere."""
+        return cls(Path(folder) if is_main_process() else None, resumed)
+
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            self.status("failed", self.step, f"{kind.__name__}: {error}")
+        if self.folder is not None:
+            self._file.close()
+            self._writer.close()
+
+    def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
+        """Drop the records that a resumed run will write again, and a last line torn by a kill."""
+        path = self.folder / "metrics.jsonl"
+        kept = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if record["step"] < step or (record["step"] == step and (record["kind"] == "train" or is_evaluated)):
+                kept.append(record)
+        text = "".join(json.dumps(record) + "\n" for record in kept)
+        write_atomically(path, lambda file: file.write(text.encode()))
+        return kept
+
+    def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
+        """Write one record: `kind` is train, val or val_ema; `step` the steps done when it was measured."""
+        self.step = step
+        if self.folder is None:
+            return
+        record = {"kind": kind, "step": step, "epoch": epoch, **values, "time": round(time.time(), 3)}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        self._add_scalars(record)
+
+    def _add_scalars(self, record: dict) -> None:
+        for name, value in record.items():
+            if name in SCALARS and value is not None:
+                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"], walltime=record["time"])
+        self._writer.flush()
+
+    def sync(self) -> None:
+        """Make all records durable; called before a checkpoint that is later than they are."""
+        if self.folder is not None:
+            os.fsync(self._file.fileno())
+
+    def status(self, state: str, step: int, reason: str = "") -> None:
+        """Replace status.json, which tells what became of the run: running, finished or failed.
+
+        torchrun turns every exit code into 1, so this file is the truth.
+        """
+        if self.folder is not None:
+            text = json.dumps({"state": state, "reason": reason, "step": step, "time": round(time.time(), 3)})
+            write_atomically(self.folder / "status.json", lambda file: file.write(text.encode() + b"\n"))

@@ -1,0 +1,173 @@
+"""Parameter groups, optimizers and learning-rate schedules, with torchvision's numbers."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# torch's and torchvision's normalisation layers, whose weights and biases `--norm-weight-decay` governs.
+_NORM_CLASSES = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm,
+                 nn.LocalResponseNorm)  # fmt: skip
+
+
+def set_weight_decay(
+    model: nn.Module,
+    weight_decay: float,
+    norm_weight_decay: float | None = None,
+    norm_classes: Sequence[type] | None = None,
+    custom_keys_weight_decay: Sequence[tuple[str, float]] | None = None,
+) -> list[dict]:
+    """Divide a model's trainable parameters into groups by their weight decay, as torchvision does.
+
+    Args:
+        model: whose parameters; each is in exactly one group.
+        weight_decay: of all that nothing below names.
+        norm_weight_decay: of the parameters of normalisation layers; None: as all others.
+        norm_classes: what counts as a normalisation layer.
+        custom_keys_weight_decay: (name, decay) pairs; a name with a dot is matched against a parameter's full name,
+            one without against its last part. They go before the rule for normalisation layers.
+
+    Returns:
+        Groups for an optimizer, in the order: other, norm, then each key; empty ones left out.
+    """
+    norm_classes = tuple(norm_classes or _NORM_CLASSES)
+    decays = {"other": weight_decay, "norm": norm_weight_decay}
+    custom_keys = list(custom_keys_weight_decay or [])
+    decays.update(custom_keys)
+    groups = {name: [] for name in decays}
+    seen = set()
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or parameter in seen:
+                continue
+            seen.add(parameter)
+            full_name = f"{module_name}.{name}" if module_name else name
+            key = next((key for key, _ in custom_keys if key == (full_name if "." in key else name)), None)
+            is_norm = norm_weight_decay is not None and isinstance(module, norm_classes)
+            groups[key or ("norm" if is_norm else "other")].append(parameter)
+    return [{"params": groups[name], "weight_decay": decays[name]} for name in groups if groups[name]]
+
+
+def build_parameter_groups(args: Any, model: nn.Module) -> list[dict]:
+    """Return the parameter groups that the weight-decay options ask for."""
+    custom_keys = []
+    if args.bias_weight_decay is not None:
+        custom_keys.append(("bias", args.bias_weight_decay))
+    if args.transformer_embedding_decay is not None:
+        embeddings = ["class_token", "position_embedding", "relative_position_bias_table"]
+        custom_keys += [(key, args.transformer_embedding_decay) for key in embeddings]
+    return set_weight_decay(
+        model, args.weight_decay, args.norm_weight_decay, custom_keys_weight_decay=custom_keys or None
+    )
+
+
+def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
+    """Return the optimizer that `--opt` names, with torchvision's constants."""
+    if args.opt == "rmsprop":
+        # eps and alpha of the MobileNetV3 recipe
+        return torch.optim.RMSprop(
+            parameters, lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay, eps=0.0316, alpha=0.9
+        )
+    if args.opt == "adamw":
+        return torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay)
+    return torch.optim.SGD(
+        parameters,
+        lr=args.lr,
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
+        nesterov=args.opt == "sgd_nesterov",
+    )
+
+
+def lr_at(
+    epoch: float,
+    *,
+    peak: float,
+    epochs: int,
+    scheduler: str = "steplr",
+    warmup_epochs: int = 0,
+    warmup_method: str = "constant",
+    warmup_decay: float = 0.01,
+    step_size: int = 30,
+    gamma: float = 0.1,
+    lr_min: float = 0.0,
+) -> float:
+    """Return the learning rate in an epoch: torchvision's schedules in closed form, with nothing to save or restore.
+
+    Args:
+        epoch: the position, in epochs from 0.
+        peak: the rate after the warm-up.
+        epochs: the length of the run; the cosine ends there.
+        scheduler: steplr, cosineannealinglr or exponentiallr, counted from the end of the warm-up.
+        warmup_epochs: the length of the warm-up.
+        warmup_method: linear, or constant.
+        warmup_decay: the share of `peak` that a warm-up begins with.
+        step_size: epochs between two steps of steplr.
+        gamma: factor of steplr and exponentiallr.
+        lr_min: where the cosine ends.
+    """
+    if epoch < warmup_epochs:
+        progress = epoch / warmup_epochs if warmup_method == "linear" else 0.0
+        return peak * (warmup_decay + (1.0 - warmup_decay) * progress)
+    since = epoch - warmup_epochs
+    if scheduler == "cosineannealinglr":
+        return lr_min + (peak - lr_min) * (1.0 + math.cos(math.pi * since / (epochs - warmup_epochs))) / 2.0
+    return peak * gamma ** (since // step_size if scheduler == "steplr" else since)
+
+
+class LRScheduler:
+    """Sets the learning rate of every parameter group from the position in the run.
+
+    Args:
+        optimizer: whose rates.
+        options: `lr_at`'s, but for epoch and peak.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        self.optimizer = optimizer
+        self.options = options
+        self.peaks = [group["lr"] for group in optimizer.param_groups]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the rates of an epoch, and of all its steps."""
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = lr_at(epoch, peak=peak, **self.options)
+
+
+def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Return the schedule that the options ask for."""
+    return LRScheduler(
+        optimizer,
+        epochs=args.epochs,
+        scheduler=args.lr_scheduler,
+        warmup_epochs=args.lr_warmup_epochs,
+        warmup_method=args.lr_warmup_method,
+        warmup_decay=args.lr_warmup_decay,
+        step_size=args.lr_step_size,
+        gamma=args.lr_gamma,
+        lr_min=args.lr_min,
+    )
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, is_read: bool) -> Tensor | None:
+    """Scale gradients down to a norm of at most `max_norm`, and return the norm that they had.
+
+    Args:
+        parameters: whose gradients, unscaled.
+        max_norm: None for no limit.
+        is_read: whether somebody wants the norm where there is no limit; None is returned if not.
+    """
+    if max_norm is None and not is_read:
+        return None
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether all tensors are finite, by one norm of each and a single read."""
+    return bool(torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors])).isfinite().all())

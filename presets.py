@@ -1,0 +1,115 @@
+"""What happens to one image on its way into a batch: torchvision's presets, ending in uint8.
+
+Normalisation and random erasing belong to the preset but are cheaper on whole batches on the device; there
+`transforms.BatchTransform` does them, with the `mean`, `std` and `random_erase_prob` that the preset was given.
+"""
+
+import torch
+from PIL import Image
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode, autoaugment
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class _Preset:
+    """A list of transforms from a PIL image to a (3, H, W) uint8 tensor."""
+
+    def __init__(self, steps: list, backend: str, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        if backend.lower() not in ("pil", "tensor"):
+            raise ValueError(f"backend {backend!r}: expected 'pil' or 'tensor'")
+        to_tensor = transforms.PILToTensor()
+        self.transforms = transforms.Compose(
+            [to_tensor, *steps] if backend.lower() == "tensor" else [*steps, to_tensor]
+        )
+        self.mean = mean
+        self.std = std
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """Return the image as (3, crop_size, crop_size) uint8."""
+        return self.transforms(image)
+
+
+class ClassificationPresetTrain(_Preset):
+    """Random crop and flip, then the augmentation policy, with torchvision's defaults and its pixels.
+
+    Draws from torch's global generator, which `data.py` seeds for each image.
+
+    Args:
+        crop_size: side of the square that comes out, px.
+        mean: of each channel, for the batch's normalisation.
+        std: of each channel, likewise.
+        interpolation: of the resize, and of the policy's geometric operations.
+        hflip_prob: odds of a mirrored image.
+        crop_scale: smallest share of the image's area that a crop shows.
+        auto_augment_policy: ra, ta_wide, augmix, or a value of torchvision's `AutoAugmentPolicy`; None for none.
+        ra_magnitude: of ra.
+        augmix_severity: of augmix.
+        random_erase_prob: odds of an erased rectangle, for the batch's erasing.
+        backend: what resizes: pil (Pillow), or tensor (torchvision's, antialiased).
+        use_v2: accepted as torchvision's; both its versions draw and compute the same here.
+    """
+
+    def __init__(
+        self,
+        *,
+        crop_size: int,
+        mean: tuple[float, ...] = IMAGENET_MEAN,
+        std: tuple[float, ...] = IMAGENET_STD,
+        interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+        hflip_prob: float = 0.5,
+        crop_scale: float = 0.08,
+        auto_augment_policy: str | None = None,
+        ra_magnitude: int = 9,
+        augmix_severity: int = 3,
+        random_erase_prob: float = 0.0,
+        backend: str = "pil",
+        use_v2: bool = False,
+    ) -> None:
+        scale = (crop_scale, 1.0)
+        steps = [transforms.RandomResizedCrop(crop_size, scale=scale, interpolation=interpolation, antialias=True)]
+        if hflip_prob > 0:
+            steps.append(transforms.RandomHorizontalFlip(hflip_prob))
+        if auto_augment_policy == "ra":
+            steps.append(autoaugment.RandAugment(interpolation=interpolation, magnitude=ra_magnitude))
+        elif auto_augment_policy == "ta_wide":
+            steps.append(autoaugment.TrivialAugmentWide(interpolation=interpolation))
+        elif auto_augment_policy == "augmix":
+            steps.append(autoaugment.AugMix(interpolation=interpolation, severity=augmix_severity))
+        elif auto_augment_policy is not None:
+            policy = autoaugment.AutoAugmentPolicy(auto_augment_policy)
+            steps.append(autoaugment.AutoAugment(policy=policy, interpolation=interpolation))
+        super().__init__(steps, backend, mean, std)
+        self.random_erase_prob = random_erase_prob
+
+
+class ClassificationPresetEval(_Preset):
+    """Resize the shorter side and cut the centre, with torchvision's defaults and its pixels.
+
+    Args:
+        crop_size: side of the square that comes out, px.
+        resize_size: shorter side before the cut, px.
+        mean: of each channel, for the batch's normalisation.
+        std: of each channel, likewise.
+        interpolation: of the resize.
+        backend: what resizes: pil (Pillow), or tensor (torchvision's, antialiased).
+        use_v2: accepted as torchvision's; changes nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        crop_size: int,
+        resize_size: int = 256,
+        mean: tuple[float, ...] = IMAGENET_MEAN,
+        std: tuple[float, ...] = IMAGENET_STD,
+        interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+        backend: str = "pil",
+        use_v2: bool = False,
+    ) -> None:
+        steps = [
+            transforms.Resize(resize_size, interpolation=interpolation, antialias=True),
+            transforms.CenterCrop(crop_size),
+        ]
+        super().__init__(steps, backend, mean, std)

@@ -1,0 +1,178 @@
+"""Which image, on which rank, in which order: formulas, so that a run can begin at any step at no cost."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import Sampler
+
+from errors import UserError
+
+
+class SampleKey(NamedTuple):
+    """One use of an image: the address of its random draws."""
+
+    index: int
+    epoch: int
+    repetition: int
+
+
+class VirtualShards(NamedTuple):
+    """The fixed micro-batches that a run's global batch is cut into, and who computes them.
+
+    World size is then a detail: BatchNorm batches, mixup partners and the order of images belong to a shard, and W
+    processes compute V / W consecutive shards each, one after the other.
+    """
+
+    global_batch_size: int
+    num_shards: int
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def batch_size(self) -> int:
+        """Images of one shard and step."""
+        return self.global_batch_size // self.num_shards
+
+    @property
+    def num_local(self) -> int:
+        """Shards that each process computes a step."""
+        return self.num_shards // self.world_size
+
+    @property
+    def local(self) -> range:
+        """The numbers of this process's shards."""
+        return range(self.rank * self.num_local, (self.rank + 1) * self.num_local)
+
+    def check(self, *, needs_same_bits: bool) -> None:
+        """Check that this world size can compute these shards.
+
+        Args:
+            needs_same_bits: also that gradients can be summed pairwise in the order of one process: V / W must be a
+                power of two, or W one (RELIABILITY 2.6).
+
+        Raises:
+            UserError: it cannot; names the world sizes that can.
+        """
+        sizes = [size for size in range(1, self.num_shards + 1) if self.num_shards % size == 0]
+        if needs_same_bits:
+            sizes = [size for size in sizes if size == 1 or (self.num_shards // size).bit_count() == 1]
+        if self.world_size not in sizes:
+            listed = ", ".join(map(str, sizes[:-1])) + " or " + str(sizes[-1]) if len(sizes) > 1 else str(sizes[0])
+            to_same_bits = " to the same bits (--use-deterministic-algorithms)" if needs_same_bits else ""
+            raise UserError(
+                f"cannot run {self.num_shards} shards of {self.batch_size} images on {self.world_size} "
+                f"processes{to_same_bits}; use {listed}"
+            )
+
+
+class TrainSampler(Sampler):
+    """Yield, batch by batch, the images that this process trains on in an epoch.
+
+    The epoch's order is that of torch's `DistributedSampler` for the same seed. Step g takes the g-th slice of
+    `global_batch_size` images of it, and shard v takes the images v, v + V, ... of that slice. The last N mod G images
+    of the order are left out, other ones in each epoch.
+
+    Args:
+        num_images: N, the size of the set.
+        shards: how a step is cut.
+        seed: the run's.
+
+    Raises:
+        UserError: the set is smaller than one global batch.
+    """
+
+    def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0) -> None:
+        if num_images < shards.global_batch_size:
+            raise UserError(
+                f"the training set has {num_images} images, fewer than one global batch of {shards.global_batch_size}; "
+                "choose a smaller --batch-size or --global-batch-size"
+            )
+        self.num_images = num_images
+        self.shards = shards
+        self.seed = seed
+        self.steps_per_epoch = num_images // shards.global_batch_size
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Choose the epoch to yield, and its first step."""
+        self.epoch = epoch
+        self.start_step = start_step
+
+    def epoch_order(self) -> torch.Tensor:
+        """Return (N,) int64: the images in this epoch's order."""
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_images, generator=generator)
+
+    def addresses(self) -> Iterator[tuple[int, int]]:
+        """Yield the (step of the run, shard) of each batch, in the order of the batches."""
+        first = self.epoch * self.steps_per_epoch
+        for step in range(self.start_step, self.steps_per_epoch):
+            for shard in self.shards.local:
+                yield first + step, shard
+
+    def _keys(self, order: torch.Tensor, step: int, shard: int) -> list[SampleKey]:
+        first = step * self.shards.global_batch_size
+        images = order[first + shard : first + self.shards.global_batch_size : self.shards.num_shards]
+        return [SampleKey(index, self.epoch, 0) for index in images.tolist()]
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        order = self.epoch_order()
+        for step in range(self.start_step, self.steps_per_epoch):
+            for shard in self.shards.local:
+                yield self._keys(order, step, shard)
+
+    def __len__(self) -> int:
+        return (self.steps_per_epoch - self.start_step) * self.shards.num_local
+
+
+class RASampler(TrainSampler):
+    """Yield each image several times, in different shards of one step (Hoffer et al., arXiv 1901.09335).
+
+    An epoch is as long as without: the first N of the repeated order. torchvision also cuts it to a multiple of 256
+    images, which leaves nothing of a small set; that is the only difference (PEERS 2.1, item 11).
+
+    Args:
+        num_images: N, the size of the set.
+        shards: how a step is cut.
+        seed: the run's.
+        repetitions: how often each image comes.
+    """
+
+    def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0, repetitions: int = 3) -> None:
+        super().__init__(num_images, shards, seed)
+        self.repetitions = repetitions
+
+    def _keys(self, order: torch.Tensor, step: int, shard: int) -> list[SampleKey]:
+        first = step * self.shards.global_batch_size
+        places = range(first + shard, first + self.shards.global_batch_size, self.shards.num_shards)
+        images = order[torch.tensor(places) // self.repetitions].tolist()
+        return [
+            SampleKey(index, self.epoch, place % self.repetitions) for index, place in zip(images, places, strict=True)
+        ]
+
+
+class EvalSampler(Sampler):
+    """Yield this process's share of the fixed batches of a set: batch k holds images kB to kB + B - 1, of rank k mod W.
+
+    No image is added or left out, and every batch, and with it every logit, is the same at any number of processes.
+
+    Args:
+        num_images: the size of the set.
+        batch_size: B.
+        rank: this process's number.
+        world_size: W.
+    """
+
+    def __init__(self, num_images: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        self.num_images = num_images
+        self.batch_size = batch_size
+        self.firsts = range(rank * batch_size, num_images, world_size * batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in self.firsts:
+            yield list(range(first, min(first + self.batch_size, self.num_images)))
+
+    def __len__(self) -> int:
+        return len(self.firsts)

@@ -1,0 +1,436 @@
+"""Train and evaluate an image classification model: torchvision's reference script, exact and hard to kill."""
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import config
+import data
+import models
+import optim
+import utils
+from checkpoint import (
+    CheckpointManager,
+    OptimizerState,
+    RunState,
+    check_fits,
+    load_checkpoint,
+    load_weights,
+    prepare_folder,
+    read_resume,
+    run_facts,
+    write_atomically,
+)
+from config import get_args_parser
+from errors import ImageError, NonFiniteError, UserError
+from monitor import LogWindow, Monitor
+from sampler import EvalSampler, RASampler, TrainSampler, VirtualShards
+
+__all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
+
+
+def train_one_epoch(
+    model,
+    criterion,
+    optimizer,
+    data_loader,
+    device,
+    epoch,
+    args,
+    model_ema=None,
+    scaler=None,
+    sharded_step=None,
+    on_step=None,
+    start_step=0,
+):
+    """Train on all batches of a loader, a step for every group of this process's shards.
+
+    Args:
+        model: the model, in DDP or bare, as `models.wrap_model` returns it.
+        criterion: from (output, target) to the mean loss of a batch.
+        optimizer: makes one step for each group of shards.
+        data_loader: yields (image, target) batches: a `DeviceLoader`, or any plain loader.
+        device: where the model is.
+        epoch: its number, from 0.
+        args: reads print_freq, amp, clip_grad_norm, model_ema_steps and lr_warmup_epochs.
+        model_ema: the average to move along, or None.
+        scaler: of the loss under `--amp`, or None.
+        sharded_step: what surrounds each shard's passes; by default each process has one shard.
+        on_step: called after each step with the metric logger, [(loss, top-1 hits, top-5 hits, images)] of its shards
+            and the gradient norm or None; by default this process's meters take them.
+        start_step: steps of the epoch that were done before.
+    """
+    model.train()
+    if sharded_step is None:
+        world_size = utils.get_world_size()
+        sharded_step = models.ShardedStep(
+            model, VirtualShards(0, world_size, utils.get_rank(), world_size), device=device
+        )
+    shards = sharded_step.shards
+    scaler = scaler or torch.amp.GradScaler(enabled=False)
+    metric_logger = utils.MetricLogger(delimiter="  ")
+    metric_logger.add_meter("lr", utils.SmoothedValue(window_size=1, fmt="{value:.4g}"))
+    metric_logger.add_meter("img/s", utils.SmoothedValue(window_size=10, fmt="{value:.1f}"))
+    batches = metric_logger.timed(data_loader)
+    steps_per_epoch = start_step + len(data_loader) // shards.num_local
+    steps = range(start_step, steps_per_epoch)
+    for step in metric_logger.log_every(steps, args.print_freq, f"Epoch: [{epoch}]", start_step):
+        optimizer.zero_grad()
+        results = []
+        for shard, (image, target) in zip(shards.local, batches, strict=False):
+            image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
+            with sharded_step.shard(epoch * steps_per_epoch + step, shard):
+                with torch.amp.autocast(device.type, dtype=torch.float16, enabled=args.amp):
+                    output = model(image)
+                    loss = criterion(output, target)
+                scaler.scale(loss * sharded_step.loss_scale).backward()
+            results.append((loss.detach(), *utils.count_correct(output, target, topk=(1, 5)), len(image)))
+        sharded_step.finish_gradients()
+
+        scaler.unscale_(optimizer)
+        grad_norm = optim.clip_gradients(model.parameters(), args.clip_grad_norm, metric_logger.is_line_due)
+        scaler.step(optimizer)
+        scaler.update()
+
+        if model_ema and step % args.model_ema_steps == 0:
+            model_ema.update_parameters(model)
+            if epoch < args.lr_warmup_epochs:
+                model_ema.reset()  # until the warm-up is over, the average is a copy of the weights
+        metric_logger.update(lr=optimizer.param_groups[0]["lr"])
+        (on_step or update_meters)(metric_logger, results, grad_norm)
+
+
+def update_meters(metric_logger, results, grad_norm):
+    """Show this process's own results: what `train_one_epoch` does outside a run."""
+    for loss, correct1, correct5, n in results:
+        metric_logger.meters["loss"].update(loss, n)
+        metric_logger.meters["acc1"].add(100 * correct1, n)
+        metric_logger.meters["acc5"].add(100 * correct5, n)
+
+
+def evaluate(model, criterion, data_loader, device, print_freq=100, log_suffix=""):
+    """Evaluate a model on every image of a set, each exactly once, over all processes.
+
+    The sums are formed from the batches in their order, whichever rank computed them: with `EvalSampler`, counts and
+    loss are the same in every bit at any number of processes. Collective: every rank must call it, with the bare model:
+    ranks may have different numbers of batches, on which DDP would hang.
+
+    Args:
+        model: the bare model; its buffers are made those of rank 0.
+        criterion: from (output, target) to the mean loss of a batch.
+        data_loader: yields (image, target) batches of a sized `dataset`.
+        device: where the model is.
+        print_freq: batches between two lines.
+        log_suffix: what the result line calls the model, such as EMA.
+
+    Returns:
+        acc1 and acc5 in percent, the mean loss of an image, and n, the number of images.
+
+    Raises:
+        RuntimeError: the loaders of all ranks together did not yield as many images as the set has.
+    """
+    model.eval()
+    models.broadcast_from_master(list(model.buffers()))
+    metric_logger = utils.MetricLogger(delimiter="  ")
+    loss_meter, acc1_meter, acc5_meter = (metric_logger.meters[name] for name in ("loss", "acc1", "acc5"))
+    header = f"Test: {log_suffix}".rstrip()
+    with torch.inference_mode():
+        for image, target in metric_logger.log_every(data_loader, print_freq, header):
+            image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
+            output = model(image)
+            correct1, correct5 = utils.count_correct(output, target, topk=(1, 5))
+            loss_meter.update(criterion(output, target), len(image))
+            acc1_meter.add(100 * correct1, len(image))
+            acc5_meter.add(100 * correct5, len(image))
+    metric_logger.synchronize_between_processes()
+
+    n, num_images = loss_meter.count, len(data_loader.dataset)
+    if n != num_images:
+        raise RuntimeError(f"evaluated {n} images of a set of {num_images}: the sampler leaves out or repeats some")
+    acc1, acc5, loss = acc1_meter.global_avg, acc5_meter.global_avg, loss_meter.global_avg
+    print(f"{header} Acc@1 {acc1:.3f} Acc@5 {acc5:.3f} loss {loss:.3f} n={n}")
+    return {"acc1": acc1, "acc5": acc5, "loss": loss, "n": n}
+
+
+def load_data(traindir, valdir, args):
+    """Return the training and validation sets and the samplers of their batches; no training set with `--test-only`.
+
+    Raises:
+        UserError: the folders cannot be used; says why.
+    """
+    start = time.perf_counter()
+    dataset, dataset_test = data.build_datasets(traindir, valdir, args)
+    test_sampler = EvalSampler(len(dataset_test), args.batch_size, args.rank, args.world_size)
+    if dataset is None:
+        return None, dataset_test, None, test_sampler
+    shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
+    if args.ra_sampler:
+        train_sampler = RASampler(len(dataset), shards, args.seed, repetitions=args.ra_reps)
+    else:
+        train_sampler = TrainSampler(len(dataset), shards, args.seed)
+    print(
+        f"{len(dataset)} training and {len(dataset_test)} validation images of {len(dataset.classes)} classes "
+        f"({time.perf_counter() - start:.1f} s)\n"
+        f"global batch {args.global_batch_size} = {shards.num_shards} shards x {shards.batch_size} images, "
+        f"{shards.num_local} a process; {train_sampler.steps_per_epoch} steps an epoch"
+    )
+    return dataset, dataset_test, train_sampler, test_sampler
+
+
+class StepHook:
+    """What surrounds the steps of a run: counts them, logs and saves.
+
+    Args:
+        args: reads checkpoint_steps, output_dir, global_batch_size and world_size.
+        run: the state that is moved and saved.
+        window: the log window, part of that state.
+        monitor: where log lines go.
+        model: the bare model, looked at before it is saved.
+    """
+
+    def __init__(self, args, run, window, monitor, model):
+        self.args, self.run, self.window, self.monitor, self.model = args, run, window, monitor, model
+        self.manager = CheckpointManager(Path(args.output_dir))
+        self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), run.step, 0.0
+
+    def __call__(self, metric_logger, results, grad_norm):
+        """Count a step; log and save if that is due. Collective: every rank must call it."""
+        for result in results:
+            self.window.update(self.run.step, *result)
+        self.run.advance()
+        if metric_logger.is_line_due:
+            self.log(metric_logger, grad_norm)
+        is_epoch_over = self.run.steps == self.run.steps_per_epoch
+        if self.args.checkpoint_steps and self.run.step % self.args.checkpoint_steps == 0 and not is_epoch_over:
+            self.save()
+
+    def log(self, metric_logger, grad_norm):
+        """Write the means over all images since the last line. Collective: every rank must call it."""
+        self.window.gather()
+        means, n = self.window.read()
+        elapsed_s = time.perf_counter() - self.line_s
+        images = (self.run.step - self.line_step) * self.args.global_batch_size
+        for name, value in means.items():
+            metric_logger.meters[name].update(value, n)
+        metric_logger.meters["img/s"].update(images / elapsed_s)
+        self.monitor.write(
+            "train",
+            self.run.step,
+            self.run.epoch,
+            **means,
+            lr=metric_logger.lr.value,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            images_per_s=images / elapsed_s,
+            data_wait=(metric_logger.wait_s - self.line_wait_s) / elapsed_s,
+            memory_gib=peak_memory_gib(),
+            world_size=self.args.world_size,
+        )
+        self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), self.run.step, metric_logger.wait_s
+
+    def save(self):
+        """Save the run, or end it if its weights are not finite. Collective: every rank must call it."""
+        self.window.gather()
+        # Equal on all ranks, and so is the answer.
+        if not optim.all_finite(self.model.parameters()):
+            raise NonFiniteError(f"the weights after step {self.run.step} are not finite; the last checkpoint is kept")
+        if utils.is_main_process():
+            self.monitor.sync()
+            self.manager.save(self.run.state_dict(), is_best=self.run.is_best)
+
+    def take_results(self, results):
+        """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
+        for kind, result in results.items():
+            self.monitor.write(kind, self.run.step, self.run.epoch, **result)
+        # An average is trained for its own sake: where there is one, it is what "best" is about.
+        kind = "val_ema" if "val_ema" in results else "val"
+        self.run.note_result(f"{kind}/acc1", results[kind]["acc1"])
+        self.save()
+
+    def finish(self):
+        """Say how the run ended."""
+        best = self.run.best
+        print(f"finished {self.run.epoch + 1} epochs, {self.run.step} steps; all in {self.args.output_dir}")
+        print(f"best {best['metric']} {best['value']:.3f}, after step {best['step']}")
+        self.monitor.status("finished", self.run.step)
+
+
+def peak_memory_gib():
+    """Return the most memory that this process has used: the GPU's where there is one, else its own."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+
+def set_up(args):
+    """Fill in what follows from this machine, join the other processes, and return this process's device.
+
+    Raises:
+        UserError: the device, the processes or the weights are not there.
+    """
+    notes = config.derive(args)
+    if args.test_only and args.weights and not Path(args.weights).is_file():
+        for name, value in data.options_of_weights(models.resolve_weights(args)).items():
+            if name not in args.given:
+                setattr(args, name, value)
+                notes.append(f"--{name.replace('_', '-')} {value}: as {args.weights} was published")
+    if args.use_deterministic_algorithms:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if "OMP_NUM_THREADS" not in os.environ:
+            # What torchrun sets for several processes; another number of threads sums in another order.
+            torch.set_num_threads(1)
+    utils.init_distributed_mode(args)
+    print(*notes, sep="\n")
+    torch.use_deterministic_algorithms(args.use_deterministic_algorithms)
+    torch.backends.cudnn.benchmark = not args.use_deterministic_algorithms
+    device = torch.device(args.device)
+    return torch.device(device.type, args.gpu) if args.distributed and device.type != "cpu" else device
+
+
+def load_resumed(args):
+    """Return the checkpoint that `--resume` means, or None, and make the output folder ready.
+
+    Only rank 0 touches files. Collective: every rank must call it.
+
+    Raises:
+        UserError: it cannot be used, or the folder cannot.
+    """
+    folder = Path(args.output_dir)
+    payload = utils.call_on_master(read_resume, args.resume, folder)
+    state = None if payload is None else load_checkpoint(payload, args.resume)
+    if not args.test_only:
+        set_shards(args, state)
+        resumed_step = None if state is None else state["step"]
+        utils.call_on_master(prepare_folder, folder, args.resume, args.overwrite, resumed_step)
+    return state
+
+
+def set_shards(args, state):
+    """Set the global batch and its shards: those of the resumed run, else what the options and the world size give.
+
+    Raises:
+        UserError: the options contradict the checkpoint, or this world size cannot compute the shards.
+    """
+    if state is None:
+        args.global_batch_size = args.global_batch_size or args.batch_size * args.world_size
+        args.num_shards = args.global_batch_size // args.batch_size
+    else:
+        size, num_shards = state["shards"]["global_batch_size"], state["shards"]["num_shards"]
+        if args.batch_size != size // num_shards or args.global_batch_size not in (None, size):
+            raise UserError(
+                f"cannot resume: the checkpoint's global batch of {size} has {num_shards} shards of "
+                f"{size // num_shards} images; pass --batch-size {size // num_shards} (and --global-batch-size {size}, or leave it out)"
+            )
+        args.global_batch_size, args.num_shards = size, num_shards
+    shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
+    shards.check(needs_same_bits=args.use_deterministic_algorithms)
+
+
+def start_weights(args, state):
+    """Return the state dict that `--weights` means, or None; a resumed run has its own.
+
+    Raises:
+        UserError: it means none.
+    """
+    if args.weights is None or state is not None:
+        return None
+    if Path(args.weights).is_file():
+        return load_weights(Path(args.weights))
+    return models.resolve_weights(args).get_state_dict(progress=utils.is_main_process(), check_hash=True)
+
+
+def write_record(args, facts):
+    """Write what the run is beside its results: run.json, and recipe.toml, which runs it again elsewhere."""
+    if not utils.is_main_process():
+        return
+    record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time(), **facts}
+    folder = Path(args.output_dir)
+    write_atomically(folder / "run.json", lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
+    write_atomically(folder / "recipe.toml", lambda file: file.write(config.write_recipe(args).encode()))
+
+
+def evaluate_all(model, model_ema, criterion, data_loader, device):
+    """Evaluate the model and its average, if there is one; return the results by their names in the log."""
+    results = {"val": evaluate(model, criterion, data_loader, device)}
+    if model_ema is not None:
+        results["val_ema"] = evaluate(model_ema, criterion, data_loader, device, log_suffix="EMA")
+    return results
+
+
+def main(args):
+    """Train or, with `--test-only`, evaluate what the options say. Collective: every rank must call it.
+
+    Raises:
+        UserError: something that was given cannot be used.
+    """
+    device = set_up(args)
+    state = load_resumed(args)
+    traindir, valdir = (os.path.join(args.data_path or "", split) for split in ("train", "val"))
+    dataset, dataset_test, train_sampler, test_sampler = load_data(traindir, valdir, args)
+    num_classes = len(dataset_test.classes)
+    if state is not None:
+        check_fits(state, args, num_classes, dataset)
+    train_transform, eval_transform = data.build_batch_transforms(args, num_classes)
+    data_loader_test = data.DeviceLoader(data.build_loader(dataset_test, test_sampler, args), device, eval_transform)
+
+    model_without_ddp = models.build_model(args, num_classes, start_weights(args, state)).to(device)
+    model_ema = models.build_ema(args, model_without_ddp)
+    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    if args.test_only:
+        model_ema = models.load_evaluated(model_without_ddp, state)
+        evaluate_all(model_without_ddp, model_ema, criterion, data_loader_test, device)
+        return
+
+    data_loader = data.build_loader(dataset, train_sampler, args)
+    data_loader = data.DeviceLoader(data_loader, device, train_transform, args.seed)
+    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
+    lr_scheduler = optim.build_lr_scheduler(args, optimizer)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp)
+    model = models.wrap_model(model_without_ddp, args)
+    sharded_step = models.ShardedStep(
+        model, train_sampler.shards, device=device, seed=args.seed, is_deterministic=args.use_deterministic_algorithms
+    )
+
+    window = LogWindow(train_sampler.shards.num_local)
+    parts = {"model": model_without_ddp, "optimizer": OptimizerState(optimizer), "log_window": window}
+    parts |= {"model_ema": model_ema} if model_ema else {}
+    parts |= {"scaler": scaler} if args.amp else {}
+    run = RunState(train_sampler.steps_per_epoch, run_facts(args, dataset), parts)
+    run.resume(state, args.start_epoch)
+    write_record(args, run.facts)
+    with Monitor.of_run(args.output_dir, None if state is None else run) as monitor:
+        hook = StepHook(args, run, window, monitor, model_without_ddp)
+        for epoch in range(run.epoch, args.epochs):
+            first_step = run.start_epoch(epoch)
+            if first_step < run.steps_per_epoch:
+                train_sampler.set_epoch(epoch, first_step)
+                lr_scheduler.set_epoch(epoch)
+                train_one_epoch(
+                    model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler,
+                    sharded_step, hook, first_step,
+                )  # fmt: skip
+                hook.save()
+            if not run.is_evaluated:
+                hook.take_results(evaluate_all(model_without_ddp, model_ema, criterion, data_loader_test, device))
+        hook.finish()
+
+
+def cli():
+    """Run the script: what a user can mend ends in one line and an exit code, what is our fault in a traceback."""
+    try:
+        main(config.parse_args())
+    except UserError as error:
+        utils.leave(error, error.exit_code)
+    except ImageError as error:
+        utils.leave(error, error.exit_code, is_agreed=False)
+    utils.shut_down()
+
+
+if __name__ == "__main__":
+    cli()

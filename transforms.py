@@ -1,0 +1,177 @@
+"""What happens to a batch on the device: normalise, erase, mix.
+
+Every draw comes from a `random.Random` that the caller seeds with the batch's address, so a draw never depends on the
+device, on other batches or on a generator's history.
+"""
+
+import math
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Normalize:
+    """Turn (B, C, H, W) uint8 into float32 with the given mean and standard deviation of each channel."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+        self.mean = torch.tensor(mean, device=device).view(-1, 1, 1)
+        self.std = torch.tensor(std, device=device).view(-1, 1, 1)
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """Divide by 255 first, then normalise: the order, and so the bits, of torchvision's presets."""
+        return image.to(torch.float32).div_(255).sub_(self.mean).div_(self.std)
+
+
+class RandomErasing:
+    """Set one random rectangle of an image to zero (Zhong et al., arXiv 1708.04896), with torchvision's distribution.
+
+    Args:
+        p: odds of a rectangle.
+        scale: smallest and largest share of the image's area.
+        ratio: smallest and largest height over width.
+    """
+
+    def __init__(
+        self, p: float = 0.5, scale: tuple[float, float] = (0.02, 0.33), ratio: tuple[float, float] = (0.3, 3.3)
+    ) -> None:
+        self.p = p
+        self.scale = scale
+        self.ratio = ratio
+
+    def draw_box(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
+        """Draw (top, left, height, width) in px; an empty box where none is to be erased, or none fits in ten tries."""
+        if rng.random() >= self.p:
+            return 0, 0, 0, 0
+        for _ in range(10):
+            area = height * width * rng.uniform(*self.scale)
+            ratio = math.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
+            box_height, box_width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if box_height < height and box_width < width:
+                top, left = rng.randint(0, height - box_height), rng.randint(0, width - box_width)
+                return top, left, box_height, box_width
+        return 0, 0, 0, 0
+
+    def __call__(self, image: Tensor, rng: random.Random) -> Tensor:
+        """Erase in place.
+
+        Args:
+            image: (B, C, H, W) float, normalised.
+            rng: where each image's box comes from, in the order of the batch.
+        """
+        height, width = image.shape[-2:]
+        boxes = torch.tensor([self.draw_box(height, width, rng) for _ in image], device=image.device)
+        top, left, box_height, box_width = boxes[:, :, None].unbind(1)
+        y, x = torch.arange(height, device=image.device), torch.arange(width, device=image.device)
+        rows = (y >= top) & (y < top + box_height)
+        columns = (x >= left) & (x < left + box_width)
+        return image.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
+
+
+def _soft_targets(target: Tensor, num_classes: int, share: float) -> Tensor:
+    """Return (B, num_classes) targets of which `share` is the image's own and the rest its neighbour's."""
+    one_hot = F.one_hot(target, num_classes).to(torch.float32)
+    return one_hot * share + one_hot.roll(1, 0) * (1.0 - share)
+
+
+class RandomMixUp:
+    """Blend each image with its neighbour in the batch (Zhang et al., arXiv 1710.09412).
+
+    Args:
+        num_classes: length of a target.
+        alpha: the share of the image itself is drawn from Beta(alpha, alpha), one draw a batch.
+    """
+
+    def __init__(self, *, num_classes: int, alpha: float = 1.0) -> None:
+        self.num_classes = num_classes
+        self.alpha = alpha
+
+    def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+        """Mix a batch.
+
+        Args:
+            image: (B, C, H, W) float, normalised.
+            target: (B,) int64 class indices.
+            rng: where the share comes from.
+
+        Returns:
+            The mixed image and (B, num_classes) float targets whose rows sum to 1.
+        """
+        return self.mix(image, target, rng.betavariate(self.alpha, self.alpha))
+
+    def mix(self, image: Tensor, target: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """Mix a batch of which each image keeps `share`."""
+        mixed = image.roll(1, 0).mul_(1.0 - share).add_(image.mul(share))
+        return mixed, _soft_targets(target, self.num_classes, share)
+
+
+class RandomCutMix:
+    """Paste a rectangle of its neighbour into each image of the batch (Yun et al., arXiv 1905.04899).
+
+    Args:
+        num_classes: length of a target.
+        alpha: the share of the image itself is drawn from Beta(alpha, alpha), one draw a batch.
+    """
+
+    def __init__(self, *, num_classes: int, alpha: float = 1.0) -> None:
+        self.num_classes = num_classes
+        self.alpha = alpha
+
+    def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+        """Mix a batch; as `RandomMixUp`."""
+        height, width = image.shape[-2:]
+        share = rng.betavariate(self.alpha, self.alpha)
+        centre_x, centre_y = rng.randrange(width), rng.randrange(height)
+        half = 0.5 * math.sqrt(1.0 - share)
+        half_width, half_height = int(half * width), int(half * height)
+        left, right = max(centre_x - half_width, 0), min(centre_x + half_width, width)
+        top, bottom = max(centre_y - half_height, 0), min(centre_y + half_height, height)
+        return self.mix(image, target, (left, top, right, bottom))
+
+    def mix(self, image: Tensor, target: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+        """Mix a batch with the rectangle (left, top, right, bottom), in px, from each neighbour."""
+        left, top, right, bottom = box
+        height, width = image.shape[-2:]
+        mixed = image.clone()
+        mixed[..., top:bottom, left:right] = image.roll(1, 0)[..., top:bottom, left:right]
+        # The share that is really left: a rectangle is cut off at the image's edges.
+        share = 1.0 - (right - left) * (bottom - top) / (height * width)
+        return mixed, _soft_targets(target, self.num_classes, share)
+
+
+def get_mixup_cutmix(*, mixup_alpha: float, cutmix_alpha: float, num_classes: int) -> Callable | None:
+    """Return what mixes a batch: mixup, cutmix, one of the two at equal odds, or None."""
+    choices = []
+    if mixup_alpha > 0:
+        choices.append(RandomMixUp(num_classes=num_classes, alpha=mixup_alpha))
+    if cutmix_alpha > 0:
+        choices.append(RandomCutMix(num_classes=num_classes, alpha=cutmix_alpha))
+    if not choices:
+        return None
+    return lambda image, target, rng: rng.choice(choices)(image, target, rng)
+
+
+class BatchTransform:
+    """The device's half of a preset: uint8 in, normalised, erased and mixed floats out.
+
+    Args:
+        normalize: from uint8 to float.
+        erase: what erases, or None.
+        mix: what mixes image and target, or None.
+    """
+
+    def __init__(self, normalize: Normalize, erase: RandomErasing | None = None, mix: Callable | None = None) -> None:
+        self.normalize = normalize
+        self.erase = erase
+        self.mix = mix
+
+    def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+        """Transform (B, C, H, W) uint8 and (B,) int64 on the device, drawing from `rng`."""
+        image = self.normalize(image)
+        if self.erase is not None:
+            image = self.erase(image, rng)
+        if self.mix is not None:
+            image, target = self.mix(image, target, rng)
+        return image, target

@@ -1,0 +1,442 @@
+"""The process and meter words that users of torchvision's reference scripts know."""
+
+import builtins
+import datetime
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+
+
+class SmoothedValue:
+    """Track a series of values: the last few of them, and the mean over all.
+
+    A device tensor is kept as it is and read when somebody asks, because reading it makes the host wait for the device.
+
+    Args:
+        window_size: how many of the last values `value`, `median`, `avg` and `max` look at.
+        fmt: how `str()` shows it; may name median, avg, global_avg, max and value.
+    """
+
+    def __init__(self, window_size: int = 20, fmt: str | None = None) -> None:
+        self.fmt = fmt or "{median:.4f} ({global_avg:.4f})"
+        self._window = deque(maxlen=window_size)
+        self._unread = []
+        self._sums = []  # (sum, count) of every update, in order
+        self._total, self._count = 0.0, 0
+
+    def update(self, value: float | torch.Tensor, n: int = 1) -> None:
+        """Add the mean of `n` samples."""
+        self._unread.append((value, n, False))
+
+    def add(self, total: float | torch.Tensor, n: int) -> None:
+        """Add the sum over `n` samples. Counts stay integers this way, where a mean would be rounded."""
+        self._unread.append((total, n, True))
+
+    def _read(self) -> None:
+        for value, n, is_sum in self._unread:
+            number = float(value)
+            self._window.append(number / n if is_sum else number)
+            self._accumulate(number if is_sum else number * n, n)
+        self._unread.clear()
+
+    def _accumulate(self, total: float, n: int) -> None:
+        self._sums.append((total, n))
+        self._total += total
+        self._count += n
+
+    def sums(self) -> torch.Tensor:
+        """Return (updates, 2) float64: the sum and the count of each update, in order."""
+        self._read()
+        return torch.tensor(self._sums, dtype=torch.float64).reshape(-1, 2)
+
+    def synchronize_between_processes(self) -> None:
+        """Make `total`, `count` and `global_avg` those of all processes. Collective: every rank must call it."""
+        rows = interleave(all_gather(self.sums())).tolist()
+        self._sums, self._total, self._count = [], 0.0, 0
+        for total, n in rows:
+            self._accumulate(total, int(n))
+
+    @property
+    def deque(self) -> deque:
+        """The last `window_size` values."""
+        self._read()
+        return self._window
+
+    @property
+    def total(self) -> float:
+        """The sum over all samples, added up in float64 in the order of the updates."""
+        self._read()
+        return self._total
+
+    @property
+    def count(self) -> int:
+        """The number of samples."""
+        self._read()
+        return self._count
+
+    @property
+    def median(self) -> float:
+        """The (lower) median of the window."""
+        return torch.tensor(list(self.deque), dtype=torch.float64).median().item() if self.deque else 0.0
+
+    @property
+    def avg(self) -> float:
+        """The mean of the window."""
+        return sum(self.deque) / len(self.deque) if self.deque else 0.0
+
+    @property
+    def global_avg(self) -> float:
+        """The mean over all samples."""
+        return self.total / self.count if self.count else 0.0
+
+    @property
+    def max(self) -> float:
+        """The largest value of the window."""
+        return max(self.deque, default=0.0)
+
+    @property
+    def value(self) -> float:
+        """The last value."""
+        return self.deque[-1] if self.deque else 0.0
+
+    def __str__(self) -> str:
+        names = ("median", "avg", "global_avg", "max", "value")
+        # Only what the format asks for: a window may hold thousands of values.
+        return self.fmt.format(**{name: getattr(self, name) for name in names if "{" + name in self.fmt})
+
+
+class MetricLogger:
+    """A set of named meters, and a loop that prints them."""
+
+    def __init__(self, delimiter: str = "\t") -> None:
+        self.meters = defaultdict(SmoothedValue)
+        self.delimiter = delimiter
+        self.wait_s = 0.0  # time that the loop has waited for data in all
+        self.is_line_due = False  # whether a line will be printed after the item that is being worked on
+
+    def update(self, **values: float | torch.Tensor) -> None:
+        """Add one value to each of the named meters."""
+        for name, value in values.items():
+            self.meters[name].update(value)
+
+    def __getattr__(self, name: str) -> SmoothedValue:
+        if name in self.__dict__.get("meters", {}):
+            return self.meters[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __str__(self) -> str:
+        return self.delimiter.join(f"{name}: {meter}" for name, meter in self.meters.items())
+
+    def synchronize_between_processes(self) -> None:
+        """Make every meter's totals those of all processes. Collective: every rank must call it.
+
+        Rank r's update j is taken to be number j W + r of the whole, as `EvalSampler` deals its batches, and sums are
+        formed in that order: the same bits at any number of processes.
+        """
+        for meter in self.meters.values():
+            meter.synchronize_between_processes()
+
+    def add_meter(self, name: str, meter: SmoothedValue) -> None:
+        """Show `meter` under `name`."""
+        self.meters[name] = meter
+
+    def timed(self, iterable: Iterable) -> Iterator:
+        """Yield from `iterable`, counting the time that it makes us wait."""
+        iterator = iter(iterable)
+        while True:
+            start = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.wait_s += time.perf_counter() - start
+            yield item
+
+    def log_every(self, iterable: Iterable, print_freq: int, header: str | None = None, start: int = 0) -> Iterator:
+        """Yield from a sized `iterable` and print the meters after every `print_freq`-th item and the last.
+
+        Args:
+            iterable: what to loop over; has a length.
+            print_freq: items between two lines.
+            header: what each line begins with.
+            start: the number of the first item, where a resumed epoch goes on.
+        """
+        header = header or ""
+        num_items = start + len(iterable)
+        width = len(str(num_items))
+        iter_time, data_time = SmoothedValue(fmt="{avg:.4f}"), SmoothedValue(fmt="{avg:.4f}")
+        begin = end = time.perf_counter()
+        waited = self.wait_s
+        for index, item in enumerate(self.timed(iterable), start):
+            self.is_line_due = index % print_freq == 0 or index == num_items - 1
+            yield item
+            data_time.update(self.wait_s - waited)
+            iter_time.update(time.perf_counter() - end)
+            if self.is_line_due:
+                eta_s = iter_time.global_avg * (num_items - 1 - index)
+                fields = [
+                    header,
+                    f"[{index:{width}d}/{num_items}]",
+                    f"eta: {datetime.timedelta(seconds=int(eta_s))}",
+                    *([str(self)] if self.meters else []),
+                    f"time: {iter_time}",
+                    f"data: {data_time}",
+                ]
+                if torch.cuda.is_available():
+                    fields.append(f"max mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}")
+                print(self.delimiter.join(fields))
+            end, waited = time.perf_counter(), self.wait_s
+        print(f"{header} Total time: {datetime.timedelta(seconds=int(time.perf_counter() - begin))}")
+
+
+def count_correct(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
+    """Count the images whose target is among the k highest scores, for each k.
+
+    Args:
+        output: (B, num_classes) scores.
+        target: (B,) class indices, or (B, num_classes) soft targets, of which the highest counts.
+        topk: each k; one above the number of classes counts as that number.
+
+    Returns:
+        A list of 0-d int64 tensors on the device; nothing is read.
+    """
+    with torch.inference_mode():
+        if target.ndim == 2:
+            target = target.argmax(dim=1)
+        num_classes = output.size(1)
+        ranked = output.topk(min(max(topk), num_classes), dim=1).indices
+        hits = ranked.eq(target[:, None])
+        return [hits[:, : min(k, num_classes)].sum() for k in topk]
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
+    """Give the percentage of images whose target is among the k highest scores, for each k; as `count_correct`."""
+    return [hits * (100.0 / target.size(0)) for hits in count_correct(output, target, topk)]
+
+
+def is_dist_avail_and_initialized() -> bool:
+    """Tell whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_world_size() -> int:
+    """Return the number of processes of the run."""
+    return dist.get_world_size() if is_dist_avail_and_initialized() else 1
+
+
+def get_rank() -> int:
+    """Return this process's number, from 0."""
+    return dist.get_rank() if is_dist_avail_and_initialized() else 0
+
+
+def is_main_process() -> bool:
+    """Tell whether this is rank 0, the one that prints and writes."""
+    return get_rank() == 0
+
+
+def save_on_master(*args: Any, **kwargs: Any) -> None:
+    """Call `torch.save` on rank 0. Checkpoints go through `checkpoint.CheckpointManager`, which can be killed."""
+    if is_main_process():
+        torch.save(*args, **kwargs)
+
+
+def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return every rank's tensor, which may differ in its first dimension. Collective: every rank must call it.
+
+    Args:
+        rows: (n, ...) CPU tensor; travels over gloo, so no device has to be waited for.
+    """
+    if not is_dist_avail_and_initialized():
+        return [rows]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(rows)]))
+    longest = max(int(size) for size in sizes)
+    padded = rows.new_zeros(longest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
+
+
+def interleave(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Put back in order what was dealt round-robin: row j of part r is row j * len(parts) + r of the result."""
+    order = sorted((row, part) for part, rows in enumerate(parts) for row in range(len(rows)))
+    return torch.stack([parts[part][row] for row, part in order]) if order else parts[0]
+
+
+def broadcast_bytes(payload: bytes | None) -> bytes:
+    """Give rank 0's bytes to every rank; what others pass is ignored. Collective: every rank must call it."""
+    if not is_dist_avail_and_initialized():
+        return payload
+    size = torch.tensor([len(payload) if is_main_process() else 0])
+    dist.broadcast(size, src=0)
+    buffer = torch.frombuffer(bytearray(payload if is_main_process() else bytes(int(size))), dtype=torch.uint8)
+    for chunk in buffer.split(1 << 28):  # gloo counts a message's bytes in 32 bits
+        dist.broadcast(chunk, src=0)
+    return buffer.numpy().tobytes()
+
+
+def call_on_master(function: Callable[..., bytes | None], *args: Any) -> bytes | None:
+    """Call a function on rank 0 alone and give what it returns to every rank. Collective: every rank must call it.
+
+    For work on files, which ranks on other machines may not even see.
+
+    Raises:
+        UserError: what the function raised, on every rank.
+    """
+    payload, error = None, None
+    if is_main_process():
+        try:
+            payload = function(*args)
+        except UserError as refusal:
+            error = refusal
+    verdict = {"is_none": payload is None, "error": error and str(error), "exit_code": error and error.exit_code}
+    verdict = json.loads(broadcast_bytes(json.dumps(verdict).encode()))
+    if verdict["error"] is not None:
+        error = UserError(verdict["error"])
+        error.exit_code = verdict["exit_code"]
+        raise error
+    return None if verdict["is_none"] else broadcast_bytes(payload)
+
+
+def reduce_across_processes(value: Any) -> torch.Tensor:
+    """Sum a number, a list of numbers or a tensor over all processes, on its own device and in its own type.
+
+    Integers are summed as int64 and floats as float64, where torchvision rounds both to float32.
+    Collective: every rank must call it.
+    """
+    total = value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
+    total = total.to(torch.float64 if total.is_floating_point() else torch.int64)
+    if is_dist_avail_and_initialized():
+        dist.barrier()
+        dist.all_reduce(total)
+    return total
+
+
+def setup_for_distributed(is_master: bool) -> None:
+    """Let `print` print on the master only; `print(..., force=True)` prints anywhere. May be called again."""
+    original = getattr(builtins.print, "original", builtins.print)
+
+    def print_on_master(*args: Any, force: bool = False, **kwargs: Any) -> None:
+        if is_master or force:
+            original(*args, **kwargs)
+
+    print_on_master.original = original
+    builtins.print = print_on_master
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """Return the first host of a Slurm node list such as `gpu[007-010,12],login1`."""
+    head = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,]*)", nodelist)
+    prefix, numbers, suffix = head.groups()
+    return prefix + re.split(r"[-,]", numbers)[0] + suffix if numbers else prefix
+
+
+def launcher_environment(environ: Mapping[str, str], world_size: int) -> dict[str, str]:
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and, under Slurm, MASTER_ADDR and MASTER_PORT as a launcher set them.
+
+    Args:
+        environ: the process's environment.
+        world_size: the number of processes where only RANK is set (`--world-size`).
+
+    Returns:
+        An empty dict where no launcher started this process.
+    """
+    if "RANK" in environ:
+        size = environ.get("WORLD_SIZE", str(world_size))
+        return {"RANK": environ["RANK"], "WORLD_SIZE": size, "LOCAL_RANK": environ.get("LOCAL_RANK", environ["RANK"])}
+    # SLURM_PROCID alone is also set in a batch script, where nobody started the other tasks: only srun sets the step's.
+    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        job = environ.get("SLURM_JOB_ID", "0")
+        return {
+            "RANK": environ["SLURM_PROCID"],
+            "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_RANK": environ["SLURM_LOCALID"],
+            "MASTER_ADDR": environ.get("MASTER_ADDR")
+            or first_slurm_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]),
+            # The same on every task, and another one for another job on the same node.
+            "MASTER_PORT": environ.get("MASTER_PORT")
+            or str(20000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 20000),
+        }
+    return {}
+
+
+def init_distributed_mode(args: Any) -> None:
+    """Join the process group that torchrun, Slurm's srun or RANK and `--world-size` describe, or run alone.
+
+    Sets `args.distributed`, `args.rank`, `args.world_size` and `args.gpu` (the index of this process's accelerator).
+    CPU tensors travel over gloo and CUDA tensors over nccl, so that bookkeeping never waits for a GPU.
+    Collective: every rank must call it.
+    """
+    launched = launcher_environment(os.environ, args.world_size)
+    if not launched and args.world_size > 1:
+        raise UserError(
+            f"--world-size {args.world_size}, but no launcher set RANK; start the processes with "
+            f"`torchrun --nproc_per_node={args.world_size} train.py ...`"
+        )
+    os.environ.update(launched)
+    args.rank = int(launched.get("RANK", "0"))
+    args.world_size = int(launched.get("WORLD_SIZE", "1"))
+    args.distributed = bool(launched)
+    args.gpu = int(launched.get("LOCAL_RANK", "0"))
+    setup_for_distributed(args.rank == 0)
+    is_cuda = torch.device(args.device).type == "cuda"
+    if is_cuda:
+        # A launcher may show each process its own GPU only; then that one is number 0.
+        args.gpu %= max(torch.cuda.device_count(), 1)
+        torch.cuda.set_device(args.gpu)
+    if not args.distributed:
+        return
+    print(f"| distributed init (rank {args.rank}): {args.dist_url}", flush=True, force=True)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        init_method=args.dist_url,
+        world_size=args.world_size,
+        rank=args.rank,
+        timeout=datetime.timedelta(minutes=args.dist_timeout),
+    )
+    dist.barrier()
+
+
+def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
+    """Print why the run was refused or stopped, once over all ranks, and end this process.
+
+    A launcher ends the other processes as soon as one has left; so, where all ranks meet the same error, the others
+    stay until rank 0 has printed it. One that is still there after ten seconds met it alone, and says so itself.
+
+    Args:
+        error: its text is printed.
+        exit_code: what this process leaves with; torchrun turns any of them into 1.
+        is_agreed: whether all ranks are expected to meet the error; if not, it is printed at once.
+    """
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0")
+    if rank != 0 and is_agreed:
+        time.sleep(10)
+    sys.stdout.flush()
+    where = f" on rank {rank}" if rank != 0 else ""
+    print(f"train.py: error{where}: {error}", file=sys.stderr, flush=True)
+    # Not sys.exit: tearing down a process group whose other members are gone can abort and hide the exit code.
+    os._exit(exit_code)
+
+
+def shut_down() -> None:
+    """Leave the process group after the last collective. Collective: every rank must call it.
+
+    Without the barrier some runs abort while they end: a rank tears down connections that another still uses
+    (RELIABILITY 2.2).
+    """
+    if is_dist_avail_and_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
