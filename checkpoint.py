@@ -274,8 +274,8 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
     ).stdout.strip()  # fmt: skip
     return {
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
+        "torchvision": str(torchvision.__version__),
         "python": platform.python_version(),
         "revision": revision or None,
         "threads": torch.get_num_threads(),

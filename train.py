@@ -324,8 +324,8 @@ def set_shards(args, state):
         size, num_shards = state["shards"]["global_batch_size"], state["shards"]["num_shards"]
         if args.batch_size != size // num_shards or args.global_batch_size not in (None, size):
             raise UserError(
-                f"cannot resume: the checkpoint's global batch of {size} has {num_shards} shards of "
-                f"{size // num_shards} images; pass --batch-size {size // num_shards} (and --global-batch-size {size}, or leave it out)"
+                f"cannot resume: the checkpoint has {num_shards} shards of {size // num_shards} images; "
+                f"pass --batch-size {size // num_shards}, and --global-batch-size {size} or nothing"
             )
         args.global_batch_size, args.num_shards = size, num_shards
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)

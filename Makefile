@@ -1,0 +1,53 @@
+# Everything that a newcomer, a developer and CI run; `make` alone lists it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DIGITS := $(BIN)/torchrun --standalone --nproc_per_node=2 train.py --recipe digits
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo format lint test test-dist test-slow test-gpu clean
+
+help:  ## list what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+$(READY): requirements.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed; try make PYTHON=python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --requirement requirements-dev.txt
+	@touch $@
+
+setup: $(READY)  ## make .venv with everything that is needed (5.5 GB, one to two minutes)
+
+demo: $(READY)  ## train on real data, on two processes and without a GPU: about a minute
+	$(BIN)/python -m scripts.make_digits data/digits
+	$(DIGITS) --overwrite
+	$(BIN)/python -m scripts.plot_curves runs/digits
+	@echo
+	@echo 'Next, look at the curves:        $(BIN)/tensorboard --logdir runs/digits'
+	@echo 'and train five epochs more:      $(DIGITS) --resume auto --epochs 15'
+
+format: $(READY)  ## put the code into its one form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: $(READY)  ## check form, names, complexity and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell --skip='./$(VENV),./data,./runs,./.git'
+
+test: $(READY)  ## run the test suite, without a GPU: some minutes on two cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-dist: $(READY)  ## run the tests that start several processes
+	$(BIN)/python -m pytest -m dist
+
+test-slow: $(READY)  ## run the tests that take long
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: $(READY)  ## run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
+
+clean:  ## remove what can be made again, but for runs/
+	rm -rf $(VENV) data/digits .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

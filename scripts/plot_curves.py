@@ -1,0 +1,68 @@
+"""Draw the learning curves of a run into curves.png: loss, accuracy and learning rate over steps."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+KINDS = {"train": "training", "val": "validation", "val_ema": "validation, averaged weights"}
+PANELS = {"loss": "loss", "acc1": "accuracy, %", "lr": "learning rate"}
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """Return the records of a run's metrics.jsonl; a last line torn by a kill is left out.
+
+    Raises:
+        FileNotFoundError: no run has written there.
+    """
+    records = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def plot_curves(folder: Path) -> Path:
+    """Draw the run in `folder` and return the picture's path."""
+    import matplotlib as mpl  # a development requirement, never needed to train
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    records = read_metrics(folder)
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(15, 4), layout="constrained")
+    for axis, (name, label) in zip(axes, PANELS.items(), strict=True):
+        for kind, legend in KINDS.items():
+            points = [(record["step"], record[name]) for record in records if record["kind"] == kind and name in record]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=legend, marker="" if kind == "train" else "o", markersize=4)
+        axis.set(xlabel="step", ylabel=label)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    # A diverging first evaluation would flatten everything else.
+    losses = sorted(record["loss"] for record in records if record["kind"] == "train")
+    if losses:
+        axes[0].set_ylim(0, 1.5 * losses[-1])
+    figure.suptitle(str(folder))
+    path = folder / "curves.png"
+    figure.savefig(path, dpi=100)
+    return path
+
+
+def main() -> None:
+    """Draw what the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.plot_curves", description=__doc__)
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run's output folder, such as runs/digits")
+    folder = parser.parse_args().folder
+    try:
+        print(f"wrote {plot_curves(folder)}")
+    except FileNotFoundError:
+        sys.exit(f"{parser.prog}: error: {folder} holds no metrics.jsonl; give the --output-dir of a run")
+    except ImportError:
+        sys.exit(f"{parser.prog}: error: matplotlib is missing; pip install -r requirements-dev.txt")
+
+
+if __name__ == "__main__":
+    main()

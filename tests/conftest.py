@@ -1,0 +1,65 @@
+"""Fixtures: generated images, and two ways to run train.py on several processes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.ranks import REPOSITORY
+
+# The number of threads changes the order of sums, and so bits.
+torch.set_num_threads(1)
+
+
+def write_images(folder: Path, counts: dict[str, list[int]], size: tuple[int, int] = (40, 32)) -> Path:
+    """Write JPEGs of smooth noise, counts[split][class] of them, and return the folder."""
+    generator = torch.Generator().manual_seed(1)
+    for split, numbers in counts.items():
+        for label, number in enumerate(numbers):
+            directory = folder / split / f"class{label}"
+            directory.mkdir(parents=True)
+            for index in range(number):
+                # A class has a mean colour, so that there is something to learn.
+                pixels = torch.randint(0, 128, (4, 4, 3), generator=generator)
+                pixels[..., label % 3] += 100
+                image = Image.fromarray(pixels.to(torch.uint8).numpy()).resize(size, Image.Resampling.BICUBIC)
+                image.save(directory / f"image{index:03d}.jpg", quality=90)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory):
+    """29 training and 7 validation images of three classes."""
+    return write_images(tmp_path_factory.mktemp("images"), {"train": [11, 10, 8], "val": [3, 2, 2]})
+
+
+@pytest.fixture
+def torchrun():
+    """Return a function that runs train.py under the real torchrun and returns the finished process."""
+
+    def run(nproc: int, *argv: str, timeout_s: float = 240) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        command += [str(REPOSITORY / "train.py"), *map(str, argv)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=REPOSITORY, env=environment
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def readme_commands() -> list[list[str]]:
+    """Return the arguments of every `train.py` command in the README."""
+    import shlex
+
+    text = (REPOSITORY / "README.md").read_text()
+    blocks = re.findall(r"```(?:bash|sh|console)?\n(.*?)```", text, flags=re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if re.search(r"\btrain\.py\b", line.split("#")[0])]
+    return [command[command.index("train.py") + 1 :] for command in commands]

@@ -1,0 +1,125 @@
+"""Real processes, real gloo, without paying for the imports each time: ranks forked from one warm server.
+
+A rank that ends badly ends the others, as torchrun does. Faults are put into the child: nothing in the code under test
+knows of them.
+"""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).parent.parent
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.warm"])
+
+
+class Outcome:
+    """What became of the ranks: exit codes (negative: the signal that ended it) and what each wrote."""
+
+    def __init__(self, codes: list[int], outputs: list[str]) -> None:
+        self.codes = codes
+        self.outputs = outputs
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs)
+
+    def check(self) -> "Outcome":
+        assert self.codes == [0] * len(self.codes), self.output
+        return self
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _enter(target, rank: int, world_size: int, port: int, log: str, arguments: tuple) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if world_size > 1:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        )  # fmt: skip
+    target(*arguments)
+
+
+def run_ranks(target, world_size: int, *arguments, timeout_s: float = 120, log_folder: Path) -> Outcome:
+    """Run `target(*arguments)`, a function of an importable module, on `world_size` processes joined by environment."""
+    port = _free_port()
+    logs = [log_folder / f"rank{rank}.log" for rank in range(world_size)]
+    processes = [
+        _context.Process(target=_enter, args=(target, rank, world_size, port, str(logs[rank]), arguments))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in processes):
+        is_late = time.monotonic() > deadline
+        if is_late or any(process.exitcode not in (None, 0) for process in processes):
+            for process in processes:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGKILL if is_late else signal.SIGTERM)
+                    process.join(5)
+                    process.kill()
+            break
+        time.sleep(0.01)
+    for process in processes:
+        process.join()
+    outcome = Outcome([process.exitcode for process in processes], [log.read_text() for log in logs])
+    assert time.monotonic() <= deadline, f"not done after {timeout_s} s:\n{outcome.output}"
+    return outcome
+
+
+def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:
+    """Run train.py's command line, with faults: (rank, dotted name of a function, its n-th call, when) to be killed at."""
+    import train
+
+    rank = int(os.environ.get("RANK", "0"))
+    for fault_rank, name, call, when in faults:
+        if fault_rank == rank:
+            _kill_at(name, call, when)
+    sys.argv = ["train.py", *argv]
+    train.cli()
+
+
+def _kill_at(name: str, call: int, when: str) -> None:
+    """End this process by SIGKILL before, or after, the n-th call of a function."""
+    import importlib
+
+    owner_name, attribute = name.rsplit(".", 1)
+    try:
+        owner = importlib.import_module(owner_name)
+    except ModuleNotFoundError:
+        module_name, class_name = owner_name.rsplit(".", 1)
+        owner = getattr(importlib.import_module(module_name), class_name)
+    original = getattr(owner, attribute)
+    calls = 0
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if calls == call and when == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, attribute, counted)

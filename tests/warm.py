@@ -1,0 +1,10 @@
+"""What the fork server imports before it forks: the second that each rank would otherwise spend."""
+
+import torch
+import torch._dynamo  # noqa: F401  (imported by the first optimizer step)
+import torch.utils.tensorboard  # noqa: F401
+
+import train  # noqa: F401
+
+# No pool of threads may exist when processes are forked.
+torch.set_num_threads(1)
