@@ -95,8 +95,9 @@ class RunState:
             self.start_epoch(start_epoch)
             return
         self.load_state_dict(state)
-        if start_epoch not in (0, self.epoch):
-            raise UserError(f"--start-epoch {start_epoch}, but the checkpoint is in epoch {self.epoch}; leave it out")
+        next_epoch = self.epoch + self.is_evaluated
+        if start_epoch not in (0, next_epoch):
+            raise UserError(f"--start-epoch {start_epoch}, but the checkpoint goes on with {next_epoch}; leave it out")
         print(f"resumed step {self.step} (epoch {self.epoch}, step {self.steps} of {self.steps_per_epoch} in it)")
 
     def state_dict(self) -> dict:
@@ -201,8 +202,8 @@ def _explain(name: str, error: Exception) -> str:
         )
     if found:
         return f"{name} contains code ({found[1]}) and was refused; nothing in it was run"
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"{name} is damaged or no checkpoint ({reason[:200]})"
+    reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
+    return f"{name} is damaged or no checkpoint ({reason[:160]})"
 
 
 def check_schema(state: dict, name: str) -> dict:
@@ -457,41 +458,50 @@ def read_resume(resume: str, folder: Path) -> bytes | None:
     if not path.is_file():
         raise UserError(f"--resume {resume} is not a file; give a checkpoint, or auto for the newest in --output-dir")
     payload = path.read_bytes()
-    check_schema(load_checkpoint(payload, f"--resume {resume}"), f"--resume {resume}")
+    check_schema(load_checkpoint(payload, resume), resume)
     return payload
 
 
-def prepare_folder(folder: Path, resume: str, overwrite: bool, resumed_step: int | None) -> None:
-    """Make the output folder ready for a run to write to. Rank 0 only.
+def check_folder(folder: Path, resume: str, overwrite: bool) -> None:
+    """Check that the options say what is to become of a run that is in the output folder. Rank 0 only.
+
+    Raises:
+        UserError: they do not.
+    """
+    holds_run = bool(CheckpointManager(folder).numbered()) or (folder / "checkpoint.pth").exists()
+    if overwrite and resume and not _is_elsewhere(resume, folder):
+        raise UserError(f"--overwrite would remove {resume} itself, which --resume is to go on from; give one of them")
+    if holds_run and not overwrite and (not resume or _is_elsewhere(resume, folder)):
+        raise UserError(
+            f"--output-dir {folder} holds a run already; --resume auto goes on with it, --overwrite removes it, "
+            "or choose another folder"
+        )
+
+
+def prepare_folder(folder: Path, resume: str, resumed_step: int | None) -> None:
+    """Make the output folder ready for a run to write to, when nothing else can go wrong. Rank 0 only.
 
     Args:
-        folder: `--output-dir`.
+        folder: `--output-dir`, checked by `check_folder`.
         resume: `--resume`.
-        overwrite: `--overwrite`.
         resumed_step: the step of the checkpoint that was read, None for a fresh start.
 
     Raises:
-        UserError: it cannot be written, or holds a run that the options do not speak of.
+        UserError: it cannot be written.
     """
     manager = CheckpointManager(folder)
-    is_elsewhere = resume not in ("", "auto") and Path(resume).resolve().parent != folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        holds_run = bool(manager.numbered()) or (folder / "checkpoint.pth").exists()
-        if overwrite and resume and not is_elsewhere:
-            raise UserError(
-                f"--overwrite would remove {resume} itself, which --resume is to go on from; give one of them"
-            )
-        if holds_run and not overwrite and (not resume or is_elsewhere):
-            raise UserError(
-                f"--output-dir {folder} holds a run already; --resume auto goes on with it, --overwrite removes it, "
-                "or choose another folder"
-            )
         manager.clean()
-        if resumed_step is None or is_elsewhere:
+        if resumed_step is None or _is_elsewhere(resume, folder):
             manager.erase()
         else:
             manager.supersede(resumed_step)
         write_atomically(folder / "status.json", lambda file: file.write(b'{"state": "starting"}\n'))
     except OSError as error:
         raise UserError(f"--output-dir {folder} cannot be written: {error.strerror or error}") from error
+
+
+def _is_elsewhere(resume: str, folder: Path) -> bool:
+    """Tell whether `--resume` names a file outside the output folder."""
+    return resume not in ("", "auto") and Path(resume).resolve().parent != folder.resolve()

@@ -29,3 +29,7 @@ class ImageError(Exception):
     """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        # A loader process sends its traceback along, whose last line is the message.
+        return super().__str__().strip().splitlines()[-1].removeprefix("errors.ImageError: ")

@@ -21,6 +21,7 @@ from checkpoint import (
     OptimizerState,
     RunState,
     check_fits,
+    check_folder,
     load_checkpoint,
     load_weights,
     prepare_folder,
@@ -77,7 +78,6 @@ def train_one_epoch(
     scaler = scaler or torch.amp.GradScaler(enabled=False)
     metric_logger = utils.MetricLogger(delimiter="  ")
     metric_logger.add_meter("lr", utils.SmoothedValue(window_size=1, fmt="{value:.4g}"))
-    metric_logger.add_meter("img/s", utils.SmoothedValue(window_size=10, fmt="{value:.1f}"))
     batches = metric_logger.timed(data_loader)
     steps_per_epoch = start_step + len(data_loader) // shards.num_local
     steps = range(start_step, steps_per_epoch)
@@ -219,7 +219,7 @@ class StepHook:
         images = (self.run.step - self.line_step) * self.args.global_batch_size
         for name, value in means.items():
             metric_logger.meters[name].update(value, n)
-        metric_logger.meters["img/s"].update(images / elapsed_s)
+        metric_logger.meters.setdefault("img/s", utils.SmoothedValue(fmt="{value:.1f}")).update(images / elapsed_s)
         self.monitor.write(
             "train",
             self.run.step,
@@ -275,9 +275,9 @@ def set_up(args):
         UserError: the device, the processes or the weights are not there.
     """
     notes = config.derive(args)
-    if args.test_only and args.weights and not Path(args.weights).is_file():
+    if args.weights and not Path(args.weights).is_file():
         for name, value in data.options_of_weights(models.resolve_weights(args)).items():
-            if name not in args.given:
+            if args.test_only and name not in args.given:
                 setattr(args, name, value)
                 notes.append(f"--{name.replace('_', '-')} {value}: as {args.weights} was published")
     if args.use_deterministic_algorithms:
@@ -294,7 +294,7 @@ def set_up(args):
 
 
 def load_resumed(args):
-    """Return the checkpoint that `--resume` means, or None, and make the output folder ready.
+    """Return the checkpoint that `--resume` means, or None, with the run's shards set accordingly.
 
     Only rank 0 touches files. Collective: every rank must call it.
 
@@ -305,9 +305,8 @@ def load_resumed(args):
     payload = utils.call_on_master(read_resume, args.resume, folder)
     state = None if payload is None else load_checkpoint(payload, args.resume)
     if not args.test_only:
+        utils.call_on_master(check_folder, folder, args.resume, args.overwrite)
         set_shards(args, state)
-        resumed_step = None if state is None else state["step"]
-        utils.call_on_master(prepare_folder, folder, args.resume, args.overwrite, resumed_step)
     return state
 
 
@@ -342,15 +341,23 @@ def start_weights(args, state):
         return None
     if Path(args.weights).is_file():
         return load_weights(Path(args.weights))
-    return models.resolve_weights(args).get_state_dict(progress=utils.is_main_process(), check_hash=True)
+    weights = models.resolve_weights(args)
+    try:
+        return weights.get_state_dict(progress=utils.is_main_process(), check_hash=True)
+    except OSError as error:
+        raise UserError(f"--weights {args.weights}: {weights.url} cannot be downloaded ({error})") from error
 
 
-def write_record(args, facts):
-    """Write what the run is beside its results: run.json, and recipe.toml, which runs it again elsewhere."""
-    if not utils.is_main_process():
-        return
-    record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time(), **facts}
+def open_folder(args, run, is_resumed):
+    """Make the output folder ready, with run.json, what the run is, and recipe.toml, which runs it again. Rank 0 only.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     folder = Path(args.output_dir)
+    prepare_folder(folder, args.resume, run.step if is_resumed else None)
+    record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
+    record |= run.facts
     write_atomically(folder / "run.json", lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
     write_atomically(folder / "recipe.toml", lambda file: file.write(config.write_recipe(args).encode()))
 
@@ -403,8 +410,8 @@ def main(args):
     parts |= {"scaler": scaler} if args.amp else {}
     run = RunState(train_sampler.steps_per_epoch, run_facts(args, dataset), parts)
     run.resume(state, args.start_epoch)
-    write_record(args, run.facts)
-    with Monitor.of_run(args.output_dir, None if state is None else run) as monitor:
+    utils.call_on_master(open_folder, args, run, state is not None)
+    with Monitor.of_run(args.output_dir, run if state is not None else None) as monitor:
         hook = StepHook(args, run, window, monitor, model_without_ddp)
         for epoch in range(run.epoch, args.epochs):
             first_step = run.start_epoch(epoch)

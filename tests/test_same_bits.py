@@ -11,12 +11,47 @@ from tests.ranks import run_ranks, train_rank
 
 # BatchNorm and stochastic depth and dropout (EfficientNet would be slow here), momentum, EMA, random crops and flips,
 # an augmentation policy, erasing and mixing. 29 images in batches of 8: 3 steps an epoch, and 5 images left out.
-OPTIONS = """
-    --model mobilenet_v3_small --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu
-    --auto-augment ta_wide --random-erase 0.3 --mixup-alpha 0.2 --cutmix-alpha 1.0 --label-smoothing 0.1
-    --model-ema --model-ema-steps 2 --model-ema-decay 0.9 --lr 0.05 --lr-warmup-epochs 1 --clip-grad-norm 1.0
-    --epochs 3 --print-freq 2 --workers 0 --checkpoint-steps 2
-""".split()
+OPTIONS = [
+    "--model",
+    "mobilenet_v3_small",
+    "--train-crop-size",
+    "32",
+    "--val-resize-size",
+    "32",
+    "--val-crop-size",
+    "32",
+    "--device",
+    "cpu",
+    "--auto-augment",
+    "ta_wide",
+    "--random-erase",
+    "0.3",
+    "--mixup-alpha",
+    "0.2",
+    "--cutmix-alpha",
+    "1.0",
+    "--label-smoothing",
+    "0.1",
+    "--model-ema",
+    "--model-ema-steps",
+    "2",
+    "--model-ema-decay",
+    "0.9",
+    "--lr",
+    "0.05",
+    "--lr-warmup-epochs",
+    "1",
+    "--clip-grad-norm",
+    "1.0",
+    "--epochs",
+    "3",
+    "--print-freq",
+    "2",
+    "--workers",
+    "0",
+    "--checkpoint-steps",
+    "2",
+]
 FLAG = "--use-deterministic-algorithms"
 
 
@@ -136,7 +171,10 @@ def test_killed_and_resumed_same_bits(runs, place):
 
 def test_another_number_of_processes_and_workers_after_each_kill(runs):
     """4 -> 1 -> 2 processes, inside a log window too, with other loader processes each time."""
-    assert runs.run("elastic", 4, FLAG, "--checkpoint-steps", 1, faults=[(3, "torch.optim.SGD.step", 2, "after")]).codes[3] == -9
+    assert (
+        runs.run("elastic", 4, FLAG, "--checkpoint-steps", 1, faults=[(3, "torch.optim.SGD.step", 2, "after")]).codes[3]
+        == -9
+    )
     one = runs.run(
         "elastic", 1, FLAG, "--checkpoint-steps", 1, "--resume", "auto", "--workers", 2,
         faults=[(0, "torch.optim.SGD.step", 4, "before")],
@@ -150,7 +188,14 @@ def test_killed_again_and_again_same_bits(runs):
     """Every start is killed after one more step; the run ends all the same."""
     for start in range(12):
         outcome = runs.run(
-            "often", 1, FLAG, "--checkpoint-steps", 1, "--resume", "auto", faults=[(0, "torch.optim.SGD.step", 2, "after")]
+            "often",
+            1,
+            FLAG,
+            "--checkpoint-steps",
+            1,
+            "--resume",
+            "auto",
+            faults=[(0, "torch.optim.SGD.step", 2, "after")],
         )
         if outcome.codes == [0]:
             break

@@ -1,8 +1,8 @@
 """What the fork server imports before it forks: the second that each rank would otherwise spend."""
 
 import torch
-import torch._dynamo  # noqa: F401  (imported by the first optimizer step)
-import torch.utils.tensorboard  # noqa: F401
+import torch._dynamo
+import torch.utils.tensorboard
 
 import train  # noqa: F401
 

@@ -1,0 +1,88 @@
+"""Bad input is one clear line and exit code 2, before any training and printed once, under torchrun too."""
+
+import time
+
+import pytest
+
+from tests.conftest import write_images
+from tests.ranks import run_ranks, train_rank
+from tests.test_train import SMALL
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Image folders, each wrong in its own way."""
+    root = tmp_path_factory.mktemp("bad")
+    good = write_images(root / "good", {"train": [4, 4], "val": [1, 1]})
+    (root / "only_train" / "train").mkdir(parents=True)
+    (root / "only_val" / "val").mkdir(parents=True)
+    flat = write_images(root / "flat", {"train": [1, 1], "val": []})
+    (flat / "val").mkdir()
+    (flat / "val" / "a.jpg").write_bytes((good / "val" / "class0" / "image000.jpg").read_bytes())
+    write_images(root / "other_classes", {"train": [1, 1, 1], "val": [1, 1]})
+    empty = write_images(root / "empty", {"train": [1, 1], "val": [1, 1]})
+    (empty / "train" / "class2").mkdir()
+    (root / "file").write_text("a file")
+    return root
+
+
+CASES = {
+    "no data path": (["--data-path", "{root}/nowhere"], ["{root}/nowhere", "is not a folder"]),
+    "no train": (["--data-path", "{root}/only_val"], ["has no train/"]),
+    "no val": (["--data-path", "{root}/only_train"], ["has no val/"]),
+    "flat val": (["--data-path", "{root}/flat"], ["flat/val holds 1 images and no class folders", "move every image"]),
+    "other classes": (["--data-path", "{root}/other_classes"], ["has 3 classes", "has 2", "class2 only in train/"]),
+    "empty class": (["--data-path", "{root}/empty"], ["empty/train/class2", "holds no images"]),
+    "unknown model": (["--data-path", "{root}/good", "--model", "resnet55"], ["resnet55", "did you mean resnet50?"]),
+    "unknown option": (
+        ["--data-path", "{root}/good", "--batchsize", "4"],
+        ["--batchsize", "did you mean --batch-size?"],
+    ),
+    "no such resume": (
+        ["--data-path", "{root}/good", "--resume", "{root}/none.pth"],
+        ["{root}/none.pth", "is not a file"],
+    ),
+    "truncated resume": (["--data-path", "{root}/good", "--resume", "{root}/file"], ["{root}/file", "damaged"]),
+    "unwritable output": (
+        ["--data-path", "{root}/good", "--output-dir", "{root}/file/out", "--batch-size", "4"],
+        ["cannot be written"],
+    ),
+    "too large a batch": (["--data-path", "{root}/good", "--batch-size", "100"], ["8 images", "smaller --batch-size"]),
+    "no such weights": (["--data-path", "{root}/good", "--weights", "V9"], ["V9", "IMAGENET1K_V1"]),
+    "no such device": (["--data-path", "{root}/good", "--device", "xpu"], ["--device xpu", "try cpu"]),
+    "nothing given": ([], ["--data-path is needed"]),
+}
+
+
+def command(folders, tmp_path, case):
+    argv, words = CASES[case]
+    argv = [word.format(root=folders) for word in argv]
+    return ["--output-dir", str(tmp_path / "out"), *SMALL, *argv], [word.format(root=folders) for word in words]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_and_exit_code_2(folders, tmp_path, case):
+    argv, words = command(folders, tmp_path, case)
+    outcome = run_ranks(train_rank, 1, argv, log_folder=tmp_path)
+    assert outcome.codes == [2], outcome.output
+    lines = [line for line in outcome.output.splitlines() if line.startswith("train.py: error: ")]
+    assert len(lines) == 1, outcome.output
+    assert "Traceback" not in outcome.output
+    assert "Epoch:" not in outcome.output
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+@pytest.mark.dist
+def test_under_torchrun_the_line_appears_exactly_once_ten_times_out_of_ten(folders, tmp_path, torchrun):
+    for case in list(CASES)[:10]:
+        argv, words = command(folders, tmp_path, case)
+        start = time.monotonic()
+        done = torchrun(2, *argv)
+        output = done.stdout + done.stderr
+        assert done.returncode == 1, output  # what torchrun makes of any exit code
+        assert output.count("train.py: error") == 1, (case, output)
+        assert "exitcode  : 2" in output
+        assert all(word in output for word in words), (case, output)
+        # Nobody waits for ranks that have nothing to say: they would print too, after ten seconds.
+        assert time.monotonic() - start < 60

@@ -1,0 +1,462 @@
+"""Options and recipes: torchvision's flags and defaults, and errors of one line that say what was meant."""
+
+import shlex
+import tomllib
+
+import pytest
+
+import config
+from errors import UserError
+
+DATA = ["--data-path", "images"]
+
+
+def parse(*argv):
+    return config.parse_args([*DATA, *argv])
+
+
+def refusal(*argv):
+    """Return the one line with which a command line is refused."""
+    with pytest.raises(UserError) as caught:
+        config.parse_args(list(argv))
+    message = str(caught.value)
+    assert message
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message
+
+
+# torchvision's references/classification/train.py: option, default, another value as given and as parsed
+VALUED = [
+    ("--model", "resnet18", "resnet50", "resnet50"),
+    ("--batch-size", 32, "64", 64),
+    ("--epochs", 90, "3", 3),
+    ("--opt", "sgd", "rmsprop", "rmsprop"),
+    ("--lr", 0.1, "0.5", 0.5),
+    ("--momentum", 0.9, "0.8", 0.8),
+    ("--weight-decay", 1e-4, "2e-5", 2e-5),
+    ("--norm-weight-decay", None, "0.0", 0.0),
+    ("--bias-weight-decay", None, "0.1", 0.1),
+    ("--transformer-embedding-decay", None, "0.2", 0.2),
+    ("--label-smoothing", 0.0, "0.1", 0.1),
+    ("--mixup-alpha", 0.0, "0.2", 0.2),
+    ("--cutmix-alpha", 0.0, "1.0", 1.0),
+    ("--lr-scheduler", "steplr", "cosineannealinglr", "cosineannealinglr"),
+    ("--lr-warmup-epochs", 0, "5", 5),
+    ("--lr-warmup-method", "constant", "linear", "linear"),
+    ("--lr-warmup-decay", 0.01, "0.033", 0.033),
+    ("--lr-step-size", 30, "2", 2),
+    ("--lr-gamma", 0.1, "0.973", 0.973),
+    ("--lr-min", 0.0, "1e-6", 1e-6),
+    ("--print-freq", 10, "100", 100),
+    ("--resume", "", "some/checkpoint.pth", "some/checkpoint.pth"),
+    ("--start-epoch", 0, "4", 4),
+    ("--auto-augment", None, "ta_wide", "ta_wide"),
+    ("--ra-magnitude", 9, "15", 15),
+    ("--augmix-severity", 3, "5", 5),
+    ("--random-erase", 0.0, "0.1", 0.1),
+    ("--world-size", 1, "4", 4),
+    ("--dist-url", "env://", "tcp://host:1", "tcp://host:1"),
+    ("--model-ema-steps", 32, "16", 16),
+    ("--model-ema-decay", 0.99998, "0.9999", 0.9999),
+    ("--interpolation", "bilinear", "bicubic", "bicubic"),
+    ("--val-resize-size", 256, "232", 232),
+    ("--val-crop-size", 224, "299", 299),
+    ("--train-crop-size", 224, "176", 176),
+    ("--clip-grad-norm", None, "1", 1.0),
+    ("--ra-reps", 3, "4", 4),
+    ("--weights", None, "ResNet18_Weights.DEFAULT", "ResNet18_Weights.DEFAULT"),
+    # Defaults of ours: derived from the machine or from other options, and said.
+    ("--device", None, "cuda", "cuda"),
+    ("--workers", None, "16", 16),
+    ("--output-dir", None, ".", "."),
+    ("--backend", None, "PIL", "pil"),
+]
+SWITCHES = [
+    "--cache-dataset", "--sync-bn", "--amp", "--model-ema", "--use-deterministic-algorithms", "--ra-sampler", "--use-v2",
+]  # fmt: skip
+
+
+def destination(option):
+    return option[2:].replace("-", "_")
+
+
+@pytest.mark.parametrize(("option", "default", "given", "parsed"), VALUED, ids=[row[0] for row in VALUED])
+def test_torchvisions_option_and_default(option, default, given, parsed):
+    for value, argv in [(default, []), (parsed, [option, given]), (parsed, [f"{option}={given}"])]:
+        found = getattr(parse(*argv), destination(option))
+        assert found == value
+        assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("option", SWITCHES)
+def test_torchvisions_switch(option):
+    assert getattr(parse(), destination(option)) is False
+    assert getattr(parse(option), destination(option)) is True
+    assert getattr(parse(option, f"--no-{option[2:]}"), destination(option)) is False
+
+
+def test_test_only_is_a_switch():
+    assert parse().test_only is False
+    assert parse("--test-only", "--weights", "DEFAULT").test_only is True
+
+
+def test_data_path_is_torchvisions_and_required():
+    assert parse().data_path == "images"
+    assert "--data-path is needed" in refusal()
+    assert config.parse_args(["--synthetic"]).synthetic == 12_800
+    assert config.parse_args(["--synthetic", "64"]).synthetic == 64
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["-b", "7"], "batch_size", 7),
+        (["-b7"], "batch_size", 7),
+        (["-j", "3"], "workers", 3),
+        (["--wd", "0.5"], "weight_decay", 0.5),
+        (["--weight-decay", "0.5"], "weight_decay", 0.5),
+    ],
+)
+def test_aliases(argv, name, value):
+    assert getattr(parse(*argv), name) == value
+
+
+# Commands of torchvision's README, without torchrun.
+COMMANDS = """
+--model vgg11 --lr 1e-2
+--model googlenet --test-only --weights GoogLeNet_Weights.IMAGENET1K_V1
+--model resnext50_32x4d --epochs 100
+--model mobilenet_v2 --epochs 300 --lr 0.045 --wd 0.00004 --lr-step-size 1 --lr-gamma 0.98
+--model mobilenet_v3_large --epochs 600 --opt rmsprop --batch-size 128 --lr 0.064 --wd 0.00001 --lr-step-size 2 \
+--lr-gamma 0.973 --auto-augment imagenet --random-erase 0.2
+--model efficientnet_b0 --test-only --weights IMAGENET1K_V1 --interpolation bicubic --batch-size 128 \
+--val-resize-size 256 --val-crop-size 224
+--model efficientnet_v2_s --batch-size 128 --lr 0.5 --lr-scheduler cosineannealinglr --lr-warmup-epochs 5 \
+--lr-warmup-method linear --auto-augment ta_wide --epochs 600 --random-erase 0.1 --label-smoothing 0.1 \
+--mixup-alpha 0.2 --cutmix-alpha 1.0 --weight-decay 0.00002 --norm-weight-decay 0.0 --train-crop-size 300 \
+--model-ema --val-crop-size 384 --val-resize-size 384 --ra-sampler --ra-reps 4
+--model regnet_y_400mf --epochs 100 --batch-size 128 --wd 0.00005 --lr=0.8 --lr-scheduler=cosineannealinglr \
+--lr-warmup-method=linear --lr-warmup-epochs=5 --lr-warmup-decay=0.1
+--model vit_b_16 --epochs 300 --batch-size 512 --opt adamw --lr 0.003 --wd 0.3 --lr-scheduler cosineannealinglr \
+--lr-warmup-method linear --lr-warmup-epochs 30 --lr-warmup-decay 0.033 --amp --label-smoothing 0.11 \
+--mixup-alpha 0.2 --auto-augment ra --clip-grad-norm 1 --ra-sampler --cutmix-alpha 1.0 --model-ema
+--model swin_t --epochs 300 --batch-size 128 --opt adamw --lr 0.001 --weight-decay 0.05 --norm-weight-decay 0.0 \
+--bias-weight-decay 0.0 --transformer-embedding-decay 0.0 --lr-scheduler cosineannealinglr --lr-min 0.00001 \
+--lr-warmup-method linear --lr-warmup-epochs 20 --lr-warmup-decay 0.01 --amp --label-smoothing 0.1 \
+--mixup-alpha 0.8 --clip-grad-norm 5.0 --cutmix-alpha 1.0 --random-erase 0.25 --interpolation bicubic \
+--auto-augment ta_wide --model-ema --ra-sampler --ra-reps 4 --val-resize-size 224
+"""
+COMMANDS = COMMANDS.strip().replace("\\\n", "").splitlines()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command.split()[1] for command in COMMANDS])
+def test_torchvisions_commands_parse(command):
+    argv = shlex.split(command)
+    assert parse(*argv).model == argv[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--opt", "SGD_Nesterov"], "opt", "sgd_nesterov"),
+        (["--lr-scheduler", "CosineAnnealingLR"], "lr_scheduler", "cosineannealinglr"),
+        (["--backend", "Tensor"], "backend", "tensor"),
+    ],
+)
+def test_case_does_not_matter_where_torchvision_ignores_it(argv, name, value):
+    assert getattr(parse(*argv), name) == value
+
+
+def test_help_shows_nine_groups():
+    text = config.get_args_parser().format_help()
+    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[-9:] == [
+        "data", "augmentation", "model", "optimization", "schedule", "precision", "checkpoint", "monitoring",
+        "distributed",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "full"),
+    [("--batch=8", "--batch-size"), ("--weight-dec", "--weight-decay"), ("--train-crop", "--train-crop-size")],
+)
+def test_an_abbreviation_is_refused_with_the_full_name(given, full):
+    assert f"unrecognized argument {given}; write {full} in full" in refusal(*DATA, given)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--bach-size", "--batch-size"),
+        ("--batch_size", "--batch-size"),
+        ("--no-ampp", "--no-amp"),
+        ("--ep", "--epochs"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_nearest(given, meant):
+    message = refusal(*DATA, given, "8")
+    assert given in message
+    assert meant in message
+
+
+def test_a_stray_word_is_refused():
+    assert "unrecognized argument images" in refusal(*DATA, "images")
+
+
+def test_an_unknown_model_is_refused_with_the_nearest():
+    assert "--model resnet5: " in refusal(*DATA, "--model", "resnet5")
+    assert "did you mean resnet50?" in refusal(*DATA, "--model", "resnet5O")
+    assert "there are alexnet, " in refusal(*DATA, "--model", "qqqq")
+    # of torchvision, but no classifier
+    refusal(*DATA, "--model", "fasterrcnn_resnet50_fpn")
+
+
+@pytest.mark.parametrize(
+    ("option", "known"),
+    [
+        ("--opt", ["adamw", "rmsprop", "sgd", "sgd_nesterov"]),
+        ("--lr-scheduler", ["cosineannealinglr", "exponentiallr", "steplr"]),
+        ("--lr-warmup-method", ["constant", "linear"]),
+        ("--backend", ["pil", "tensor"]),
+        ("--interpolation", ["bicubic", "bilinear", "nearest"]),
+        ("--auto-augment", ["augmix", "cifar10", "imagenet", "ra", "svhn", "ta_wide"]),
+    ],
+)
+def test_another_choice_is_refused_with_the_list(option, known):
+    message = refusal(*DATA, option, "nonsense")
+    assert f"argument {option}: invalid choice: 'nonsense'" in message
+    for word in known:
+        assert word in message
+        assert getattr(parse(option, word), destination(option)) == word
+
+
+OUT_OF_RANGE = [
+    *[(option, "0", "1 or more") for option in [
+        "--batch-size", "--global-batch-size", "--epochs", "--print-freq", "--checkpoint-steps", "--train-crop-size",
+        "--val-resize-size", "--val-crop-size", "--lr-step-size", "--ra-reps", "--model-ema-steps", "--world-size",
+        "--synthetic", "--augmix-severity",
+    ]],
+    *[(option, "-1", "0 or more") for option in [
+        "--workers", "--start-epoch", "--lr", "--lr-min", "--wd", "--norm-weight-decay", "--bias-weight-decay",
+        "--transformer-embedding-decay", "--lr-warmup-epochs", "--ra-magnitude", "--mixup-alpha", "--cutmix-alpha",
+        "--seed", "--lr-gamma", "--momentum", "--clip-grad-norm",
+    ]],
+    *[(option, value, "a number from 0 to 1") for value in ["-0.1", "1.1"] for option in [
+        "--crop-scale", "--random-erase", "--hflip-prob", "--label-smoothing", "--model-ema-decay", "--lr-warmup-decay",
+    ]],
+    *[("--lr", value, "a finite number") for value in ["nan", "inf", "-inf"]],
+    ("--augmix-severity", "11", "1 to 10"),
+    ("--dist-timeout", "0", "above 0"),
+    ("--ra-magnitude", "31", "0 to 30"),  # RandAugment has 31 magnitudes and fails at the first image otherwise
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "value", "expected"), OUT_OF_RANGE)
+def test_a_number_out_of_range_is_refused(option, value, expected):
+    message = refusal(*DATA, f"{option}={value}")
+    assert message.startswith(f"{option} {float(value) if '.' in message.split(':')[0] else value}")
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--batch-size", "12", "--global-batch-size", "64"], "--global-batch-size 64 is not a multiple of"),
+        (["--overwrite", "--resume", "auto"], "give one of them"),
+        (["--test-only"], "--test-only needs something to evaluate"),
+        (["--test-only", "--resume", "auto"], "needs --output-dir"),
+        (["--epochs", "5", "--lr-warmup-epochs", "5", "--lr-scheduler", "cosineannealinglr"], "for the cosine"),
+        (["--epochs", "five"], "argument --epochs: invalid int value: 'five'"),
+        (["--lr"], "argument --lr: expected one argument"),
+        (["--recipe"], "argument --recipe: expected one argument"),
+    ],
+)
+def test_options_that_contradict_each_other_or_say_nothing_are_refused(argv, message):
+    assert message in refusal(*DATA, *argv)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Return a function that writes a recipe and returns the options that use it."""
+
+    def write(text):
+        path = tmp_path / "given.toml"
+        path.write_text(text, encoding="utf-8")
+        return ["--recipe", str(path)]
+
+    return write
+
+
+def test_a_recipe_is_a_command_line(recipe):
+    argv = recipe(
+        """
+        title = "a title"
+        expected-acc1 = 76.1
+
+        [data]
+        data-path = "some images"
+        workers = 0
+        [model]
+        model-ema = true
+        sync-bn = false
+        [optimization]
+        lr = 1
+        wd = 2e-5
+        """
+    )
+    assert config.read_recipe(config.find_recipe(argv[1]), config.get_args_parser()) == [
+        "--data-path=some images", "--workers=0", "--model-ema", "--no-sync-bn", "--lr=1", "--wd=2e-05",
+    ]  # fmt: skip
+    args = config.parse_args(argv)
+    assert (args.data_path, args.workers, args.model_ema, args.sync_bn) == ("some images", 0, True, False)
+    assert (args.lr, args.weight_decay) == (1.0, 2e-5)
+
+
+def test_the_command_line_wins_wherever_it_stands(recipe):
+    argv = recipe('[data]\ndata-path = "a"\n[optimization]\nlr = 0.5\nmomentum = 0.5\n[model]\nmodel-ema = true\n')
+    for order in ([*argv, "--lr", "0.25", "--no-model-ema"], ["--lr", "0.25", "--no-model-ema", *argv]):
+        args = config.parse_args(order)
+        assert (args.lr, args.momentum, args.model_ema) == (0.25, 0.5, False)
+        assert args.given == ["data_path", "lr", "model_ema", "momentum", "recipe"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[optimisation]\nlr = 1.0\n", "unknown table [optimisation]; did you mean optimization?"),
+        ("[optimization]\nmomentun = 0.9\n", "unknown option momentun in [optimization]; did you mean momentum?"),
+        ("[optimization]\nbatch_size = 3\n", "unknown option batch_size in [optimization]; did you mean batch-size?"),
+        ("[optimization]\nb = 3\n", "unknown option b in [optimization]"),
+        ("[data]\nlr = 1.0\n", "unknown option lr in [data]"),
+        ("[model]\nno-sync-bn = true\n", "unknown option no-sync-bn in [model]"),
+        ("tolerence = 0.1\n", "unknown fact tolerence; did you mean tolerance?"),
+        ("lr = 0.1\n", "unknown fact lr"),
+        ('[optimization]\nlr = "0.1"\n', 'lr = "0.1", but lr takes a number'),
+        ("[optimization]\nlr = true\n", "lr = true, but lr takes a number"),
+        ("[optimization]\nbatch-size = 3.0\n", "batch-size = 3.0, but batch-size takes an integer"),
+        ("[optimization]\nbatch-size = true\n", "batch-size = true, but batch-size takes an integer"),
+        ("[optimization]\nopt = 3\n", "opt = 3, but opt takes a string"),
+        ("[optimization]\nopt = [1, 2]\n", "opt = [1, 2], but opt takes a string"),
+        ("[optimization]\nopt = 1979-05-27\n", 'opt = "1979-05-27", but opt takes a string'),
+        ("[model]\nsync-bn = 1\n", "sync-bn = 1, but sync-bn takes true or false"),
+        ('[model]\nsync-bn = "false"\n', 'sync-bn = "false", but sync-bn takes true or false'),
+        ('[optimization]\nopt = "nonsense"\n', "argument --opt: invalid choice: 'nonsense'"),
+        ("[optimization]\nlr = -1.0\n", "--lr -1.0: expected 0 or more"),
+        ("[optimization\n", "is not valid TOML"),
+        ("lr: 0.1\n", "is not valid TOML"),
+        ('title = "a"\ntitle = "b"\n', "is not valid TOML"),
+    ],
+)
+def test_what_a_recipe_may_not_say(recipe, text, message):
+    assert message in refusal(*DATA, *recipe(text))
+
+
+def test_a_recipe_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00\x81")
+    assert "is not valid TOML" in refusal("--recipe", str(tmp_path / "binary.toml"))
+
+
+def test_an_unknown_recipe_is_refused_with_the_nearest(tmp_path):
+    assert "--recipe digit: no such recipe; did you mean digits?" in refusal("--recipe", "digit")
+    assert "no such recipe" in refusal("--recipe", str(tmp_path / "none.toml"))
+
+
+RECIPES = sorted(config.RECIPES_DIR.glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+def test_every_recipe_parses(path):
+    facts = tomllib.loads(path.read_text())
+    args = parse("--recipe", path.stem)
+    assert args.model == facts["model"]["model"]
+    assert vars(parse("--recipe", str(path))) == {**vars(args), "recipe": str(path)}
+    assert {"title", "source"} <= facts.keys()
+
+
+def test_there_are_recipes():
+    assert "digits" in [path.stem for path in RECIPES]
+
+
+# Where and how a run was started is no part of what it computes.
+NOT_COMPUTED = ["recipe", "given", "output_dir", "overwrite", "resume", "start_epoch", "world_size", "dist_url"]
+
+
+def computed(args):
+    return {name: value for name, value in vars(args).items() if name not in NOT_COMPUTED}
+
+
+ROUND_TRIPS = [
+    "--data-path images",
+    *(f"--data-path images {command}" for command in COMMANDS if "--test-only" not in command),
+    "--synthetic 64 --lr 1e-30 --wd 0.30000000000000004 --model-ema-decay 0.99998 --output-dir out --resume auto",
+    """--data-path 'with "quotes" and \\ and ' --weights 'tab\there' --workers 0 --device cpu""",
+    "--data-path 'umlaut ä and 図'",
+    "--data-path 'camera 📷'",
+]
+
+
+@pytest.mark.parametrize("command", ROUND_TRIPS)
+def test_a_written_recipe_says_the_same(command, recipe):
+    args = config.parse_args(shlex.split(command))
+    text = config.write_recipe(args)
+    again = config.parse_args(recipe(text))
+    assert computed(again) == computed(args)
+    assert config.write_recipe(again) == text
+
+
+def test_a_written_recipe_runs_elsewhere(recipe):
+    args = parse("--output-dir", "here", "--resume", "auto", "--world-size", "4", "--dist-url", "tcp://host:1")
+    config.derive(parse())
+    again = config.parse_args(recipe(config.write_recipe(args)))
+    assert (again.output_dir, again.resume, again.world_size, again.dist_url) == (None, "", 1, "env://")
+
+
+def test_a_written_recipe_holds_what_was_given_but_not_what_the_machine_has():
+    derived, given = parse(), parse("--device", "cpu", "--workers", "2")
+    config.derive(derived)
+    config.derive(given)
+    table = tomllib.loads(config.write_recipe(derived))
+    assert derived.device is not None
+    assert derived.workers is not None
+    assert "workers" not in table["data"]
+    assert "device" not in table.get("distributed", {})
+    table = tomllib.loads(config.write_recipe(given))
+    assert (table["data"]["workers"], table["distributed"]["device"]) == (2, "cpu")
+
+
+def test_a_written_recipe_fixes_the_defaults():
+    table = tomllib.loads(config.write_recipe(parse()))
+    assert table["optimization"]["momentum"] == 0.9
+    assert table["model"]["sync-bn"] is False
+    assert "clip-grad-norm" not in table["optimization"]  # TOML has no word for none
+
+
+def test_what_is_derived_is_said_once():
+    args = parse("--model", "resnet50")
+    lines = config.derive(args)
+    assert args.output_dir == "runs/resnet50"
+    assert 1 <= args.workers <= 16
+    for option in ("--device", "--workers", "--output-dir"):
+        assert sum(line.startswith(option) for line in lines) == 1
+    assert config.derive(args) == []
+
+
+def test_switches_without_effect_are_said():
+    args = parse("--use-v2", "--cache-dataset", "--device", "cpu", "--workers", "0", "--output-dir", "out")
+    lines = config.derive(args)
+    assert [line.split()[0] for line in lines] == ["--use-v2", "--cache-dataset"]
+
+
+def test_workers_share_the_cores_of_a_node(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
+    args = parse()
+    config.derive(args)
+    assert args.workers == 1
+
+
+@pytest.mark.parametrize("device", ["nonsense", "xpu:0"])
+def test_a_device_that_is_not_there_is_refused(device):
+    with pytest.raises(UserError, match=f"--device {device}: this machine has none") as caught:
+        config.derive(parse("--device", device))
+    assert "\n" not in str(caught.value)

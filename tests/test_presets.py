@@ -1,0 +1,142 @@
+"""Pixels of the presets: torchvision's own, in every bit."""
+
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms as tv
+from torchvision.transforms import InterpolationMode, autoaugment
+
+import presets
+import transforms
+
+SIZES = [(67, 45), (33, 80), (50, 50), (19, 24)]  # width, height; the last is smaller than the crop
+MODES = ["BILINEAR", "BICUBIC", "NEAREST"]
+POLICIES = [None, "ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn"]
+
+
+def picture(width, height, mode="RGB"):
+    generator = torch.Generator().manual_seed(width * 100 + height)
+    pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator)
+    return Image.fromarray(pixels.numpy()).convert(mode)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", ["pil", "PIL", "tensor"])
+def test_evaluation_pixels_are_torchvisions(size, mode, backend):
+    image, interpolation = picture(*size), InterpolationMode[mode]
+    resize, crop = tv.Resize(36, interpolation=interpolation, antialias=True), tv.CenterCrop(32)
+    steps = [tv.PILToTensor(), resize, crop] if backend == "tensor" else [resize, crop, tv.PILToTensor()]
+    preset = presets.ClassificationPresetEval(
+        crop_size=32, resize_size=36, interpolation=interpolation, backend=backend
+    )
+    pixels = preset(image)
+    assert (pixels.shape, pixels.dtype) == ((3, 32, 32), torch.uint8)
+    assert torch.equal(pixels, tv.Compose(steps)(image))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
+def test_evaluation_pixels_of_other_colour_modes_once_converted(mode):
+    image = picture(67, 45, mode).convert("RGB")
+    expected = tv.Compose([tv.Resize(36), tv.CenterCrop(32), tv.PILToTensor()])(image)
+    assert torch.equal(presets.ClassificationPresetEval(crop_size=32, resize_size=36)(image), expected)
+
+
+def test_defaults_are_torchvisions():
+    image = picture(300, 280)
+    expected = tv.Compose([tv.Resize(256), tv.CenterCrop(224), tv.PILToTensor()])(image)
+    assert torch.equal(presets.ClassificationPresetEval(crop_size=224)(image), expected)
+    train = presets.ClassificationPresetTrain(crop_size=224)
+    expected = tv.Compose([tv.RandomResizedCrop(224), tv.RandomHorizontalFlip(), tv.PILToTensor()])
+    assert_same_draws(train, expected, image, num_seeds=2)
+    assert (train.mean, train.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert train.random_erase_prob == 0.0
+
+
+def assert_same_draws(preset, oracle, image, num_seeds=8):
+    results = []
+    for seed in range(num_seeds):
+        torch.manual_seed(seed)
+        results.append(preset(image))
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(results[-1], oracle(image))
+        assert torch.equal(state, torch.get_rng_state())  # and nothing more was drawn
+        assert results[-1].dtype == torch.uint8
+        assert results[-1].shape[0] == 3
+    assert not torch.equal(results[0], results[1])
+
+
+def reference_policy(name, interpolation, magnitude, severity):
+    """The policies of torchvision's reference preset."""
+    match name:
+        case None:
+            return []
+        case "ra":
+            return [autoaugment.RandAugment(interpolation=interpolation, magnitude=magnitude)]
+        case "ta_wide":
+            return [autoaugment.TrivialAugmentWide(interpolation=interpolation)]
+        case "augmix":
+            return [autoaugment.AugMix(interpolation=interpolation, severity=severity)]
+        case _:
+            return [autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(name), interpolation=interpolation)]
+
+
+@pytest.mark.parametrize("backend", ["pil", "tensor"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training_pixels_are_torchvisions_for_the_same_seed(policy, backend):
+    interpolation = InterpolationMode.BICUBIC if policy is None else InterpolationMode.BILINEAR
+    steps = [
+        tv.RandomResizedCrop(32, scale=(0.3, 1.0), interpolation=interpolation, antialias=True),
+        tv.RandomHorizontalFlip(0.4),
+        *reference_policy(policy, interpolation, magnitude=7, severity=2),
+    ]
+    oracle = tv.Compose([tv.PILToTensor(), *steps] if backend == "tensor" else [*steps, tv.PILToTensor()])
+    preset = presets.ClassificationPresetTrain(
+        crop_size=32,
+        interpolation=interpolation,
+        hflip_prob=0.4,
+        crop_scale=0.3,
+        auto_augment_policy=policy,
+        ra_magnitude=7,
+        augmix_severity=2,
+        backend=backend,
+    )
+    assert_same_draws(preset, oracle, picture(67, 45))
+
+
+def test_no_flip_draws_nothing():
+    preset = presets.ClassificationPresetTrain(crop_size=32, hflip_prob=0.0)
+    oracle = tv.Compose([tv.RandomResizedCrop(32), tv.PILToTensor()])
+    assert_same_draws(preset, oracle, picture(67, 45))
+
+
+def test_version_2_changes_no_pixel():
+    image = picture(67, 45)
+    plain, version_2 = (presets.ClassificationPresetTrain(crop_size=32, use_v2=use_v2) for use_v2 in (False, True))
+    assert_same_draws(version_2, plain, image)
+    assert torch.equal(
+        presets.ClassificationPresetEval(crop_size=32, use_v2=True)(image),
+        presets.ClassificationPresetEval(crop_size=32)(image),
+    )
+
+
+def test_every_grey_level_is_normalised_as_in_torchvision():
+    preset = presets.ClassificationPresetEval(crop_size=32)
+    pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(2, 3, 1, 1)
+    oracle = tv.Compose([tv.ConvertImageDtype(torch.float), tv.Normalize(mean=preset.mean, std=preset.std)])
+    normalised = transforms.Normalize(preset.mean, preset.std, torch.device("cpu"))(pixels)
+    assert normalised.dtype == torch.float32
+    assert torch.equal(normalised, torch.stack([oracle(image) for image in pixels]))
+
+
+@pytest.mark.parametrize("build", [presets.ClassificationPresetTrain, presets.ClassificationPresetEval])
+@pytest.mark.parametrize("backend", ["opencv", ""])
+def test_another_backend_is_refused(build, backend):
+    with pytest.raises(ValueError, match="expected 'pil' or 'tensor'"):
+        build(crop_size=32, backend=backend)
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="nonsense"):
+        presets.ClassificationPresetTrain(crop_size=32, auto_augment_policy="nonsense")

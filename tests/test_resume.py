@@ -1,0 +1,331 @@
+"""What `--resume`, `--overwrite` and `--output-dir` accept, refuse and fall back on."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torchvision
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from checkpoint import CheckpointManager, load_checkpoint, write_atomically
+from errors import UserError
+from tests.conftest import write_images
+from tests.ranks import run_ranks, train_rank
+from tests.test_train import SMALL
+
+
+def run_train(tmp_path, *argv, world_size=1, faults=()):
+    arguments = [str(word) for word in argv]
+    return run_ranks(train_rank, world_size, arguments, list(faults), log_folder=tmp_path)
+
+
+class Started:
+    """A finished run of two epochs of three steps, and how to go on from it."""
+
+    def __init__(self, images, out):
+        self.out = out
+        self.argv = ["--data-path", images, *SMALL, "--batch-size", "8", "--print-freq", "2", "--lr", "0.02"]
+        self.argv += ["--checkpoint-steps", "1", "--use-deterministic-algorithms"]
+
+    def copy(self, folder):
+        shutil.copytree(self.out, folder, symlinks=True)
+        return folder
+
+    def go_on(self, tmp_path, out, *argv, **options):
+        return run_train(tmp_path, *self.argv, "--output-dir", out, "--epochs", 3, *argv, **options)
+
+
+@pytest.fixture(scope="module")
+def started(image_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("started")
+    started = Started(image_folder, folder / "out")
+    run_train(folder, *started.argv, "--output-dir", started.out, "--epochs", 2).check()
+    return started
+
+
+def refused(outcome, *words, code=2):
+    """Check that a run was refused with exactly one line, which says all of `words`."""
+    assert outcome.codes[0] == code, outcome.output
+    lines = [line for line in outcome.output.splitlines() if line.startswith("train.py: error")]
+    assert len(lines) == 1, outcome.output
+    assert "Traceback" not in outcome.output
+    for word in words:
+        assert str(word) in lines[0], lines[0]
+
+
+def test_the_newest_three_numbered_checkpoints_stay(started):
+    names = sorted(path.name for path in started.out.glob("*.pth"))
+    assert names == ["best.pth", *(f"checkpoint-{step:08d}.pth" for step in (4, 5, 6)), "checkpoint.pth"]
+
+
+def test_a_checkpoint_is_plain_data_and_its_model_is_torchvisions(started):
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        state = torch.load(started.out / "checkpoint.pth", weights_only=True)
+    finally:
+        torch.serialization.add_safe_globals(allowed)
+
+    def check(value, name):
+        if isinstance(value, dict):
+            assert all(type(key) in (str, int) for key in value), name
+            for key, item in value.items():
+                check(item, f"{name}/{key}")
+        elif isinstance(value, list):
+            for item in value:
+                check(item, name)
+        else:
+            assert type(value) in (str, int, float, bool, type(None), torch.Tensor), (name, type(value))
+
+    check(state, "")
+    torchvision.models.resnet18(num_classes=3).load_state_dict(state["model"])
+    assert state["epoch"] == 1
+    assert state["args"]["model"] == "resnet18"
+
+
+def test_a_folder_with_a_run_is_refused_without_a_word_about_it(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    before = sorted((path.name, path.stat().st_size) for path in out.iterdir())
+    refused(started.go_on(tmp_path, out), "holds a run already", "--resume auto", "--overwrite")
+    assert sorted((path.name, path.stat().st_size) for path in out.iterdir()) == before
+
+
+def test_overwrite_removes_our_files_only_and_starts_over(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    (out / "notes.txt").write_text("mine")
+    (out / "tb" / "notes.txt").write_text("mine too")
+    started.go_on(tmp_path, out, "--overwrite", "--epochs", 1).check()
+    assert (out / "notes.txt").read_text() == "mine"
+    assert (out / "tb" / "notes.txt").read_text() == "mine too"
+    assert not (out / "checkpoint-00000006.pth").exists()
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+
+
+def test_auto_starts_afresh_where_nothing_has_been_saved(started, tmp_path):
+    out = tmp_path / "out"
+    killed = started.go_on(tmp_path, out, "--resume", "auto", faults=[(0, "torch.optim.SGD.step", 1, "before")])
+    assert killed.codes == [-9]
+    assert list(out.glob("*.pth")) == []
+    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--epochs", 1).check()
+    assert "no checkpoint in" in outcome.output
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+def damage_truncated(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def damage_zeroed(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def damage_flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def damage_garbage(path):
+    path.write_bytes(os.urandom(1000))
+
+
+def damage_empty(path):
+    path.write_bytes(b"")
+
+
+class Hostile:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.victim}",)
+
+
+def damage_hostile(path):
+    torch.save({"format": 1, "model": Hostile(path.parent / "executed")}, path)
+
+
+DAMAGES = [damage_truncated, damage_zeroed, damage_flipped, damage_garbage, damage_empty, damage_hostile]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_auto_falls_back_to_the_newest_good_checkpoint(started, tmp_path, damage):
+    out = started.copy(tmp_path / "out")
+    newest = out / "checkpoint-00000006.pth"
+    newest.unlink()  # the copy of a hard link: damage this name's content only
+    shutil.copy(out / "checkpoint-00000005.pth", newest)
+    damage(newest)
+    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--epochs", 2).check()
+    assert "kept as checkpoint-00000006.pth.corrupt" in outcome.output
+    assert "resumed step 5 " in outcome.output
+    assert (out / "checkpoint-00000006.pth.corrupt").exists()
+    assert not (out / "executed").exists()
+    ours, theirs = (load_checkpoint(folder / "checkpoint.pth", "it")["model"] for folder in (out, started.out))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_path_to_a_damaged_checkpoint_is_refused(started, tmp_path, damage):
+    out = started.copy(tmp_path / "out")
+    damage(out / "checkpoint-00000004.pth")
+    refused(started.go_on(tmp_path, out, "--resume", out / "checkpoint-00000004.pth"), "checkpoint-00000004.pth")
+    assert not (out / "executed").exists()
+    assert (out / "checkpoint-00000006.pth").exists()
+
+
+def test_auto_stops_where_all_checkpoints_are_damaged(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    for path in out.glob("checkpoint-*.pth"):
+        damage_truncated(path)
+    words = ["none can be used", "Not starting over", "--overwrite"]
+    refused(started.go_on(tmp_path, out, "--resume", "auto"), *words, code=4)
+    refused(started.go_on(tmp_path, out, "--resume", "auto"), *words, code=4)
+
+
+def test_a_missing_path_is_refused(started, tmp_path):
+    refused(started.go_on(tmp_path, tmp_path / "out", "--resume", tmp_path / "none.pth"), "none.pth", "is not a file")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_state_dict_is_no_checkpoint_and_the_message_names_weights(started, tmp_path):
+    torch.save(torchvision.models.resnet18(num_classes=3).state_dict(), tmp_path / "w.pth")
+    refused(started.go_on(tmp_path, tmp_path / "out", "--resume", tmp_path / "w.pth"), "no checkpoint", "--weights")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "resnet34"], ["resnet18", "resnet34"]),
+        (["--batch-size", "4"], ["shards of 8 images", "--batch-size 8"]),
+        (["--global-batch-size", "16"], ["global-batch-size 8"]),
+        (["--seed", "1"], ["seed 0 in the checkpoint, 1 now"]),
+        (["--opt", "adamw"], ["opt sgd in the checkpoint, adamw now"]),
+        (["--start-epoch", "1"], ["--start-epoch 1"]),
+        (["--norm-weight-decay", "0"], ["parameter groups"]),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(started, tmp_path, argv, words):
+    out = started.copy(tmp_path / "out")
+    refused(started.go_on(tmp_path, out, "--resume", "auto", *argv), *words)
+
+
+def test_a_checkpoint_of_other_data_is_refused(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    more = write_images(tmp_path / "more", {"train": [9, 9, 9, 9], "val": [1, 1, 1, 1]})
+    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--data-path", more)
+    refused(outcome, "holds 3 classes", "has 4", "--weights")
+    other = write_images(tmp_path / "other", {"train": [9, 9, 9], "val": [1, 1, 1]})
+    refused(
+        started.go_on(tmp_path, out, "--resume", "auto", "--data-path", other),
+        "num_images 29 in the checkpoint, 27 now",
+    )
+
+
+@pytest.mark.dist
+def test_a_world_size_that_does_not_divide_the_shards_is_refused_with_those_that_do(started, tmp_path):
+    out = tmp_path / "out"
+    argv = ["--epochs", 1, "--batch-size", 2, "--global-batch-size", 12]
+    refused(started.go_on(tmp_path, out, *argv, world_size=4), "6 shards", "on 4 processes", "use 1, 3 or 6")
+
+
+def test_a_path_elsewhere_needs_an_empty_folder(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    refused(started.go_on(tmp_path, out, "--resume", started.out / "checkpoint.pth"), "holds a run already")
+    fresh = tmp_path / "fresh"
+    outcome = started.go_on(tmp_path, fresh, "--resume", started.out / "checkpoint.pth").check()
+    assert "resumed step 6 " in outcome.output
+    steps = [json.loads(line)["step"] for line in (fresh / "metrics.jsonl").read_text().splitlines()]
+    assert min(steps) == 7
+
+
+def test_an_older_file_supersedes_the_newer_ones(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    outcome = started.go_on(tmp_path, out, "--resume", out / "checkpoint-00000004.pth", "--epochs", 2).check()
+    assert "checkpoint-00000006.pth is newer" in outcome.output
+    assert (out / "superseded-checkpoint-00000006.pth").exists()
+    # The steps that were taken back are done again, and end as they did.
+    ours, theirs = (load_checkpoint(folder / "checkpoint.pth", "it")["model"] for folder in (out, started.out))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_of_torchvisions_script_says_how_its_weights_are_taken_safely(started, tmp_path):
+    model = torchvision.models.resnet18(num_classes=3)
+    theirs = tmp_path / "model_7.pth"
+    torch.save({"model": model.state_dict(), "epoch": 7, "args": argparse.Namespace(model="resnet18")}, theirs)
+    outcome = started.go_on(tmp_path, tmp_path / "out", "--resume", theirs)
+    refused(outcome, "torchvision's reference script", "argparse.Namespace", "--weights weights.pth")
+    command = re.search(r"run `(.*)` and pass", outcome.output)[1]
+    subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=tmp_path, check=True)
+    started.go_on(tmp_path, tmp_path / "out", "--weights", tmp_path / "weights.pth", "--epochs", 1).check()
+
+
+def test_curves_go_on_over_a_kill_without_overlap(started, tmp_path):
+    out = tmp_path / "out"
+    # Killed two steps after the last save, and again after an evaluation was logged and before it was saved.
+    faults = [(0, "torch.optim.SGD.step", 3, "after")]
+    assert started.go_on(tmp_path, out, "--print-freq", 1, "--checkpoint-steps", 2, faults=faults).codes == [-9]
+    faults = [(0, "checkpoint.CheckpointManager.save", 2, "before")]
+    argv = ["--print-freq", 1, "--checkpoint-steps", 2, "--resume", "auto"]
+    assert started.go_on(tmp_path, out, *argv, faults=faults).codes == [-9]
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')  # torn by a kill
+    started.go_on(tmp_path, out, *argv).check()
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 10))
+    assert [r["step"] for r in records if r["kind"] == "val"] == [3, 6, 9]
+    events = EventAccumulator(str(out / "tb"), size_guidance={"scalars": 0}).Reload()
+    train_tags = {
+        f"train/{name}"
+        for name in ["loss", "lr", "acc1", "acc5", "images_per_s", "data_wait", "grad_norm", "memory_gib"]
+    }
+    assert set(events.Tags()["scalars"]) == train_tags | {"val/loss", "val/acc1", "val/acc5"}
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 10))
+    assert [event.step for event in events.Scalars("val/acc1")] == [3, 6, 9]
+    losses = [r["loss"] for r in records if r["kind"] == "train"]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)  # float32 there
+
+
+def test_half_a_write_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def write(file):
+        file.write(b"ne")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, write)
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"old"]
+
+
+def test_checkpoints_are_sorted_by_number_and_not_by_name(tmp_path):
+    for name in ["checkpoint-99999999.pth", "checkpoint-100000000.pth", "checkpoint-7.pth", "checkpoint.pth"]:
+        (tmp_path / name).touch()
+    found = [path.name for path in CheckpointManager(tmp_path).numbered()]
+    assert found == ["checkpoint-100000000.pth", "checkpoint-99999999.pth"]
+
+
+def test_every_flipped_bit_is_found(started, tmp_path):
+    content = (started.out / "checkpoint.pth").read_bytes()
+    generator = torch.Generator().manual_seed(5)
+    expected = load_checkpoint(content, "it")["model"]
+    for _ in range(30):
+        flipped = bytearray(content)
+        place = int(torch.randint(len(content), (1,), generator=generator))
+        flipped[place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        try:
+            found = load_checkpoint(bytes(flipped), "it")["model"]
+        except UserError:
+            continue
+        # A bit of padding between the records: nothing that was saved is touched.
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

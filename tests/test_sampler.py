@@ -1,0 +1,218 @@
+"""Which image, on which rank, in which order."""
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from errors import UserError
+from sampler import EvalSampler, RASampler, SampleKey, TrainSampler, VirtualShards
+
+
+def on_all_ranks(build, num_shards, world_size, *, epoch=0, start_step=0, global_batch_size=8):
+    """Return {(step of the run, shard): its keys} of an epoch, put together from all ranks."""
+    batches = {}
+    for rank in range(world_size):
+        sampler = build(VirtualShards(global_batch_size, num_shards, rank, world_size))
+        sampler.set_epoch(epoch, start_step)
+        own = dict(zip(sampler.addresses(), sampler, strict=True))
+        assert len(sampler) == len(own)
+        assert not own.keys() & batches.keys()
+        batches |= own
+    return batches
+
+
+def train_sampler(num_images, seed=0):
+    return lambda shards: TrainSampler(num_images, shards, seed)
+
+
+def images(batches):
+    return [key.index for address in sorted(batches) for key in batches[address]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 3), (5, 1)])
+def test_each_step_has_the_images_of_torchs_distributed_sampler(world_size, seed, epoch):
+    num_images, batch_size = 53, 4
+    steps = num_images // (batch_size * world_size)
+    batches = on_all_ranks(
+        train_sampler(num_images, seed), world_size, world_size, epoch=epoch, global_batch_size=batch_size * world_size
+    )
+    assert len(batches) == steps * world_size
+    for rank in range(world_size):
+        oracle = DistributedSampler(range(num_images), world_size, rank, seed=seed)
+        oracle.set_epoch(epoch)
+        order = list(oracle)
+        for step in range(steps):
+            keys = batches[epoch * steps + step, rank]
+            expected = order[step * batch_size : (step + 1) * batch_size]
+            assert keys == [SampleKey(index, epoch, 0) for index in expected]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_images", [8, 24, 29])
+def test_an_epoch_has_every_image_once_but_for_the_last_of_its_order(world_size, num_images):
+    batches = on_all_ranks(train_sampler(num_images, seed=1), 8, world_size, epoch=2)
+    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(1 + 2)).tolist()
+    assert sorted(images(batches)) == sorted(order[: num_images // 8 * 8])
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_shards_do_not_depend_on_the_world_size(world_size):
+    build = train_sampler(61)
+    assert on_all_ranks(build, 8, world_size, epoch=1) == on_all_ranks(build, 8, 1, epoch=1)
+
+
+def test_change_of_world_size_inside_an_epoch_loses_and_repeats_nothing():
+    build = train_sampler(61)
+    steps = 61 // 8
+    seen = {}
+    for first, end, world_size in [(0, 2, 4), (2, 3, 1), (3, 3, 8), (3, steps, 2)]:
+        part = on_all_ranks(build, 8, world_size, epoch=4, start_step=first)
+        part = {address: keys for address, keys in part.items() if address[0] < 4 * steps + end}
+        assert not part.keys() & seen.keys()
+        seen |= part
+    assert seen == on_all_ranks(build, 8, 1, epoch=4)
+    assert len(set(images(seen))) == steps * 8
+
+
+def test_epochs_differ_and_leave_out_other_images():
+    build = train_sampler(29)
+    first, second = (images(on_all_ranks(build, 8, 2, epoch=epoch)) for epoch in (0, 1))
+    assert first != second
+    assert set(range(29)) - set(first) != set(range(29)) - set(second)
+
+
+def test_addresses_count_the_steps_of_the_run():
+    sampler = TrainSampler(29, VirtualShards(8, 4, rank=1, world_size=2))
+    sampler.set_epoch(2, start_step=1)
+    # 3 steps an epoch; rank 1 of 2 has shards 2 and 3.
+    assert list(sampler.addresses()) == [(7, 2), (7, 3), (8, 2), (8, 3)]
+    assert [len(batch) for batch in sampler] == [2, 2, 2, 2]
+    assert len(sampler) == 4
+
+
+def test_nothing_is_left_at_the_end_of_an_epoch():
+    sampler = TrainSampler(29, VirtualShards(8, 4))
+    sampler.set_epoch(0, start_step=3)
+    assert (list(sampler), list(sampler.addresses()), len(sampler)) == ([], [], 0)
+
+
+@pytest.mark.parametrize("build", [TrainSampler, RASampler])
+def test_a_set_smaller_than_the_global_batch_is_refused(build):
+    with pytest.raises(UserError, match=r"7 images, fewer than one global batch of 8; choose a smaller --batch-size"):
+        build(7, VirtualShards(8, 4))
+    assert build(8, VirtualShards(8, 4)).steps_per_epoch == 1
+
+
+def repeated_oracle(num_images, num_shards, global_batch_size, seed, epoch, repetitions):
+    """{(step, shard): [(image, repetition)]}, by lists: repeat, cut to the set's length, deal out."""
+    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    repeated = [(image, repetition) for image in order for repetition in range(repetitions)][:num_images]
+    steps = num_images // global_batch_size
+    dealt = [repeated[shard::num_shards] for shard in range(num_shards)]
+    size = global_batch_size // num_shards
+    return {
+        (epoch * steps + step, shard): dealt[shard][step * size : (step + 1) * size]
+        for step in range(steps)
+        for shard in range(num_shards)
+    }
+
+
+@pytest.mark.parametrize("repetitions", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_shards", "world_size"), [(1, 1), (2, 2), (4, 2), (4, 1), (8, 8)])
+def test_repeated_augmentation_repeats_cuts_and_deals(repetitions, num_shards, world_size):
+    batches = on_all_ranks(
+        lambda shards: RASampler(61, shards, 3, repetitions=repetitions), num_shards, world_size, epoch=2
+    )
+    expected = repeated_oracle(61, num_shards, 8, 3, 2, repetitions)
+    assert {address: [(key.index, key.repetition) for key in keys] for address, keys in batches.items()} == expected
+    assert {key.epoch for keys in batches.values() for key in keys} == {2}
+
+
+def test_repetitions_of_an_image_are_different_draws_in_different_shards():
+    batches = on_all_ranks(lambda shards: RASampler(64, shards, repetitions=4), 8, 2)
+    uses = {}
+    for (_, shard), keys in batches.items():
+        for key in keys:
+            uses.setdefault(key.index, []).append((key.repetition, shard))
+    assert len(uses) == 64 // 4
+    for pairs in uses.values():
+        assert sorted(repetition for repetition, _ in pairs) == [0, 1, 2, 3]
+        assert len({shard for _, shard in pairs}) == 4
+
+
+def test_repeated_augmentation_needs_no_multiple_of_256():
+    for num_images in (8, 255, 300):
+        assert len(images(on_all_ranks(lambda shards, n=num_images: RASampler(n, shards), 4, 2))) == num_images // 8 * 8
+
+
+def test_one_repetition_is_the_plain_order():
+    plain = on_all_ranks(train_sampler(61), 4, 2)
+    assert on_all_ranks(lambda shards: RASampler(61, shards, repetitions=1), 4, 2) == plain
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_images", [1, 7, 50, 101])
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_evaluation_batches_are_fixed_and_dealt_round_robin(world_size, num_images, batch_size):
+    everything = list(range(num_images))
+    expected = [everything[first : first + batch_size] for first in range(0, num_images, batch_size)]
+    samplers = [EvalSampler(num_images, batch_size, rank, world_size) for rank in range(world_size)]
+    for rank, sampler in enumerate(samplers):
+        assert list(sampler) == expected[rank::world_size]
+        assert len(sampler) == len(expected[rank::world_size])
+    assert sorted(index for sampler in samplers for batch in sampler for index in batch) == everything
+
+
+def test_shards_of_a_rank():
+    shards = VirtualShards(global_batch_size=24, num_shards=6, rank=1, world_size=3)
+    assert (shards.batch_size, shards.num_local, list(shards.local)) == (4, 2, [2, 3])
+    assert (VirtualShards(24, 6).num_local, list(VirtualShards(24, 6).local)) == (6, list(range(6)))
+
+
+ACCEPTED = {
+    # number of shards: (world sizes that divide it, those of them that sum in the same order)
+    1: ([1], [1]),
+    2: ([1, 2], [1, 2]),
+    3: ([1, 3], [1, 3]),
+    6: ([1, 2, 3, 6], [1, 3, 6]),
+    8: ([1, 2, 4, 8], [1, 2, 4, 8]),
+    12: ([1, 2, 3, 4, 6, 12], [1, 3, 6, 12]),
+}
+
+
+def accepted(num_shards, needs_same_bits):
+    sizes = []
+    for world_size in range(1, num_shards + 3):
+        try:
+            VirtualShards(num_shards * 4, num_shards, 0, world_size).check(needs_same_bits=needs_same_bits)
+        except UserError:
+            continue
+        sizes.append(world_size)
+    return sizes
+
+
+@pytest.mark.parametrize("num_shards", ACCEPTED)
+def test_world_sizes_that_can_compute_the_shards(num_shards):
+    any_bits, same_bits = ACCEPTED[num_shards]
+    assert accepted(num_shards, needs_same_bits=False) == any_bits
+    assert accepted(num_shards, needs_same_bits=True) == same_bits
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "world_size", "needs_same_bits", "message"),
+    [
+        (8, 3, False, "cannot run 8 shards of 4 images on 3 processes; use 1, 2, 4 or 8"),
+        (8, 16, False, "cannot run 8 shards of 4 images on 16 processes; use 1, 2, 4 or 8"),
+        (1, 2, False, "cannot run 1 shards of 4 images on 2 processes; use 1"),
+        (
+            6, 2, True,
+            "cannot run 6 shards of 4 images on 2 processes to the same bits (--use-deterministic-algorithms); "
+            "use 1, 3 or 6",
+        ),
+    ],
+)  # fmt: skip
+def test_refusal_names_the_world_sizes_that_work(num_shards, world_size, needs_same_bits, message):
+    with pytest.raises(UserError) as refusal:
+        VirtualShards(num_shards * 4, num_shards, 0, world_size).check(needs_same_bits=needs_same_bits)
+    assert str(refusal.value) == message

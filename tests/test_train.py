@@ -1,0 +1,298 @@
+"""train.py: exact evaluation, torchvision's names, one writer, and runs from the command line."""
+
+import copy
+import inspect
+import json
+import os
+import types
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import config
+import models
+import sampler
+import train
+import utils
+from checkpoint import load_checkpoint
+from tests.ranks import REPOSITORY, run_ranks, train_rank
+
+SMALL = [
+    "--train-crop-size",
+    "32",
+    "--val-resize-size",
+    "32",
+    "--val-crop-size",
+    "32",
+    "--device",
+    "cpu",
+    "--workers",
+    "0",
+]
+
+
+class Scorer(nn.Module):
+    """A model whose BatchNorm statistics matter, and differ between the ranks before they are broadcast."""
+
+    def __init__(self, num_classes, rank):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.norm = nn.BatchNorm1d(6)
+        self.norm.running_mean.fill_(rank)
+        self.linear = nn.Linear(6, num_classes)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.randn(num_classes, 6, generator=generator))
+
+    def forward(self, image):
+        return self.linear(self.norm(image))
+
+
+def evaluate_rank(num_images, batch_size, num_classes, results):
+    """Evaluate on this rank's part of generated features, and let rank 0 write down what came out."""
+    args = types.SimpleNamespace(device="cpu", world_size=1, dist_url="env://", dist_timeout=1)
+    utils.init_distributed_mode(args)
+    generator = torch.Generator().manual_seed(2)
+    features = torch.randn(num_images, 6, generator=generator)
+    labels = torch.randint(num_classes, (num_images,), generator=generator)
+    batches = sampler.EvalSampler(num_images, batch_size, utils.get_rank(), utils.get_world_size())
+    loader = DataLoader(TensorDataset(features, labels), batch_sampler=batches)
+    result = train.evaluate(Scorer(num_classes, utils.get_rank()), nn.CrossEntropyLoss(), loader, torch.device("cpu"))
+    if utils.is_main_process():
+        Path(results).write_text(json.dumps(result))
+    utils.shut_down()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("num_images", "batch_size"), [(7, 2), (2, 1), (1, 8), (50, 8)])
+def test_evaluation_is_the_same_in_every_bit_at_any_world_size(num_images, batch_size, tmp_path):
+    outcomes = []
+    for world_size in [1, 2, 3, 4]:
+        results = tmp_path / f"{world_size}.json"
+        run_ranks(evaluate_rank, world_size, num_images, batch_size, 3, str(results), log_folder=tmp_path).check()
+        outcomes.append(json.loads(results.read_text()))
+    assert outcomes == [outcomes[0]] * 4
+    assert outcomes[0]["n"] == num_images
+
+
+def test_evaluation_agrees_with_scores_counted_by_hand():
+    generator = torch.Generator().manual_seed(3)
+    features, labels = torch.randn(11, 6, generator=generator), torch.randint(4, (11,), generator=generator)
+    model = Scorer(4, 0).eval()
+    scores = model(features).detach()
+    # By hand, image by image and not batch by batch.
+    hits = sum(int(row.argmax() == label) for row, label in zip(scores, labels, strict=True))
+    losses = [float(-(row.log_softmax(0))[label]) for row, label in zip(scores, labels, strict=True)]
+    result = train.evaluate(model, nn.CrossEntropyLoss(), DataLoader(TensorDataset(features, labels), 4), "cpu")
+    assert result["acc1"] == 100 * hits / 11
+    assert result["acc5"] == 100.0  # four classes: every image's is among the best four
+    assert result["loss"] == pytest.approx(sum(losses) / 11, rel=1e-6)  # float32 means of batches
+
+
+def test_evaluation_refuses_a_sampler_that_repeats_images():
+    dataset = TensorDataset(torch.randn(4, 6), torch.zeros(4, dtype=torch.int64))
+    loader = DataLoader(dataset, sampler=[0, 1, 2, 3, 0])
+    with pytest.raises(RuntimeError, match="evaluated 5 images of a set of 4"):
+        train.evaluate(Scorer(3, 0), nn.CrossEntropyLoss(), loader, torch.device("cpu"))
+
+
+def test_torchvisions_names_and_positional_order():
+    def parameters(function):
+        return list(inspect.signature(function).parameters)
+
+    assert parameters(train.train_one_epoch)[:9] == [
+        "model", "criterion", "optimizer", "data_loader", "device", "epoch", "args", "model_ema", "scaler",
+    ]  # fmt: skip
+    assert parameters(train.evaluate) == ["model", "criterion", "data_loader", "device", "print_freq", "log_suffix"]
+    assert parameters(train.load_data) == ["traindir", "valdir", "args"]
+    assert parameters(train.main) == ["args"]
+    assert parameters(train.get_args_parser) == ["add_help"]
+
+
+def test_train_one_epoch_takes_a_plain_loader(capsys):
+    """As somebody would call torchvision's, against the same steps written out."""
+    torch.manual_seed(0)
+    features, labels = torch.randn(12, 6), torch.randint(3, (12,))
+    model = Scorer(3, 0)
+    expected = copy.deepcopy(model)
+    loader = DataLoader(TensorDataset(features, labels), batch_size=4)
+    args = config.parse_args(["--synthetic", "--model", "resnet18", "--print-freq", "1"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train.train_one_epoch(model, nn.CrossEntropyLoss(), optimizer, loader, torch.device("cpu"), 0, args)
+
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for image, target in zip(features.split(4), labels.split(4), strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(expected(image), target).backward()
+        optimizer.step()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert "Epoch: [0]  [2/3]" in capsys.readouterr().out
+
+
+def test_only_shard_0_moves_the_buffers():
+    model = Scorer(3, 0)
+    step = models.ShardedStep(model, sampler.VirtualShards(8, 2), device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(4)
+    first, second = torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)
+    expected = nn.BatchNorm1d(6)
+    expected(first)
+    for shard, image in enumerate([first, second]):
+        with step.shard(0, shard):
+            model(image).sum().backward()
+    assert torch.equal(model.norm.running_mean, expected.running_mean)
+    assert model.norm.num_batches_tracked == 1
+
+
+def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_folder, tmp_path, torchrun):
+    out = tmp_path / "out"
+    done = torchrun(
+        2, "--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", 4, "--epochs", 2, "--workers", 2,
+        "--print-freq", 1, "--model-ema",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = sorted(path.name for path in out.iterdir())
+    assert names == [
+        "best.pth", "checkpoint-00000003.pth", "checkpoint-00000006.pth", "checkpoint.pth", "metrics.jsonl",
+        "recipe.toml", "run.json", "status.json", "tb",
+    ]  # fmt: skip
+    assert len(list((out / "tb").iterdir())) == 1
+    assert json.loads((out / "status.json").read_text())["state"] == "finished"
+    assert os.path.samefile(out / "checkpoint.pth", out / "checkpoint-00000006.pth")
+    lines = done.stdout.splitlines()
+    once = Counter(line for line in lines if line.startswith(("Epoch: [", "finished", "global batch", "best")))
+    assert set(once.values()) == {1}, once
+    assert sum(line.startswith("Epoch: [1]  [") and "eta: " in line for line in lines) == 3
+    results = [line for line in lines if "Acc@1" in line]
+    assert len(results) == 4
+    assert all(line.endswith(" n=7") for line in results)
+    assert sum(line.startswith("Test: EMA Acc@1") for line in results) == 2
+    # Each record once, too.
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["kind"], r["step"]) for r in records] == [
+        ("train", 1), ("train", 2), ("train", 3), ("val", 3), ("val_ema", 3),
+        ("train", 4), ("train", 5), ("train", 6), ("val", 6), ("val_ema", 6),
+    ]  # fmt: skip
+
+
+def run_train(tmp_path, *argv, world_size=1, **options):
+    return run_ranks(train_rank, world_size, [str(word) for word in argv], log_folder=tmp_path, **options)
+
+
+@pytest.fixture(scope="module")
+def finished(image_folder, tmp_path_factory):
+    """The output folder of a finished run of three epochs with an average."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    run_train(
+        out.parent, "--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", 4, "--epochs", 3,
+        "--print-freq", 3, "--model-ema", "--model-ema-steps", 1, "--use-deterministic-algorithms", "--lr", 0.02,
+    ).check()  # fmt: skip
+    return out
+
+
+def test_the_written_recipe_runs_to_the_same_weights(finished, tmp_path):
+    out = tmp_path / "again"
+    run_train(tmp_path, "--recipe", finished / "recipe.toml", "--output-dir", out).check()
+    ours = load_checkpoint(out / "checkpoint.pth", "ours")["model"]
+    for name, value in load_checkpoint(finished / "checkpoint.pth", "theirs")["model"].items():
+        assert torch.equal(ours[name], value), name
+
+
+def test_test_only_repeats_the_last_evaluation_on_any_world_size_and_writes_nothing(finished, image_folder, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    last = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()][-2:]
+    for world_size in [1, 3]:
+        outcome = run_train(
+            tmp_path, "--data-path", image_folder, "--resume", finished / "checkpoint.pth", "--test-only", *SMALL,
+            "--batch-size", 4, world_size=world_size,
+        ).check()  # fmt: skip
+        for prefix, record in zip(["Test: Acc@1", "Test: EMA Acc@1"], last, strict=True):
+            expected = f"{prefix} {record['acc1']:.3f} Acc@5 {record['acc5']:.3f} loss {record['loss']:.3f} n=7"
+            assert outcome.output.splitlines().count(expected) == 1
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_weights_start_a_run_and_a_head_for_other_classes_is_replaced(finished, image_folder, tmp_path):
+    argv = ["--weights", finished / "checkpoint.pth", *SMALL]
+    same = run_train(tmp_path, *argv, "--data-path", image_folder, "--test-only", "--batch-size", 4).check()
+    last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-2])
+    assert f"Acc@1 {last['acc1']:.3f} Acc@5 {last['acc5']:.3f} loss {last['loss']:.3f} n=7" in same.output
+    tuned = run_train(
+        tmp_path, *argv, "--synthetic", "8", "--batch-size", 4, "--epochs", 1, "--output-dir", tmp_path / "t"
+    )
+    assert "classifier of 3 classes left out, starting a new one of 1000" in tuned.check().output
+
+
+def test_synthetic_images_need_no_data(tmp_path):
+    outcome = run_train(
+        tmp_path, "--synthetic", 32, "--model", "squeezenet1_1", *SMALL, "--batch-size", 8, "--epochs", 1, "--output-dir",
+        tmp_path / "out",
+    ).check()  # fmt: skip
+    assert "32 training and 3 validation images of 1000 classes" in outcome.output
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_the_last_checkpoint_stays(finished, image_folder, tmp_path):
+    out = tmp_path / "out"
+    argv = ["--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", "4", "--print-freq", "1"]
+    run_train(tmp_path, *argv, "--epochs", 1, "--lr", 0.02).check()
+    kept = (out / "checkpoint.pth").read_bytes()
+    outcome = run_train(tmp_path, *argv, "--epochs", 3, "--lr", 1e30, "--resume", "auto")
+    assert outcome.codes == [5], outcome.output
+    assert "the loss of step 8 is nan; stopped, and the last checkpoint is kept" in outcome.output
+    assert (out / "checkpoint.pth").read_bytes() == kept
+    status = json.loads((out / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert "NonFiniteError" in status["reason"]
+
+
+@pytest.mark.dist
+def test_every_rank_stops_at_a_loss_that_is_not_finite(image_folder, tmp_path):
+    outcome = run_train(
+        tmp_path, "--data-path", image_folder, "--output-dir", tmp_path / "out", *SMALL, "--batch-size", 4,
+        "--print-freq", 2, "--lr", 1e30, world_size=2,
+    )  # fmt: skip
+    assert outcome.codes[0] == 5
+    assert outcome.output.count("the loss of step") == 1
+
+
+def test_a_truncated_image_is_named_with_its_path(tmp_path):
+    from tests.conftest import write_images
+
+    for workers in [0, 2]:
+        images = write_images(tmp_path / f"images{workers}", {"train": [4, 4], "val": [1, 1]})
+        damaged = images / "train" / "class1" / "image002.jpg"
+        damaged.write_bytes(damaged.read_bytes()[:200])
+        outcome = run_train(
+            tmp_path, "--data-path", images, "--output-dir", tmp_path / f"out{workers}", *SMALL, "--batch-size", 4,
+            "--workers", workers,
+        )  # fmt: skip
+        assert outcome.codes == [1], outcome.output
+        assert outcome.output.count(f"cannot read image {damaged} (class class1)") == 1
+        assert "Traceback" not in outcome.output
+
+
+def test_every_train_command_of_the_readme_parses(readme_commands):
+    assert len(readme_commands) >= 5
+    for command in readme_commands:
+        config.parse_args(command)
+
+
+def test_imports_only_point_down():
+    """The layers of DESIGN: each module may import those of the lines above its own."""
+    layers = [
+        ["errors", "randomness"],
+        ["utils", "config", "presets", "transforms", "sampler", "optim"],
+        ["models", "data", "checkpoint"],
+        ["monitor"],
+        ["train"],
+    ]
+    assert sorted(sum(layers, [])) == sorted(path.stem for path in REPOSITORY.glob("*.py"))
+    for level, modules in enumerate(layers):
+        below = set(sum(layers[:level], []))
+        for module in modules:
+            text = (REPOSITORY / f"{module}.py").read_text()
+            ours = {name for name in sum(layers, []) if f"\nimport {name}\n" in text or f"\nfrom {name} import" in text}
+            assert ours <= below, (module, ours - below)

@@ -1,0 +1,259 @@
+"""What happens to a batch: torchvision's mixing and erasing, drawn from an address."""
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+from torchvision import transforms as tv
+from torchvision.transforms import v2
+
+import transforms
+
+NUM_CLASSES = 7
+
+
+def batch(size=6, height=20, width=14):
+    generator = torch.Generator().manual_seed(size)
+    image = torch.randn(size, 3, height, width, generator=generator)
+    return image, torch.randint(0, NUM_CLASSES, (size,), generator=generator)
+
+
+def v2_result(oracle, image, target, **drawn):
+    """Apply one of v2's transforms with given draws instead of its own."""
+    parameters = {"labels": target, "batch_size": len(target), **drawn}
+    return oracle.transform(image, parameters), oracle.transform(target, parameters)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.73, 1.0])
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_mixup_is_torchvisions_for_the_same_share(share, size):
+    image, target = batch(size)
+    expected = v2_result(v2.MixUp(num_classes=NUM_CLASSES), image, target, lam=share)
+    mixed = transforms.RandomMixUp(num_classes=NUM_CLASSES).mix(image, target, share)
+    assert torch.equal(mixed[0], expected[0])
+    assert torch.equal(mixed[1], expected[1])
+    assert mixed[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("box", [(0, 0, 14, 20), (3, 5, 3, 5), (2, 4, 9, 13), (0, 0, 1, 20), (13, 19, 14, 20)])
+def test_cutmix_is_torchvisions_for_the_same_box(box):
+    image, target = batch()
+    left, top, right, bottom = box
+    share = 1.0 - (right - left) * (bottom - top) / (14 * 20)
+    expected = v2_result(v2.CutMix(num_classes=NUM_CLASSES), image, target, box=box, lam_adjusted=share)
+    mixed = transforms.RandomCutMix(num_classes=NUM_CLASSES).mix(image, target, box)
+    assert torch.equal(mixed[0], expected[0])
+    assert torch.equal(mixed[1], expected[1])
+
+
+@pytest.mark.parametrize("build", [transforms.RandomMixUp, transforms.RandomCutMix])
+def test_mixing_changes_neither_the_batch_nor_the_sum_of_a_target(build):
+    image, target = batch()
+    image_before, target_before = image.clone(), target.clone()
+    for seed in range(50):
+        mixed, soft = build(num_classes=NUM_CLASSES, alpha=0.4)(image, target, random.Random(seed))
+        assert mixed.shape == image.shape
+        assert soft.shape == (6, NUM_CLASSES)
+        # share + (1 - share), each rounded to float32 once
+        torch.testing.assert_close(soft.sum(1), torch.ones(6), rtol=0, atol=2**-23)
+    assert torch.equal(image, image_before)
+    assert torch.equal(target, target_before)
+
+
+def test_cutmix_targets_count_the_pixels():
+    image = torch.arange(4.0)[:, None, None, None].expand(4, 3, 20, 14)
+    target = torch.arange(4)
+    for seed in range(100):
+        mixed, soft = transforms.RandomCutMix(num_classes=4)(image, target, random.Random(seed))
+        own = (mixed == image).double().mean((1, 2, 3))
+        # 280 pixels: their share is rounded to float32 once.
+        torch.testing.assert_close(soft.diagonal().double(), own, rtol=0, atol=2**-24)
+
+
+def standard_error(*samples):
+    return math.sqrt(sum(statistics.variance(sample) / len(sample) for sample in samples))
+
+
+def assert_same_mean(ours, theirs):
+    # Five standard errors: chance alone exceeds that once in 1.7 million times, and the seeds are fixed anyway.
+    assert abs(statistics.fmean(ours) - statistics.fmean(theirs)) < 5 * standard_error(ours, theirs)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_mixup_draws_from_beta(alpha):
+    image, target = torch.tensor([1.0, 0.0])[:, None, None, None], torch.tensor([0, 1])
+    mix = transforms.RandomMixUp(num_classes=2, alpha=alpha)
+    rng = random.Random(1)
+    shares = [mix(image, target, rng)[1][0, 0].item() for _ in range(2000)]
+    torch.manual_seed(1)
+    theirs = torch.distributions.Beta(alpha, alpha).sample((2000,)).tolist()
+    assert_same_mean(shares, theirs)
+    assert_same_mean([(share - 0.5) ** 2 for share in shares], [(share - 0.5) ** 2 for share in theirs])
+
+
+def test_cutmix_draws_boxes_as_torchvision():
+    torch.manual_seed(1)
+    oracle, image = v2.CutMix(num_classes=2, alpha=0.7), torch.zeros(2, 1, 20, 14)
+    theirs = [oracle.make_params([image])["box"] for _ in range(1500)]
+    ours = [drawn_cutmix_box(seed) for seed in range(1500)]
+    for measure in (lambda b: (b[2] - b[0]) * (b[3] - b[1]), lambda b: b[0] + b[2], lambda b: b[1] + b[3]):
+        # A box without pixels leaves nothing to see of its place.
+        assert_same_mean(*([measure(b) for b in boxes if b[0] < b[2] and b[1] < b[3]] for boxes in (ours, theirs)))
+
+
+def drawn_cutmix_box(seed):
+    image = torch.tensor([0.0, 1.0])[:, None, None, None].expand(2, 1, 20, 14)
+    mix = transforms.RandomCutMix(num_classes=2, alpha=0.7)
+    return box_of(mix(image, torch.tensor([0, 1]), random.Random(seed))[0][0, 0] == 1)
+
+
+def box_of(mask):
+    """Return (left, top, right, bottom) of the rectangle that a mask shows; anything else is an error."""
+    rows, columns = mask.any(1).nonzero().flatten().tolist(), mask.any(0).nonzero().flatten().tolist()
+    if not rows:
+        return 0, 0, 0, 0
+    left, top, right, bottom = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
+    assert mask.sum() == (right - left) * (bottom - top)
+    return left, top, right, bottom
+
+
+@pytest.mark.parametrize(("mixup_alpha", "cutmix_alpha", "share"), [(0.0, 1.0, 0.0), (1.0, 0.0, 1.0), (1.0, 1.0, 0.5)])
+def test_mixup_and_cutmix_take_turns_at_equal_odds(mixup_alpha, cutmix_alpha, share):
+    mix = transforms.get_mixup_cutmix(mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha, num_classes=2)
+    image, target = torch.tensor([0.0, 1.0])[:, None, None, None].expand(2, 1, 4, 4), torch.tensor([0, 1])
+    # mixup blends the two values, cutmix never does
+    mixed = [mix(image, target, random.Random(seed))[0] for seed in range(1000)]
+    num_blended = sum(not ((pixels == 0) | (pixels == 1)).all() for pixels in mixed)
+    # five standard deviations of a thousand throws
+    assert abs(num_blended - 1000 * share) <= 5 * math.sqrt(1000 * share * (1 - share))
+
+
+def test_nothing_mixes_where_both_are_off():
+    assert transforms.get_mixup_cutmix(mixup_alpha=0.0, cutmix_alpha=0.0, num_classes=2) is None
+
+
+def test_erased_boxes_have_torchvisions_distribution():
+    height, width, count = 40, 26, 3000
+    erase, rng, image = transforms.RandomErasing(p=1.0), random.Random(4), torch.zeros(1, height, width)
+    ours = [erase.draw_box(height, width, rng) for _ in range(count)]
+    torch.manual_seed(4)
+    theirs = []
+    for _ in range(count):
+        top, left, box_height, box_width, value = tv.RandomErasing.get_params(image, erase.scale, erase.ratio, [0.0])
+        theirs.append((0, 0, 0, 0) if value is image else (top, left, box_height, box_width))
+    assert sum(box[2] == 0 for box in ours) < count / 100
+    measures = {
+        "top": lambda box: box[0],
+        "left": lambda box: box[1],
+        "height": lambda box: box[2],
+        "width": lambda box: box[3],
+        "area": lambda box: box[2] * box[3],
+        "squared area": lambda box: (box[2] * box[3]) ** 2,
+        "log ratio": lambda box: math.log(box[2] / box[3]) if box[2] else 0.0,
+    }
+    for measure in measures.values():
+        assert_same_mean(*(list(map(measure, boxes)) for boxes in (ours, theirs)))
+
+
+def test_erased_boxes_are_valid_and_within_scale_and_ratio():
+    erase, rng, side = transforms.RandomErasing(p=1.0, scale=(0.05, 0.2), ratio=(0.5, 3.0)), random.Random(5), 4000
+    areas, ratios = [], []
+    for _ in range(2000):
+        top, left, height, width = erase.draw_box(side, side, rng)
+        assert min(top, left) >= 0
+        assert top + height <= side
+        assert left + width <= side
+        areas.append(height * width / side**2)
+        ratios.append(height / width)
+    # A side of 500 px or more is rounded by at most half a pixel, 0.1 %; two sides.
+    assert 0.05 * 0.998 <= min(areas) < 0.06
+    assert 0.19 < max(areas) <= 0.2 * 1.002
+    assert 0.5 * 0.998 <= min(ratios) < 0.52
+    assert 2.9 < max(ratios) <= 3.0 * 1.002
+
+
+def test_a_box_that_never_fits_erases_nothing():
+    erase = transforms.RandomErasing(p=1.0, scale=(1.0, 1.0), ratio=(1.0, 1.0))
+    assert erase.draw_box(10, 10, random.Random(0)) == (0, 0, 0, 0)
+    image = torch.ones(2, 3, 10, 10)
+    assert torch.equal(erase(image.clone(), random.Random(0)), image)
+
+
+def test_exactly_the_drawn_boxes_are_zero():
+    erase, image = transforms.RandomErasing(p=0.7), torch.rand(20, 3, 20, 14).add_(1)
+    expected, rng = image.clone(), random.Random(6)
+    for one in expected:
+        top, left, height, width = erase.draw_box(20, 14, rng)
+        one[:, top : top + height, left : left + width] = 0
+    erased = erase(image, random.Random(6))
+    assert torch.equal(erased, expected)
+    assert erased is image
+    assert 0 < (erased == 0).sum() < erased.numel()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
+def test_odds_of_an_erased_box(p):
+    erase, rng, count = transforms.RandomErasing(p=p), random.Random(7), 4000
+    erased = sum(erase.draw_box(200, 200, rng)[2] > 0 for _ in range(count))
+    # five standard deviations; in a square every box of these scales and ratios fits at once or soon
+    assert abs(erased - count * p) <= 5 * math.sqrt(count * p * (1 - p))
+
+
+def build_all():
+    return transforms.BatchTransform(
+        transforms.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.1), torch.device("cpu")),
+        transforms.RandomErasing(0.5),
+        transforms.get_mixup_cutmix(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=NUM_CLASSES),
+    )
+
+
+def pixels_and_target():
+    generator = torch.Generator().manual_seed(8)
+    return torch.randint(0, 256, (6, 3, 20, 14), dtype=torch.uint8, generator=generator), torch.arange(6)
+
+
+def test_same_address_same_batch():
+    transform, (pixels, target) = build_all(), pixels_and_target()
+    before = torch.get_rng_state()
+    first, again, other = (transform(pixels, target, random.Random(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_are_normalised_then_erased_then_mixed():
+    transform, (pixels, target) = build_all(), pixels_and_target()
+    kept = pixels.clone()
+    normalise = tv.Compose([tv.ConvertImageDtype(torch.float), tv.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.1))])
+    for seed in range(10):
+        rng = random.Random(seed)
+        erased = transform.erase(torch.stack([normalise(image) for image in pixels]), rng)
+        expected = transform.mix(erased, target, rng)
+        image, soft = transform(pixels, target, random.Random(seed))
+        assert torch.equal(image, expected[0])
+        assert torch.equal(soft, expected[1])
+    assert torch.equal(pixels, kept)
+
+
+def test_evaluation_batches_are_only_normalised():
+    pixels, target = pixels_and_target()
+    normalise = transforms.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.1), torch.device("cpu"))
+    image, same_target = transforms.BatchTransform(normalise)(pixels, target, random.Random(0))
+    values = (pixels.double() / 255 - torch.tensor([0.4, 0.5, 0.6]).double().view(3, 1, 1)) / torch.tensor(
+        [0.2, 0.3, 0.1]
+    ).double().view(3, 1, 1)
+    # a few roundings to float32 of numbers up to 6
+    torch.testing.assert_close(image.double(), values, rtol=0, atol=4e-6)
+    assert image.dtype == torch.float32
+    assert same_target is target
+
+
+def test_channels_last_stays_so():
+    pixels, target = pixels_and_target()
+    pixels = pixels.contiguous(memory_format=torch.channels_last)
+    for seed in range(5):
+        image, _ = build_all()(pixels, target, random.Random(seed))
+        assert image.is_contiguous(memory_format=torch.channels_last)

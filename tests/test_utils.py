@@ -1,0 +1,495 @@
+"""Meters, printing, launchers, and what processes tell each other."""
+
+import builtins
+import re
+import time
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+
+import utils
+from errors import UserError
+from tests.ranks import run_ranks
+
+
+def quarters(count, seed=0):
+    """Values whose sums are exact in floating point, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(-400, 400, (count,), generator=generator) / 4).tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 7, 40])
+def test_meter_looks_at_a_window_and_at_everything(count):
+    values, meter = quarters(count), utils.SmoothedValue(window_size=7)
+    for value in values:
+        meter.update(value)
+    window = values[-7:]
+    assert meter.median == sorted(window)[(len(window) - 1) // 2]  # the lower of two middle ones, as torch's
+    assert meter.avg == sum(window) / len(window)
+    assert meter.max == max(window)
+    assert meter.value == values[-1]
+    assert (meter.total, meter.count, meter.global_avg) == (sum(values), count, sum(values) / count)
+    assert list(meter.deque) == window
+
+
+def test_empty_meter_shows_zeros():
+    meter = utils.SmoothedValue(fmt="{median} {avg} {global_avg} {max} {value}")
+    assert str(meter) == "0.0 0.0 0.0 0.0 0.0"
+
+
+def test_meter_weighs_a_mean_by_its_count():
+    meter = utils.SmoothedValue()
+    meter.update(1.0, n=3)
+    meter.update(5.0, n=1)
+    assert (meter.total, meter.count, meter.global_avg, meter.avg) == (8.0, 4, 2.0, 3.0)
+
+
+def test_meter_keeps_sums_of_integers_exact():
+    meter = utils.SmoothedValue()
+    for _ in range(100):
+        meter.add(torch.tensor(2**24 + 1), 49)  # more than float32 holds, and a mean that float64 rounds
+    assert (meter.total, meter.count) == (100 * (2**24 + 1), 4900)
+    assert meter.value == (2**24 + 1) / 49
+
+
+@pytest.mark.parametrize("value", [2.5, torch.tensor(2.5), torch.tensor([2.5]), torch.tensor(2.5, dtype=torch.float64)])
+def test_meter_takes_numbers_and_tensors(value):
+    meter = utils.SmoothedValue()
+    meter.update(value)
+    assert meter.value == 2.5
+    assert isinstance(meter.value, float)
+
+
+def test_meter_does_not_wait_for_the_device():
+    # A meta tensor has no value: whoever reads it gets an error.
+    meter = utils.SmoothedValue()
+    meter.update(torch.ones((), device="meta"))
+    meter.add(torch.ones((), device="meta"), 8)
+    with pytest.raises(RuntimeError, match="meta"):
+        _ = meter.value
+
+
+def test_meter_shows_what_its_format_names():
+    meter = utils.SmoothedValue(fmt="{value:.1f}|{median:.2f}|{global_avg:.3f}")
+    for value in [1, 2, 6]:
+        meter.update(value)
+    assert str(meter) == "6.0|2.00|3.000"
+    assert re.fullmatch(r"2\.0000 \(3\.0000\)", str(_meter_of([1, 2, 6])))
+
+
+def _meter_of(values):
+    meter = utils.SmoothedValue()
+    for value in values:
+        meter.update(value)
+    return meter
+
+
+def test_sums_lists_every_update_in_order():
+    meter = utils.SmoothedValue(window_size=1)
+    meter.update(0.5, n=4)
+    meter.add(3, 4)
+    assert torch.equal(meter.sums(), torch.tensor([[2.0, 4.0], [3.0, 4.0]], dtype=torch.float64))
+    assert utils.SmoothedValue().sums().shape == (0, 2)
+
+
+@pytest.mark.parametrize(("start", "count", "print_freq"), [(0, 10, 4), (0, 9, 4), (0, 1, 100), (6, 5, 4), (3, 1, 1)])
+def test_log_every_prints_each_nth_item_and_the_last(capsys, start, count, print_freq):
+    logger, due, end = utils.MetricLogger(delimiter="  "), [], start + count
+    items = list(range(100, 100 + count))
+    for number, item in enumerate(logger.log_every(items, print_freq, "Epoch: [3]", start), start):
+        assert item == items[number - start]
+        due += [number] if logger.is_line_due else []
+        logger.update(loss=torch.tensor(0.25), lr=0.5)
+    *lines, total = capsys.readouterr().out.splitlines()
+    pattern = (
+        r"Epoch: \[3\]  \[ *(\d+)/(\d+)\]  eta: \d+:\d\d:\d\d  "
+        r"loss: 0\.2500 \(0\.2500\)  lr: 0\.5000 \(0\.5000\)  time: \d+\.\d{4}  data: \d+\.\d{4}(?:  max mem: \d+)?"
+    )
+    printed = [tuple(map(int, re.fullmatch(pattern, line).groups())) for line in lines]
+    expected = [number for number in range(start, end) if number % print_freq == 0 or number == end - 1]
+    assert printed == [(number, end) for number in expected]
+    assert due == expected
+    assert re.fullmatch(r"Epoch: \[3\] Total time: \d+:\d\d:\d\d", total)
+
+
+def test_log_every_of_nothing_prints_the_total_only(capsys):
+    assert list(utils.MetricLogger().log_every([], 10, "Test:")) == []
+    assert re.fullmatch(r"Test: Total time: 0:00:00\n", capsys.readouterr().out)
+
+
+def test_timed_counts_the_wait_but_not_the_work():
+    def slow():
+        for item in range(3):
+            time.sleep(0.02)
+            yield item
+
+    logger, begin = utils.MetricLogger(), time.perf_counter()
+    for _ in logger.timed(slow()):
+        time.sleep(0.02)
+    elapsed = time.perf_counter() - begin
+    # time.sleep never returns early; the three sleeps of the body are no wait.
+    assert 0.06 <= logger.wait_s <= elapsed - 0.06
+
+
+def test_logger_gives_meters_as_attributes_and_nothing_else():
+    logger = utils.MetricLogger()
+    logger.update(loss=1.5)
+    logger.add_meter("img/s", utils.SmoothedValue(fmt="{value:.0f}"))
+    logger.meters["img/s"].update(7)
+    assert logger.loss.value == 1.5
+    assert str(logger) == "loss: 1.5000 (1.5000)\timg/s: 7"
+    with pytest.raises(AttributeError, match="'MetricLogger' object has no attribute 'nothing'"):
+        _ = logger.nothing
+    assert "nothing" not in logger.meters
+
+
+def ranks_of_targets(output, target):
+    """For each image, how many classes have a higher score than its target."""
+    scores = output.numpy()
+    return np.array([(row > row[label]).sum() for row, label in zip(scores, target.tolist(), strict=True)])
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 5, 20])
+def test_count_correct_and_accuracy_agree_with_ranks(num_classes):
+    output = torch.randn(64, num_classes, generator=torch.Generator().manual_seed(2))
+    target = torch.arange(64) % num_classes
+    places = ranks_of_targets(output, target)
+    expected = [int((places < k).sum()) for k in (1, 3, 5)]
+    counts = utils.count_correct(output, target, topk=(1, 3, 5))
+    assert [count.item() for count in counts] == expected
+    assert all(count.dtype == torch.int64 and count.ndim == 0 for count in counts)
+    percent = utils.accuracy(output, target, topk=(1, 3, 5))
+    assert [share.item() for share in percent] == [count * 100 / 64 for count in expected]  # / 64 is exact
+
+
+def test_soft_targets_count_by_their_highest():
+    output = torch.randn(32, 10, generator=torch.Generator().manual_seed(3))
+    target = torch.arange(32) % 10
+    soft = torch.full((32, 10), 0.05).scatter_(1, target[:, None], 0.55)
+    for hard_count, soft_count in zip(
+        utils.count_correct(output, target, (1, 5)), utils.count_correct(output, soft, (1, 5)), strict=True
+    ):
+        assert torch.equal(hard_count, soft_count)
+
+
+def test_count_correct_reads_nothing():
+    output, target = torch.empty(4, 10, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
+    assert [count.device.type for count in utils.count_correct(output, target, (1, 5))] == ["meta", "meta"]
+
+
+@pytest.fixture
+def own_print():
+    original = builtins.print
+    yield original
+    builtins.print = original
+
+
+def test_print_is_silent_off_the_master_unless_forced(own_print, capsys):
+    utils.setup_for_distributed(False)
+    print("hidden")
+    print("shown", force=True)
+    assert capsys.readouterr().out == "shown\n"
+
+
+def test_print_takes_force_on_the_master(own_print, capsys):
+    utils.setup_for_distributed(True)
+    print("a", "b", sep="-", end="!\n")
+    print("c", force=True)
+    assert capsys.readouterr().out == "a-b!\nc\n"
+
+
+def test_setting_up_print_again_replaces_the_first(own_print, capsys):
+    utils.setup_for_distributed(False)
+    utils.setup_for_distributed(True)
+    print("once")
+    utils.setup_for_distributed(False)
+    print("hidden")
+    assert capsys.readouterr().out == "once\n"
+    assert builtins.print.original is own_print
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[1-4]", "node1"),
+        ("gpu[007-010,12],login1", "gpu007"),
+        ("gpu[3,7-9]", "gpu3"),
+        ("login1,gpu[007-010]", "login1"),
+        ("dgx-a[01-02]-ib", "dgx-a01-ib"),
+        ("rack-2-node-03.example.org", "rack-2-node-03.example.org"),
+        ("rack[0-3]node[0-7]", "rack0node0"),  # Slurm allows two ranges in one name
+    ],
+)
+def test_first_slurm_host(nodelist, host):
+    assert utils.first_slurm_host(nodelist) == host
+
+
+def test_environment_of_torchrun_is_taken_as_it_is():
+    environ = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    found = utils.launcher_environment(environ, 1)
+    assert found == {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+
+
+def test_world_size_comes_from_the_option_where_only_the_rank_is_set():
+    assert utils.launcher_environment({"RANK": "1"}, 4) == {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+SRUN = {
+    "SLURM_JOB_ID": "4711", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_JOB_NODELIST": "gpu[06-09]", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_NTASKS": "8",
+}  # fmt: skip
+
+
+def test_environment_of_srun_is_translated():
+    found = utils.launcher_environment(SRUN, 1)
+    port = int(found.pop("MASTER_PORT"))
+    assert found == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07"}
+    assert 20000 <= port < 40000  # below the ports that systems hand out by themselves
+
+
+def test_tasks_of_a_slurm_job_share_a_port_and_jobs_do_not():
+    ports = {
+        (job, task): utils.launcher_environment({**SRUN, "SLURM_JOB_ID": job, "SLURM_PROCID": task}, 1)["MASTER_PORT"]
+        for job in ("4711", "4712")
+        for task in ("0", "7")
+    }
+    assert ports["4711", "0"] == ports["4711", "7"] != ports["4712", "0"] == ports["4712", "7"]
+
+
+def test_master_that_the_user_names_wins_under_slurm():
+    found = utils.launcher_environment({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, 1)
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "29500")
+
+
+def test_job_node_list_is_used_where_the_step_has_none():
+    environ = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NODELIST"}
+    assert utils.launcher_environment(environ, 1)["MASTER_ADDR"] == "gpu06"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"},  # a batch script
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+    ids=["nothing", "batch script", "srun of one task"],
+)
+def test_no_launcher(environ):
+    assert utils.launcher_environment(environ, 1) == {}
+
+
+@pytest.fixture
+def no_launcher(own_print, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def options_of_init(world_size=1):
+    return Namespace(device="cpu", world_size=world_size, dist_url="env://", dist_timeout=1)
+
+
+def test_alone_without_a_launcher(no_launcher):
+    args = options_of_init()
+    utils.init_distributed_mode(args)
+    assert (args.distributed, args.rank, args.world_size, args.gpu) == (False, 0, 1, 0)
+    assert not utils.is_dist_avail_and_initialized()
+
+
+def test_world_size_without_a_launcher_is_refused(no_launcher):
+    with pytest.raises(UserError, match="torchrun --nproc_per_node=2 train.py"):
+        utils.init_distributed_mode(options_of_init(2))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 8, 10])
+def test_interleave_puts_back_what_was_dealt(num_rows):
+    rows = torch.arange(num_rows * 2).reshape(num_rows, 2)
+    for world_size in (1, 2, 3, 4):
+        assert torch.equal(utils.interleave([rows[rank::world_size] for rank in range(world_size)]), rows)
+
+
+def test_one_process_gathers_itself():
+    rows = torch.arange(6).reshape(3, 2)
+    (gathered,) = utils.all_gather(rows)
+    assert torch.equal(gathered, rows)
+    assert utils.broadcast_bytes(b"payload") == b"payload"
+    assert utils.call_on_master(lambda suffix: b"called" + suffix, b"!") == b"called!"
+    assert utils.call_on_master(lambda: None) is None
+
+
+@pytest.mark.parametrize(
+    "value", [3, 2**40 + 1, 0.1, [1, 2**24 + 1], [0.1, 1e300], [3, 0.1], torch.tensor([1, 2]), torch.tensor(0.5)]
+)
+def test_reduce_keeps_a_number_as_it_is(value):
+    expected = torch.as_tensor(np.asarray(value))  # numpy keeps int64 and float64
+    expected = expected.to(torch.float64 if expected.is_floating_point() else torch.int64)
+    total = utils.reduce_across_processes(value)
+    assert total.dtype == expected.dtype
+    assert torch.equal(total, expected)
+
+
+def test_reduce_leaves_its_argument_alone():
+    value = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    utils.reduce_across_processes(value).add_(1)
+    assert value.tolist() == [1.0, 2.0]
+
+
+def in_group(check, *arguments):
+    utils.init_distributed_mode(options_of_init())
+    check(utils.get_rank(), utils.get_world_size(), *arguments)
+    utils.shut_down()
+
+
+def check_identity(rank, world_size):
+    import os
+
+    assert (rank, world_size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    assert utils.is_main_process() == (rank == 0)
+    print("printed")
+    print(f"forced {rank}", force=True)
+
+
+def check_gather(rank, world_size):
+    # rank 0 has no rows, rank 1 two, rank 2 four
+    rows = torch.arange(4 * rank).reshape(2 * rank, 2) + 100 * rank
+    gathered = utils.all_gather(rows)
+    for other in range(world_size):
+        assert torch.equal(gathered[other], torch.arange(4 * other).reshape(2 * other, 2) + 100 * other), gathered
+    assert [part.shape for part in utils.all_gather(torch.zeros(0, 2))] == [(0, 2)] * world_size
+
+    dealt = torch.arange(7, dtype=torch.float64)[:, None]
+    assert torch.equal(utils.interleave(utils.all_gather(dealt[rank::world_size])), dealt)
+
+
+def check_meters(rank, world_size):
+    batches = [(1e16, 3), (1.0, 3), (1.0, 3), (-1e16, 3), (0.1, 2), (0.2, 1), (0.3, 5)]
+    logger = utils.MetricLogger()
+    for total, n in batches[rank::world_size]:
+        logger.meters["hits"].add(total, n)
+    logger.synchronize_between_processes()
+    expected = 0.0
+    for total, _ in batches:  # the order of the batches, where another order gives another sum
+        expected += total
+    assert logger.hits.total == expected
+    assert logger.hits.count == 20
+    assert logger.hits.global_avg == expected / 20
+
+
+def check_bytes(rank, world_size):
+    for payload in (b"x", bytes(range(256)) * 1000, b""):
+        assert utils.broadcast_bytes(payload if rank == 0 else None) == payload
+    assert utils.broadcast_bytes(b"of rank 0" if rank == 0 else b"ignored and longer") == b"of rank 0"
+
+
+def check_call_on_master(rank, world_size, folder):
+    calls = folder / "calls"
+
+    def work(text):
+        with calls.open("a") as file:
+            file.write(text)
+        return text.encode() * 3
+
+    assert utils.call_on_master(work, "once") == b"onceonceonce"
+    assert utils.call_on_master(lambda: None) is None
+    assert utils.call_on_master(lambda: b"") == b""
+
+    class Refusal(UserError):
+        exit_code = 4
+
+    def refuse():
+        raise Refusal("no usable file")
+
+    try:
+        utils.call_on_master(refuse)
+    except UserError as error:
+        assert (str(error), error.exit_code) == ("no usable file", 4)
+    else:
+        raise AssertionError("not raised on this rank")
+
+
+def check_reduce(rank, world_size):
+    total = utils.reduce_across_processes(2**24 + 1)
+    assert (total.item(), total.dtype) == (world_size * (2**24 + 1), torch.int64)
+    mixed = torch.tensor([2.0**53 - 2, 1e-300], dtype=torch.float64) if rank == 0 else torch.zeros(2).double()
+    total = utils.reduce_across_processes(mixed)
+    assert total.tolist() == [2.0**53 - 2, 1e-300]
+    assert total.dtype == torch.float64
+    assert utils.reduce_across_processes([0.1 if rank == 0 else 0.0, 0.0]).tolist() == [0.1, 0.0]
+
+
+def check_save(rank, world_size, folder):
+    utils.save_on_master({"rank": rank}, folder / f"by-rank-{rank}.pth")
+
+
+def run_check(world_size, check, tmp_path, *arguments):
+    return run_ranks(in_group, world_size, check, *arguments, timeout_s=60, log_folder=tmp_path).check()
+
+
+@pytest.mark.dist
+def test_ranks_know_themselves_and_print_once(tmp_path):
+    outcome = run_check(3, check_identity, tmp_path)
+    assert outcome.output.count("printed") == 1
+    assert [f"forced {rank}" in output for rank, output in enumerate(outcome.outputs)] == [True] * 3
+
+
+@pytest.mark.dist
+def test_all_gather_takes_different_numbers_of_rows(tmp_path):
+    run_check(3, check_gather, tmp_path)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_meters_are_summed_in_the_order_of_batches(tmp_path, world_size):
+    run_check(world_size, check_meters, tmp_path)
+
+
+@pytest.mark.dist
+def test_bytes_of_rank_0_reach_every_rank(tmp_path):
+    run_check(2, check_bytes, tmp_path)
+
+
+@pytest.mark.dist
+def test_work_of_the_master_is_done_once_and_its_refusal_is_everybodys(tmp_path):
+    run_check(2, check_call_on_master, tmp_path, tmp_path)
+    assert (tmp_path / "calls").read_text() == "once"
+
+
+@pytest.mark.dist
+def test_reduce_is_exact_over_processes(tmp_path):
+    run_check(3, check_reduce, tmp_path)
+
+
+@pytest.mark.dist
+def test_save_on_master_writes_one_file(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    run_check(3, check_save, tmp_path, folder)
+    assert [path.name for path in folder.iterdir()] == ["by-rank-0.pth"]
+    assert torch.load(folder / "by-rank-0.pth", weights_only=True) == {"rank": 0}
+
+
+def leave_together(is_agreed):
+    import os
+
+    if is_agreed or os.environ["RANK"] == "1":
+        utils.leave(UserError("what you gave"), 2, is_agreed=is_agreed)
+    time.sleep(30)
+
+
+@pytest.mark.dist
+def test_an_error_of_all_ranks_is_printed_once(tmp_path):
+    outcome = run_ranks(leave_together, 2, True, timeout_s=30, log_folder=tmp_path)
+    assert outcome.codes[0] == 2
+    assert outcome.output.count("train.py: error") == 1
+    assert outcome.outputs[0] == "train.py: error: what you gave\n"
+
+
+@pytest.mark.dist
+def test_an_error_of_one_rank_names_it(tmp_path):
+    outcome = run_ranks(leave_together, 2, False, timeout_s=30, log_folder=tmp_path)
+    assert outcome.codes[1] == 2
+    assert outcome.outputs[1] == "train.py: error on rank 1: what you gave\n"
