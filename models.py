@@ -38,7 +38,7 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
     model = torchvision.models.get_model(args.model, weights=None, num_classes=num_classes, **extra)
     if weights is not None:
         load_matching(model, weights, f"--weights {args.weights}")
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.distributed and args.sync_bn else model
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
 
 
 def load_matching(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:

@@ -88,7 +88,7 @@ def run_ranks(target, world_size: int, *arguments, timeout_s: float = 120, log_f
 
 
 def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:
-    """Run train.py's command line, with faults: (rank, dotted name of a function, its n-th call, when) to be killed at."""
+    """Run train.py's command line; each fault, (rank, dotted name of a function, its n-th call, when), is a SIGKILL."""
     import train
 
     rank = int(os.environ.get("RANK", "0"))

@@ -1,0 +1,147 @@
+"""models.py: the pairwise order of sums, averages, weights of other heads."""
+
+import itertools
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+import config
+import models
+from errors import UserError
+from sampler import VirtualShards
+
+
+def pairwise_by_recursion(values, num_processes):
+    """Sum each process's run of values in halves, then the processes' sums likewise: an oracle of another shape."""
+
+    def halves(run):
+        if len(run) == 1:
+            return run[0]
+        # The largest power of two below the length first, as a binary counter has it.
+        cut = 1 << (len(run) - 1).bit_length() - 1
+        return halves(run[:cut]) + halves(run[cut:])
+
+    size = len(values) // num_processes
+    return halves([halves(values[r * size : (r + 1) * size]) for r in range(num_processes)])
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 6, 8, 12, 16])
+def test_the_order_of_sums_is_that_of_halves_and_the_same_on_any_allowed_number_of_processes(num_shards):
+    generator = torch.Generator().manual_seed(num_shards)
+    gradients = [torch.randn(1000, generator=generator) * 10**shard for shard in range(num_shards)]
+    parameter = nn.Parameter(torch.zeros(1000))
+    gradient_sum = models.PairwiseGradientSum(iter([parameter]), VirtualShards(num_shards, num_shards))
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        gradient_sum.add_shard()
+    gradient_sum.finish()
+    for num_processes in range(1, num_shards + 1):
+        if num_shards % num_processes == 0 and (num_shards // num_processes).bit_count() == 1:
+            expected = pairwise_by_recursion(gradients, num_processes) / num_shards
+            assert torch.equal(parameter.grad, expected), num_processes
+
+
+def test_an_ordinary_sum_differs_from_the_pairwise_one():
+    """What the order is for: the same numbers, added from left to right, end in other bits."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(1000, generator=generator) for _ in range(8)]
+    assert not torch.equal(sum(gradients), pairwise_by_recursion(gradients, 1))
+
+
+def test_a_parameter_without_a_gradient_keeps_none():
+    used, unused, sometimes = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    gradient_sum = models.PairwiseGradientSum(iter([used, unused, sometimes]), VirtualShards(4, 2))
+    used.grad = torch.ones(2)
+    gradient_sum.add_shard()
+    used.grad, sometimes.grad = torch.ones(2), torch.ones(2)
+    gradient_sum.add_shard()
+    gradient_sum.finish()
+    assert unused.grad is None
+    assert torch.equal(used.grad, torch.ones(2))
+    assert torch.equal(sometimes.grad, torch.full((2,), 0.5))
+
+
+def test_pieces_hold_every_tensor_once():
+    tensors = [torch.zeros(size) for size in (3, 5, 20, 1, 1)]
+    pieces = list(models._pieces(tensors, 8))
+    assert [len(piece) for piece in pieces] == [2, 1, 2]
+    assert [id(t) for t in itertools.chain(*pieces)] == [id(t) for t in tensors]
+
+
+def test_the_average_is_torchs_averaged_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ours = models.ExponentialMovingAverage(model, decay=0.9)
+    theirs = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)
+    for _ in range(5):
+        model(torch.randn(8, 4))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        ours.update_parameters(model)
+        theirs.update_parameters(model)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for name, value in theirs.state_dict().items():
+        if name != "module.1.num_batches_tracked":  # theirs averages the count and cuts it to an integer
+            # lerp and a weighted sum round differently, by a unit or two in the last place.
+            torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-6, atol=1e-6)
+    assert ours.module[1].num_batches_tracked == 5
+    theirs.load_state_dict(ours.state_dict())
+
+
+def test_a_reset_average_starts_as_a_copy():
+    model = nn.Linear(2, 2)
+    average = models.ExponentialMovingAverage(model, decay=0.9)
+    average.update_parameters(model)
+    average.reset()
+    with torch.no_grad():
+        model.weight.add_(1)
+    average.update_parameters(model)
+    assert torch.equal(average.module.weight, model.weight)
+
+
+def test_the_decay_is_adjusted_as_torchvision_adjusts_it():
+    argv = ["--synthetic", "--model-ema", "--model-ema-decay", "0.9999", "--model-ema-steps", "32", "--epochs", "600"]
+    args = config.parse_args([*argv, "--global-batch-size", "1024"])
+    # world size x batch size x steps / epochs = 1024 x 32 / 600; alpha = 1 - decay, times that
+    assert models.build_ema(args, nn.Linear(1, 1)).decay == 1 - (1 - 0.9999) * (1024 * 32 / 600)
+    args.model_ema_decay = 0.0
+    assert models.build_ema(args, nn.Linear(1, 1)).decay == 0.0
+
+
+def test_first_weights_depend_on_the_seed_alone():
+    def weights(seed, drawn):
+        torch.rand(drawn)
+        args = config.parse_args(["--synthetic", "--model", "squeezenet1_1", "--seed", str(seed)])
+        return models.build_model(args, 10).state_dict()["classifier.1.weight"]
+
+    assert torch.equal(weights(0, 1), weights(0, 5))
+    assert not torch.equal(weights(0, 1), weights(1, 1))
+
+
+def test_weights_of_another_model_are_refused():
+    weights = torchvision.models.squeezenet1_1(num_classes=5).state_dict()
+    with pytest.raises(UserError, match="another model"):
+        models.load_matching(torchvision.models.squeezenet1_0(num_classes=5), weights, "w.pth")
+    with pytest.raises(UserError, match="another model"):
+        models.load_matching(torchvision.models.resnet18(num_classes=5), weights, "w.pth")
+
+
+def test_a_head_of_another_size_is_left_out_and_the_rest_loaded(capsys):
+    weights = torchvision.models.squeezenet1_1(num_classes=5).state_dict()
+    model = torchvision.models.squeezenet1_1(num_classes=7)
+    models.load_matching(model, weights, "w.pth")
+    assert torch.equal(model.state_dict()["features.0.weight"], weights["features.0.weight"])
+    assert model.state_dict()["classifier.1.weight"].shape[0] == 7
+    assert "classifier of 5 classes left out" in capsys.readouterr().out
+
+
+def test_unknown_weights_are_named_with_those_that_exist():
+    args = config.parse_args(["--synthetic", "--model", "resnet50", "--weights", "IMAGENET1K_V3"])
+    with pytest.raises(UserError, match="did you mean IMAGENET1K_V"):
+        models.resolve_weights(args)
+    args.weights = "ResNet50_Weights.IMAGENET1K_V2"
+    assert models.resolve_weights(args).meta["num_params"] == 25557032
