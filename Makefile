@@ -34,7 +34,7 @@ format: $(READY)  ## put the code into its one form
 lint: $(READY)  ## check form, names, complexity and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell --skip='./$(VENV),./data,./runs,./.git'
+	$(BIN)/codespell --skip='./$(VENV),./data,./runs,./.git,./docs/research'
 
 test: $(READY)  ## run the test suite, without a GPU: some minutes on two cores
 	$(BIN)/python -m pytest -m "not slow"

@@ -85,11 +85,11 @@ class RunState:
         """Whether the state is that of the best evaluation so far."""
         return self.best is not None and self.best["step"] == self.step
 
-    def resume(self, state: dict | None, start_epoch: int) -> None:
+    def resume(self, state: dict | None, start_epoch: int, epochs: int) -> None:
         """Restore a checkpoint, if there is one, or move to `--start-epoch`.
 
         Raises:
-            UserError: `--start-epoch` contradicts the checkpoint.
+            UserError: `--start-epoch` or `--epochs` contradicts the checkpoint.
         """
         if state is None:
             self.start_epoch(start_epoch)
@@ -98,6 +98,10 @@ class RunState:
         next_epoch = self.epoch + self.is_evaluated
         if start_epoch not in (0, next_epoch):
             raise UserError(f"--start-epoch {start_epoch}, but the checkpoint goes on with {next_epoch}; leave it out")
+        if self.epoch >= epochs:
+            raise UserError(
+                f"--epochs {epochs}, but the checkpoint is in epoch {self.epoch} (from 0); give more epochs"
+            )
         print(f"resumed step {self.step} (epoch {self.epoch}, step {self.steps} of {self.steps_per_epoch} in it)")
 
     def state_dict(self) -> dict:
@@ -159,7 +163,7 @@ class OptimizerState:
 def load_checkpoint(source: Path | bytes, name: str) -> dict:
     """Load a file of tensors and plain values; check every byte of it and run nothing that is in it.
 
-    `torch.load` accepts flipped bits in a tensor; the archive's checksums do not (RELIABILITY 2.1).
+    `torch.load` accepts flipped bits in a tensor; the archive's checksums do not (docs/research/RELIABILITY.md, 2.1).
 
     Args:
         source: a path, or a file's bytes.
@@ -180,7 +184,7 @@ def load_checkpoint(source: Path | bytes, name: str) -> dict:
             content = torch.load(stream, map_location="cpu", weights_only=True)
         except UserError:
             raise
-        except Exception as error:  # on bad bytes anything from EOFError to AssertionError comes (RELIABILITY 2.1)
+        except Exception as error:  # bad bytes raise anything from EOFError to AssertionError (same place)
             raise UserError(_explain(name, error)) from error
     if not isinstance(content, dict):
         raise UserError(f"{name} holds a {type(content).__name__}, not a checkpoint")
@@ -260,6 +264,8 @@ def check_fits(state: dict, args: Any, num_classes: int, dataset: Any | None) ->
     if dataset is None:
         return
     pairs = {name: (theirs.get(name), getattr(args, name)) for name in ("seed", "opt", "sync_bn")}
+    if args.sync_bn:  # statistics over all images that the processes compute at once
+        pairs["world size"] = (state["environment"]["world_size"], args.world_size)
     pairs |= {f"data {name}": (state["data"][name], value) for name, value in describe_data(dataset).items()}
     differing = [
         f"{name} {there} in the checkpoint, {here} now" for name, (there, here) in pairs.items() if there != here

@@ -401,8 +401,12 @@ def validate(args: argparse.Namespace) -> None:
         raise UserError(
             f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine"
         )
-    if args.overwrite and args.resume:
-        raise UserError("--overwrite starts over and --resume goes on; give one of them")
+    if args.start_epoch >= args.epochs:
+        raise UserError(
+            f"--start-epoch {args.start_epoch}: expected less than --epochs {args.epochs}; epochs count from 0"
+        )
+    if args.overwrite and args.resume == "auto":
+        raise UserError("--overwrite starts over and --resume auto goes on; give one of them")
     if args.test_only and not (args.weights or args.resume):
         raise UserError("--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH")
     if args.test_only and args.resume == "auto" and args.output_dir is None:

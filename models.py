@@ -99,12 +99,13 @@ class PairwiseGradientSum:
     """Sum the shards' gradients in one fixed order, whatever process computed which shard.
 
     Floating-point addition is not associative: an all-reduce sums in another order at another world size, and training
-    amplifies the difference from 1e-7 to 3e-2 in eight steps of a ResNet-18 (RELIABILITY 2.6). Here shards are summed
-    pairwise, as a binary counter carries: push a sum; while the last two cover equally many shards, add them. A process
-    does so with its consecutive shards; then each gradient travels through an all-to-all (every process gets its part
-    of everyone's sum), is summed in the same way over the processes, and returns by an all-gather. Collectives only
-    move bytes, so backend and topology cannot change a bit, and the volume is that of a ring all-reduce. The result is
-    that of one process wherever a process holds a power of two of shards. One division by V comes last.
+    amplifies the difference from 1e-7 to 3e-2 in eight steps of a ResNet-18 (docs/research/RELIABILITY.md, 2.6). Here
+    shards are summed pairwise, as a binary counter carries: push a sum; while the last two cover equally many shards,
+    add them. A process does so with its consecutive shards; then each gradient travels through an all-to-all (every
+    process gets its part of everyone's sum), is summed alike over the processes, and returns by an all-gather.
+    Collectives only move bytes, so backend and topology cannot change a bit, and the volume is that of a ring
+    all-reduce. The result is that of one process wherever a process holds a power of two of shards. One division by V
+    comes last.
 
     At most log2(V / W) + 1 gradients are held at a time.
     """

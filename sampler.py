@@ -49,7 +49,7 @@ class VirtualShards(NamedTuple):
 
         Args:
             needs_same_bits: also that gradients can be summed pairwise in the order of one process: V / W must be a
-                power of two, or W one (RELIABILITY 2.6).
+                power of two, or W one (docs/research/RELIABILITY.md, 2.6).
 
         Raises:
             UserError: it cannot; names the world sizes that can.
@@ -131,7 +131,7 @@ class RASampler(TrainSampler):
     """Yield each image several times, in different shards of one step (Hoffer et al., arXiv 1901.09335).
 
     An epoch is as long as without: the first N of the repeated order. torchvision also cuts it to a multiple of 256
-    images, which leaves nothing of a small set; that is the only difference (PEERS 2.1, item 11).
+    images, which leaves nothing of a small set; that is the only difference (docs/research/PEERS.md, 2.1).
 
     Args:
         num_images: N, the size of the set.

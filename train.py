@@ -198,7 +198,11 @@ class StepHook:
     def __init__(self, args, run, window, monitor, model):
         self.args, self.run, self.window, self.monitor, self.model = args, run, window, monitor, model
         self.manager = CheckpointManager(Path(args.output_dir))
-        self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), run.step, 0.0
+        self.start_line(wait_s=0.0)
+
+    def start_line(self, wait_s):
+        """Measure rates from now on; at the start of an epoch too, or its first line would include an evaluation."""
+        self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), self.run.step, wait_s
 
     def __call__(self, metric_logger, results, grad_norm):
         """Count a step; log and save if that is due. Collective: every rank must call it."""
@@ -232,7 +236,7 @@ class StepHook:
             memory_gib=peak_memory_gib(),
             world_size=self.args.world_size,
         )
-        self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), self.run.step, metric_logger.wait_s
+        self.start_line(metric_logger.wait_s)
 
     def save(self):
         """Save the run, or end it if its weights are not finite. Collective: every rank must call it."""
@@ -265,7 +269,8 @@ def peak_memory_gib():
     """Return the most memory that this process has used: the GPU's where there is one, else its own."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def set_up(args):
@@ -286,7 +291,8 @@ def set_up(args):
             # What torchrun sets for several processes; another number of threads sums in another order.
             torch.set_num_threads(1)
     utils.init_distributed_mode(args)
-    print(*notes, sep="\n")
+    for note in notes:
+        print(note)
     torch.use_deterministic_algorithms(args.use_deterministic_algorithms)
     torch.backends.cudnn.benchmark = not args.use_deterministic_algorithms
     device = torch.device(args.device)
@@ -409,7 +415,7 @@ def main(args):
     parts |= {"model_ema": model_ema} if model_ema else {}
     parts |= {"scaler": scaler} if args.amp else {}
     run = RunState(train_sampler.steps_per_epoch, run_facts(args, dataset), parts)
-    run.resume(state, args.start_epoch)
+    run.resume(state, args.start_epoch, args.epochs)
     utils.call_on_master(open_folder, args, run, state is not None)
     with Monitor.of_run(args.output_dir, run if state is not None else None) as monitor:
         hook = StepHook(args, run, window, monitor, model_without_ddp)
@@ -418,6 +424,7 @@ def main(args):
             if first_step < run.steps_per_epoch:
                 train_sampler.set_epoch(epoch, first_step)
                 lr_scheduler.set_epoch(epoch)
+                hook.start_line(wait_s=0.0)
                 train_one_epoch(
                     model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler,
                     sharded_step, hook, first_step,

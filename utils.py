@@ -399,7 +399,7 @@ def init_distributed_mode(args: Any) -> None:
         torch.cuda.set_device(args.gpu)
     if not args.distributed:
         return
-    print(f"| distributed init (rank {args.rank}): {args.dist_url}", flush=True, force=True)
+    print(f"joining {args.world_size} processes at {args.dist_url}", flush=True)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         init_method=args.dist_url,
@@ -435,7 +435,7 @@ def shut_down() -> None:
     """Leave the process group after the last collective. Collective: every rank must call it.
 
     Without the barrier some runs abort while they end: a rank tears down connections that another still uses
-    (RELIABILITY 2.2).
+    (docs/research/RELIABILITY.md, 2.2).
     """
     if is_dist_avail_and_initialized():
         dist.barrier()

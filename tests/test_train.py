@@ -282,7 +282,7 @@ def test_every_train_command_of_the_readme_parses(readme_commands):
 
 
 def test_imports_only_point_down():
-    """The layers of DESIGN: each module may import those of the lines above its own."""
+    """The layers of CONTRIBUTING.md: each module may import those of the lines above its own."""
     layers = [
         {"errors", "randomness"},
         {"utils", "config", "presets", "transforms", "sampler", "optim"},
