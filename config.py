@@ -161,7 +161,11 @@ def _add_optimization(group: Any) -> None:
     )  # fmt: skip
     group.add_argument("--seed", metavar="N", default=0, type=int, help="of everything random")
     group.add_argument(
-        "--opt", default="sgd", choices=["adamw", "rmsprop", "sgd", "sgd_nesterov"], help="the optimizer"
+        "--opt",
+        type=str.lower,
+        default="sgd",
+        choices=["adamw", "rmsprop", "sgd", "sgd_nesterov"],
+        help="the optimizer",
     )
     group.add_argument("--lr", default=0.1, type=float, help="peak learning rate; never scaled behind your back")
     group.add_argument("--momentum", metavar="M", default=0.9, type=float, help="of sgd and rmsprop")
@@ -182,11 +186,13 @@ def _add_schedule(group: Any) -> None:
     group.add_argument("--epochs", metavar="N", default=90, type=int, help="epochs to train")
     group.add_argument("--start-epoch", metavar="N", default=0, type=int, help="first epoch, without a checkpoint")
     group.add_argument(
-        "--lr-scheduler", default="steplr", choices=["cosineannealinglr", "exponentiallr", "steplr"],
+        "--lr-scheduler", type=str.lower, default="steplr", choices=["cosineannealinglr", "exponentiallr", "steplr"],
         help="schedule after the warm-up; the rate changes once an epoch",
     )  # fmt: skip
     group.add_argument("--lr-warmup-epochs", metavar="N", default=0, type=int, help="epochs of warm-up")
-    group.add_argument("--lr-warmup-method", default="constant", choices=["constant", "linear"], help="its shape")
+    group.add_argument(
+        "--lr-warmup-method", type=str.lower, default="constant", choices=["constant", "linear"], help="its shape"
+    )
     group.add_argument("--lr-warmup-decay", metavar="F", default=0.01, type=float, help="factor that it begins with")
     group.add_argument("--lr-step-size", metavar="N", default=30, type=int, help="epochs between two steps of steplr")
     group.add_argument("--lr-gamma", metavar="F", default=0.1, type=float, help="factor of steplr and exponentiallr")
@@ -250,13 +256,15 @@ def read_recipe(path: Path, parser: argparse.ArgumentParser) -> list[str]:
         UserError: not TOML, an unknown table, key or fact, or a value of another type than the option's.
     """
     try:
-        recipe = tomllib.loads(path.read_text())
+        recipe = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {path} is not valid TOML: {error}") from error
     groups = {group.title: group._group_actions for group in parser._action_groups[2:]}
     argv = []
     for name, table in recipe.items():
         if not isinstance(table, dict):
+            if name in groups:
+                raise UserError(f"recipe {path}: {name} must be a table, [{name}], with options in it")
             if name not in RECIPE_FACTS:
                 known = sorted(RECIPE_FACTS) + sorted(groups)
                 raise UserError(f"recipe {path}: unknown fact {name}{did_you_mean(name, known)}")
@@ -306,10 +314,17 @@ def write_recipe(args: argparse.Namespace) -> str:
             if action.dest in NOT_IN_RECIPE or is_derived or value is None or value == "":
                 continue
             name = next(option for option in action.option_strings if option.startswith("--"))[2:]
-            table.append(f"{name} = {repr(value) if isinstance(value, float) else json.dumps(value)}")
+            table.append(f"{name} = {_toml(value)}")
         if table:
             lines += ["", f"[{group.title}]", *table]
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """Write a plain value as TOML: JSON but for floats, characters beyond the first 65,536 and DEL."""
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -371,7 +386,7 @@ def derive(args: argparse.Namespace) -> list[str]:
     if args.sync_bn and kind == "cpu":
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
     for name, meaning in [
-        ("use_v2", "torchvision's two versions of its transforms give the same numbers here"),
+        ("use_v2", "version 1 of torchvision's transforms is used, whose distributions are those of version 2"),
         ("cache_dataset", "the folders are scanned at every start; no cache to go stale"),
     ]:
         if getattr(args, name):
@@ -397,6 +412,7 @@ def validate(args: argparse.Namespace) -> None:
             f"--global-batch-size {args.global_batch_size} is not a multiple of --batch-size {args.batch_size}; "
             f"the nearest below is {args.global_batch_size // args.batch_size * args.batch_size}"
         )
+    _validate_interpolation(args)
     if args.lr_warmup_epochs >= args.epochs and args.lr_scheduler == "cosineannealinglr":
         raise UserError(
             f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine"
@@ -411,6 +427,20 @@ def validate(args: argparse.Namespace) -> None:
         raise UserError("--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH")
     if args.test_only and args.resume == "auto" and args.output_dir is None:
         raise UserError("--test-only --resume auto needs --output-dir, the folder to look in")
+
+
+def _validate_interpolation(args: argparse.Namespace) -> None:
+    """Refuse what torchvision's transforms would refuse at the first image that needs it."""
+    known, needed_by = {mode.value for mode in InterpolationMode}, ""
+    if args.backend == "tensor":
+        known, needed_by = {"nearest", "nearest-exact", "bilinear", "bicubic"}, "--backend tensor"
+    if args.auto_augment is not None:
+        # Of a policy's rotations and shears; AugMix works on tensors with either backend.
+        is_tensor = args.backend == "tensor" or args.auto_augment == "augmix"
+        known = {"nearest", "bilinear"} if is_tensor else {"nearest", "nearest-exact", "bilinear", "bicubic"}
+        needed_by = f"--auto-augment {args.auto_augment}"
+    if args.interpolation not in known:
+        raise UserError(f"--interpolation {args.interpolation}: {needed_by} takes {', '.join(sorted(known))}")
 
 
 # Options with a smallest value that makes sense, and that value; then those that lie between 0 and 1.
@@ -436,5 +466,7 @@ def _validate_numbers(args: argparse.Namespace) -> None:
             raise UserError(f"{option} {value}: expected a number from 0 to 1")
     if args.augmix_severity > 10:
         raise UserError(f"--augmix-severity {args.augmix_severity}: expected 1 to 10")
+    if args.ra_magnitude > 30:
+        raise UserError(f"--ra-magnitude {args.ra_magnitude}: expected 0 to 30")
     if args.dist_timeout <= 0:
         raise UserError(f"--dist-timeout {args.dist_timeout}: expected a number of minutes above 0")

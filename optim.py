@@ -169,5 +169,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, i
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether all tensors are finite, by one norm of each and a single read."""
-    return bool(torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors])).isfinite().all())
+    """Tell whether all tensors are finite, by the largest magnitude in each and a single read."""
+    largest = torch._foreach_norm([tensor.detach() for tensor in tensors], ord=math.inf)
+    return not largest or bool(torch.stack(largest).isfinite().all())

@@ -37,7 +37,7 @@ class SmoothedValue:
 
     def update(self, value: float | torch.Tensor, n: int = 1) -> None:
         """Add the mean of `n` samples."""
-        self._unread.append((value, n, False))
+        self._unread.append((value.detach() if isinstance(value, torch.Tensor) else value, n, False))
 
     def add(self, total: float | torch.Tensor, n: int) -> None:
         """Add the sum over `n` samples. Counts stay integers this way, where a mean would be rounded."""
@@ -282,6 +282,8 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
         return payload
     size = torch.tensor([len(payload) if is_main_process() else 0])
     dist.broadcast(size, src=0)
+    if size == 0:
+        return b""
     buffer = torch.frombuffer(bytearray(payload if is_main_process() else bytes(int(size))), dtype=torch.uint8)
     for chunk in buffer.split(1 << 28):  # gloo counts a message's bytes in 32 bits
         dist.broadcast(chunk, src=0)
@@ -294,7 +296,7 @@ def call_on_master(function: Callable[..., bytes | None], *args: Any) -> bytes |
     For work on files, which ranks on other machines may not even see.
 
     Raises:
-        UserError: what the function raised, on every rank.
+        UserError: what the function raised, or the text of its OSError, on every rank.
     """
     payload, error = None, None
     if is_main_process():
@@ -302,6 +304,8 @@ def call_on_master(function: Callable[..., bytes | None], *args: Any) -> bytes |
             payload = function(*args)
         except UserError as refusal:
             error = refusal
+        except OSError as failure:  # the others must hear of it, or they would wait
+            error = UserError(str(failure))
     verdict = {"is_none": payload is None, "error": error and str(error), "exit_code": error and error.exit_code}
     verdict = json.loads(broadcast_bytes(json.dumps(verdict).encode()))
     if verdict["error"] is not None:
@@ -317,7 +321,10 @@ def reduce_across_processes(value: Any) -> torch.Tensor:
     Integers are summed as int64 and floats as float64, where torchvision rounds both to float32.
     Collective: every rank must call it.
     """
-    total = value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
+    if isinstance(value, torch.Tensor):
+        total = value.detach().clone()
+    else:
+        total = torch.tensor(value, dtype=torch.float64 if torch.tensor(value).is_floating_point() else torch.int64)
     total = total.to(torch.float64 if total.is_floating_point() else torch.int64)
     if is_dist_avail_and_initialized():
         dist.barrier()
@@ -339,9 +346,8 @@ def setup_for_distributed(is_master: bool) -> None:
 
 def first_slurm_host(nodelist: str) -> str:
     """Return the first host of a Slurm node list such as `gpu[007-010,12],login1`."""
-    head = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,]*)", nodelist)
-    prefix, numbers, suffix = head.groups()
-    return prefix + re.split(r"[-,]", numbers)[0] + suffix if numbers else prefix
+    # Each bracket stands for its first number; what follows a comma outside brackets is another host.
+    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", nodelist).split(",")[0]
 
 
 def launcher_environment(environ: Mapping[str, str], world_size: int) -> dict[str, str]:
@@ -426,7 +432,9 @@ def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
         time.sleep(10)
     sys.stdout.flush()
     where = f" on rank {rank}" if rank != 0 else ""
-    print(f"train.py: error{where}: {error}", file=sys.stderr, flush=True)
+    # Not print, which is silent on this rank.
+    sys.stderr.write(f"train.py: error{where}: {error}\n")
+    sys.stderr.flush()
     # Not sys.exit: tearing down a process group whose other members are gone can abort and hide the exit code.
     os._exit(exit_code)
 

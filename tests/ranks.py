@@ -67,7 +67,8 @@ def run_ranks(target, world_size: int, *arguments, timeout_s: float = 120, log_f
         _context.Process(target=_enter, args=(target, rank, world_size, port, str(logs[rank]), arguments))
         for rank in range(world_size)
     ]
-    for process in processes:
+    for log, process in zip(logs, processes, strict=True):
+        log.touch()
         process.start()
     deadline = time.monotonic() + timeout_s
     while any(process.is_alive() for process in processes):

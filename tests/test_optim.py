@@ -162,6 +162,18 @@ def test_frozen_and_shared_parameters():
     assert [id(p) for p in group["params"]] == [id(model[0].bias), id(model[1].weight), id(model[1].bias)]
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm1d(4), nn.BatchNorm3d(4), nn.SyncBatchNorm(4), nn.LayerNorm(4), nn.GroupNorm(2, 4),
+     nn.InstanceNorm2d(4, affine=True)],
+    ids=lambda norm: type(norm).__name__,
+)  # fmt: skip
+def test_norms_of_torchvision(norm):
+    groups = optim.set_weight_decay(nn.Sequential(nn.Linear(2, 2), norm), 0.3, 0.1)
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.1]
+    assert [id(p) for p in groups[1]["params"]] == [id(norm.weight), id(norm.bias)]
+
+
 def test_other_classes_of_norms():
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     groups = optim.set_weight_decay(model, 0.3, 0.0, norm_classes=[nn.Linear])
