@@ -59,7 +59,7 @@ def readme_commands() -> list[list[str]]:
     import shlex
 
     text = (REPOSITORY / "README.md").read_text()
-    blocks = re.findall(r"```(?:bash|sh|console)?\n(.*?)```", text, flags=re.S)
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if re.search(r"\btrain\.py\b", line.split("#")[0])]
     return [command[command.index("train.py") + 1 :] for command in commands]
