@@ -20,6 +20,9 @@ from errors import UserError
 
 RECIPES_DIR = Path(__file__).parent / "recipes"
 
+OPTIMIZERS = ["adamw", "rmsprop", "sgd", "sgd_nesterov"]
+POLICIES = ["ra", "ta_wide", "augmix", *sorted(policy.value for policy in AutoAugmentPolicy)]
+
 # What a recipe says about itself; facts for people, options of nothing.
 RECIPE_FACTS = {
     "title", "source", "command", "expected-acc1", "expected-acc5", "tolerance", "evaluation",
@@ -81,6 +84,13 @@ def get_args_parser(add_help: bool = True) -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--recipe", metavar="NAME", help="options to start from: a name in recipes/, or a TOML file")
+    parser.add_argument(
+        "--list-recipes", action="store_true", help="print the recipes with what they promise, and exit"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="print what the options resolve to, the batch arithmetic and the learning rates, and exit",
+    )  # fmt: skip
     _add_data(parser.add_argument_group("data"))
     _add_augmentation(parser.add_argument_group("augmentation"))
     _add_model(parser.add_argument_group("model"))
@@ -117,6 +127,17 @@ def _add_data(group: Any) -> None:
 
 def _add_augmentation(group: Any) -> None:
     group.add_argument("--train-crop-size", metavar="PX", default=224, type=int, help="side of a training crop")
+    group.add_argument(
+        "--train-crop-size-min", metavar="PX", type=int,
+        help="progressive resolution: train at this size until --crop-ramp-epochs begin, growing to --train-crop-size",
+    )  # fmt: skip
+    group.add_argument(
+        "--crop-ramp-epochs",
+        metavar=("FIRST", "LAST"),
+        type=int,
+        nargs=2,
+        help="when the crops grow, in steps of 32 px",
+    )
     group.add_argument("--val-resize-size", metavar="PX", default=256, type=int, help="shorter side in evaluation")
     group.add_argument("--val-crop-size", metavar="PX", default=224, type=int, help="side of the central crop")
     group.add_argument(
@@ -126,13 +147,23 @@ def _add_augmentation(group: Any) -> None:
         "--crop-scale", metavar="SHARE", default=0.08, type=float, help="smallest share of an image that a crop shows"
     )
     group.add_argument("--hflip-prob", metavar="P", default=0.5, type=float, help="odds of a mirrored image")
-    policies = ["ra", "ta_wide", "augmix", *sorted(policy.value for policy in AutoAugmentPolicy)]
-    group.add_argument("--auto-augment", choices=policies, help="augmentation policy (default: none)")
+    group.add_argument(
+        "--auto-augment", metavar="POLICY",
+        help=f"augmentation policy: {', '.join(POLICIES)}, or timm/SPECIFICATION such as "
+        "timm/rand-m7-mstd0.5-inc1 (default: none)",
+    )  # fmt: skip
     group.add_argument("--ra-magnitude", metavar="M", default=9, type=int, help="magnitude of --auto-augment ra")
     group.add_argument("--augmix-severity", metavar="S", default=3, type=int, help="severity of --auto-augment augmix")
     group.add_argument("--random-erase", metavar="P", default=0.0, type=float, help="odds of an erased rectangle")
     group.add_argument("--mixup-alpha", metavar="A", default=0.0, type=float, help="of mixup; 0 switches it off")
     group.add_argument("--cutmix-alpha", metavar="A", default=0.0, type=float, help="of cutmix; 0 switches it off")
+    group.add_argument(
+        "--mixup-prob", metavar="P", default=1.0, type=float, help="odds of a batch that is mixed at all"
+    )
+    group.add_argument(
+        "--mixup-switch-prob", metavar="P", default=0.5, type=float, help="odds of cutmix, where mixup is on as well"
+    )
+    group.add_argument("--mixup-off-epoch", metavar="N", type=int, help="first epoch without mixing (default: never)")
     _switch(group, "--ra-sampler", "repeated augmentation: each image --ra-reps times, in different shards")
     group.add_argument("--ra-reps", metavar="N", default=3, type=int, help="repetitions of --ra-sampler")
 
@@ -143,6 +174,12 @@ def _add_model(group: Any) -> None:
         "--weights", metavar="NAME|FILE",
         help="weights to start from: torchvision's name of them, a state dict, or a checkpoint of this script",
     )  # fmt: skip
+    _switch(group, "--freeze", "train the classifier alone; the layers below stay as they are, in evaluation mode")
+    group.add_argument(
+        "--stochastic-depth", metavar="P", type=float, help="of the deepest layer (default: the model's)"
+    )
+    group.add_argument("--dropout", metavar="P", type=float, help="of every dropout layer (default: the model's)")
+    _switch(group, "--eval-flip", "evaluate each image and its mirror image, and average the two outputs")
     _switch(group, "--sync-bn", "synchronise BatchNorm over processes")
     _switch(group, "--model-ema", "keep and evaluate an exponential moving average of the weights")
     group.add_argument("--model-ema-steps", metavar="N", default=32, type=int, help="steps between two averagings")
@@ -161,13 +198,19 @@ def _add_optimization(group: Any) -> None:
     )  # fmt: skip
     group.add_argument("--seed", metavar="N", default=0, type=int, help="of everything random")
     group.add_argument(
-        "--opt",
-        type=str.lower,
-        default="sgd",
-        choices=["adamw", "rmsprop", "sgd", "sgd_nesterov"],
-        help="the optimizer",
+        "--opt", metavar="NAME", type=str.lower, default="sgd",
+        help=f"the optimizer: {', '.join(OPTIMIZERS)}, or timm/NAME such as timm/lamb",
+    )  # fmt: skip
+    group.add_argument("--opt-betas", metavar=("B1", "B2"), type=float, nargs=2, help="of adamw (default: 0.9 0.999)")
+    group.add_argument("--opt-eps", metavar="EPS", type=float, help="of adamw and rmsprop (default: 1e-8, 0.0316)")
+    group.add_argument("--lr", default=0.1, type=float, help="peak learning rate; scaled only if --lr-scaling says so")
+    group.add_argument(
+        "--lr-scaling", default="none", choices=["none", "linear", "sqrt"],
+        help="how the rate follows the global batch, from the recipe's reference-global-batch",
+    )  # fmt: skip
+    group.add_argument(
+        "--layer-decay", metavar="F", type=float, help="factor of the rate from each layer to the one below it"
     )
-    group.add_argument("--lr", default=0.1, type=float, help="peak learning rate; never scaled behind your back")
     group.add_argument("--momentum", metavar="M", default=0.9, type=float, help="of sgd and rmsprop")
     group.add_argument("--wd", "--weight-decay", metavar="W", default=1e-4, type=float, dest="weight_decay", help="L2")
     group.add_argument("--norm-weight-decay", metavar="W", type=float, help="of normalisation layers (default: --wd)")
@@ -179,6 +222,8 @@ def _add_optimization(group: Any) -> None:
         help="of class and position embeddings (default: --wd)",
     )
     group.add_argument("--label-smoothing", metavar="P", default=0.0, type=float, help="of the cross-entropy")
+    _switch(group, "--bce-loss", "one binary cross-entropy a class in place of the softmax's")
+    group.add_argument("--bce-target-thresh", metavar="T", type=float, help="count a class as there above this target")
     group.add_argument("--clip-grad-norm", metavar="NORM", type=float, help="largest gradient norm (default: no limit)")
 
 
@@ -186,8 +231,9 @@ def _add_schedule(group: Any) -> None:
     group.add_argument("--epochs", metavar="N", default=90, type=int, help="epochs to train")
     group.add_argument("--start-epoch", metavar="N", default=0, type=int, help="first epoch, without a checkpoint")
     group.add_argument(
-        "--lr-scheduler", type=str.lower, default="steplr", choices=["cosineannealinglr", "exponentiallr", "steplr"],
-        help="schedule after the warm-up; the rate changes once an epoch",
+        "--lr-scheduler", type=str.lower, default="steplr",
+        choices=["cosineannealinglr", "exponentiallr", "linearlr", "steplr"],
+        help="schedule after the warm-up; linearlr falls to --lr-min at the end",
     )  # fmt: skip
     group.add_argument("--lr-warmup-epochs", metavar="N", default=0, type=int, help="epochs of warm-up")
     group.add_argument(
@@ -196,7 +242,10 @@ def _add_schedule(group: Any) -> None:
     group.add_argument("--lr-warmup-decay", metavar="F", default=0.01, type=float, help="factor that it begins with")
     group.add_argument("--lr-step-size", metavar="N", default=30, type=int, help="epochs between two steps of steplr")
     group.add_argument("--lr-gamma", metavar="F", default=0.1, type=float, help="factor of steplr and exponentiallr")
-    group.add_argument("--lr-min", metavar="LR", default=0.0, type=float, help="where cosineannealinglr ends")
+    group.add_argument(
+        "--lr-min", metavar="LR", default=0.0, type=float, help="where cosineannealinglr and linearlr end"
+    )
+    _switch(group, "--lr-per-step", "change the rate at each step, not at each epoch as torchvision does")
 
 
 def _add_precision(group: Any) -> None:
@@ -247,40 +296,60 @@ def find_recipe(name: str) -> Path:
     return path
 
 
-def read_recipe(path: Path, parser: argparse.ArgumentParser) -> list[str]:
-    """Turn a recipe into the command line that it stands for.
-
-    Tables are the parser's option groups and keys its long options; everything else is a fact of `RECIPE_FACTS`.
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return a recipe's tables and facts.
 
     Raises:
-        UserError: not TOML, an unknown table, key or fact, or a value of another type than the option's.
+        UserError: it is not TOML, or says something that no recipe can say.
     """
     try:
         recipe = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {path} is not valid TOML: {error}") from error
-    groups = {group.title: group._group_actions for group in parser._action_groups[2:]}
-    argv = []
-    for name, table in recipe.items():
-        if not isinstance(table, dict):
-            if name in groups:
-                raise UserError(f"recipe {path}: {name} must be a table, [{name}], with options in it")
-            if name not in RECIPE_FACTS:
-                known = sorted(RECIPE_FACTS) + sorted(groups)
-                raise UserError(f"recipe {path}: unknown fact {name}{did_you_mean(name, known)}")
-            continue
-        if name not in groups:
+    groups = [group.title for group in get_args_parser()._action_groups[2:]]
+    for name, value in recipe.items():
+        if name in groups and not isinstance(value, dict):
+            raise UserError(f"recipe {path}: {name} must be a table, [{name}], with options in it")
+        if isinstance(value, dict) and name not in groups:
             known = ", ".join(sorted(groups))
-            raise UserError(f"recipe {path}: unknown table [{name}]{did_you_mean(name, list(groups))} (known: {known})")
-        actions = {
-            option[2:]: action for action in groups[name] for option in action.option_strings if option[:2] == "--"
-        }
-        for key, value in table.items():
-            if key not in actions or key.startswith("no-"):
-                hint = did_you_mean(key, [known for known in actions if not known.startswith("no-")])
-                raise UserError(f"recipe {path}: unknown option {key} in [{name}]{hint}")
-            argv += _recipe_option(path, key, value, actions[key])
+            raise UserError(f"recipe {path}: unknown table [{name}]{did_you_mean(name, groups)} (known: {known})")
+        if name not in groups and name not in RECIPE_FACTS:
+            known = sorted(RECIPE_FACTS) + sorted(groups)
+            raise UserError(f"recipe {path}: unknown fact {name}{did_you_mean(name, known)}")
+    batch = recipe.get("reference-global-batch")
+    if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
+        raise UserError(f"recipe {path}: reference-global-batch = {batch!r}, expected a positive integer")
+    return recipe
+
+
+def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
+    """Turn a recipe into the command line that it stands for: tables are option groups, keys their long options.
+
+    Raises:
+        UserError: an option that its group does not have, or a value of another type than the option's.
+    """
+    argv = []
+    for group in get_args_parser()._action_groups[2:]:
+        options = {name[2:]: action for action in group._group_actions for name in action.option_strings}
+        known = [name for name in options if f"--{name}" in options[name].option_strings and name[:3] != "no-"]
+        for key, value in recipe.get(group.title, {}).items():
+            if key not in known:
+                raise UserError(f"recipe {path}: unknown option {key} in [{group.title}]{did_you_mean(key, known)}")
+            argv += _recipe_option(path, key, value, options[key])
     return argv
+
+
+def list_recipes() -> str:
+    """Return a table of the recipes: name, model, expected accuracy, where from, and whether it was reproduced."""
+    rows = [("recipe", "model", "Acc@1", "global batch", "epochs", "reproduced", "source")]
+    for path in sorted(RECIPES_DIR.glob("*.toml")):
+        recipe = read_recipe(path)
+        options = {key: value for table in recipe.values() if isinstance(table, dict) for key, value in table.items()}
+        facts = (options.get("model"), recipe.get("expected-acc1"), recipe.get("reference-global-batch"))
+        rest = (options.get("epochs"), recipe.get("reproduced") or "no", recipe.get("source"))
+        rows.append((path.stem, *("-" if fact is None else str(fact) for fact in (*facts, *rest))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _recipe_option(path: Path, key: str, value: Any, action: argparse.Action) -> list[str]:
@@ -288,6 +357,10 @@ def _recipe_option(path: Path, key: str, value: Any, action: argparse.Action) ->
     if isinstance(action, argparse.BooleanOptionalAction):
         expected, is_right = "true or false", isinstance(value, bool)
         argv = [f"--{key}" if value else f"--no-{key}"]
+    elif action.nargs == 2:
+        expected = "two numbers"
+        is_right = isinstance(value, list) and [type(item) in (int, float) for item in value] == [True, True]
+        argv = [f"--{key}", *map(str, value)] if is_right else []
     else:
         kinds = {int: ("an integer", int), float: ("a number", int | float)}
         expected, kind = kinds.get(action.type, ("a string", str))
@@ -306,6 +379,8 @@ def write_recipe(args: argparse.Namespace) -> str:
     """
     parser = get_args_parser()
     lines = [f"title = {json.dumps(f'{args.model}, as resolved by train.py')}"]
+    if args.reference_global_batch is not None:
+        lines.append(f"reference-global-batch = {args.reference_global_batch}")
     for group in parser._action_groups[2:]:
         table = []
         for action in group._group_actions:
@@ -334,15 +409,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         UserError: anything that is wrong with it, in one line.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = get_args_parser()
     recipe_parser = OneLineParser(add_help=False, allow_abbrev=False)
     recipe_parser.add_argument("--recipe")
-    recipe = recipe_parser.parse_known_args(argv)[0].recipe
-    if recipe is not None:
-        argv = read_recipe(find_recipe(recipe), parser) + argv
-    args = parser.parse_args(argv)
+    name = recipe_parser.parse_known_args(argv)[0].recipe
+    reference = None
+    if name is not None:
+        path = find_recipe(name)
+        recipe = read_recipe(path)
+        argv = recipe_argv(path, recipe) + argv
+        reference = recipe.get("reference-global-batch")
+    args = get_args_parser().parse_args(argv)
     args.given = _given(argv)
-    validate(args)
+    args.reference_global_batch = reference
+    if not args.list_recipes:
+        validate(args)
     return args
 
 
@@ -401,11 +481,8 @@ def validate(args: argparse.Namespace) -> None:
         UserError: the first option that cannot be used.
     """
     _validate_numbers(args)
-    models = list_models(module=torchvision.models)
-    if args.model not in models:
-        hint = did_you_mean(args.model, models) or f" (there are {', '.join(models)})"
-        raise UserError(f"--model {args.model}: torchvision has no classification model of that name{hint}")
-    if args.data_path is None and args.synthetic is None:
+    _validate_names(args)
+    if args.data_path is None and args.synthetic is None and not args.dry_run:
         raise UserError("--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data")
     if args.global_batch_size is not None and args.global_batch_size % args.batch_size:
         raise UserError(
@@ -413,6 +490,8 @@ def validate(args: argparse.Namespace) -> None:
             f"the nearest below is {args.global_batch_size // args.batch_size * args.batch_size}"
         )
     _validate_interpolation(args)
+    _validate_resolution(args)
+    _validate_optimization(args)
     if args.lr_warmup_epochs >= args.epochs and args.lr_scheduler == "cosineannealinglr":
         raise UserError(
             f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine"
@@ -429,12 +508,59 @@ def validate(args: argparse.Namespace) -> None:
         raise UserError("--test-only --resume auto needs --output-dir, the folder to look in")
 
 
+def _validate_names(args: argparse.Namespace) -> None:
+    """Check names of which some come from timm; those are looked up when they are built."""
+    for option, given, known, what in [
+        ("--model", args.model, list_models(module=torchvision.models), "classification model of torchvision"),
+        ("--opt", args.opt, OPTIMIZERS, "optimizer"),
+        ("--auto-augment", args.auto_augment, POLICIES, "augmentation policy"),
+    ]:
+        if given is not None and given not in known and not given.startswith("timm/"):
+            hint = did_you_mean(given, known) or f" (there are {', '.join(known)})"
+            raise UserError(f"{option} {given} is no {what}{hint}; timm's are written timm/NAME")
+
+
+def _validate_resolution(args: argparse.Namespace) -> None:
+    if (args.train_crop_size_min is None) != (args.crop_ramp_epochs is None):
+        raise UserError("--train-crop-size-min and --crop-ramp-epochs go together: from which size, and when it grows")
+    if args.crop_ramp_epochs is not None:
+        first, last = args.crop_ramp_epochs
+        if not 0 <= first < last:
+            raise UserError(f"--crop-ramp-epochs {first} {last}: expected two epochs, the first before the last")
+        if args.train_crop_size_min > args.train_crop_size:
+            raise UserError(
+                f"--train-crop-size-min {args.train_crop_size_min} is above --train-crop-size {args.train_crop_size}"
+            )
+    if args.model.startswith("vit_") and args.train_crop_size != args.val_crop_size:
+        raise UserError(
+            f"--model {args.model} takes images of one size; --train-crop-size {args.train_crop_size} and "
+            f"--val-crop-size {args.val_crop_size} differ"
+        )
+
+
+def _validate_optimization(args: argparse.Namespace) -> None:
+    if args.lr_scaling != "none" and args.reference_global_batch is None:
+        raise UserError(
+            f"--lr-scaling {args.lr_scaling} needs a --recipe with a reference-global-batch, which --lr is for"
+        )
+    if args.opt_betas is not None and not all(0 <= beta < 1 for beta in args.opt_betas):
+        raise UserError(f"--opt-betas {args.opt_betas[0]} {args.opt_betas[1]}: expected two numbers from 0 to below 1")
+    if args.opt_betas is not None and args.opt in ("rmsprop", "sgd", "sgd_nesterov"):
+        raise UserError(f"--opt-betas: --opt {args.opt} has none")
+    if args.opt_eps is not None and args.opt in ("sgd", "sgd_nesterov"):
+        raise UserError(f"--opt-eps: --opt {args.opt} has none")
+    if args.bce_target_thresh is not None and not args.bce_loss:
+        raise UserError("--bce-target-thresh is about --bce-loss; give that too")
+    if args.freeze and args.layer_decay is not None:
+        raise UserError("--layer-decay is about the layers that --freeze leaves as they are; give one of them")
+
+
 def _validate_interpolation(args: argparse.Namespace) -> None:
     """Refuse what torchvision's transforms would refuse at the first image that needs it."""
     known, needed_by = {mode.value for mode in InterpolationMode}, ""
     if args.backend == "tensor":
         known, needed_by = {"nearest", "nearest-exact", "bilinear", "bicubic"}, "--backend tensor"
-    if args.auto_augment is not None:
+    if args.auto_augment is not None and not args.auto_augment.startswith("timm/"):
         # Of a policy's rotations and shears; AugMix works on tensors with either backend.
         is_tensor = args.backend == "tensor" or args.auto_augment == "augmix"
         known = {"nearest", "bilinear"} if is_tensor else {"nearest", "nearest-exact", "bilinear", "bicubic"}
@@ -450,9 +576,12 @@ _AT_LEAST = {
     "weight_decay": 0, "norm_weight_decay": 0, "bias_weight_decay": 0, "transformer_embedding_decay": 0,
     "lr_warmup_epochs": 0, "lr_step_size": 1, "ra_reps": 1, "ra_magnitude": 0, "mixup_alpha": 0, "cutmix_alpha": 0,
     "model_ema_steps": 1, "world_size": 1, "synthetic": 1, "seed": 0, "lr_gamma": 0, "momentum": 0, "clip_grad_norm": 0,
-    "augmix_severity": 1,
+    "augmix_severity": 1, "train_crop_size_min": 1, "mixup_off_epoch": 0, "opt_eps": 0,
 }  # fmt: skip
-_PROBABILITIES = ["crop_scale", "random_erase", "hflip_prob", "label_smoothing", "model_ema_decay", "lr_warmup_decay"]
+_PROBABILITIES = [
+    "crop_scale", "random_erase", "hflip_prob", "label_smoothing", "model_ema_decay", "lr_warmup_decay", "mixup_prob",
+    "mixup_switch_prob", "stochastic_depth", "dropout", "layer_decay", "bce_target_thresh",
+]  # fmt: skip
 
 
 def _validate_numbers(args: argparse.Namespace) -> None:
@@ -462,7 +591,7 @@ def _validate_numbers(args: argparse.Namespace) -> None:
             raise UserError(f"{option} {value}: expected a finite number")
         if name in _AT_LEAST and value is not None and value < _AT_LEAST[name]:
             raise UserError(f"{option} {value}: expected {_AT_LEAST[name]} or more")
-        if name in _PROBABILITIES and not 0 <= value <= 1:
+        if name in _PROBABILITIES and value is not None and not 0 <= value <= 1:
             raise UserError(f"{option} {value}: expected a number from 0 to 1")
     if args.augmix_severity > 10:
         raise UserError(f"--augmix-severity {args.augmix_severity}: expected 1 to 10")

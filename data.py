@@ -3,7 +3,8 @@
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchvision.transforms import InterpolationMode
 
 import transforms
 from errors import ImageError, UserError
-from presets import ClassificationPresetEval, ClassificationPresetTrain
+from presets import IMAGENET_MEAN, IMAGENET_STD, ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
 from randomness import AUGMENTATION, MIXING, fold_seed, seed_host
 from sampler import SampleKey, TrainSampler
 
@@ -63,7 +64,8 @@ class IndexedImageFolder(Dataset):
 
     Args:
         root: the folder.
-        transform: from a PIL image to a (3, H, W) uint8 tensor; draws from the process's CPU generators.
+        transform: from a PIL image to a (3, H, W) uint8 tensor; where keys are `SampleKey`s, with a method `at` that
+            gives the one of an epoch. It draws from the process's CPU generators.
         seed: the run's, the first part of the address of every draw.
 
     Raises:
@@ -98,9 +100,10 @@ class IndexedImageFolder(Dataset):
         except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on damaged files
             reason = str(error) or type(error).__name__
             raise ImageError(f"cannot read image {self.root / path} (class {self.classes[label]}): {reason}") from error
-        if isinstance(key, SampleKey):
-            seed_host(AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
-        return self.transform(image), label
+        if not isinstance(key, SampleKey):
+            return self.transform(image), label
+        seed_host(AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
+        return self.transform.at(key.epoch)(image), label
 
 
 class SyntheticImages(Dataset):
@@ -164,12 +167,12 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     return dataset, dataset_test
 
 
-def build_presets(args: Any) -> tuple[ClassificationPresetTrain, Callable]:
+def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePreset, ClassificationPresetEval]:
     """Return what is done to each image in training and in evaluation."""
     interpolation = InterpolationMode(args.interpolation)
     backend = args.backend or "pil"
-    train = ClassificationPresetTrain(
-        crop_size=args.train_crop_size,
+    build_train = partial(
+        ClassificationPresetTrain,
         interpolation=interpolation,
         hflip_prob=args.hflip_prob,
         crop_scale=args.crop_scale,
@@ -179,6 +182,16 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain, Callable]:
         random_erase_prob=args.random_erase,
         backend=backend,
     )
+    train = build_train(crop_size=args.train_crop_size)
+    if args.crop_ramp_epochs is not None:
+        first, last = args.crop_ramp_epochs
+        train = ProgressivePreset(
+            build_train,
+            smallest=args.train_crop_size_min,
+            largest=args.train_crop_size,
+            first=first,
+            last=last,
+        )
     evaluation = ClassificationPresetEval(
         crop_size=args.val_crop_size, resize_size=args.val_resize_size, interpolation=interpolation, backend=backend
     )
@@ -208,15 +221,18 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
 
 def build_batch_transforms(args: Any, num_classes: int) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
     """Return what is done to each batch on the device in training and in evaluation."""
-    train, evaluation = build_presets(args)
-    device = torch.device(args.device)
+    normalize = transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD, torch.device(args.device))
     mix = transforms.get_mixup_cutmix(
-        mixup_alpha=args.mixup_alpha, cutmix_alpha=args.cutmix_alpha, num_classes=num_classes
+        mixup_alpha=args.mixup_alpha,
+        cutmix_alpha=args.cutmix_alpha,
+        num_classes=num_classes,
+        prob=args.mixup_prob,
+        switch_prob=args.mixup_switch_prob,
     )
-    erase = transforms.RandomErasing(train.random_erase_prob) if train.random_erase_prob > 0 else None
+    erase = transforms.RandomErasing(args.random_erase) if args.random_erase > 0 else None
     return (
-        transforms.BatchTransform(transforms.Normalize(train.mean, train.std, device), erase, mix),
-        transforms.BatchTransform(transforms.Normalize(evaluation.mean, evaluation.std, device)),
+        transforms.BatchTransform(normalize, erase, mix, args.mixup_off_epoch),
+        transforms.BatchTransform(normalize),
     )
 
 
@@ -246,13 +262,13 @@ class DeviceLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def _addresses(self) -> Sequence[tuple[int, int]] | Iterator[tuple[int, int]]:
-        sampler = self.loader.batch_sampler
-        return sampler.addresses() if isinstance(sampler, TrainSampler) else [(0, 0)] * len(self.loader)
-
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for (image, target), (step, shard) in zip(self.loader, self._addresses(), strict=True):
+        sampler = self.loader.batch_sampler
+        is_training = isinstance(sampler, TrainSampler)
+        epoch = sampler.epoch if is_training else 0
+        addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
+        for (image, target), (step, shard) in zip(self.loader, addresses, strict=True):
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
-            yield self.transform(image, target, rng)
+            yield self.transform(image, target, rng, epoch)

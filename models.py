@@ -5,6 +5,7 @@ import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from errors import UserError
+from extras import require_timm
+from losses import AUXILIARY_WEIGHTS
 from randomness import FORWARD, seed_device
 from sampler import VirtualShards
 
@@ -27,18 +30,92 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
         weights: a state dict to start from; a classifier of another size in it is left out, which is said.
 
     Raises:
-        UserError: the weights belong to another model.
+        UserError: the weights belong to another model, or an option is about layers that this one does not have.
     """
     # The same first weights on every rank and at every start, whatever was drawn before.
     torch.manual_seed(args.seed)
-    extra = {}
-    if args.model in ("googlenet", "inception_v3"):
-        # Their own slow truncated-normal initialisation is the default; naming it avoids the FutureWarning.
-        extra = {"init_weights": True, "aux_logits": False}
-    model = torchvision.models.get_model(args.model, weights=None, num_classes=num_classes, **extra)
+    model = _build_timm(args, num_classes) if args.model.startswith("timm/") else _build_torchvision(args, num_classes)
     if weights is not None:
         load_matching(model, weights, f"--weights {args.weights}")
+    if args.freeze:
+        freeze_all_but_classifier(model, num_classes)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
+
+
+def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
+    options = {}
+    if args.model in AUXILIARY_WEIGHTS:
+        # Naming what is the default anyway avoids a FutureWarning. Published weights expect inputs scaled to [-1, 1].
+        is_published = bool(args.weights) and not Path(args.weights).is_file()
+        options = {"init_weights": True, "aux_logits": True, "transform_input": is_published}
+    elif args.model.startswith("vit_"):
+        options = {"image_size": args.val_crop_size}
+    model = torchvision.models.get_model(args.model, weights=None, num_classes=num_classes, **options)
+    if args.stochastic_depth is not None:
+        _set_stochastic_depth(model, args)
+    if args.dropout is not None:
+        layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+        if not layers:
+            raise UserError(f"--dropout {args.dropout}: {args.model} has no dropout layer")
+        for layer in layers:
+            layer.p = args.dropout
+    return model
+
+
+def _set_stochastic_depth(model: nn.Module, args: Any) -> None:
+    """Scale the odds of every layer so that the deepest one's are `--stochastic-depth`."""
+    layers = [module for module in model.modules() if isinstance(module, torchvision.ops.StochasticDepth)]
+    deepest = max((layer.p for layer in layers), default=0.0)
+    if not deepest:
+        raise UserError(f"--stochastic-depth {args.stochastic_depth}: {args.model} has none")
+    for layer in layers:
+        layer.p *= args.stochastic_depth / deepest
+
+
+def _build_timm(args: Any, num_classes: int) -> nn.Module:
+    timm = require_timm("--model", args.model)
+    name = args.model.removeprefix("timm/")
+    if name not in timm.list_models():
+        close = difflib.get_close_matches(name, timm.list_models(), n=1)
+        raise UserError(
+            f"--model {args.model}: timm has no such model{f'; did you mean timm/{close[0]}?' if close else ''}"
+        )
+    odds = {"drop_path_rate": args.stochastic_depth, "drop_rate": args.dropout}
+    given = {option: value for option, value in odds.items() if value is not None}
+    try:
+        return timm.create_model(name, num_classes=num_classes, **given)
+    except TypeError as error:
+        raise UserError(f"--model {args.model} takes no such option: {error}") from error
+
+
+def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
+    """Return the names of the layers that end in class scores: the last one, and those of auxiliary classifiers."""
+    sizes = [
+        (name, module.out_features if isinstance(module, nn.Linear) else module.out_channels)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    ]
+    ends = [name for name, size in sizes if size == num_classes]
+    return [name for name in ends if name == ends[-1] or "aux" in name.lower()]
+
+
+def freeze_all_but_classifier(model: nn.Module, num_classes: int) -> None:
+    """Keep every parameter but the classifier's from being trained."""
+    ends = classifier_layers(model, num_classes)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.rsplit(".", 1)[0] in ends)
+
+
+def set_training_mode(model: nn.Module) -> None:
+    """Switch to training, but for modules all of whose parameters are frozen.
+
+    Their BatchNorm would otherwise go on adapting its statistics, and their dropout would blur what is to stay.
+    """
+    model.train()
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
 
 
 def load_matching(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
@@ -245,6 +322,22 @@ class ShardedStep:
             self.gradient_sum.finish()
 
 
+class FlipAverage(nn.Module):
+    """A model that scores an image and its mirror image, and gives the mean: `--eval-flip`.
+
+    Args:
+        model: from (B, 3, H, W) to (B, num_classes) scores.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the mean of both scores."""
+        return (self.model(image) + self.model(image.flip(-1))) / 2
+
+
 class ExponentialMovingAverage(nn.Module):
     """An exponential moving average of a model's weights and buffers.
 
@@ -319,6 +412,8 @@ def resolve_weights(args: Any) -> Any:
     Raises:
         UserError: there is none of that name for the model.
     """
+    if args.model.startswith("timm/"):
+        raise UserError(f"--weights {args.weights} is not a file; for {args.model}, give a file with a state dict")
     enum = torchvision.models.get_model_weights(args.model)
     name = args.weights.split(".")[-1]
     if name not in enum.__members__:

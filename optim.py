@@ -1,11 +1,17 @@
 """Parameter groups, optimizers and learning-rate schedules, with torchvision's numbers."""
 
+import difflib
+import importlib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from errors import UserError
+from extras import require_timm
 
 # torch's and torchvision's normalisation layers, whose weights and biases `--norm-weight-decay` governs.
 _NORM_CLASSES = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm,
@@ -51,34 +57,96 @@ def set_weight_decay(
 
 
 def build_parameter_groups(args: Any, model: nn.Module) -> list[dict]:
-    """Return the parameter groups that the weight-decay options ask for."""
+    """Return the parameter groups that the weight-decay options and `--layer-decay` ask for."""
     custom_keys = []
     if args.bias_weight_decay is not None:
         custom_keys.append(("bias", args.bias_weight_decay))
     if args.transformer_embedding_decay is not None:
         embeddings = ["class_token", "position_embedding", "relative_position_bias_table"]
         custom_keys += [(key, args.transformer_embedding_decay) for key in embeddings]
-    return set_weight_decay(
+    groups = set_weight_decay(
         model, args.weight_decay, args.norm_weight_decay, custom_keys_weight_decay=custom_keys or None
     )
+    return groups if args.layer_decay is None else split_by_layer(model, groups, args.layer_decay, scaled_lr(args))
+
+
+# A part of a parameter's name that stands for one of a row of like layers: 3, encoder_layer_3, denseblock2 ...
+_LAYER = re.compile(r"\d+|.*(layer|block|stage)_?\d+")
+
+
+def layer_numbers(names: Iterable[str]) -> dict[str, int]:
+    """Number the layers of a model from the input: 0 is the stem, then each block, then what comes after the blocks.
+
+    Args:
+        names: of the parameters, in the model's order.
+    """
+    names = list(names)
+    blocks = {}
+    for name in names:
+        parts = name.split(".")[:-1]
+        begin = next((index for index, part in enumerate(parts) if _LAYER.fullmatch(part)), None)
+        if begin is not None:
+            end = next((i for i, part in enumerate(parts[begin:], begin) if not _LAYER.fullmatch(part)), len(parts))
+            blocks[name] = ".".join(parts[:end])
+    order = {block: number for number, block in enumerate(dict.fromkeys(blocks.values()), 1)}
+    last = max((index for index, name in enumerate(names) if name in blocks), default=-1)
+    ends = {name: 0 if index < last else len(order) + 1 for index, name in enumerate(names)}
+    return {name: order[blocks[name]] if name in blocks else ends[name] for name in names}
+
+
+def split_by_layer(model: nn.Module, groups: list[dict], decay: float, lr: float) -> list[dict]:
+    """Give each layer of every group a learning rate of its own, `decay` times that of the layer above it.
+
+    As in BEiT (Bao et al., arXiv 2106.08254) and ConvNeXt's fine-tuning.
+    """
+    numbers = layer_numbers(name for name, _ in model.named_parameters())
+    layers = {parameter: numbers[name] for name, parameter in model.named_parameters()}
+    top = max(numbers.values())
+    split = []
+    for group in groups:
+        for layer in sorted({layers[parameter] for parameter in group["params"]}):
+            params = [parameter for parameter in group["params"] if layers[parameter] == layer]
+            split.append({**group, "params": params, "lr": lr * decay ** (top - layer)})
+    return split
+
+
+def scaled_lr(args: Any) -> float:
+    """Return the peak learning rate, scaled from the recipe's reference batch if `--lr-scaling` says so."""
+    if args.lr_scaling == "none":
+        return args.lr
+    ratio = args.global_batch_size / args.reference_global_batch
+    return args.lr * (ratio if args.lr_scaling == "linear" else math.sqrt(ratio))
 
 
 def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
-    """Return the optimizer that `--opt` names, with torchvision's constants."""
+    """Return the optimizer that `--opt` names, with torchvision's constants.
+
+    Raises:
+        UserError: timm's is asked for, and there is none of that name or no timm.
+    """
+    options = {"lr": scaled_lr(args), "weight_decay": args.weight_decay}
+    if args.opt_eps is not None:
+        options["eps"] = args.opt_eps
+    if args.opt_betas is not None:
+        options["betas"] = tuple(args.opt_betas)
+    if args.opt.startswith("timm/"):
+        return _build_timm_optimizer(args, parameters, options)
     if args.opt == "rmsprop":
         # eps and alpha of the MobileNetV3 recipe
-        return torch.optim.RMSprop(
-            parameters, lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay, eps=0.0316, alpha=0.9
-        )
+        return torch.optim.RMSprop(parameters, momentum=args.momentum, **{"eps": 0.0316, "alpha": 0.9} | options)
     if args.opt == "adamw":
-        return torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay)
-    return torch.optim.SGD(
-        parameters,
-        lr=args.lr,
-        momentum=args.momentum,
-        weight_decay=args.weight_decay,
-        nesterov=args.opt == "sgd_nesterov",
-    )
+        return torch.optim.AdamW(parameters, **options)
+    return torch.optim.SGD(parameters, momentum=args.momentum, nesterov=args.opt == "sgd_nesterov", **options)
+
+
+def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> torch.optim.Optimizer:
+    optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
+    name = args.opt.removeprefix("timm/")
+    if name not in optimizers.list_optimizers():
+        close = difflib.get_close_matches(name, optimizers.list_optimizers(), n=1)
+        hint = f"; did you mean timm/{close[0]}?" if close else ""
+        raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
+    return optimizers.create_optimizer_v2(parameters, opt=name, momentum=args.momentum, **options)
 
 
 def lr_at(
@@ -99,14 +167,14 @@ def lr_at(
     Args:
         epoch: the position, in epochs from 0.
         peak: the rate after the warm-up.
-        epochs: the length of the run; the cosine ends there.
-        scheduler: steplr, cosineannealinglr or exponentiallr, counted from the end of the warm-up.
+        epochs: the length of the run; the cosine and the line end there.
+        scheduler: steplr, cosineannealinglr, exponentiallr or linearlr, counted from the end of the warm-up.
         warmup_epochs: the length of the warm-up.
         warmup_method: linear, or constant.
         warmup_decay: the share of `peak` that a warm-up begins with.
         step_size: epochs between two steps of steplr.
         gamma: factor of steplr and exponentiallr.
-        lr_min: where the cosine ends.
+        lr_min: where the cosine and the line end.
     """
     if epoch < warmup_epochs:
         progress = epoch / warmup_epochs if warmup_method == "linear" else 0.0
@@ -114,6 +182,8 @@ def lr_at(
     since = epoch - warmup_epochs
     if scheduler == "cosineannealinglr":
         return lr_min + (peak - lr_min) * (1.0 + math.cos(math.pi * since / (epochs - warmup_epochs))) / 2.0
+    if scheduler == "linearlr":
+        return peak + (lr_min - peak) * since / (epochs - warmup_epochs)
     return peak * gamma ** (since // step_size if scheduler == "steplr" else since)
 
 
@@ -122,24 +192,28 @@ class LRScheduler:
 
     Args:
         optimizer: whose rates.
+        is_per_step: whether the rate changes at each step, or at each epoch as torchvision's does.
         options: `lr_at`'s, but for epoch and peak.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, is_per_step: bool = False, **options: Any) -> None:
         self.optimizer = optimizer
+        self.is_per_step = is_per_step
         self.options = options
         self.peaks = [group["lr"] for group in optimizer.param_groups]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the rates of an epoch, and of all its steps."""
+    def set_position(self, epoch: int, step: int, steps_per_epoch: int) -> None:
+        """Set the rates of a step of an epoch."""
+        position = epoch + step / steps_per_epoch if self.is_per_step else epoch
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = lr_at(epoch, peak=peak, **self.options)
+            group["lr"] = lr_at(position, peak=peak, **self.options)
 
 
 def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
     """Return the schedule that the options ask for."""
     return LRScheduler(
         optimizer,
+        is_per_step=args.lr_per_step,
         epochs=args.epochs,
         scheduler=args.lr_scheduler,
         warmup_epochs=args.lr_warmup_epochs,

@@ -4,10 +4,16 @@ Normalisation and random erasing belong to the preset but are cheaper on whole b
 `transforms.BatchTransform` does them, with the `mean`, `std` and `random_erase_prob` that the preset was given.
 """
 
+import importlib
+from collections.abc import Callable
+
 import torch
 from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode, autoaugment
+
+from errors import UserError
+from extras import require_timm
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -43,7 +49,8 @@ class ClassificationPresetTrain(_Preset):
         interpolation: of the resize, and of the policy's geometric operations.
         hflip_prob: odds of a mirrored image.
         crop_scale: smallest share of the image's area that a crop shows.
-        auto_augment_policy: ra, ta_wide, augmix, or a value of torchvision's `AutoAugmentPolicy`; None for none.
+        auto_augment_policy: ra, ta_wide, augmix, a value of torchvision's `AutoAugmentPolicy`, or timm/SPECIFICATION;
+            None for none.
         ra_magnitude: of ra.
         augmix_severity: of augmix.
         random_erase_prob: odds of an erased rectangle, for the batch's erasing.
@@ -77,11 +84,90 @@ class ClassificationPresetTrain(_Preset):
             steps.append(autoaugment.TrivialAugmentWide(interpolation=interpolation))
         elif auto_augment_policy == "augmix":
             steps.append(autoaugment.AugMix(interpolation=interpolation, severity=augmix_severity))
+        elif auto_augment_policy is not None and auto_augment_policy.startswith("timm/"):
+            steps.append(TimmPolicy(auto_augment_policy, crop_size, interpolation, mean))
         elif auto_augment_policy is not None:
             policy = autoaugment.AutoAugmentPolicy(auto_augment_policy)
             steps.append(autoaugment.AutoAugment(policy=policy, interpolation=interpolation))
         super().__init__(steps, backend, mean, std)
         self.random_erase_prob = random_erase_prob
+
+    def at(self, epoch: int) -> "ClassificationPresetTrain":
+        """Return the preset of an epoch: this one."""
+        return self
+
+
+class ProgressivePreset:
+    """A training preset whose crops grow during the run (Tan and Le, arXiv 2104.00298; Leclerc et al., FFCV).
+
+    Args:
+        build: makes the preset of a crop size, given as `crop_size`.
+        smallest: crop size until epoch `first`, px.
+        largest: crop size from epoch `last` on, px.
+        first: epoch from which crops grow, linearly and in multiples of 32 px.
+        last: epoch at which they have grown.
+    """
+
+    def __init__(
+        self, build: Callable[..., ClassificationPresetTrain], *, smallest: int, largest: int, first: int, last: int
+    ) -> None:
+        self.build = build
+        self.smallest, self.largest, self.first, self.last = smallest, largest, first, last
+        self._presets = {}
+
+    def size_at(self, epoch: int) -> int:
+        """Return the crop size of an epoch, px."""
+        progress = min(max((epoch - self.first) / (self.last - self.first), 0.0), 1.0)
+        if progress in (0.0, 1.0):
+            return self.largest if progress else self.smallest
+        return round((self.smallest + (self.largest - self.smallest) * progress) / 32) * 32
+
+    def at(self, epoch: int) -> ClassificationPresetTrain:
+        """Return the preset of an epoch."""
+        size = self.size_at(epoch)
+        if size not in self._presets:
+            self._presets[size] = self.build(crop_size=size)
+        return self._presets[size]
+
+
+class TimmPolicy:
+    """One of timm's augmentation policies, such as rand-m7-mstd0.5-inc1, drawing from the process's CPU generators.
+
+    Args:
+        name: timm/ and the specification.
+        crop_size: side of the images, px, of which timm takes its translations.
+        interpolation: of the geometric operations.
+        mean: of each channel; what they fill in.
+
+    Raises:
+        UserError: timm does not know it or is not there.
+    """
+
+    def __init__(
+        self, name: str, crop_size: int, interpolation: InterpolationMode, mean: tuple[float, ...] = IMAGENET_MEAN
+    ) -> None:
+        timm = require_timm("--auto-augment", name)
+        auto_augment = importlib.import_module(f"{timm.__name__}.data.auto_augment")
+        resampling = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+        options = {
+            "translate_const": int(crop_size * 0.45),
+            "img_mean": tuple(min(255, round(255 * value)) for value in mean),
+            "interpolation": resampling.get(interpolation.value, Image.Resampling.NEAREST),
+        }
+        specification = name.removeprefix("timm/")
+        kinds = {"rand": "rand_augment_transform", "augmix": "augment_and_mix_transform"}
+        build = getattr(auto_augment, kinds.get(specification.split("-")[0], "auto_augment_transform"))
+        try:
+            self.policy = build(specification, options)
+        except (AssertionError, KeyError, ValueError) as error:
+            raise UserError(f"--auto-augment {name}: timm does not know this specification ({error})") from error
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        """Augment one image. timm draws from numpy's generator as well, so that is seeded from torch's."""
+        import numpy  # timm needs it; nothing else here does
+
+        numpy.random.seed(int(torch.randint(1 << 32, ())))
+        return self.policy(image)
 
 
 class ClassificationPresetEval(_Preset):

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import config
 import data
 import models
 import optim
+import preview
 import utils
 from checkpoint import (
     CheckpointManager,
@@ -31,6 +31,7 @@ from checkpoint import (
 )
 from config import get_args_parser
 from errors import ImageError, NonFiniteError, UserError
+from losses import build_criterion
 from monitor import LogWindow, Monitor
 from sampler import EvalSampler, RASampler, TrainSampler, VirtualShards
 
@@ -47,6 +48,7 @@ def train_one_epoch(
     args,
     model_ema=None,
     scaler=None,
+    lr_scheduler=None,
     sharded_step=None,
     on_step=None,
     start_step=0,
@@ -63,12 +65,13 @@ def train_one_epoch(
         args: reads print_freq, amp, clip_grad_norm, model_ema_steps and lr_warmup_epochs.
         model_ema: the average to move along, or None.
         scaler: of the loss under `--amp`, or None.
+        lr_scheduler: sets the learning rate of each step; None leaves it.
         sharded_step: what surrounds each shard's passes; by default each process has one shard.
         on_step: called after each step with the metric logger, [(loss, top-1 hits, top-5 hits, images)] of its shards
             and the gradient norm or None; by default this process's meters take them.
         start_step: steps of the epoch that were done before.
     """
-    model.train()
+    models.set_training_mode(model)
     if sharded_step is None:
         world_size = utils.get_world_size()
         sharded_step = models.ShardedStep(
@@ -82,6 +85,8 @@ def train_one_epoch(
     steps_per_epoch = start_step + len(data_loader) // shards.num_local
     steps = range(start_step, steps_per_epoch)
     for step in metric_logger.log_every(steps, args.print_freq, f"Epoch: [{epoch}]", start_step):
+        if lr_scheduler:
+            lr_scheduler.set_position(epoch, step, steps_per_epoch)
         optimizer.zero_grad()
         results = []
         for shard, (image, target) in zip(shards.local, batches, strict=False):
@@ -368,11 +373,12 @@ def open_folder(args, run, is_resumed):
     write_atomically(folder / "recipe.toml", lambda file: file.write(config.write_recipe(args).encode()))
 
 
-def evaluate_all(model, model_ema, criterion, data_loader, device):
+def evaluate_all(args, model, model_ema, criterion, data_loader, device):
     """Evaluate the model and its average, if there is one; return the results by their names in the log."""
-    results = {"val": evaluate(model, criterion, data_loader, device)}
+    scored, scored_ema = (models.FlipAverage(m) if args.eval_flip else m for m in (model, model_ema))
+    results = {"val": evaluate(scored, criterion, data_loader, device)}
     if model_ema is not None:
-        results["val_ema"] = evaluate(model_ema, criterion, data_loader, device, log_suffix="EMA")
+        results["val_ema"] = evaluate(scored_ema, criterion, data_loader, device, log_suffix="EMA")
     return results
 
 
@@ -394,10 +400,10 @@ def main(args):
 
     model_without_ddp = models.build_model(args, num_classes, start_weights(args, state)).to(device)
     model_ema = models.build_ema(args, model_without_ddp)
-    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    criterion = build_criterion(args)
     if args.test_only:
         model_ema = models.load_evaluated(model_without_ddp, state)
-        evaluate_all(model_without_ddp, model_ema, criterion, data_loader_test, device)
+        evaluate_all(args, model_without_ddp, model_ema, criterion, data_loader_test, device)
         return
 
     data_loader = data.build_loader(dataset, train_sampler, args)
@@ -423,22 +429,28 @@ def main(args):
             first_step = run.start_epoch(epoch)
             if first_step < run.steps_per_epoch:
                 train_sampler.set_epoch(epoch, first_step)
-                lr_scheduler.set_epoch(epoch)
                 hook.start_line(wait_s=0.0)
                 train_one_epoch(
                     model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler,
-                    sharded_step, hook, first_step,
+                    lr_scheduler, sharded_step, hook, first_step,
                 )  # fmt: skip
                 hook.save()
             if not run.is_evaluated:
-                hook.take_results(evaluate_all(model_without_ddp, model_ema, criterion, data_loader_test, device))
+                results = evaluate_all(args, model_without_ddp, model_ema, criterion, data_loader_test, device)
+                hook.take_results(results)
         hook.finish()
 
 
 def cli():
     """Run the script: what a user can mend ends in one line and an exit code, what is our fault in a traceback."""
     try:
-        main(config.parse_args())
+        args = config.parse_args()
+        if args.list_recipes:
+            print(config.list_recipes())
+        elif args.dry_run:
+            print(preview.preview(args))
+        else:
+            main(args)
     except UserError as error:
         utils.leave(error, error.exit_code)
     except ImageError as error:

@@ -6,7 +6,6 @@ device, on other batches or on a generator's history.
 
 import math
 import random
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -141,16 +140,40 @@ class RandomCutMix:
         return mixed, _soft_targets(target, self.num_classes, share)
 
 
-def get_mixup_cutmix(*, mixup_alpha: float, cutmix_alpha: float, num_classes: int) -> Callable | None:
-    """Return what mixes a batch: mixup, cutmix, one of the two at equal odds, or None."""
-    choices = []
-    if mixup_alpha > 0:
-        choices.append(RandomMixUp(num_classes=num_classes, alpha=mixup_alpha))
-    if cutmix_alpha > 0:
-        choices.append(RandomCutMix(num_classes=num_classes, alpha=cutmix_alpha))
-    if not choices:
-        return None
-    return lambda image, target, rng: rng.choice(choices)(image, target, rng)
+class RandomMix:
+    """Apply mixup, cutmix or neither to a batch.
+
+    Args:
+        mixup: what mixes; None for cutmix alone.
+        cutmix: what cuts; None for mixup alone.
+        prob: odds of a batch that is mixed at all.
+        switch_prob: odds of cutmix, where there are both.
+    """
+
+    def __init__(
+        self, mixup: RandomMixUp | None, cutmix: RandomCutMix | None, prob: float = 1.0, switch_prob: float = 0.5
+    ) -> None:
+        self.mixup = mixup
+        self.cutmix = cutmix
+        self.prob = prob
+        self.switch_prob = switch_prob
+
+    def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+        """Mix a batch, or leave it and its class indices as they are; as `RandomMixUp`."""
+        is_mixed, is_cut = rng.random() < self.prob, rng.random() < self.switch_prob
+        if not is_mixed:
+            return image, target
+        mix = self.cutmix if self.mixup is None or (is_cut and self.cutmix is not None) else self.mixup
+        return mix(image, target, rng)
+
+
+def get_mixup_cutmix(
+    *, mixup_alpha: float, cutmix_alpha: float, num_classes: int, prob: float = 1.0, switch_prob: float = 0.5
+) -> RandomMix | None:
+    """Return what mixes a batch: mixup, cutmix, one of the two at odds of `switch_prob`, or None."""
+    mixup = RandomMixUp(num_classes=num_classes, alpha=mixup_alpha) if mixup_alpha > 0 else None
+    cutmix = RandomCutMix(num_classes=num_classes, alpha=cutmix_alpha) if cutmix_alpha > 0 else None
+    return RandomMix(mixup, cutmix, prob, switch_prob) if mixup or cutmix else None
 
 
 class BatchTransform:
@@ -160,18 +183,26 @@ class BatchTransform:
         normalize: from uint8 to float.
         erase: what erases, or None.
         mix: what mixes image and target, or None.
+        mix_off_epoch: the first epoch without mixing; None for never.
     """
 
-    def __init__(self, normalize: Normalize, erase: RandomErasing | None = None, mix: Callable | None = None) -> None:
+    def __init__(
+        self,
+        normalize: Normalize,
+        erase: RandomErasing | None = None,
+        mix: RandomMix | None = None,
+        mix_off_epoch: int | None = None,
+    ) -> None:
         self.normalize = normalize
         self.erase = erase
         self.mix = mix
+        self.mix_off_epoch = math.inf if mix_off_epoch is None else mix_off_epoch
 
-    def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+    def __call__(self, image: Tensor, target: Tensor, rng: random.Random, epoch: int = 0) -> tuple[Tensor, Tensor]:
         """Transform (B, C, H, W) uint8 and (B,) int64 on the device, drawing from `rng`."""
         image = self.normalize(image)
         if self.erase is not None:
             image = self.erase(image, rng)
-        if self.mix is not None:
+        if self.mix is not None and epoch < self.mix_off_epoch:
             image, target = self.mix(image, target, rng)
         return image, target

@@ -201,11 +201,13 @@ class MetricLogger:
         print(f"{header} Total time: {datetime.timedelta(seconds=int(time.perf_counter() - begin))}")
 
 
-def count_correct(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
+def count_correct(
+    output: torch.Tensor | tuple[torch.Tensor, ...], target: torch.Tensor, topk: tuple[int, ...] = (1,)
+) -> list[torch.Tensor]:
     """Count the images whose target is among the k highest scores, for each k.
 
     Args:
-        output: (B, num_classes) scores.
+        output: (B, num_classes) scores, or a tuple that begins with them, as of a model with auxiliary classifiers.
         target: (B,) class indices, or (B, num_classes) soft targets, of which the highest counts.
         topk: each k; one above the number of classes counts as that number.
 
@@ -213,6 +215,7 @@ def count_correct(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, .
         A list of 0-d int64 tensors on the device; nothing is read.
     """
     with torch.inference_mode():
+        output = output if isinstance(output, torch.Tensor) else output[0]
         if target.ndim == 2:
             target = target.argmax(dim=1)
         num_classes = output.size(1)

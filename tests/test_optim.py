@@ -1,6 +1,6 @@
 """Learning rates, parameter groups and optimizers: torch's and torchvision's numbers."""
 
-from argparse import Namespace
+import itertools
 
 import pytest
 import torch
@@ -8,10 +8,19 @@ import torchvision
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR, StepLR
 
+import config
 import optim
+from errors import UserError
 
 EPOCHS, STEP_SIZE, GAMMA, LR_MIN, DECAY = 14, 3, 0.3, 0.001, 0.02
 SCHEDULERS = ["steplr", "cosineannealinglr", "exponentiallr"]
+
+
+def options_of(**changes):
+    """Return the default options with changes."""
+    args = config.parse_args(["--synthetic"])
+    vars(args).update(changes)
+    return args
 
 
 def schedule_options(**changes):
@@ -19,7 +28,7 @@ def schedule_options(**changes):
         "epochs": EPOCHS, "lr_scheduler": "steplr", "lr_warmup_epochs": 0, "lr_warmup_method": "constant",
         "lr_warmup_decay": DECAY, "lr_step_size": STEP_SIZE, "lr_gamma": GAMMA, "lr_min": LR_MIN,
     }  # fmt: skip
-    return Namespace(**{**options, **changes})
+    return options_of(**{**options, **changes})
 
 
 def sgd(*rates):
@@ -57,7 +66,7 @@ def test_rates_are_torchs(scheduler, method, warmup):
     args = schedule_options(lr_scheduler=scheduler, lr_warmup_epochs=warmup, lr_warmup_method=method)
     lr_scheduler = optim.build_lr_scheduler(args, optimizer)
     for epoch in range(EPOCHS):
-        lr_scheduler.set_epoch(epoch)
+        lr_scheduler.set_position(epoch, 0, 100)
         rates = [group["lr"] for group in optimizer.param_groups]
         # torch multiplies its way from epoch to epoch; this is a closed form: a few roundings of float64
         assert rates == pytest.approx(expected[epoch], rel=0, abs=1e-12)
@@ -70,10 +79,10 @@ def test_rates_need_no_history(scheduler):
     jumping, walking = sgd(0.5), sgd(0.5)
     walk = optim.build_lr_scheduler(args, walking)
     for epoch in range(8):
-        walk.set_epoch(epoch)
-    optim.build_lr_scheduler(args, jumping).set_epoch(7)
+        walk.set_position(epoch, 0, 100)
+    optim.build_lr_scheduler(args, jumping).set_position(7, 0, 100)
     assert jumping.param_groups[0]["lr"] == walking.param_groups[0]["lr"]
-    walk.set_epoch(2)
+    walk.set_position(2, 0, 100)
     assert walking.param_groups[0]["lr"] == 0.5
 
 
@@ -121,7 +130,7 @@ def assert_groups(model, groups, decays):
 
 
 def decay_options(norm=None, bias=None, embedding=None):
-    return Namespace(
+    return options_of(
         weight_decay=0.3, norm_weight_decay=norm, bias_weight_decay=bias, transformer_embedding_decay=embedding
     )
 
@@ -198,7 +207,7 @@ def test_optimizers_have_torchvisions_constants(opt):
     def groups():
         return [{"params": [nn.Parameter(torch.ones(3))], "weight_decay": decay} for decay in (0.5, 0.0)]
 
-    optimizer = optim.build_optimizer(Namespace(opt=opt, lr=0.2, momentum=0.8, weight_decay=0.01), groups())
+    optimizer = optim.build_optimizer(options_of(opt=opt, lr=0.2, momentum=0.8, weight_decay=0.01), groups())
     expected = REFERENCE_OPTIMIZERS[opt](groups())
     assert type(optimizer) is type(expected)
     assert optimizer.defaults == expected.defaults
@@ -243,3 +252,87 @@ def test_one_bad_number_is_found(bad, place):
 
 def test_large_numbers_are_finite():
     assert optim.all_finite([torch.full((10,), 1e30)])  # whose squares are not, in float32
+
+
+@pytest.mark.parametrize("scheduler", ["cosineannealinglr", "linearlr"])
+def test_rates_per_step_pass_through_the_rates_per_epoch_and_never_jump(scheduler):
+    optimizer = sgd(0.5)
+    args = schedule_options(lr_scheduler=scheduler, lr_warmup_epochs=2, lr_warmup_method="linear", lr_per_step=True)
+    lr_scheduler = optim.build_lr_scheduler(args, optimizer)
+    rates = []
+    for epoch in range(EPOCHS):
+        for step in range(50):
+            lr_scheduler.set_position(epoch, step, 50)
+            rates.append(optimizer.param_groups[0]["lr"])
+        assert rates[epoch * 50] == optim.lr_at(epoch, peak=0.5, **lr_scheduler.options)
+    assert rates[100] == 0.5
+    assert max(abs(a - b) for a, b in itertools.pairwise(rates)) < 0.5 / 90  # the warm-up climbs 0.49 in 100
+
+
+def test_the_line_is_torchs_linear_lr():
+    optimizer = sgd(0.5)
+    theirs = LinearLR(optimizer, start_factor=1.0, end_factor=0.1, total_iters=EPOCHS)
+    for epoch in range(EPOCHS):
+        ours = optim.lr_at(epoch, peak=0.5, epochs=EPOCHS, scheduler="linearlr", lr_min=0.05)
+        assert ours == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(("scaling", "expected"), [("none", 0.5), ("linear", 0.25), ("sqrt", 0.5 / 2**0.5)])
+def test_the_rate_follows_the_global_batch_as_asked(scaling, expected):
+    args = options_of(lr=0.5, lr_scaling=scaling, global_batch_size=512, reference_global_batch=1024)
+    assert optim.scaled_lr(args) == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        # 16 blocks; the stem is 0 and the classifier 17
+        ("resnet50", {"conv1.weight": 0, "bn1.bias": 0, "layer1.0.conv3.weight": 1, "layer2.0.conv1.weight": 4,
+                      "layer4.2.bn3.weight": 16, "fc.bias": 17}),
+        # 12 blocks
+        ("vit_b_16", {"class_token": 0, "conv_proj.weight": 0, "encoder.pos_embedding": 0,
+                      "encoder.layers.encoder_layer_0.mlp.0.weight": 1,
+                      "encoder.layers.encoder_layer_11.ln_2.bias": 12, "encoder.ln.weight": 13,
+                      "heads.head.weight": 13}),
+    ],
+)  # fmt: skip
+def test_layers_are_numbered_from_the_input(model, expected):
+    with torch.device("meta"):
+        names = [name for name, _ in torchvision.models.get_model(model).named_parameters()]
+    numbers = optim.layer_numbers(names)
+    assert {name: numbers[name] for name in expected} == expected
+    assert [numbers[name] for name in names] == sorted(numbers[name] for name in names)
+
+
+def test_layer_decay_lowers_the_rate_from_each_layer_to_the_one_below():
+    with torch.device("meta"):
+        model = torchvision.models.resnet18()
+    args = options_of(layer_decay=0.5, lr=1.0, norm_weight_decay=0.0)
+    groups = optim.build_parameter_groups(args, model)
+    by_parameter = {parameter: group for group in groups for parameter in group["params"]}
+    assert len(by_parameter) == sum(1 for _ in model.parameters())
+    assert by_parameter[model.fc.weight]["lr"] == 1.0
+    assert by_parameter[model.layer4[1].conv2.weight]["lr"] == 0.5
+    assert by_parameter[model.conv1.weight]["lr"] == 0.5**9  # eight blocks and the classifier are above
+    assert by_parameter[model.bn1.weight]["weight_decay"] == 0.0
+    assert by_parameter[model.conv1.weight]["weight_decay"] == 1e-4
+
+
+def test_betas_and_eps_reach_the_optimizer():
+    parameters = [{"params": [nn.Parameter(torch.zeros(1))]}]
+    adamw = optim.build_optimizer(options_of(opt="adamw", opt_betas=[0.8, 0.95], opt_eps=1e-6), parameters)
+    assert adamw.defaults["betas"] == (0.8, 0.95)
+    assert adamw.defaults["eps"] == 1e-6
+    assert optim.build_optimizer(options_of(opt="rmsprop", opt_eps=1e-3), parameters).defaults["eps"] == 1e-3
+
+
+def test_timms_optimizers_come_from_timm():
+    timm = pytest.importorskip("timm.optim")
+    parameters = [{"params": [nn.Parameter(torch.zeros(1))]}]
+    optimizer = optim.build_optimizer(options_of(opt="timm/lamb", lr=0.005, weight_decay=0.02), parameters)
+    assert isinstance(optimizer, timm.Lamb)
+    assert (optimizer.defaults["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.005, 0.02)
+    with pytest.raises(UserError, match="did you mean timm/lamb"):
+        optim.build_optimizer(options_of(opt="timm/lamp"), parameters)

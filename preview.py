@@ -1,0 +1,112 @@
+"""What a command would do, without doing it: the resolved options, the batch arithmetic and the learning rates."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import config
+import data
+import models
+import optim
+from errors import UserError
+from sampler import VirtualShards
+
+# What ImageNet-1k is, where no data is at hand.
+IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
+
+
+def preview(args: Any) -> str:
+    """Return what `--dry-run` prints. Reads no image, touches no output folder and needs no particular device.
+
+    Raises:
+        UserError: the options cannot be used together.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", str(args.world_size)))
+    args.global_batch_size = args.global_batch_size or args.batch_size * world_size
+    args.num_shards = args.global_batch_size // args.batch_size
+    shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)
+    shards.check(needs_same_bits=args.use_deterministic_algorithms)
+    num_images, num_classes, about = count_images(args)
+    if num_images < args.global_batch_size:
+        raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
+    args.distributed = False
+    model = build_without_memory(args, num_classes)
+    data.build_presets(args)  # finds out whether the augmentation exists
+    groups = optim.build_parameter_groups(args, model)
+    optimizer = optim.build_optimizer(args, groups)
+    scheduler = optim.build_lr_scheduler(args, optimizer)
+    steps_per_epoch = num_images // args.global_batch_size
+    rates = [learning_rate(optimizer, scheduler, epoch, steps_per_epoch) for epoch in range(args.epochs)]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    lines = [
+        config.write_recipe(args),
+        f"# {about}",
+        f"# {args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {len(groups)} groups",
+        f"# global batch {args.global_batch_size} = {args.num_shards} shards x {args.batch_size} images; "
+        f"{world_size} processes compute {shards.num_local} each",
+        f"# {steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
+        f"{num_images % args.global_batch_size} images left out of each epoch, others each time",
+        *reference_lines(args),
+        "# learning rate at the start of each epoch",
+        *(f"# {line}" for line in draw(rates)),
+    ]
+    return "\n".join(lines)
+
+
+def build_without_memory(args: Any, num_classes: int) -> nn.Module:
+    """Build the model on the meta device; the few that compute while they are built (RegNet), on the CPU."""
+    try:
+        with torch.device("meta"):
+            return models.build_model(args, num_classes)
+    except NotImplementedError:
+        return models.build_model(args, num_classes)
+
+
+def count_images(args: Any) -> tuple[int, int, str]:
+    """Return the number of training images and of classes, and a line that says where from."""
+    if args.synthetic is not None:
+        return args.synthetic, IMAGENET_CLASSES, f"{args.synthetic:,} made-up training images"
+    traindir = Path(args.data_path or "") / "train"
+    if args.data_path is None or not traindir.is_dir():
+        where = f"no data in {traindir}" if args.data_path else "no --data-path"
+        return IMAGENET_IMAGES, IMAGENET_CLASSES, f"{where}: assuming {IMAGENET_IMAGES:,} images of 1,000 classes"
+    classes, samples = data.scan_classes(traindir)
+    return len(samples), len(classes), f"{traindir}: {len(samples):,} images of {len(classes):,} classes"
+
+
+def reference_lines(args: Any) -> list[str]:
+    """Say how the global batch and the learning rate stand to those that the recipe was made with."""
+    reference, rate = args.reference_global_batch, optim.scaled_lr(args)
+    if reference is None:
+        return []
+    if reference == args.global_batch_size:
+        return [f"# the recipe's reference batch is {reference} too: --lr {args.lr:g} as it stands"]
+    scaled = f"--lr-scaling {args.lr_scaling}: {args.lr:g} -> {rate:g}"
+    return [
+        f"# the recipe's reference batch is {reference}, {args.global_batch_size / reference:g} of it here; {scaled}"
+    ]
+
+
+def learning_rate(
+    optimizer: torch.optim.Optimizer, scheduler: optim.LRScheduler, epoch: int, steps_per_epoch: int
+) -> float:
+    """Return the largest rate of any parameter group at the start of an epoch."""
+    scheduler.set_position(epoch, 0, steps_per_epoch)
+    return max(group["lr"] for group in optimizer.param_groups)
+
+
+def draw(values: Sequence[float], height: int = 8, width: int = 90) -> list[str]:
+    """Draw a curve of `height` lines of text, at most `width` columns wide."""
+    columns = [values[index * len(values) // min(len(values), width)] for index in range(min(len(values), width))]
+    top = max(columns) or 1.0
+    lines = []
+    for level in range(height, 0, -1):
+        marks = "".join("#" if value >= top * (level - 0.5) / height else " " for value in columns)
+        label = f"{top * level / height:<9.3g}" if level in (height, height // 2) else " " * 9
+        lines.append(f"{label}|{marks}".rstrip())
+    return [*lines, " " * 9 + "+" + "-" * len(columns), f"{'':9} epoch 0 to {len(values) - 1}"]

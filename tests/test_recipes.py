@@ -1,0 +1,250 @@
+"""Recipes and torchvision's published commands: each resolves, and builds what it means."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torchvision.transforms import autoaugment
+
+import config
+import data
+import losses
+import models
+import optim
+import preview
+from errors import UserError
+from tests.ranks import run_ranks, train_rank
+from transforms import RandomMix
+
+RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))
+
+NEW = (
+    "--batch-size 128 --lr 0.5 --lr-scheduler cosineannealinglr --lr-warmup-epochs 5 --lr-warmup-method linear "
+    "--auto-augment ta_wide --epochs 600 --random-erase 0.1 --label-smoothing 0.1 --mixup-alpha 0.2 --cutmix-alpha 1.0 "
+)
+REGNET = (
+    "--epochs 100 --wd 0.00005 --lr-scheduler=cosineannealinglr --lr-warmup-method=linear --lr-warmup-epochs=5 "
+    "--lr-warmup-decay=0.1 "
+)
+VIT = (
+    "--epochs 300 --batch-size 512 --opt adamw --lr 0.003 --wd 0.3 --lr-scheduler cosineannealinglr --lr-warmup-method "
+    "linear --lr-warmup-epochs 30 --lr-warmup-decay 0.033 --amp --label-smoothing 0.11 --mixup-alpha 0.2 "
+    "--clip-grad-norm 1 --ra-sampler --cutmix-alpha 1.0 --model-ema "
+)
+SWIN = (
+    "--epochs 300 --batch-size 128 --opt adamw --lr 0.001 --weight-decay 0.05 --norm-weight-decay 0.0 "
+    "--bias-weight-decay 0.0 --transformer-embedding-decay 0.0 --lr-scheduler cosineannealinglr --lr-min 0.00001 "
+    "--lr-warmup-method linear --lr-warmup-epochs 20 --lr-warmup-decay 0.01 --amp --label-smoothing 0.1 --mixup-alpha "
+    "0.8 --clip-grad-norm 5.0 --cutmix-alpha 1.0 --random-erase 0.25 --interpolation bicubic --auto-augment ta_wide "
+    "--model-ema --ra-sampler --ra-reps 4 "
+)
+
+# The commands of torchvision's classification README, the broken ones mended (docs/research/PEERS.md, 2.1, item 18).
+COMMANDS = [
+    *[f"--model {name} --lr 1e-2" for name in ("alexnet", "vgg11")],
+    "--model inception_v3 --test-only --weights Inception_V3_Weights.IMAGENET1K_V1",
+    "--model resnet50",
+    "--model resnext50_32x4d --epochs 100",
+    "--model resnext50_32x4d --epochs 100 --amp",
+    "--model mobilenet_v2 --epochs 300 --lr 0.045 --wd 0.00004 --lr-step-size 1 --lr-gamma 0.98",
+    "--model mobilenet_v3_large --epochs 600 --opt rmsprop --batch-size 128 --lr 0.064 --wd 0.00001 --lr-step-size 2 "
+    "--lr-gamma 0.973 --auto-augment imagenet --random-erase 0.2",
+    *[f"--model efficientnet_b{n} --test-only --weights EfficientNet_B{n}_Weights.IMAGENET1K_V1" for n in range(8)],
+    f"--model efficientnet_v2_s {NEW} --weight-decay 0.00002 --norm-weight-decay 0.0 --train-crop-size 300 --model-ema "
+    "--val-crop-size 384 --val-resize-size 384 --ra-sampler --ra-reps 4",
+    f"--model efficientnet_v2_m {NEW} --weight-decay 0.00002 --norm-weight-decay 0.0 --train-crop-size 384 --model-ema "
+    "--val-crop-size 480 --val-resize-size 480 --ra-sampler --ra-reps 4",
+    f"--model regnet_x_400mf {REGNET} --batch-size 128 --lr=0.8",
+    f"--model regnet_y_8gf {REGNET} --batch-size 64 --lr=0.4",
+    f"--model regnet_x_32gf {REGNET} --batch-size 32 --lr=0.2",
+    f"--model vit_b_16 {VIT} --auto-augment ra",
+    f"--model vit_b_32 {VIT} --auto-augment imagenet",
+    "--model vit_l_16 --epochs 600 --batch-size 128 --lr 0.5 --lr-scheduler cosineannealinglr --lr-warmup-method linear "
+    "--lr-warmup-epochs 5 --label-smoothing 0.1 --mixup-alpha 0.2 --auto-augment ta_wide --random-erase 0.1 "
+    "--weight-decay 0.00002 --norm-weight-decay 0.0 --clip-grad-norm 1 --ra-sampler --cutmix-alpha 1.0 --model-ema "
+    "--val-resize-size 232",
+    f"--model vit_l_32 {VIT} --auto-augment ra",
+    f"--model convnext_tiny {NEW} --opt adamw --lr 1e-3 --weight-decay 0.05 --norm-weight-decay 0.0 --train-crop-size "
+    "176 --model-ema --val-resize-size 232 --ra-sampler --ra-reps 4",
+    f"--model swin_t {SWIN} --val-resize-size 224",
+    f"--model swin_v2_t {SWIN} --val-resize-size 256 --val-crop-size 256 --train-crop-size 256",
+    "--model maxvit_t --epochs 400 --batch-size 128 --opt adamw --lr 3e-3 --weight-decay 0.05 --lr-scheduler "
+    "cosineannealinglr --lr-min 1e-5 --lr-warmup-method linear --lr-warmup-epochs 32 --label-smoothing 0.1 --mixup-alpha "
+    "0.8 --clip-grad-norm 1.0 --interpolation bicubic --auto-augment ta_wide --ra-magnitude 15 --model-ema "
+    "--val-resize-size 224 --val-crop-size 224 --train-crop-size 224 --amp --model-ema-steps 32 "
+    "--transformer-embedding-decay 0 --sync-bn",
+    f"--model shufflenet_v2_x1_5 {NEW} --weight-decay=0.00002 --norm-weight-decay=0.0 --train-crop-size=176 --model-ema "
+    "--val-resize-size=232 --ra-sampler --ra-reps=4",
+]
+
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
+POLICIES = {
+    "ta_wide": autoaugment.TrivialAugmentWide, "ra": autoaugment.RandAugment, "imagenet": autoaugment.AutoAugment,
+}  # fmt: skip
+
+
+def options_of(command):
+    """Read a command's options by its own, other rules: {name: text or True}, the last one counts."""
+    words = command.replace("=", " ").replace("--wd ", "--weight-decay ").split()
+    options = {}
+    for word, following in zip(words, [*words[1:], "--end"], strict=True):
+        if word.startswith("--"):
+            options[word[2:]] = True if following.startswith("--") else following
+    return options
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_torchvisions_published_commands_build_what_they_mean(command):
+    said = options_of(command)
+    args = config.parse_args([*shlex.split(command), "--data-path", "imagenet"])
+    for name, text in said.items():
+        value = getattr(args, name.replace("-", "_"))
+        assert value is True if text is True else value == type(value)(text), name
+
+    args.distributed, args.global_batch_size = False, 8 * args.batch_size
+    model = preview.build_without_memory(args, 1000)
+    reference = torchvision.models.get_model_builder(said["model"])
+    assert type(model).__name__.lower() in reference.__module__.replace("_", "") + "visiontransformer swintransformer"
+
+    groups = optim.build_parameter_groups(args, model)
+    decays = {
+        float(said[name]) for name in said if (name.endswith("decay") and "weight" in name) or "embedding" in name
+    }
+    decays |= set() if "weight-decay" in said else {1e-4}
+    assert {group["weight_decay"] for group in groups} <= decays
+    assert len(groups) > 1 or "norm-weight-decay" not in said
+    optimizer = optim.build_optimizer(args, groups)
+    assert type(optimizer) is OPTIMIZERS[said.get("opt", "sgd")]
+    assert optimizer.defaults["lr"] == float(said.get("lr", 0.1))
+
+    criterion = losses.build_criterion(args)
+    criterion = criterion.criterion if said["model"] == "inception_v3" else criterion
+    assert criterion.label_smoothing == float(said.get("label-smoothing", 0))
+    train, _ = data.build_presets(args)
+    policies = [step for step in train.transforms.transforms if type(step) in POLICIES.values()]
+    assert [type(step) for step in policies] == ([POLICIES[said["auto-augment"]]] if "auto-augment" in said else [])
+    args.device = "cpu"
+    batch, _ = data.build_batch_transforms(args, 1000)
+    assert (batch.erase.p if batch.erase else 0) == float(said.get("random-erase", 0))
+    assert isinstance(batch.mix, RandomMix) == ("mixup-alpha" in said)
+    if "mixup-alpha" in said:
+        assert batch.mix.mixup.alpha == float(said["mixup-alpha"])
+        assert batch.mix.cutmix.alpha == float(said["cutmix-alpha"]) if "cutmix-alpha" in said else not batch.mix.cutmix
+    if "model-ema" in said:
+        # world size x batch size x steps between updates / epochs, at torchvision's default decay and steps
+        adjust = 8 * int(said["batch-size"]) * 32 / int(said["epochs"])
+        ema_args = config.parse_args([*shlex.split(command), "--data-path", "imagenet"])
+        ema_args.global_batch_size = 8 * ema_args.batch_size
+        decay = models.build_ema(ema_args, torch.nn.Linear(1, 1)).decay
+        assert decay == pytest.approx(1 - min(1, (1 - 0.99998) * adjust), abs=1e-15)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_resolves_and_says_where_it_is_from(name):
+    recipe = config.read_recipe(config.find_recipe(name))
+    assert {"title", "source", "expected-acc1", "tolerance", "evaluation", "reproduced"} <= recipe.keys()
+    if any(table.get("model", "").startswith("timm/") for table in recipe.values() if isinstance(table, dict)):
+        pytest.importorskip("timm")
+    text = preview.preview(config.parse_args(["--recipe", name, "--dry-run"]))
+    assert "learning rate at the start of each epoch" in text
+    if name != "digits":
+        assert recipe["reproduced"] is False
+        assert "assuming 1,281,167 images of 1,000 classes" in text
+        assert "the recipe's reference batch is" in text
+
+
+def test_expected_accuracies_are_those_of_torchvisions_weights():
+    checked = 0
+    for name in RECIPES:
+        recipe = config.read_recipe(config.find_recipe(name))
+        model, version = name.rsplit("-", 1)
+        if version not in ("v1", "v2"):
+            continue
+        weights = torchvision.models.get_model_weights(model)[f"IMAGENET1K_{version.upper()}"]
+        metrics = weights.meta["_metrics"]["ImageNet-1K"]
+        assert (recipe["expected-acc1"], recipe["expected-acc5"]) == (metrics["acc@1"], metrics["acc@5"]), name
+        args = config.parse_args(["--recipe", name, "--dry-run"])
+        preset = weights.transforms()
+        assert (args.val_resize_size, args.val_crop_size) == (preset.resize_size[0], preset.crop_size[0]), name
+        assert args.interpolation == preset.interpolation.value, name
+        checked += 1
+    assert checked >= 70
+
+
+def test_the_list_of_recipes_names_each_once(capsys):
+    lines = config.list_recipes().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == RECIPES
+    assert "80.858" in next(line for line in lines if line.startswith("resnet50-v2"))
+
+
+def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
+    out = tmp_path / "out"
+    argv = ["--recipe", "maxvit_t-v1", "--dry-run", "--output-dir", str(out), "--data-path", str(tmp_path / "none")]
+    outcome = run_ranks(train_rank, 1, argv, log_folder=tmp_path).check()
+    assert "sync-bn = true" in outcome.output
+    assert "global batch 4096 = 32 shards x 128 images" in outcome.output
+    assert not out.exists()
+
+
+def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
+    argv = ["--data-path", str(image_folder), "--dry-run", "--batch-size", "8", "--epochs", "2"]
+    text = preview.preview(config.parse_args(argv))
+    assert "29 images of 3 classes" in text
+    assert "3 steps an epoch, 6 in all; 5 images left out" in text
+
+
+def test_what_a_dry_run_prints_is_itself_a_recipe(tmp_path):
+    path = tmp_path / "printed.toml"
+    path.write_text(preview.preview(config.parse_args(["--recipe", "resnet50-v2", "--dry-run"])))
+    again = vars(config.parse_args(["--recipe", str(path), "--dry-run"]))
+    first = vars(config.parse_args(["--recipe", "resnet50-v2", "--dry-run"]))
+    for name in first.keys() - {"recipe", "given"}:
+        assert again[name] == first[name], name
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--global-batch-size", "100"], ["100", "multiple of --batch-size 128"]),
+        (["--lr-warmup-epochs", "700"], ["leaves nothing of --epochs 600"]),
+        (["--train-crop-size-min", "160"], ["go together"]),
+        (["--train-crop-size-min", "160", "--crop-ramp-epochs", "9", "3"], ["the first before the last"]),
+        (["--train-crop-size-min", "300", "--crop-ramp-epochs", "1", "3"], ["is above --train-crop-size"]),
+        (["--bce-target-thresh", "0.2"], ["--bce-loss"]),
+        (["--opt-betas", "0.9", "0.95"], ["--opt sgd has none"]),
+        (["--freeze", "--layer-decay", "0.9"], ["give one of them"]),
+        (["--model", "vit_b_16"], ["takes images of one size"]),
+        (["--stochastic-depth", "0.1"], ["resnet50 has none"]),
+        (["--dropout", "0.1"], ["has no dropout layer"]),
+        (["--model", "timm/resnet5O"], ["timm has no such model"]),
+        (["--auto-augment", "timm/nonsense-m9"], ["timm does not know"]),
+        (["--opt", "timm/nonsense"], ["timm has no such optimizer"]),
+    ],
+)
+def test_impossible_combinations_are_one_line(argv, words):
+    with pytest.raises(UserError) as refusal:
+        preview.preview(config.parse_args(["--recipe", "resnet50-v2", "--dry-run", *argv]))
+    assert "\n" not in str(refusal.value)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_lr_scaling_needs_a_reference():
+    with pytest.raises(UserError, match="reference-global-batch"):
+        config.parse_args(["--synthetic", "--lr-scaling", "linear"])
+    argv = ["--recipe", "resnet50-v2", "--dry-run", "--lr-scaling", "linear", "--global-batch-size", "512"]
+    assert "0.5 of it here; --lr-scaling linear: 0.5 -> 0.25" in preview.preview(config.parse_args(argv))
+
+
+def test_without_timm_the_message_says_what_to_install(monkeypatch):
+    # The import system's own way to say that a module is not there.
+    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    for argv in (["--model", "timm/resnet50"], ["--opt", "timm/lamb"], ["--auto-augment", "timm/rand-m7"]):
+        with pytest.raises(UserError, match="pip install timm"):
+            preview.preview(config.parse_args(["--synthetic", "--dry-run", *argv]))
+
+
+def test_recipes_are_no_larger_than_what_they_say():
+    assert all(Path(config.find_recipe(name)).stat().st_size < 2000 for name in RECIPES)
