@@ -1,5 +1,6 @@
 """Surviving restarts: the state of a run, files that cannot be torn, and finding the newest good one."""
 
+import errno
 import io
 import os
 import platform
@@ -7,7 +8,9 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +23,20 @@ from errors import NoUsableCheckpointError, UserError
 
 FORMAT = 1
 
+
+class OtherFormatError(UserError):
+    """A checkpoint is whole and of a version of this script that writes another format."""
+
+
 NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
+
+# What a run's state may be in, or in the ruins of; never removed but by `--overwrite`.
+STATE_FILES = re.compile(r"(superseded-)?(checkpoint(-\d{8,})?|best)\.pth(\.corrupt)?")
 
 # Every name that a run gives to a file in its output folder; `--overwrite` removes these and nothing else.
 OWN_FILES = re.compile(
-    r"(superseded-)?(checkpoint(-\d{8,})?|best)\.pth(\.corrupt)?|status\.json|run\.json|metrics\.jsonl|recipe\.toml"
-    r"|curves\.png|.*\.tmp\.\d+|events\.out\.tfevents\..*"
+    rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png)(\.tmp\.\d+)?"
+    r"|events\.out\.tfevents\..*"
 )
 
 
@@ -49,13 +60,13 @@ class RunState:
     Args:
         steps_per_epoch: steps of an epoch.
         facts: plain values that describe the run, saved beside the state.
-        parts: what to save under which name.
+        parts: what to save under which name; None for what this run does not have.
     """
 
-    def __init__(self, steps_per_epoch: int, facts: dict, parts: dict[str, Stateful]) -> None:
+    def __init__(self, steps_per_epoch: int, facts: dict, parts: dict[str, Stateful | None]) -> None:
         self.steps_per_epoch = steps_per_epoch
         self.facts = facts
-        self.parts = parts
+        self.parts = {name: part for name, part in parts.items() if part is not None}
         self.epoch, self.steps, self.is_evaluated = 0, 0, False
         self.best = None
 
@@ -75,9 +86,9 @@ class RunState:
         return self.steps
 
     def note_result(self, metric: str, value: float) -> None:
-        """Record that the epoch has been evaluated, and whether it is the best so far."""
+        """Record that the epoch has been evaluated, and whether it is the best so far of its kind."""
         self.is_evaluated = True
-        if self.best is None or value > self.best["value"]:
+        if self.best is None or self.best["metric"] != metric or value > self.best["value"]:
             self.best = {"metric": metric, "value": float(value), "step": self.step}
 
     @property
@@ -85,18 +96,19 @@ class RunState:
         """Whether the state is that of the best evaluation so far."""
         return self.best is not None and self.best["step"] == self.step
 
-    def resume(self, state: dict | None, start_epoch: int, epochs: int) -> None:
+    def resume(self, state: dict | None, start_epoch: int | None, epochs: int) -> None:
         """Restore a checkpoint, if there is one, or move to `--start-epoch`.
 
         Raises:
             UserError: `--start-epoch` or `--epochs` contradicts the checkpoint.
         """
         if state is None:
-            self.start_epoch(start_epoch)
+            self.start_epoch(start_epoch or 0)
             return
         self.load_state_dict(state)
         next_epoch = self.epoch + self.is_evaluated
-        if start_epoch not in (0, next_epoch):
+        # The same command again, as a requeued job gives it, is no contradiction.
+        if start_epoch not in (None, next_epoch, state["args"]["start_epoch"]):
             raise UserError(f"--start-epoch {start_epoch}, but the checkpoint goes on with {next_epoch}; leave it out")
         if self.epoch >= epochs:
             raise UserError(
@@ -127,6 +139,8 @@ class RunState:
                 part.load_state_dict(state[name])
             else:
                 print(f"the checkpoint holds no {name}; it starts anew")
+                if name == "model_ema":
+                    part.restart(self.parts["model"])
         for name in {"model_ema", "scaler"} & state.keys() - self.parts.keys():
             print(f"the checkpoint's {name} is left out: this run has none")
         position = state["position"]
@@ -182,9 +196,11 @@ def load_checkpoint(source: Path | bytes, name: str) -> dict:
                     raise UserError(f"{name} is damaged: record {bad.split('/', 1)[-1]} fails its checksum")
             stream.seek(0)
             content = torch.load(stream, map_location="cpu", weights_only=True)
-        except UserError:
+        except (UserError, MemoryError):
             raise
         except Exception as error:  # bad bytes raise anything from EOFError to AssertionError (same place)
+            if "allocate" in str(error):
+                raise MemoryError(f"{name} does not fit into memory") from error
             raise UserError(_explain(name, error)) from error
     if not isinstance(content, dict):
         raise UserError(f"{name} holds a {type(content).__name__}, not a checkpoint")
@@ -215,6 +231,7 @@ def check_schema(state: dict, name: str) -> dict:
 
     Raises:
         UserError: it is not.
+        OtherFormatError: it is one of another version of this script.
     """
     expected = {"format", "model", "optimizer", "epoch", "step", "position", "best", "args", "shards", "data"}
     missing = sorted(expected - state.keys())
@@ -224,7 +241,7 @@ def check_schema(state: dict, name: str) -> dict:
             "to start from the weights that it holds, pass it to --weights"
         )
     if state["format"] != FORMAT:
-        raise UserError(
+        raise OtherFormatError(
             f"{name} has format {state['format']} and this script reads {FORMAT}; use the version that wrote it"
         )
     return state
@@ -264,14 +281,22 @@ def check_fits(state: dict, args: Any, num_classes: int, dataset: Any | None) ->
     if dataset is None:
         return
     pairs = {name: (theirs.get(name), getattr(args, name)) for name in ("seed", "opt", "sync_bn")}
+    there, here = state["environment"], describe_environment(args.world_size)
     if args.sync_bn:  # statistics over all images that the processes compute at once
-        pairs["world size"] = (state["environment"]["world_size"], args.world_size)
+        pairs["world size"] = (there["world_size"], here["world_size"])
+    if args.use_deterministic_algorithms:
+        pairs["CPU threads (OMP_NUM_THREADS)"] = (there["threads"], here["threads"])
     pairs |= {f"data {name}": (state["data"][name], value) for name, value in describe_data(dataset).items()}
     differing = [
         f"{name} {there} in the checkpoint, {here} now" for name, (there, here) in pairs.items() if there != here
     ]
     if differing:
         raise UserError(f"cannot resume from {args.resume}: {'; '.join(differing)}")
+    if there["world_size"] != here["world_size"]:
+        same = "same bits" if args.use_deterministic_algorithms else "rounding may differ"
+        print(f"{there['world_size']} -> {here['world_size']} processes: same samples and augmentation; {same}")
+    if args.use_deterministic_algorithms and there["torch"] != here["torch"]:
+        print(f"torch {there['torch']} wrote this checkpoint, this is {here['torch']}: equal bits not promised")
 
 
 def describe_environment(world_size: int) -> dict[str, Any]:
@@ -291,19 +316,25 @@ def describe_environment(world_size: int) -> dict[str, Any]:
 
 
 def load_weights(path: Path) -> dict:
-    """Return the state dict in a file that holds one, or in a checkpoint's `model`.
+    """Return the state dict in a file that holds one, or in a checkpoint's `model`, with its version notes.
 
     Raises:
         UserError: there is none in it.
     """
     content = load_checkpoint(path, str(path))
     weights = content.get("model", content)
-    weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
-    if not weights or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+    if not isinstance(weights, dict) or not weights or not all(isinstance(key, str) for key in weights):
         raise UserError(
             f"--weights {path} holds no weights: expected a state dict, or a checkpoint with one as `model`"
         )
-    return weights
+    if not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        raise UserError(
+            f"--weights {path} holds more than weights: expected a state dict, or a checkpoint with `model`"
+        )
+    plain = OrderedDict((name.removeprefix("module."), tensor) for name, tensor in weights.items())
+    if hasattr(weights, "_metadata"):
+        plain._metadata = weights._metadata  # by which modules load what older versions of them saved
+    return plain
 
 
 def write_atomically(
@@ -348,10 +379,10 @@ def _verify_archive(path: Path) -> None:
 
 
 class CheckpointManager:
-    """The checkpoints in an output folder. Only rank 0 of the whole run uses one.
+    """The checkpoints in an output folder; its methods are called on rank 0 of the whole run only.
 
     `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is always the newest and `best.pth`
-    the best evaluated, both hard links. State lives in the folder, not in memory.
+    the best evaluated, both hard links. What is to be known about the folder is read from the folder.
 
     Args:
         folder: the output folder.
@@ -361,17 +392,173 @@ class CheckpointManager:
     def __init__(self, folder: Path, keep_last: int = 3) -> None:
         self.folder = folder
         self.keep_last = keep_last
+        self.damaged = []  # what `read` found so, renamed by `open`
 
     def numbered(self) -> list[Path]:
         """Return the numbered checkpoints, newest first."""
-        if not self.folder.is_dir():
-            return []
-        found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := NUMBERED.fullmatch(path.name))]
+        found = [(int(match[1]), path) for path in self._own_files() if (match := NUMBERED.fullmatch(path.name))]
         return [path for _, path in sorted(found, reverse=True)]
+
+    def _own_files(self, pattern: re.Pattern = OWN_FILES) -> list[Path]:
+        paths = self.folder.iterdir() if self.folder.is_dir() else []
+        return [path for path in paths if pattern.fullmatch(path.name)]
+
+    def _path_of(self, step: int) -> Path:
+        return self.folder / f"checkpoint-{step:08d}.pth"
+
+    def is_elsewhere(self, resume: str) -> bool:
+        """Tell whether `--resume` names a file outside this folder."""
+        return resume not in ("", "auto") and Path(resume).resolve().parent != self.folder.resolve()
+
+    def read(self, resume: str) -> bytes | None:
+        """Return the bytes of the checkpoint that `--resume` means, verified, or None for a fresh start.
+
+        Changes nothing on the disk.
+
+        Raises:
+            UserError: PATH is missing or no good checkpoint.
+            NoUsableCheckpointError: `auto` found damaged ones only.
+        """
+        if not resume:
+            return None
+        if resume == "auto":
+            return self._read_newest()
+        path = Path(resume)
+        if not path.is_file():
+            raise UserError(
+                f"--resume {resume} is not a file; give a checkpoint, or auto for the newest in --output-dir"
+            )
+        payload = read_bytes(path)
+        check_schema(load_checkpoint(payload, resume), resume)
+        return payload
+
+    def _read_newest(self) -> bytes | None:
+        """Return the newest checkpoint that verifies; one that does not is named and remembered."""
+        self.damaged = []
+        # The two linked names hold what is left where somebody removed the numbered ones.
+        for path in [*self.numbered(), self.folder / "checkpoint.pth", self.folder / "best.pth"]:
+            if not path.exists():
+                continue
+            try:
+                if not path.is_file():
+                    raise UserError(f"{path} is not a file")
+                payload = read_bytes(path)
+                check_schema(load_checkpoint(payload, str(path)), str(path))
+            except OtherFormatError:
+                raise
+            except UserError as error:
+                self.damaged.append(path)
+                print(f"{error}; kept as {path.name}.corrupt")
+                continue
+            if self.damaged:
+                print(f"resuming from {path} instead of {self.damaged[0].name}")
+            return payload
+        if self._own_files(STATE_FILES):
+            raise NoUsableCheckpointError(
+                f"there are checkpoints in {self.folder}, and none can be used. Not starting over: "
+                "use --overwrite to begin again"
+            )
+        print(f"--resume auto: no checkpoint in {self.folder} yet, starting afresh")
+        return None
+
+    def check(self, resume: str, overwrite: bool) -> None:
+        """Check that the options say what is to become of a run that is in the folder. Changes nothing.
+
+        Raises:
+            UserError: they do not.
+        """
+        if overwrite and resume and not self.is_elsewhere(resume):
+            raise UserError(
+                f"--overwrite would remove {resume} itself, which --resume is to go on from; give one of them"
+            )
+        if self._own_files(STATE_FILES) and not overwrite and (not resume or self.is_elsewhere(resume)):
+            raise UserError(
+                f"--output-dir {self.folder} holds a run already; --resume auto goes on with it, --overwrite removes "
+                "it, or choose another folder"
+            )
+
+    def open(self, resume: str, payload: bytes | None, run: RunState) -> None:
+        """Make the folder ready for a run to write to, when nothing else can go wrong.
+
+        Args:
+            resume: `--resume`, as `check` accepted it.
+            payload: what `read` returned; None for a fresh start.
+            run: the state of the run.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self._own_files():
+                if re.search(r"\.tmp\.\d+$", path.name):  # what a killed process left half written
+                    path.unlink()
+            if payload is None or self.is_elsewhere(resume):
+                self._erase()
+            if payload is not None:
+                self._adopt(payload, run, Path(resume).parent if self.is_elsewhere(resume) else self.folder)
+            write_atomically(self.folder / "status.json", lambda file: file.write(b'{"state": "running"}\n'))
+        except OSError as error:
+            raise UserError(f"--output-dir {self.folder} cannot be written: {error.strerror or error}") from error
+
+    def _adopt(self, payload: bytes, run: RunState, source: Path) -> None:
+        """Make the checkpoint that is gone on from the newest of this folder, under all its names."""
+        for path in self.damaged:
+            if path.exists():
+                os.replace(path, path.with_name(f"{path.name}.corrupt"))
+        for path in self.numbered():
+            if int(NUMBERED.fullmatch(path.name)[1]) > run.step:
+                self._set_aside(path)
+        path = self._path_of(run.step)
+        if not path.exists():
+            write_atomically(path, lambda file: file.write(payload), _verify_archive)
+        self.link(path, "checkpoint.pth")
+        self._adopt_best(path, run, source / "best.pth")
+
+    def _set_aside(self, path: Path) -> None:
+        """Keep what is newer than what is resumed under another name, so that going on is not undone."""
+        os.replace(path, path.with_name(f"superseded-{path.name}"))
+        print(f"{path.name} is newer than what is resumed; kept as superseded-{path.name}")
+
+    def _adopt_best(self, path: Path, run: RunState, candidate: Path) -> None:
+        """See to it that best.pth is what the resumed state says is best, or else that it says nothing is."""
+        best = self.folder / "best.pth"
+        if run.is_best:
+            self.link(path, best.name)
+            return
+        step = _step_of(candidate)
+        if run.best is not None and step == run.best["step"]:
+            if candidate != best:
+                shutil.copyfile(candidate, best)
+            return
+        if candidate == best and best.exists():
+            self._set_aside(best) if step is not None else os.replace(best, best.with_name("best.pth.corrupt"))
+        if run.best is None:
+            return
+        if self._path_of(run.best["step"]).exists():
+            self.link(self._path_of(run.best["step"]), best.name)
+        else:
+            print(f"the best so far, of step {run.best['step']}, is not there any more: best.pth starts anew")
+            run.best = None
+
+    def _erase(self) -> None:
+        """Remove a run's files, and nothing else that may be in the folder.
+
+        Checkpoints go first, newest first: whatever is left after a kill must not look like a run to go on with.
+        """
+        paths = [*self.numbered(), self.folder / "checkpoint.pth", self.folder / "best.pth", *self._own_files()]
+        tensorboard = self.folder / "tb"
+        if tensorboard.is_dir():
+            paths += [path for path in tensorboard.iterdir() if OWN_FILES.fullmatch(path.name)]
+        for path in paths:
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            tensorboard.rmdir()
 
     def save(self, state: dict, is_best: bool) -> None:
         """Write the state of a step, read it back, and only then give it its names and delete what is too old."""
-        path = self.folder / f"checkpoint-{state['step']:08d}.pth"
+        path = self._path_of(state["step"])
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
         write_atomically(path, lambda file: torch.save(state, file), _verify_archive)
         self.link(path, "checkpoint.pth")
@@ -383,131 +570,36 @@ class CheckpointManager:
     def link(self, path: Path, name: str) -> None:
         """Give a checkpoint a second name, in place of what bears it now."""
         temporary = self.folder / f"{name}.tmp.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
         try:
             os.link(path, temporary)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(path, temporary)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK):
+                raise
+            shutil.copyfile(path, temporary)  # a file system without hard links
         os.replace(temporary, self.folder / name)
         _sync_folder(self.folder)
 
-    def newest_good(self) -> bytes | None:
-        """Return the bytes of the newest checkpoint that verifies, or None where there is no checkpoint.
 
-        What is damaged is kept as `*.corrupt` and named.
-
-        Raises:
-            NoUsableCheckpointError: there are checkpoints, all damaged.
-        """
-        damaged = []
-        for path in self.numbered():
-            try:
-                payload = path.read_bytes()
-                state = check_schema(load_checkpoint(payload, str(path)), str(path))
-            except (UserError, IsADirectoryError) as error:
-                kept = path.with_name(path.name + ".corrupt")
-                os.replace(path, kept)
-                print(f"{error}; kept as {kept.name}")
-                damaged.append(path)
-                continue
-            if damaged:
-                print(f"resuming from {path} instead of {damaged[0].name}")
-            # A kill may have come between the file and its other names.
-            self.link(path, "checkpoint.pth")
-            if state["best"] and state["best"]["step"] == state["step"]:
-                self.link(path, "best.pth")
-            return payload
-        if damaged or list(self.folder.glob("checkpoint*.corrupt")):
-            raise NoUsableCheckpointError(
-                f"there are checkpoints in {self.folder}, and none can be used. Not starting over: "
-                "use --overwrite to begin again"
-            )
-        return None
-
-    def supersede(self, step: int) -> None:
-        """Rename the checkpoints that are newer than `step`, so that going on from there is not undone."""
-        newer = [path for path in self.numbered() if int(NUMBERED.fullmatch(path.name)[1]) > step]
-        best = self.folder / "best.pth"
-        for path in [*newer, *([best] if newer and best.exists() else [])]:
-            os.replace(path, path.with_name(f"superseded-{path.name}"))
-            print(f"{path.name} is newer than what is resumed; kept as superseded-{path.name}")
-
-    def clean(self) -> None:
-        """Remove what a killed process left half written."""
-        for path in self.folder.glob("*.tmp.*"):
-            path.unlink(missing_ok=True)
-
-    def erase(self) -> None:
-        """Remove a run's files, and nothing else that may be in the folder."""
-        for folder in [self.folder / "tb", self.folder]:
-            for path in folder.iterdir() if folder.is_dir() else []:
-                if OWN_FILES.fullmatch(path.name) and not path.is_dir():
-                    path.unlink()
-        with suppress(OSError):
-            (self.folder / "tb").rmdir()
-
-
-def read_resume(resume: str, folder: Path) -> bytes | None:
-    """Return the bytes of the checkpoint that `--resume` means, verified, or None for a fresh start. Rank 0 only.
+def read_bytes(path: Path, tries: int = 3) -> bytes:
+    """Return a file's content; a failing read is tried again, as network file systems have hiccups.
 
     Raises:
-        UserError: PATH is missing or no good checkpoint.
-        NoUsableCheckpointError: `auto` found damaged ones only.
+        UserError: it cannot be read. Not a reason to fall back to an older checkpoint.
     """
-    if not resume:
-        return None
-    if resume == "auto":
-        payload = CheckpointManager(folder).newest_good()
-        if payload is None:
-            print(f"--resume auto: no checkpoint in {folder} yet, starting afresh")
-        return payload
-    path = Path(resume)
-    if not path.is_file():
-        raise UserError(f"--resume {resume} is not a file; give a checkpoint, or auto for the newest in --output-dir")
-    payload = path.read_bytes()
-    check_schema(load_checkpoint(payload, resume), resume)
-    return payload
+    for left in reversed(range(tries)):
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            if not left:
+                raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+            time.sleep(1)
+    raise AssertionError("unreachable")
 
 
-def check_folder(folder: Path, resume: str, overwrite: bool) -> None:
-    """Check that the options say what is to become of a run that is in the output folder. Rank 0 only.
-
-    Raises:
-        UserError: they do not.
-    """
-    holds_run = bool(CheckpointManager(folder).numbered()) or (folder / "checkpoint.pth").exists()
-    if overwrite and resume and not _is_elsewhere(resume, folder):
-        raise UserError(f"--overwrite would remove {resume} itself, which --resume is to go on from; give one of them")
-    if holds_run and not overwrite and (not resume or _is_elsewhere(resume, folder)):
-        raise UserError(
-            f"--output-dir {folder} holds a run already; --resume auto goes on with it, --overwrite removes it, "
-            "or choose another folder"
-        )
-
-
-def prepare_folder(folder: Path, resume: str, resumed_step: int | None) -> None:
-    """Make the output folder ready for a run to write to, when nothing else can go wrong. Rank 0 only.
-
-    Args:
-        folder: `--output-dir`, checked by `check_folder`.
-        resume: `--resume`.
-        resumed_step: the step of the checkpoint that was read, None for a fresh start.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    manager = CheckpointManager(folder)
+def _step_of(path: Path) -> int | None:
+    """Return the step of a good checkpoint, or None."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        manager.clean()
-        if resumed_step is None or _is_elsewhere(resume, folder):
-            manager.erase()
-        else:
-            manager.supersede(resumed_step)
-        write_atomically(folder / "status.json", lambda file: file.write(b'{"state": "starting"}\n'))
-    except OSError as error:
-        raise UserError(f"--output-dir {folder} cannot be written: {error.strerror or error}") from error
-
-
-def _is_elsewhere(resume: str, folder: Path) -> bool:
-    """Tell whether `--resume` names a file outside the output folder."""
-    return resume not in ("", "auto") and Path(resume).resolve().parent != folder.resolve()
+        return check_schema(load_checkpoint(path, path.name), path.name)["step"]
+    except (UserError, OSError):
+        return None

@@ -5,6 +5,7 @@ import difflib
 import json
 import math
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torchvision.models import list_models
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 
 from errors import UserError
+from presets import IMAGENET_MEAN, IMAGENET_STD
 
 RECIPES_DIR = Path(__file__).parent / "recipes"
 
@@ -420,6 +422,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         reference = recipe.get("reference-global-batch")
     args = get_args_parser().parse_args(argv)
     args.given = _given(argv)
+    args.mean, args.std = list(IMAGENET_MEAN), list(IMAGENET_STD)
     args.reference_global_batch = reference
     if not args.list_recipes:
         validate(args)
@@ -447,7 +450,10 @@ def derive(args: argparse.Namespace) -> list[str]:
         lines.append(
             f"--device {args.device}: {'the accelerator that is there' if is_there else 'no accelerator found'}"
         )
-    kind = args.device.split(":")[0]
+    try:
+        kind = torch.device(args.device).type
+    except RuntimeError as error:
+        raise UserError(f"--device {args.device} is no device; give cpu, cuda, cuda:1 ...") from error
     if kind != "cpu" and not (
         torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == kind
     ):
@@ -457,7 +463,9 @@ def derive(args: argparse.Namespace) -> list[str]:
     if args.workers is None:
         # Those that this process may use, which in a container or a job are fewer than the machine's.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # torchrun's word for it, and Slurm's, such as 8(x2)
+        on_node = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+        processes = int(re.match(r"\d+", on_node)[0])
         args.workers = min(16, max(cores // processes, 1))
         lines.append(f"--workers {args.workers}: {cores} cores, {processes} processes on this node, at most 16")
     if args.output_dir is None:
@@ -465,6 +473,8 @@ def derive(args: argparse.Namespace) -> list[str]:
         lines.append(f"--output-dir {args.output_dir}")
     if args.sync_bn and kind == "cpu":
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
+    if args.synthetic is not None and args.data_path is not None:
+        lines.append(f"--synthetic: --data-path {args.data_path} is not read")
     for name, meaning in [
         ("use_v2", "version 1 of torchvision's transforms is used, whose distributions are those of version 2"),
         ("cache_dataset", "the folders are scanned at every start; no cache to go stale"),
@@ -527,6 +537,8 @@ def _validate_resolution(args: argparse.Namespace) -> None:
         first, last = args.crop_ramp_epochs
         if not 0 <= first < last:
             raise UserError(f"--crop-ramp-epochs {first} {last}: expected two epochs, the first before the last")
+        if args.synthetic is not None:
+            raise UserError("--train-crop-size-min has no effect on --synthetic images; leave it out")
         if args.train_crop_size_min > args.train_crop_size:
             raise UserError(
                 f"--train-crop-size-min {args.train_crop_size_min} is above --train-crop-size {args.train_crop_size}"
@@ -543,6 +555,8 @@ def _validate_optimization(args: argparse.Namespace) -> None:
         raise UserError(
             f"--lr-scaling {args.lr_scaling} needs a --recipe with a reference-global-batch, which --lr is for"
         )
+    if args.opt == "sgd_nesterov" and args.momentum == 0:
+        raise UserError("--opt sgd_nesterov needs a --momentum above 0")
     if args.opt_betas is not None and not all(0 <= beta < 1 for beta in args.opt_betas):
         raise UserError(f"--opt-betas {args.opt_betas[0]} {args.opt_betas[1]}: expected two numbers from 0 to below 1")
     if args.opt_betas is not None and args.opt in ("rmsprop", "sgd", "sgd_nesterov"):
@@ -597,5 +611,7 @@ def _validate_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--augmix-severity {args.augmix_severity}: expected 1 to 10")
     if args.ra_magnitude > 30:
         raise UserError(f"--ra-magnitude {args.ra_magnitude}: expected 0 to 30")
+    if args.seed >= 1 << 32:
+        raise UserError(f"--seed {args.seed}: expected less than 2^32")
     if args.dist_timeout <= 0:
         raise UserError(f"--dist-timeout {args.dist_timeout}: expected a number of minutes above 0")

@@ -18,7 +18,7 @@ from torchvision.transforms import InterpolationMode
 
 import transforms
 from errors import ImageError, UserError
-from presets import IMAGENET_MEAN, IMAGENET_STD, ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
+from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
 from randomness import AUGMENTATION, MIXING, fold_seed, seed_host
 from sampler import SampleKey, TrainSampler
 
@@ -145,7 +145,7 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     """
     preset_train, preset_eval = build_presets(args)
     if args.synthetic is not None:
-        train = SyntheticImages(args.synthetic, args.train_crop_size)
+        train = None if args.test_only else SyntheticImages(args.synthetic, args.train_crop_size)
         return train, SyntheticImages(max(args.synthetic // 10, 1), args.val_crop_size)
     if not Path(args.data_path).is_dir():
         raise UserError(f"--data-path {args.data_path} is not a folder; give the one that holds train/ and val/")
@@ -199,9 +199,11 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
 
 
 def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:
-    """Return the evaluation options that published weights come with, by the names of our options."""
+    """Return what published weights are evaluated with, by the names of our options; mean and std are none."""
     preset = weights.transforms()
     return {
+        "mean": list(preset.mean),
+        "std": list(preset.std),
         "val_resize_size": preset.resize_size[0],
         "val_crop_size": preset.crop_size[0],
         "interpolation": preset.interpolation.value,
@@ -221,7 +223,7 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
 
 def build_batch_transforms(args: Any, num_classes: int) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
     """Return what is done to each batch on the device in training and in evaluation."""
-    normalize = transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD, torch.device(args.device))
+    normalize = transforms.Normalize(args.mean, args.std, torch.device(args.device))
     mix = transforms.get_mixup_cutmix(
         mixup_alpha=args.mixup_alpha,
         cutmix_alpha=args.cutmix_alpha,

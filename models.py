@@ -3,8 +3,9 @@
 import copy
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
     """
     # The same first weights on every rank and at every start, whatever was drawn before.
     torch.manual_seed(args.seed)
-    model = _build_timm(args, num_classes) if args.model.startswith("timm/") else _build_torchvision(args, num_classes)
+    build = partial(_build_timm if args.model.startswith("timm/") else _build_torchvision, args)
+    model = build(num_classes)
     if weights is not None:
-        load_matching(model, weights, f"--weights {args.weights}")
+        load_matching(model, weights, f"--weights {args.weights}", build, num_classes)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
@@ -118,32 +120,41 @@ def set_training_mode(model: nn.Module) -> None:
             module.eval()
 
 
-def load_matching(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+def load_matching(
+    model: nn.Module, weights: Mapping[str, Tensor], source: str, build: Callable[[int], nn.Module], num_classes: int
+) -> None:
     """Load a state dict that fits the model, apart perhaps from a classifier for another number of classes.
 
+    It is loaded into a model of its own number of classes first, so that modules can translate what older versions of
+    them saved.
+
+    Args:
+        model: what to load into.
+        weights: the state dict.
+        source: what to call it in a message.
+        build: makes a model of a number of classes.
+        num_classes: that of `model`.
+
     Raises:
-        UserError: keys or shapes differ in anything but the classifier.
+        UserError: it belongs to another model.
     """
-    own = model.state_dict()
-    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    ends = classifier_layers(model, num_classes)
+    head = weights.get(f"{ends[-1]}.weight")
+    theirs = num_classes if head is None else len(head)
+    reader = model if theirs == num_classes else build(theirs)
+    try:
+        missing, unexpected = reader.load_state_dict(weights, strict=False)
+    except RuntimeError as error:  # shapes differ
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"{source} belongs to another model, check --model: {reason}") from error
     if missing or unexpected:
-        examples = [f"lacks {missing[0]}"] * bool(missing) + [f"has {unexpected[0]}"] * bool(unexpected)
-        raise UserError(f"{source} belongs to another model: it {' and '.join(examples)}; check --model")
-    differing = [name for name in own if own[name].shape != weights[name].shape]
-    sizes = {(weights[name].shape[0], own[name].shape[0]) for name in differing if own[name].ndim}
-    is_head = len(sizes) == 1 and all(own[name].shape[1:] == weights[name].shape[1:] for name in differing)
-    if differing and not is_head:
-        name = differing[0]
-        raise UserError(
-            f"{source} belongs to another model: {name} is {tuple(weights[name].shape)} there and "
-            f"{tuple(own[name].shape)} here; check --model"
-        )
-    if differing:
-        ((theirs, ours),) = sizes
-        print(
-            f"{source}: classifier of {theirs} classes left out, starting a new one of {ours} ({', '.join(differing)})"
-        )
-    model.load_state_dict({name: weights[name] if name not in differing else own[name] for name in own})
+        examples = [f"lacks {name}" for name in missing[:1]] + [f"has {name}" for name in unexpected[:1]]
+        raise UserError(f"{source} belongs to another model, check --model: it {' and '.join(examples)}")
+    if reader is model:
+        return
+    body = {name: tensor for name, tensor in reader.state_dict().items() if name.rsplit(".", 1)[0] not in ends}
+    model.load_state_dict(body, strict=False)
+    print(f"{source}: classifier of {theirs} classes left out, starting a new one of {num_classes} ({', '.join(ends)})")
 
 
 def wrap_model(model: nn.Module, args: Any) -> nn.Module:
@@ -306,7 +317,7 @@ class ShardedStep:
         """
         seed_device(self.device, FORWARD, self.seed, step, shard)
         is_last = shard == self.shards.local[-1]
-        keeps_buffers = shard != 0
+        keeps_buffers = shard != 0 and bool(self._buffers)
         saved = [buffer.clone() for buffer in self._buffers] if keeps_buffers else None
         is_ddp = isinstance(self.model, DistributedDataParallel)
         with self.model.no_sync() if is_ddp and not is_last else nullcontext():
@@ -372,6 +383,11 @@ class ExponentialMovingAverage(nn.Module):
                 average.copy_(value)
         self.n_averaged += 1
 
+    def restart(self, model: nn.Module) -> None:
+        """Begin as a copy of `model`."""
+        self.reset()
+        self.module.load_state_dict(model.state_dict())
+
     def reset(self) -> None:
         """Forget: the next update starts the average anew. torchvision does so throughout the warm-up."""
         self.n_averaged.zero_()
@@ -415,8 +431,8 @@ def resolve_weights(args: Any) -> Any:
     if args.model.startswith("timm/"):
         raise UserError(f"--weights {args.weights} is not a file; for {args.model}, give a file with a state dict")
     enum = torchvision.models.get_model_weights(args.model)
-    name = args.weights.split(".")[-1]
-    if name not in enum.__members__:
+    owner, _, name = args.weights.rpartition(".")
+    if owner not in ("", enum.__name__) or name not in enum.__members__:
         known = ", ".join(enum.__members__)
         close = difflib.get_close_matches(name, list(enum.__members__), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""

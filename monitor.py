@@ -53,7 +53,7 @@ class LogWindow:
         if not self._rows:
             return
         losses, correct1, correct5, counts = zip(*self._rows, strict=True)
-        columns = [torch.stack(column).double().cpu() for column in (losses, correct1, correct5)]
+        columns = [torch.stack(column).cpu().double() for column in (losses, correct1, correct5)]
         counts = torch.tensor(counts, dtype=torch.float64)
         mine = torch.stack([columns[0] * counts, columns[1], columns[2], counts], dim=1)
         by_rank = [rows.view(-1, self.num_local_shards, 4) for rows in all_gather(mine)]
@@ -126,12 +126,13 @@ class Monitor:
         """Drop the records that a resumed run will write again, and a last line torn by a kill."""
         path = self.folder / "metrics.jsonl"
         kept = []
-        for line in path.read_text().splitlines() if path.exists() else []:
+        for line in path.read_bytes().splitlines() if path.exists() else []:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if record["step"] < step or (record["step"] == step and (record["kind"] == "train" or is_evaluated)):
+                is_kept = record["step"] < step + (record["kind"] == "train" or is_evaluated)
+            except (ValueError, TypeError, KeyError):  # torn
+                continue
+            if is_kept:
                 kept.append(record)
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(path, lambda file: file.write(text.encode()))
@@ -142,8 +143,10 @@ class Monitor:
         self.step = step
         if self.folder is None:
             return
+        # Neither JSON nor a curve has a place for infinity, which a gradient norm is where the loss scale is too large.
+        values = {name: None if _is_infinite(value) else value for name, value in values.items()}
         record = {"kind": kind, "step": step, "epoch": epoch, **values, "time": round(time.time(), 3)}
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         self._add_scalars(record)
 
@@ -166,3 +169,7 @@ class Monitor:
         if self.folder is not None:
             text = json.dumps({"state": state, "reason": reason, "step": step, "time": round(time.time(), 3)})
             write_atomically(self.folder / "status.json", lambda file: file.write(text.encode() + b"\n"))
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

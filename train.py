@@ -21,11 +21,8 @@ from checkpoint import (
     OptimizerState,
     RunState,
     check_fits,
-    check_folder,
     load_checkpoint,
     load_weights,
-    prepare_folder,
-    read_resume,
     run_facts,
     write_atomically,
 )
@@ -197,12 +194,13 @@ class StepHook:
         run: the state that is moved and saved.
         window: the log window, part of that state.
         monitor: where log lines go.
+        manager: where checkpoints go, on rank 0.
         model: the bare model, looked at before it is saved.
     """
 
-    def __init__(self, args, run, window, monitor, model):
-        self.args, self.run, self.window, self.monitor, self.model = args, run, window, monitor, model
-        self.manager = CheckpointManager(Path(args.output_dir))
+    def __init__(self, args, run, window, monitor, manager, model):
+        self.args, self.run, self.window = args, run, window
+        self.monitor, self.manager, self.model = monitor, manager, model
         self.start_line(wait_s=0.0)
 
     def start_line(self, wait_s):
@@ -235,7 +233,7 @@ class StepHook:
             self.run.epoch,
             **means,
             lr=metric_logger.lr.value,
-            grad_norm=None if grad_norm is None else float(grad_norm),
+            grad_norm=float(grad_norm),
             images_per_s=images / elapsed_s,
             data_wait=(metric_logger.wait_s - self.line_wait_s) / elapsed_s,
             memory_gib=peak_memory_gib(),
@@ -289,7 +287,7 @@ def set_up(args):
         for name, value in data.options_of_weights(models.resolve_weights(args)).items():
             if args.test_only and name not in args.given:
                 setattr(args, name, value)
-                notes.append(f"--{name.replace('_', '-')} {value}: as {args.weights} was published")
+                notes.append(f"{name.replace('_', '-')} {value}: as {args.weights} was published")
     if args.use_deterministic_algorithms:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if "OMP_NUM_THREADS" not in os.environ:
@@ -299,26 +297,29 @@ def set_up(args):
     for note in notes:
         print(note)
     torch.use_deterministic_algorithms(args.use_deterministic_algorithms)
-    torch.backends.cudnn.benchmark = not args.use_deterministic_algorithms
+    is_repeatable = args.use_deterministic_algorithms or args.test_only
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = not is_repeatable, is_repeatable
     device = torch.device(args.device)
     return torch.device(device.type, args.gpu) if args.distributed and device.type != "cpu" else device
 
 
-def load_resumed(args):
-    """Return the checkpoint that `--resume` means, or None, with the run's shards set accordingly.
+def load_resumed(args, manager):
+    """Return the checkpoint that `--resume` means and its bytes, or None twice, with the run's shards set accordingly.
 
-    Only rank 0 touches files. Collective: every rank must call it.
+    Only rank 0 touches files, and changes none yet. Collective: every rank must call it.
 
     Raises:
-        UserError: it cannot be used, or the folder cannot.
+        UserError: it cannot be used, or the output folder holds a run that the options do not speak of.
     """
-    folder = Path(args.output_dir)
-    payload = utils.call_on_master(read_resume, args.resume, folder)
+    payload = utils.call_on_master(manager.read, args.resume)
     state = None if payload is None else load_checkpoint(payload, args.resume)
-    if not args.test_only:
-        utils.call_on_master(check_folder, folder, args.resume, args.overwrite)
-        set_shards(args, state)
-    return state
+    if args.test_only:
+        if args.resume and state is None:
+            raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
+        return state, None
+    utils.call_on_master(manager.check, args.resume, args.overwrite)
+    set_shards(args, state)
+    return state, payload
 
 
 def set_shards(args, state):
@@ -356,19 +357,19 @@ def start_weights(args, state):
     try:
         return weights.get_state_dict(progress=utils.is_main_process(), check_hash=True)
     except OSError as error:
-        raise UserError(f"--weights {args.weights}: {weights.url} cannot be downloaded ({error})") from error
+        raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
 
 
-def open_folder(args, run, is_resumed):
+def open_folder(args, manager, payload, run):
     """Make the output folder ready, with run.json, what the run is, and recipe.toml, which runs it again. Rank 0 only.
 
     Raises:
         UserError: it cannot be written.
     """
-    folder = Path(args.output_dir)
-    prepare_folder(folder, args.resume, run.step if is_resumed else None)
+    manager.open(args.resume, payload, run)
     record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
     record |= run.facts
+    folder = manager.folder
     write_atomically(folder / "run.json", lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
     write_atomically(folder / "recipe.toml", lambda file: file.write(config.write_recipe(args).encode()))
 
@@ -389,7 +390,8 @@ def main(args):
         UserError: something that was given cannot be used.
     """
     device = set_up(args)
-    state = load_resumed(args)
+    manager = CheckpointManager(Path(args.output_dir))
+    state, payload = load_resumed(args, manager)
     traindir, valdir = (os.path.join(args.data_path or "", split) for split in ("train", "val"))
     dataset, dataset_test, train_sampler, test_sampler = load_data(traindir, valdir, args)
     num_classes = len(dataset_test.classes)
@@ -417,16 +419,24 @@ def main(args):
     )
 
     window = LogWindow(train_sampler.shards.num_local)
-    parts = {"model": model_without_ddp, "optimizer": OptimizerState(optimizer), "log_window": window}
-    parts |= {"model_ema": model_ema} if model_ema else {}
-    parts |= {"scaler": scaler} if args.amp else {}
+    parts = {
+        "model": model_without_ddp,
+        "optimizer": OptimizerState(optimizer),
+        "model_ema": model_ema,
+        "scaler": scaler if args.amp else None,
+        "log_window": window,
+    }
     run = RunState(train_sampler.steps_per_epoch, run_facts(args, dataset), parts)
-    run.resume(state, args.start_epoch, args.epochs)
-    utils.call_on_master(open_folder, args, run, state is not None)
-    with Monitor.of_run(args.output_dir, run if state is not None else None) as monitor:
-        hook = StepHook(args, run, window, monitor, model_without_ddp)
+    run.resume(state, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
+    utils.call_on_master(open_folder, args, manager, payload, run)
+    is_resumed = state is not None
+    del state, payload
+    with Monitor.of_run(args.output_dir, run if is_resumed else None) as monitor:
+        hook = StepHook(args, run, window, monitor, manager, model_without_ddp)
         for epoch in range(run.epoch, args.epochs):
             first_step = run.start_epoch(epoch)
+            # Also where the epoch is only to be evaluated: the rate is part of what is saved.
+            lr_scheduler.set_position(epoch, max(first_step - 1, 0), run.steps_per_epoch)
             if first_step < run.steps_per_epoch:
                 train_sampler.set_epoch(epoch, first_step)
                 hook.start_line(wait_s=0.0)

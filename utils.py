@@ -395,11 +395,13 @@ def init_distributed_mode(args: Any) -> None:
             f"--world-size {args.world_size}, but no launcher set RANK; start the processes with "
             f"`torchrun --nproc_per_node={args.world_size} train.py ...`"
         )
+    if launched and args.dist_url == "env://" and "MASTER_ADDR" not in {**os.environ, **launched}:
+        raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
     os.environ.update(launched)
     args.rank = int(launched.get("RANK", "0"))
     args.world_size = int(launched.get("WORLD_SIZE", "1"))
     args.distributed = bool(launched)
-    args.gpu = int(launched.get("LOCAL_RANK", "0"))
+    args.gpu = int(launched.get("LOCAL_RANK", torch.device(args.device).index or 0))
     setup_for_distributed(args.rank == 0)
     is_cuda = torch.device(args.device).type == "cuda"
     if is_cuda:
@@ -411,7 +413,8 @@ def init_distributed_mode(args: Any) -> None:
     print(f"joining {args.world_size} processes at {args.dist_url}", flush=True)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        init_method=args.dist_url,
+        # What a launcher has set up counts; --dist-url is for where there is none.
+        init_method="env://" if "MASTER_ADDR" in os.environ else args.dist_url,
         world_size=args.world_size,
         rank=args.rank,
         timeout=datetime.timedelta(minutes=args.dist_timeout),
@@ -423,7 +426,8 @@ def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
     """Print why the run was refused or stopped, once over all ranks, and end this process.
 
     A launcher ends the other processes as soon as one has left; so, where all ranks meet the same error, the others
-    stay until rank 0 has printed it. One that is still there after ten seconds met it alone, and says so itself.
+    stay until rank 0 has printed it. Where some are still there after ten seconds, rank 0 may not have met it, or
+    nobody ends them: then the first of each node says it too.
 
     Args:
         error: its text is printed.
@@ -431,12 +435,15 @@ def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
         is_agreed: whether all ranks are expected to meet the error; if not, it is printed at once.
     """
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0")
+    is_silent = False
     if rank != 0 and is_agreed:
         time.sleep(10)
+        is_silent = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
     sys.stdout.flush()
     where = f" on rank {rank}" if rank != 0 else ""
     # Not print, which is silent on this rank.
-    sys.stderr.write(f"train.py: error{where}: {error}\n")
+    if not is_silent:
+        sys.stderr.write(f"train.py: error{where}: {error}\n")
     sys.stderr.flush()
     # Not sys.exit: tearing down a process group whose other members are gone can abort and hide the exit code.
     os._exit(exit_code)

@@ -9,7 +9,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import config
+import losses
 import models
+import optim
+import utils
+from checkpoint import load_weights
 from errors import UserError
 from sampler import VirtualShards
 
@@ -122,21 +126,46 @@ def test_first_weights_depend_on_the_seed_alone():
     assert not torch.equal(weights(0, 1), weights(1, 1))
 
 
-def test_weights_of_another_model_are_refused():
+def load(name, weights, num_classes):
+    def build(number):
+        return torchvision.models.get_model(name, num_classes=number)
+
+    model = build(num_classes)
+    models.load_matching(model, weights, "w.pth", build, num_classes)
+    return model
+
+
+def test_weights_of_another_model_are_refused_in_one_line():
     weights = torchvision.models.squeezenet1_1(num_classes=5).state_dict()
-    with pytest.raises(UserError, match="another model"):
-        models.load_matching(torchvision.models.squeezenet1_0(num_classes=5), weights, "w.pth")
-    with pytest.raises(UserError, match="another model"):
-        models.load_matching(torchvision.models.resnet18(num_classes=5), weights, "w.pth")
+    for name in ("squeezenet1_0", "resnet18"):
+        with pytest.raises(UserError, match="another model") as refusal:
+            load(name, weights, 5)
+        assert "\n" not in str(refusal.value)
+    weights["one.more"] = torch.zeros(1)
+    with pytest.raises(UserError, match="has one"):
+        load("squeezenet1_1", weights, 5)
 
 
 def test_a_head_of_another_size_is_left_out_and_the_rest_loaded(capsys):
     weights = torchvision.models.squeezenet1_1(num_classes=5).state_dict()
-    model = torchvision.models.squeezenet1_1(num_classes=7)
-    models.load_matching(model, weights, "w.pth")
+    model = load("squeezenet1_1", weights, 7)
     assert torch.equal(model.state_dict()["features.0.weight"], weights["features.0.weight"])
     assert model.state_dict()["classifier.1.weight"].shape[0] == 7
     assert "classifier of 5 classes left out" in capsys.readouterr().out
+
+
+def test_what_older_versions_of_modules_saved_is_translated():
+    weights = torchvision.models.resnet18(num_classes=5).state_dict()
+    old = {name: tensor for name, tensor in weights.items() if "num_batches_tracked" not in name}
+    assert torch.equal(load("resnet18", old, 5).conv1.weight, weights["conv1.weight"])
+    assert torch.equal(load("resnet18", old, 6).conv1.weight, weights["conv1.weight"])
+
+
+def test_weights_of_a_model_that_notes_its_version_load_from_a_file(tmp_path):
+    weights = torchvision.models.mnasnet0_5(num_classes=5).state_dict()
+    torch.save(weights, tmp_path / "w.pth")
+    model = load("mnasnet0_5", load_weights(tmp_path / "w.pth"), 5)
+    assert torch.equal(model.state_dict()["layers.0.weight"], weights["layers.0.weight"])
 
 
 def test_unknown_weights_are_named_with_those_that_exist():
@@ -145,3 +174,92 @@ def test_unknown_weights_are_named_with_those_that_exist():
         models.resolve_weights(args)
     args.weights = "ResNet50_Weights.IMAGENET1K_V2"
     assert models.resolve_weights(args).meta["num_params"] == 25557032
+    args.weights = "ResNet18_Weights.IMAGENET1K_V1"
+    with pytest.raises(UserError, match="neither a file nor weights of resnet50"):
+        models.resolve_weights(args)
+
+
+@pytest.mark.parametrize("model", ["squeezenet1_1", "alexnet"])
+def test_a_model_without_buffers_takes_several_shards(model):
+    built = torchvision.models.get_model(model, num_classes=3)
+    step = models.ShardedStep(built, VirtualShards(4, 2), device=torch.device("cpu"))
+    for shard in range(2):
+        with step.shard(0, shard):
+            built(torch.randn(2, 3, 64, 64)).sum().backward()
+
+
+def test_auxiliary_classifiers_count_in_training():
+    for name, weight in [("googlenet", 0.3), ("inception_v3", 0.4)]:
+        args = config.parse_args(["--synthetic", "--model", name, "--label-smoothing", "0.1"])
+        model, criterion = models.build_model(args, 4), losses.build_criterion(args)
+        size = 299 if name == "inception_v3" else 64
+        image, target = torch.randn(2, 3, size, size), torch.tensor([1, 3])
+        torch.manual_seed(0)
+        output = model(image)
+        expected = nn.functional.cross_entropy(output[0], target, label_smoothing=0.1)
+        for scores in output[1:]:
+            expected = expected + weight * nn.functional.cross_entropy(scores, target, label_smoothing=0.1)
+        torch.testing.assert_close(criterion(output, target), expected)  # the same terms, added in another order
+        criterion(output, target).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert torch.equal(utils.count_correct(output, target)[0], utils.count_correct(output[0], target)[0])
+        assert isinstance(model.eval()(image), torch.Tensor)
+
+
+def test_a_frozen_model_trains_its_classifier_alone_and_keeps_its_statistics():
+    args = config.parse_args(["--synthetic", "--freeze", "--model", "resnet18", "--wd", "0.1"])
+    model = models.build_model(args, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    models.set_training_mode(model)
+    nn.functional.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
+    optimizer.step()
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    assert changed == ["fc.weight", "fc.bias"]
+
+
+@pytest.mark.parametrize(
+    ("model", "ends"),
+    [
+        ("resnet18", ["fc"]), ("vgg11", ["classifier.6"]), ("squeezenet1_1", ["classifier.1"]),
+        ("vit_b_32", ["heads.head"]),
+        ("googlenet", ["aux1.fc2", "aux2.fc2", "fc"]), ("inception_v3", ["AuxLogits.fc", "fc"]), ("swin_t", ["head"]),
+        ("convnext_tiny", ["classifier.2"]), ("maxvit_t", ["classifier.5"]), ("mobilenet_v3_small", ["classifier.3"]),
+    ],
+)  # fmt: skip
+def test_the_classifier_is_found(model, ends):
+    with torch.device("meta"):
+        built = torchvision.models.get_model(model, num_classes=37)
+    assert models.classifier_layers(built, 37) == ends
+
+
+def test_stochastic_depth_and_dropout_are_overridden():
+    argv = ["--synthetic", "--model", "convnext_tiny", "--stochastic-depth", "0.3"]
+    with torch.device("meta"):
+        model = models.build_model(config.parse_args(argv), 10)
+        default = torchvision.models.convnext_tiny()
+        mobile = models.build_model(
+            config.parse_args(["--synthetic", "--model", "mobilenet_v2", "--dropout", "0.7"]), 10
+        )
+    odds = [[m.p for m in net.modules() if isinstance(m, torchvision.ops.StochasticDepth)] for net in (model, default)]
+    assert max(odds[0]) == pytest.approx(0.3)
+    assert odds[0] == pytest.approx([p * 3 for p in odds[1]])  # 0.1 by default
+    assert [m.p for m in mobile.modules() if isinstance(m, nn.Dropout)] == [0.7]
+
+
+def test_flip_averages_an_image_and_its_mirror_image():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    image = torch.randn(2, 3, 2, 2)
+    mirrored = image[..., [1, 0]]
+    assert torch.equal(models.FlipAverage(model)(image), (model(image) + model(mirrored)) / 2)
+
+
+def test_timms_models_come_from_timm():
+    timm = pytest.importorskip("timm")
+    argv = ["--synthetic", "--model", "timm/resnet10t", "--stochastic-depth", "0.2", "--norm-weight-decay", "0"]
+    args = config.parse_args(argv)
+    with torch.device("meta"):
+        model = models.build_model(args, 7)
+        expected = timm.create_model("resnet10t", num_classes=7, drop_path_rate=0.2)
+    assert str(model) == str(expected)
+    assert len(optim.build_parameter_groups(args, model)) == 2

@@ -185,11 +185,132 @@ def test_a_path_to_a_damaged_checkpoint_is_refused(started, tmp_path, damage):
 
 def test_auto_stops_where_all_checkpoints_are_damaged(started, tmp_path):
     out = started.copy(tmp_path / "out")
-    for path in out.glob("checkpoint-*.pth"):
+    for path in out.glob("*.pth"):
         damage_truncated(path)
     words = ["none can be used", "Not starting over", "--overwrite"]
     refused(started.go_on(tmp_path, out, "--resume", "auto"), *words, code=4)
     refused(started.go_on(tmp_path, out, "--resume", "auto"), *words, code=4)
+
+
+def test_the_linked_names_count_where_the_numbered_files_are_gone(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    for path in out.glob("checkpoint-*.pth"):
+        path.unlink()
+    assert "resumed step 6 " in started.go_on(tmp_path, out, "--resume", "auto").check().output
+    assert (out / "checkpoint-00000009.pth").exists()
+
+
+def test_a_folder_with_any_checkpoint_in_it_is_refused(started, tmp_path):
+    for name in ["best.pth", "checkpoint-00000004.pth.corrupt", "superseded-checkpoint-00000004.pth"]:
+        out = tmp_path / name
+        out.mkdir()
+        shutil.copy(started.out / "best.pth", out / name)
+        refused(started.go_on(tmp_path, out), "holds a run already")
+        assert (out / name).exists()
+
+
+def test_going_back_to_the_best_loses_nothing_when_killed_at_once(started, tmp_path):
+    """From best.pth (step 3), killed before the first save, and again by auto: still from step 3."""
+    out = started.copy(tmp_path / "out")
+    for resume in [out / "best.pth", "auto"]:
+        faults = [(0, "torch.optim.SGD.step", 1, "before")]
+        outcome = started.go_on(tmp_path, out, "--resume", resume, faults=faults)
+        assert outcome.codes == [-9]
+        assert "resumed step 3 " in outcome.output
+    assert load_checkpoint(out / "best.pth", "best")["step"] == 3
+    assert {path.name for path in out.glob("superseded-*")} >= {"superseded-checkpoint-00000006.pth"}
+
+
+def test_best_stays_where_it_is_older_than_what_is_resumed(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    step = load_checkpoint(out / "best.pth", "best")["step"]
+    assert step == 3
+    started.go_on(tmp_path, out, "--resume", out / "checkpoint-00000005.pth", "--epochs", 2).check()
+    best = load_checkpoint(out / "best.pth", "best")
+    assert best["step"] == load_checkpoint(out / "checkpoint.pth", "newest")["best"]["step"]
+
+
+def test_best_comes_along_into_another_folder(started, tmp_path):
+    fresh = tmp_path / "fresh"
+    started.go_on(tmp_path, fresh, "--resume", started.out / "checkpoint.pth").check()
+    expected = load_checkpoint(fresh / "checkpoint.pth", "newest")["best"]["step"]
+    assert load_checkpoint(fresh / "best.pth", "best")["step"] == expected
+    lone = tmp_path / "lone.pth"
+    shutil.copy(started.out / "checkpoint-00000005.pth", lone)
+    alone = tmp_path / "alone"
+    assert "best.pth starts anew" in started.go_on(tmp_path, alone, "--resume", lone).check().output
+    assert (alone / "best.pth").exists()
+
+
+def test_a_damaged_best_is_set_aside_and_linked_anew(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    damage_flipped(out / "best.pth")
+    started.go_on(tmp_path, out, "--resume", "auto").check()
+    assert load_checkpoint(out / "best.pth", "best")["step"] >= 6
+    assert (out / "best.pth.corrupt").exists()
+
+
+def test_another_format_stops_and_is_not_taken_for_damage(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    state = torch.load(out / "checkpoint-00000006.pth", weights_only=True)
+    torch.save({**state, "format": 2}, out / "checkpoint-00000006.pth")
+    refused(started.go_on(tmp_path, out, "--resume", "auto"), "has format 2", "use the version that wrote it")
+    assert list(out.glob("*.corrupt")) == []
+
+
+def test_a_refused_resume_changes_nothing(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    damage_truncated(out / "checkpoint-00000006.pth")
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    refused(started.go_on(tmp_path, out, "--resume", "auto", "--seed", 1), "seed 0 in the checkpoint")
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+
+def test_overwrite_killed_half_way_leaves_nothing_to_go_on_with(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    faults = [(0, "pathlib.Path.unlink", 4, "before")]
+    assert started.go_on(tmp_path, out, "--overwrite", faults=faults).codes == [-9]
+    assert list(out.glob("checkpoint-*.pth")) == []
+
+
+def test_test_only_without_a_checkpoint_is_refused(started, tmp_path):
+    outcome = started.go_on(tmp_path, tmp_path / "none", "--resume", "auto", "--test-only")
+    refused(outcome, "there is no checkpoint", "none")
+
+
+def test_test_only_writes_nothing_where_the_newest_is_damaged(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    damage_truncated(out / "checkpoint-00000006.pth")
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert "n=7" in started.go_on(tmp_path, out, "--resume", "auto", "--test-only").check().output
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+
+def test_an_average_that_is_new_begins_as_the_model(started, tmp_path):
+    out = tmp_path / "out"
+    faults = [(0, "train.evaluate", 1, "before")]
+    assert started.go_on(tmp_path, out, faults=faults).codes == [-9]
+    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--model-ema", "--epochs", 1).check()
+    results = [line.split("Acc@1")[1] for line in outcome.output.splitlines() if "Acc@1" in line]
+    assert results[0] == results[1]
+
+
+def test_the_same_command_with_start_epoch_can_be_given_again(started, tmp_path):
+    out = tmp_path / "out"
+    for faults in ([(0, "torch.optim.SGD.step", 2, "after")], []):
+        outcome = started.go_on(tmp_path, out, "--start-epoch", 1, "--resume", "auto", faults=faults)
+    assert "resumed step 4 (epoch 1, step 1 of 3 in it)" in outcome.check().output
+
+
+def test_other_threads_are_refused_under_the_flag(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    for name in ("checkpoint-00000006.pth", "checkpoint.pth"):
+        state = torch.load(out / name, weights_only=True)
+        state["environment"]["threads"] = 2
+        torch.save(state, out / name)
+    refused(
+        started.go_on(tmp_path, out, "--resume", "auto"), "CPU threads (OMP_NUM_THREADS) 2 in the checkpoint, 1 now"
+    )
 
 
 def test_a_missing_path_is_refused(started, tmp_path):

@@ -9,13 +9,15 @@ import monitor
 from checkpoint import load_checkpoint
 from tests.ranks import run_ranks, train_rank
 
-# BatchNorm, dropout, momentum, EMA, random crops and flips, an augmentation policy, erasing, mixing and clipping.
+# BatchNorm, dropout, momentum, EMA, random crops and flips, an augmentation policy, repeated augmentation, erasing,
+# mixing, clipping and a rate for each step and layer.
 # 29 images in batches of 8: 3 steps an epoch, and 5 images left out.
 OPTIONS = """
     --model mobilenet_v3_small --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu
     --auto-augment ta_wide --random-erase 0.3 --mixup-alpha 0.2 --cutmix-alpha 1.0 --label-smoothing 0.1
     --model-ema --model-ema-steps 2 --model-ema-decay 0.9 --lr 0.05 --lr-warmup-epochs 1 --clip-grad-norm 1.0
-    --epochs 3 --print-freq 2 --workers 0 --checkpoint-steps 2
+    --epochs 3 --print-freq 2 --workers 0 --checkpoint-steps 2 --ra-sampler --lr-scheduler cosineannealinglr
+    --lr-per-step --layer-decay 0.9 --norm-weight-decay 0.0
 """.split()
 FLAG = "--use-deterministic-algorithms"
 
@@ -122,6 +124,7 @@ KILLS = {
     "in the middle of a save": ("os.replace", 8, "before"),
     "inside a log window": ("torch.optim.SGD.step", 5, "before"),
     "in the last epoch": ("torch.optim.SGD.step", 8, "after"),
+    "before the last evaluation": ("train.evaluate_all", 3, "before"),
 }
 
 

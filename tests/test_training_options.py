@@ -1,0 +1,199 @@
+"""Options beyond torchvision's, and every classifier: what they do to a step."""
+
+import hashlib
+import random
+
+import numpy
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torchvision.models import list_models
+
+import config
+import data
+import losses
+import models
+import optim
+import train
+import transforms
+from checkpoint import OptimizerState, RunState, check_schema, load_checkpoint
+from presets import ClassificationPresetTrain, ProgressivePreset, TimmPolicy
+from randomness import seed_host
+from sampler import RASampler, VirtualShards
+
+MIXING = ["--mixup-alpha", "0.2", "--cutmix-alpha", "1.0", "--random-erase", "0.5", "--auto-augment", "ta_wide"]
+
+
+def batches_of(folder, world_size, *argv):
+    """Return {(step, shard): hash of the batch and its targets} over all ranks of an epoch."""
+    argv = ["--data-path", str(folder), "--device", "cpu", "--workers", "0", "--train-crop-size", "24", *MIXING, *argv]
+    args = config.parse_args(argv)
+    dataset, _ = data.build_datasets(str(folder / "train"), str(folder / "val"), args)
+    transform, _ = data.build_batch_transforms(args, 3)
+    hashes = {}
+    for rank in range(world_size):
+        sampler = RASampler(len(dataset), VirtualShards(8, 4, rank, world_size), seed=1, repetitions=2)
+        sampler.set_epoch(1)
+        loader = data.DeviceLoader(data.build_loader(dataset, sampler, args), torch.device("cpu"), transform, seed=1)
+        for address, (image, target) in zip(sampler.addresses(), loader, strict=True):
+            content = image.numpy().tobytes() + target.numpy().tobytes()
+            hashes[address] = hashlib.sha256(content).hexdigest()
+    return hashes
+
+
+def test_images_boxes_and_mixing_of_each_shard_are_the_same_at_any_world_size(image_folder):
+    one = batches_of(image_folder, 1)
+    assert len(one) == 12  # three steps of four shards
+    assert len(set(one.values())) == 12
+    assert batches_of(image_folder, 2) == one
+    assert batches_of(image_folder, 4) == one
+
+
+def test_progressive_crops_grow_in_steps_of_32_and_end_at_the_size():
+    preset = ProgressivePreset(ClassificationPresetTrain, smallest=160, largest=224, first=4, last=8)
+    sizes = [preset.size_at(epoch) for epoch in range(10)]
+    assert sizes == [160, 160, 160, 160, 160, 160, 192, 224, 224, 224]
+    assert preset.at(0) is preset.at(3)
+
+
+def test_a_run_trains_at_the_sizes_of_its_epochs(image_folder):
+    argv = ["--train-crop-size", "64", "--train-crop-size-min", "32", "--crop-ramp-epochs", "0", "1", "--workers", "0"]
+    args = config.parse_args(["--data-path", str(image_folder), *argv])
+    dataset, _ = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), args)
+    sampler = RASampler(len(dataset), VirtualShards(8, 1), repetitions=1)
+    loader = data.build_loader(dataset, sampler, args)
+    for epoch, size in [(0, 32), (1, 64), (5, 64)]:
+        sampler.set_epoch(epoch)
+        assert next(iter(loader))[0].shape == (8, 3, size, size)
+
+
+def mixed_share(prob, switch_prob, batches=2000):
+    mix = transforms.get_mixup_cutmix(
+        mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=2, prob=prob, switch_prob=switch_prob
+    )
+    kinds = {"none": 0, "mixup": 0, "cutmix": 0}
+    # An image of one pixel cannot be cut, only replaced or blended.
+    image, target = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1).expand(2, 1, 4, 4), torch.tensor([0, 1])
+    for seed in range(batches):
+        mixed, targets = mix(image, target, random.Random(seed))
+        if targets.ndim == 1:
+            kinds["none"] += 1
+        else:
+            kinds["cutmix" if set(mixed.unique().tolist()) <= {0.0, 1.0} else "mixup"] += 1
+    return {name: count / batches for name, count in kinds.items()}
+
+
+def test_odds_of_mixing_are_those_asked_for():
+    share = mixed_share(prob=0.8, switch_prob=0.25)
+    # Four standard deviations of 2,000 draws are below 0.04. Of mixup's Beta(0.2, 0.2), some shares round to 0 or 1.
+    assert share["none"] == pytest.approx(0.2, abs=0.04)
+    assert share["mixup"] == pytest.approx(0.6, abs=0.06)
+    assert share["cutmix"] == pytest.approx(0.2, abs=0.06)
+
+
+def test_mixing_ends_with_its_epoch():
+    mix = transforms.get_mixup_cutmix(mixup_alpha=1.0, cutmix_alpha=0.0, num_classes=3)
+    normalize = transforms.Normalize((0.5,), (0.5,), torch.device("cpu"))
+    batch = transforms.BatchTransform(normalize, mix=mix, mix_off_epoch=5)
+    image, target = torch.randint(0, 256, (2, 1, 4, 4), dtype=torch.uint8), torch.tensor([0, 2])
+    assert batch(image, target, random.Random(0), epoch=4)[1].ndim == 2
+    after, same = batch(image, target, random.Random(0), epoch=5)
+    assert torch.equal(same, target)
+    assert torch.equal(after, normalize(image))
+
+
+def test_timms_policy_draws_from_the_address_alone(image_folder):
+    pytest.importorskip("timm")
+    from PIL import Image
+
+    image = Image.open(next((image_folder / "train" / "class0").iterdir())).convert("RGB").resize((32, 32))
+    policy = TimmPolicy("timm/rand-m7-mstd0.5-inc1", 32, torchvision.transforms.InterpolationMode.BICUBIC)
+    results = []
+    for noise in (0, 5):
+        numpy.random.rand(noise)
+        seed_host(1, 2, 3)
+        results.append(policy(image).tobytes())
+    assert results[0] == results[1]
+    seed_host(1, 2, 4)
+    others = [policy(image).tobytes() for _ in range(5)]
+    assert len(set(others)) > 1
+
+
+# What each family is happy with; most take 32 px.
+SIZES = {"inception_v3": 299, "maxvit_t": 224, "googlenet": 64, "alexnet": 64, "vit_h_14": 28}
+REPRESENTATIVE = [
+    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small",
+    "regnet_y_400mf", "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "vgg11_bn", "vit_b_32",
+]  # fmt: skip
+
+
+def step_save_and_resume(name, tmp_path):
+    size = SIZES.get(name, 64 if name.startswith(("vgg", "squeezenet", "densenet", "swin", "vit")) else 32)
+    argv = [
+        "--synthetic",
+        "8",
+        "--model",
+        name,
+        "--device",
+        "cpu",
+        "--workers",
+        "0",
+        "--lr",
+        "0.01",
+        "--batch-size",
+        "2",
+    ]
+    args = config.parse_args([*argv, "--train-crop-size", str(size), "--val-crop-size", str(size), "--opt", "sgd"])
+
+    def build():
+        model = models.build_model(args, 5)
+        return model, optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+
+    model, optimizer = build()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    loader = [(torch.randn(2, 3, size, size, generator=generator), torch.tensor([1, 3]))]
+    train.train_one_epoch(model, losses.build_criterion(args), optimizer, loader, torch.device("cpu"), 0, args)
+    assert optim.all_finite(model.parameters())
+    moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    assert sum(moved) > 0.9 * len(moved)
+
+    facts = {"args": {"start_epoch": 0}, "shards": {}, "data": {}}
+    state = RunState(1, facts, {"model": model, "optimizer": OptimizerState(optimizer)}).state_dict()
+    torch.save(state, tmp_path / "checkpoint.pth")
+    restored, restored_optimizer = build()
+    run = RunState(1, facts, {"model": restored, "optimizer": OptimizerState(restored_optimizer)})
+    run.load_state_dict(check_schema(load_checkpoint(tmp_path / "checkpoint.pth", "it"), "it"))
+    for key, value in model.state_dict().items():
+        assert torch.equal(restored.state_dict()[key], value), key
+    momenta = [entry["momentum_buffer"] for entry in optimizer.state.values()]
+    again = [entry["momentum_buffer"] for entry in restored_optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(momenta, again, strict=True))
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_a_classifier_trains_a_step_and_resumes(name, tmp_path):
+    step_save_and_resume(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(list_models(module=torchvision.models)) - set(REPRESENTATIVE)))
+def test_every_other_classifier_trains_a_step_and_resumes(name, tmp_path):
+    step_save_and_resume(name, tmp_path)
+
+
+def test_there_are_80_classifiers():
+    assert len(list_models(module=torchvision.models)) >= 80
+
+
+def test_layer_decay_and_freeze_reach_a_real_step():
+    args = config.parse_args(["--synthetic", "--layer-decay", "0.0", "--lr", "1.0", "--momentum", "0", "--wd", "0"])
+    model = models.build_model(args, 4)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    nn.functional.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
+    optimizer.step()
+    # At a decay of nought only the last layer has a rate.
+    changed = [name for name, value in model.named_parameters() if not torch.equal(value, before[name])]
+    assert changed == ["fc.weight", "fc.bias"]
