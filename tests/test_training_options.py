@@ -53,13 +53,14 @@ def test_images_boxes_and_mixing_of_each_shard_are_the_same_at_any_world_size(im
 def test_progressive_crops_grow_in_steps_of_32_and_end_at_the_size():
     preset = ProgressivePreset(ClassificationPresetTrain, smallest=160, largest=224, first=4, last=8)
     sizes = [preset.size_at(epoch) for epoch in range(10)]
-    assert sizes == [160, 160, 160, 160, 160, 160, 192, 224, 224, 224]
+    # 176 and 208, half way between two multiples, go to the even one.
+    assert sizes == [160, 160, 160, 160, 160, 192, 192, 192, 224, 224]
     assert preset.at(0) is preset.at(3)
 
 
 def test_a_run_trains_at_the_sizes_of_its_epochs(image_folder):
     argv = ["--train-crop-size", "64", "--train-crop-size-min", "32", "--crop-ramp-epochs", "0", "1", "--workers", "0"]
-    args = config.parse_args(["--data-path", str(image_folder), *argv])
+    args = config.parse_args(["--data-path", str(image_folder), "--device", "cpu", *argv])
     dataset, _ = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), args)
     sampler = RASampler(len(dataset), VirtualShards(8, 1), repetitions=1)
     loader = data.build_loader(dataset, sampler, args)
@@ -120,8 +121,8 @@ def test_timms_policy_draws_from_the_address_alone(image_folder):
     assert len(set(others)) > 1
 
 
-# What each family is happy with; most take 32 px.
-SIZES = {"inception_v3": 299, "maxvit_t": 224, "googlenet": 64, "alexnet": 64, "vit_h_14": 28}
+# What is not happy with 64 px.
+SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 28}
 REPRESENTATIVE = [
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small",
     "regnet_y_400mf", "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "vgg11_bn", "vit_b_32",
@@ -129,7 +130,7 @@ REPRESENTATIVE = [
 
 
 def step_save_and_resume(name, tmp_path):
-    size = SIZES.get(name, 64 if name.startswith(("vgg", "squeezenet", "densenet", "swin", "vit")) else 32)
+    size = SIZES.get(name, 64)
     argv = [
         "--synthetic",
         "8",
@@ -157,7 +158,8 @@ def step_save_and_resume(name, tmp_path):
     train.train_one_epoch(model, losses.build_criterion(args), optimizer, loader, torch.device("cpu"), 0, args)
     assert optim.all_finite(model.parameters())
     moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
-    assert sum(moved) > 0.9 * len(moved)
+    # A ViT's classifier begins at zero, and nothing below it moves yet.
+    assert any(moved) if name.startswith("vit_") else sum(moved) > 0.9 * len(moved)
 
     facts = {"args": {"start_epoch": 0}, "shards": {}, "data": {}}
     state = RunState(1, facts, {"model": model, "optimizer": OptimizerState(optimizer)}).state_dict()
