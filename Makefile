@@ -19,7 +19,7 @@ $(READY): requirements.txt requirements-dev.txt
 
 setup: $(READY)  ## make .venv with everything that is needed (5.5 GB, one to two minutes)
 
-demo: $(READY)  ## train on real data, on two processes and without a GPU: about a minute
+demo: $(READY)  ## train on real data, on two processes and without a GPU: one to two minutes
 	$(BIN)/python -m scripts.make_digits data/digits
 	$(DIGITS) --overwrite
 	$(BIN)/python -m scripts.plot_curves runs/digits
@@ -34,7 +34,7 @@ format: $(READY)  ## put the code into its one form
 lint: $(READY)  ## check form, names, complexity and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell --skip='./$(VENV),./data,./runs,./.git,./docs/research'
+	$(BIN)/codespell
 
 test: $(READY)  ## run the test suite, without a GPU: some minutes on two cores
 	$(BIN)/python -m pytest -m "not slow"

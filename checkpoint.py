@@ -69,6 +69,7 @@ class RunState:
         self.parts = {name: part for name, part in parts.items() if part is not None}
         self.epoch, self.steps, self.is_evaluated = 0, 0, False
         self.best = None
+        self.is_resumed = False
 
     @property
     def step(self) -> int:
@@ -143,9 +144,27 @@ class RunState:
                     part.restart(self.parts["model"])
         for name in {"model_ema", "scaler"} & state.keys() - self.parts.keys():
             print(f"the checkpoint's {name} is left out: this run has none")
+        self._say_what_changed(state["args"])
         position = state["position"]
         self.epoch, self.steps, self.is_evaluated = position["epoch"], position["steps"], position["is_evaluated"]
         self.best = state["best"]
+        self.is_resumed = True
+
+    def is_finished(self, epochs: int) -> bool:
+        """Tell whether nothing is left to do."""
+        return self.epoch == epochs - 1 and self.is_evaluated
+
+    def _say_what_changed(self, theirs: dict) -> None:
+        """Name the options of the run that are others than the checkpoint's: those of the command line count."""
+        ours = self.facts["args"]
+        silent = {"given", "resume", "overwrite", "output_dir", "start_epoch", "rank", "gpu", "world_size", "recipe"}
+        changed = [
+            f"{name} {theirs[name]} in the checkpoint, {value} now"
+            for name, value in ours.items()
+            if name not in silent and name in theirs and theirs[name] != value
+        ]
+        if changed:
+            print(f"options that changed: {'; '.join(changed)}")
 
 
 class OptimizerState:
@@ -569,7 +588,9 @@ class CheckpointManager:
 
     def link(self, path: Path, name: str) -> None:
         """Give a checkpoint a second name, in place of what bears it now."""
-        temporary = self.folder / f"{name}.tmp.{os.getpid()}"
+        target, temporary = self.folder / name, self.folder / f"{name}.tmp.{os.getpid()}"
+        if target.exists() and os.path.samefile(path, target):
+            return  # and a rename of one link onto another of the same file would leave both
         temporary.unlink(missing_ok=True)
         try:
             os.link(path, temporary)
@@ -577,7 +598,7 @@ class CheckpointManager:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK):
                 raise
             shutil.copyfile(path, temporary)  # a file system without hard links
-        os.replace(temporary, self.folder / name)
+        os.replace(temporary, target)
         _sync_folder(self.folder)
 
 

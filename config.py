@@ -506,6 +506,8 @@ def validate(args: argparse.Namespace) -> None:
         raise UserError(
             f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine"
         )
+    if args.output_dir == "":
+        raise UserError("--output-dir is empty; name a folder, or leave it out for runs/MODEL")
     if args.start_epoch >= args.epochs:
         raise UserError(
             f"--start-epoch {args.start_epoch}: expected less than --epochs {args.epochs}; epochs count from 0"

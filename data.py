@@ -38,6 +38,8 @@ def scan_classes(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
     classes = [entry.name for entry in entries if entry.is_dir()]
     if not classes:
         num_images = sum(entry.name.lower().endswith(IMG_EXTENSIONS) for entry in entries)
+        if not num_images:
+            raise UserError(f"{root} holds neither images nor class folders; it needs one folder for each class")
         raise UserError(
             f"{root} holds {num_images} images and no class folders; move every image into a folder of its class"
         )
@@ -274,3 +276,14 @@ class DeviceLoader:
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
             yield self.transform(image, target, rng, epoch)
+
+
+def build_device_loader(
+    args: Any, dataset: Dataset | None, sampler: Any, device: torch.device, num_classes: int
+) -> DeviceLoader | None:
+    """Return what iterates over a set, transformed for training if the sampler is a training one; None for no set."""
+    if dataset is None:
+        return None
+    train_transform, eval_transform = build_batch_transforms(args, num_classes)
+    transform = train_transform if isinstance(sampler, TrainSampler) else eval_transform
+    return DeviceLoader(build_loader(dataset, sampler, args), device, transform, args.seed)

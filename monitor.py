@@ -87,20 +87,19 @@ class Monitor:
 
     Args:
         folder: the output folder; None for a monitor that writes nothing.
-        resumed: the state of the run that goes on: what an earlier process wrote beyond it is dropped. None for a
-            fresh run.
+        run: the state of the run; where it is resumed, what an earlier process wrote beyond it is dropped.
     """
 
-    def __init__(self, folder: Path | None, resumed: RunState | None = None) -> None:
+    def __init__(self, folder: Path | None, run: RunState) -> None:
         self.folder = folder
-        self.step = resumed.step if resumed else 0
+        self.step = run.step
         if folder is None:
             return
-        kept = self._truncate(resumed.step, resumed.is_evaluated) if resumed else []
+        kept = self._truncate(run.step, run.is_evaluated) if run.is_resumed else []
         self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         # TensorBoard forgets what the earlier process wrote from this step on. If the resumed step is to be evaluated
         # again, all points of that step go, and the training one is written once more.
-        purge_step = resumed.step + resumed.is_evaluated if resumed else None
+        purge_step = run.step + run.is_evaluated if run.is_resumed else None
         self._writer = SummaryWriter(folder / "tb", purge_step=purge_step)
         for record in kept[-1:]:
             if record["step"] == purge_step:
@@ -108,16 +107,16 @@ class Monitor:
         self.status("running", self.step)
 
     @classmethod
-    def of_run(cls, folder: str, resumed: RunState | None) -> "Monitor":
+    def of_run(cls, folder: str, run: RunState) -> "Monitor":
         """Return the one that writes on rank 0, and silent ones elsewhere."""
-        return cls(Path(folder) if is_main_process() else None, resumed)
+        return cls(Path(folder) if is_main_process() else None, run)
 
     def __enter__(self) -> "Monitor":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
-            self.status("failed", self.step, f"{kind.__name__}: {error}")
+            self.status("failed", self.step, f"{kind.__name__}: {error}".rstrip(": "))
         if self.folder is not None:
             self._file.close()
             self._writer.close()
@@ -167,8 +166,13 @@ class Monitor:
         torchrun turns every exit code into 1, so this file is the truth.
         """
         if self.folder is not None:
-            text = json.dumps({"state": state, "reason": reason, "step": step, "time": round(time.time(), 3)})
-            write_atomically(self.folder / "status.json", lambda file: file.write(text.encode() + b"\n"))
+            write_status(self.folder, state, step, reason)
+
+
+def write_status(folder: Path, state: str, step: int, reason: str = "") -> None:
+    """Replace a run's status.json; as `Monitor.status`."""
+    text = json.dumps({"state": state, "reason": reason, "step": step, "time": round(time.time(), 3)})
+    write_atomically(folder / "status.json", lambda file: file.write(text.encode() + b"\n"))
 
 
 def _is_infinite(value: Any) -> bool:

@@ -29,7 +29,7 @@ from checkpoint import (
 from config import get_args_parser
 from errors import ImageError, NonFiniteError, UserError
 from losses import build_criterion
-from monitor import LogWindow, Monitor
+from monitor import LogWindow, Monitor, write_status
 from sampler import EvalSampler, RASampler, TrainSampler, VirtualShards
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
@@ -262,10 +262,17 @@ class StepHook:
 
     def finish(self):
         """Say how the run ended."""
-        best = self.run.best
-        print(f"finished {self.run.epoch + 1} epochs, {self.run.step} steps; all in {self.args.output_dir}")
-        print(f"best {best['metric']} {best['value']:.3f}, after step {best['step']}")
+        print(result_of(self.args, self.run))
         self.monitor.status("finished", self.run.step)
+
+
+def result_of(args, run):
+    """Return the last lines of a finished run."""
+    best = run.best
+    return (
+        f"finished {run.epoch + 1} epochs, {run.step} steps; all in {args.output_dir}\n"
+        f"best {best['metric']} {best['value']:.3f}, after step {best['step']}"
+    )
 
 
 def peak_memory_gib():
@@ -316,10 +323,20 @@ def load_resumed(args, manager):
     if args.test_only:
         if args.resume and state is None:
             raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
+        if state is not None:
+            take_evaluation_options(args, state["args"])
         return state, None
     utils.call_on_master(manager.check, args.resume, args.overwrite)
     set_shards(args, state)
     return state, payload
+
+
+def take_evaluation_options(args, trained):
+    """Evaluate a checkpoint as its run did, but for what the command line says."""
+    for name in ("model", "val_resize_size", "val_crop_size", "interpolation", "backend", "eval_flip"):
+        if name not in args.given and getattr(args, name) != trained[name]:
+            setattr(args, name, trained[name])
+            print(f"--{name.replace('_', '-')} {trained[name]}: as in the checkpoint")
 
 
 def set_shards(args, state):
@@ -397,8 +414,8 @@ def main(args):
     num_classes = len(dataset_test.classes)
     if state is not None:
         check_fits(state, args, num_classes, dataset)
-    train_transform, eval_transform = data.build_batch_transforms(args, num_classes)
-    data_loader_test = data.DeviceLoader(data.build_loader(dataset_test, test_sampler, args), device, eval_transform)
+    data_loader = data.build_device_loader(args, dataset, train_sampler, device, num_classes)
+    data_loader_test = data.build_device_loader(args, dataset_test, test_sampler, device, num_classes)
 
     model_without_ddp = models.build_model(args, num_classes, start_weights(args, state)).to(device)
     model_ema = models.build_ema(args, model_without_ddp)
@@ -408,8 +425,6 @@ def main(args):
         evaluate_all(args, model_without_ddp, model_ema, criterion, data_loader_test, device)
         return
 
-    data_loader = data.build_loader(dataset, train_sampler, args)
-    data_loader = data.DeviceLoader(data_loader, device, train_transform, args.seed)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
     lr_scheduler = optim.build_lr_scheduler(args, optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp)
@@ -428,10 +443,13 @@ def main(args):
     }
     run = RunState(train_sampler.steps_per_epoch, run_facts(args, dataset), parts)
     run.resume(state, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
+    if run.is_finished(args.epochs):
+        utils.call_on_master(write_status, manager.folder, "finished", run.step)
+        print(result_of(args, run))
+        return
     utils.call_on_master(open_folder, args, manager, payload, run)
-    is_resumed = state is not None
     del state, payload
-    with Monitor.of_run(args.output_dir, run if is_resumed else None) as monitor:
+    with Monitor.of_run(args.output_dir, run) as monitor:
         hook = StepHook(args, run, window, monitor, manager, model_without_ddp)
         for epoch in range(run.epoch, args.epochs):
             first_step = run.start_epoch(epoch)
@@ -465,6 +483,8 @@ def cli():
         utils.leave(error, error.exit_code)
     except ImageError as error:
         utils.leave(error, error.exit_code, is_agreed=False)
+    except KeyboardInterrupt:
+        utils.leave(KeyboardInterrupt("interrupted; --resume auto goes on from the last checkpoint"), 1)
     utils.shut_down()
 
 

@@ -5,6 +5,7 @@ image of a class goes to val/, the others to train/; the split is fixed.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from PIL import Image
@@ -33,7 +34,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.make_digits", description=__doc__.splitlines()[0])
     parser.add_argument("folder", metavar="DIR", type=Path, help="where train/ and val/ go, such as data/digits")
     folder = parser.parse_args().folder
-    num_train, num_val = write_digits(folder)
+    try:
+        num_train, num_val = write_digits(folder)
+    except ImportError:
+        sys.exit(f"{parser.prog}: error: scikit-learn, which ships the digits, is missing; pip install scikit-learn")
+    except OSError as error:
+        sys.exit(f"{parser.prog}: error: cannot write to {folder}: {error.strerror}")
     print(f"wrote {num_train} training and {num_val} validation images to {folder}")
 
 

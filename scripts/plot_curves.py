@@ -41,10 +41,8 @@ def plot_curves(folder: Path) -> Path:
         axis.set(xlabel="step", ylabel=label)
         axis.grid(alpha=0.3)
         axis.legend()
-    # A diverging first evaluation would flatten everything else.
-    losses = sorted(record["loss"] for record in records if record["kind"] == "train")
-    if losses:
-        axes[0].set_ylim(0, 1.5 * losses[-1])
+    # An evaluation early in a run can be far off; on a straight scale it would flatten everything else.
+    axes[0].set_yscale("log")
     figure.suptitle(str(folder))
     path = folder / "curves.png"
     figure.savefig(path, dpi=100)

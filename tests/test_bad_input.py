@@ -23,6 +23,8 @@ def folders(tmp_path_factory):
     empty = write_images(root / "empty", {"train": [1, 1], "val": [1, 1]})
     (empty / "train" / "class2").mkdir()
     (root / "file").write_text("a file")
+    write_images(root / "empty_val", {"train": [1, 1]})
+    (root / "empty_val" / "val").mkdir()
     return root
 
 
@@ -32,6 +34,7 @@ CASES = {
     "no val": (["--data-path", "{root}/only_train"], ["has no val/"]),
     "flat val": (["--data-path", "{root}/flat"], ["flat/val holds 1 images and no class folders", "move every image"]),
     "other classes": (["--data-path", "{root}/other_classes"], ["has 3 classes", "has 2", "class2 only in train/"]),
+    "empty val": (["--data-path", "{root}/empty_val"], ["empty_val/val", "neither images nor class folders"]),
     "empty class": (["--data-path", "{root}/empty"], ["empty/train/class2", "holds no images"]),
     "unknown model": (["--data-path", "{root}/good", "--model", "resnet55"], ["resnet55", "did you mean resnet50?"]),
     "unknown option": (

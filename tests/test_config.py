@@ -459,6 +459,6 @@ def test_workers_share_the_cores_of_a_node(monkeypatch):
 
 @pytest.mark.parametrize("device", ["nonsense", "xpu:0"])
 def test_a_device_that_is_not_there_is_refused(device):
-    with pytest.raises(UserError, match=f"--device {device}: this machine has none") as caught:
+    with pytest.raises(UserError, match=f"--device {device}") as caught:
         config.derive(parse("--device", device))
     assert "\n" not in str(caught.value)

@@ -200,6 +200,25 @@ def test_the_linked_names_count_where_the_numbered_files_are_gone(started, tmp_p
     assert (out / "checkpoint-00000009.pth").exists()
 
 
+def test_what_changed_is_said_and_no_temporary_file_is_left(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--lr", 0.5).check()
+    assert "lr 0.02 in the checkpoint, 0.5 now" in outcome.output
+    assert "epochs 2 in the checkpoint, 3 now" in outcome.output
+    assert list(out.glob("*.tmp*")) == []
+    recipe = (out / "recipe.toml").read_text()
+    started.go_on(tmp_path, out, "--resume", "auto", "--lr", 0.7).check()  # nothing is left to do
+    assert (out / "recipe.toml").read_text() == recipe
+
+
+def test_test_only_takes_the_checkpoints_own_model_and_sizes(started, image_folder, tmp_path):
+    last = json.loads((started.out / "metrics.jsonl").read_text().splitlines()[-1])
+    argv = ["--data-path", image_folder, "--test-only", "--resume", started.out / "checkpoint.pth", "--device", "cpu"]
+    outcome = run_train(tmp_path, *argv, "--batch-size", 8, "--workers", 0).check()
+    assert "--val-crop-size 32: as in the checkpoint" in outcome.output
+    assert f"Acc@1 {last['acc1']:.3f} Acc@5 {last['acc5']:.3f} loss {last['loss']:.3f} n=7" in outcome.output
+
+
 def test_a_folder_with_any_checkpoint_in_it_is_refused(started, tmp_path):
     for name in ["best.pth", "checkpoint-00000004.pth.corrupt", "superseded-checkpoint-00000004.pth"]:
         out = tmp_path / name
