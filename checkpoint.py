@@ -157,7 +157,8 @@ class RunState:
     def _say_what_changed(self, theirs: dict) -> None:
         """Name the options of the run that are others than the checkpoint's: those of the command line count."""
         ours = self.facts["args"]
-        silent = {"given", "resume", "overwrite", "output_dir", "start_epoch", "rank", "gpu", "world_size", "recipe"}
+        silent = {"given", "recipe", "resume", "overwrite", "output_dir", "start_epoch"}
+        silent |= {"rank", "gpu", "world_size", "distributed", "workers"}
         changed = [
             f"{name} {theirs[name]} in the checkpoint, {value} now"
             for name, value in ours.items()

@@ -43,7 +43,24 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _enter(target, rank: int, world_size: int, port: int, log: str, arguments: tuple) -> None:
+def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def slurm_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What Slurm's srun tells a task, and a port, so that tests do not meet each other."""
+    return {
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": str(world_size),
+        "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7", "SLURM_STEP_TASKS_PER_NODE": str(world_size),
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def _enter(target, environment: dict[str, str], log: str, arguments: tuple) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -51,21 +68,20 @@ def _enter(target, rank: int, world_size: int, port: int, log: str, arguments: t
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    if world_size > 1:
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        )  # fmt: skip
+    os.environ.update(environment)
     target(*arguments)
 
 
-def run_ranks(target, world_size: int, *arguments, timeout_s: float = 120, log_folder: Path) -> Outcome:
+def run_ranks(
+    target, world_size: int, *arguments, timeout_s: float = 120, log_folder: Path, launcher=torchrun_environment
+) -> Outcome:
     """Run `target(*arguments)`, a function of an importable module, on `world_size` processes joined by environment."""
     port = _free_port()
     logs = [log_folder / f"rank{rank}.log" for rank in range(world_size)]
+    environments = [launcher(rank, world_size, port) if world_size > 1 else {} for rank in range(world_size)]
     processes = [
-        _context.Process(target=_enter, args=(target, rank, world_size, port, str(logs[rank]), arguments))
-        for rank in range(world_size)
+        _context.Process(target=_enter, args=(target, environment, str(log), arguments))
+        for environment, log in zip(environments, logs, strict=True)
     ]
     for log, process in zip(logs, processes, strict=True):
         log.touch()

@@ -85,9 +85,9 @@ def test_a_checkpoint_is_plain_data_and_its_model_is_torchvisions(started):
             assert type(value) in (str, int, float, bool, type(None), torch.Tensor), (name, type(value))
 
     check(state, "")
-    torchvision.models.resnet18(num_classes=3).load_state_dict(state["model"])
+    torchvision.models.shufflenet_v2_x0_5(num_classes=3).load_state_dict(state["model"])
     assert state["epoch"] == 1
-    assert state["args"]["model"] == "resnet18"
+    assert state["args"]["model"] == "shufflenet_v2_x0_5"
 
 
 def test_a_folder_with_a_run_is_refused_without_a_word_about_it(started, tmp_path):
@@ -338,14 +338,14 @@ def test_a_missing_path_is_refused(started, tmp_path):
 
 
 def test_a_state_dict_is_no_checkpoint_and_the_message_names_weights(started, tmp_path):
-    torch.save(torchvision.models.resnet18(num_classes=3).state_dict(), tmp_path / "w.pth")
+    torch.save(torchvision.models.shufflenet_v2_x0_5(num_classes=3).state_dict(), tmp_path / "w.pth")
     refused(started.go_on(tmp_path, tmp_path / "out", "--resume", tmp_path / "w.pth"), "no checkpoint", "--weights")
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model", "resnet34"], ["resnet18", "resnet34"]),
+        (["--model", "shufflenet_v2_x1_0"], ["shufflenet_v2_x0_5", "shufflenet_v2_x1_0"]),
         (["--batch-size", "4"], ["shards of 8 images", "--batch-size 8"]),
         (["--global-batch-size", "16"], ["global-batch-size 8"]),
         (["--seed", "1"], ["seed 0 in the checkpoint, 1 now"]),
@@ -399,9 +399,11 @@ def test_an_older_file_supersedes_the_newer_ones(started, tmp_path):
 
 
 def test_a_checkpoint_of_torchvisions_script_says_how_its_weights_are_taken_safely(started, tmp_path):
-    model = torchvision.models.resnet18(num_classes=3)
+    model = torchvision.models.shufflenet_v2_x0_5(num_classes=3)
     theirs = tmp_path / "model_7.pth"
-    torch.save({"model": model.state_dict(), "epoch": 7, "args": argparse.Namespace(model="resnet18")}, theirs)
+    torch.save(
+        {"model": model.state_dict(), "epoch": 7, "args": argparse.Namespace(model="shufflenet_v2_x0_5")}, theirs
+    )
     outcome = started.go_on(tmp_path, tmp_path / "out", "--resume", theirs)
     refused(outcome, "torchvision's reference script", "argparse.Namespace", "--weights weights.pth")
     command = re.search(r"run `(.*)` and pass", outcome.output)[1]

@@ -20,20 +20,12 @@ import sampler
 import train
 import utils
 from checkpoint import load_checkpoint
-from tests.ranks import REPOSITORY, run_ranks, train_rank
+from tests.ranks import REPOSITORY, run_ranks, slurm_environment, train_rank
 
-SMALL = [
-    "--train-crop-size",
-    "32",
-    "--val-resize-size",
-    "32",
-    "--val-crop-size",
-    "32",
-    "--device",
-    "cpu",
-    "--workers",
-    "0",
-]
+# A model with BatchNorm whose checkpoints are 3 MB: the suite writes hundreds.
+SMALL = """
+    --model shufflenet_v2_x0_5 --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
+""".split()
 
 
 class Scorer(nn.Module):
@@ -177,6 +169,15 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
         ("train", 1), ("train", 2), ("train", 3), ("val", 3), ("val_ema", 3),
         ("train", 4), ("train", 5), ("train", 6), ("val", 6), ("val_ema", 6),
     ]  # fmt: skip
+
+
+@pytest.mark.dist
+def test_srun_alone_joins_the_processes(tmp_path):
+    argv = ["--synthetic", "16", *SMALL, "--batch-size", "4", "--epochs", "1", "--output-dir", str(tmp_path / "out")]
+    outcome = run_ranks(train_rank, 2, argv, log_folder=tmp_path, launcher=slurm_environment).check()
+    assert "joining 2 processes" in outcome.output
+    assert "global batch 8 = 2 shards x 4 images, 1 a process; 2 steps an epoch" in outcome.output
+    assert outcome.output.count("finished 1 epochs") == 1
 
 
 def run_train(tmp_path, *argv, world_size=1, **options):
