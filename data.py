@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -220,6 +221,8 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
         num_workers=args.workers,
         persistent_workers=args.workers > 0,
         pin_memory=torch.device(args.device).type == "cuda",
+        # Forked, the processes end with their parent, however it ends; a fork server and its children would stay.
+        multiprocessing_context="fork" if args.workers and sys.platform == "linux" else None,
     )
 
 
