@@ -4,6 +4,7 @@ import hashlib
 import math
 import os
 import random
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -106,7 +107,9 @@ class IndexedImageFolder(Dataset):
             seed_host(AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
             transform = transform.at(key.epoch)
         try:
-            return transform.load((self.root / path).read_bytes()), label
+            with open(os.path.join(self.root, path), "rb", buffering=0) as file:
+                payload = file.readall()
+            return transform.load(payload), label
         except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on damaged files
             reason = str(error) or type(error).__name__
             raise ImageError(f"cannot read image {self.root / path} (class {self.classes[label]}): {reason}") from error
@@ -242,6 +245,8 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
         num_workers=args.workers,
         persistent_workers=args.workers > 0,
         pin_memory=torch.device(args.device).type == "cuda",
+        # Forked, the processes end with their parent, however it ends; a fork server and its children would stay.
+        multiprocessing_context="fork" if args.workers and sys.platform == "linux" else None,
         collate_fn=collate,
     )
 

@@ -5,6 +5,7 @@ Normalisation and random erasing belong to the preset but are cheaper on whole b
 """
 
 import importlib
+import io
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.functional import pil_to_tensor
 
-from decode import decode_box, open_image
+from decode import ImageFile
 from errors import UserError
 from extras import require_timm
 
@@ -57,10 +58,11 @@ class _Preset:
 
     def load(self, payload: bytes) -> torch.Tensor:
         """Return a file's image as (3, crop_size, crop_size) uint8, decoding no more of it than is needed."""
-        image = open_image(payload)
-        return self(image.convert("RGB")) if self.fast_mode is None else self._load_fast(payload, image)
+        if self.fast_mode is None:
+            return self(Image.open(io.BytesIO(payload)).convert("RGB"))
+        return self._load_fast(ImageFile(payload))
 
-    def _load_fast(self, payload: bytes, image: Image.Image) -> torch.Tensor:
+    def _load_fast(self, file: ImageFile) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -116,9 +118,11 @@ class ClassificationPresetTrain(_Preset):
         self.policy = policy
         self.random_erase_prob = random_erase_prob
 
-    def _load_fast(self, payload: bytes, image: Image.Image) -> torch.Tensor:
-        box = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
-        pixels = resize(decode_box(payload, image, box), self.crop_size, self.crop_size, self.fast_mode)
+    def _load_fast(self, file: ImageFile) -> torch.Tensor:
+        # torchvision draws the box of anything that has a size; an image on the meta device has nothing else.
+        sized = torch.empty(3, *file.size[::-1], device="meta", dtype=torch.uint8)
+        box = self.crop.get_params(sized, self.crop.scale, self.crop.ratio)
+        pixels = resize(file.decode(*box), self.crop_size, self.crop_size, self.fast_mode)
         if self.hflip_prob > 0 and torch.rand(1) < self.hflip_prob:
             pixels = pixels.flip(-1)
         if self.policy is None:
@@ -255,10 +259,10 @@ class ClassificationPresetEval(_Preset):
         super().__init__([self.resize, self.cut], backend, interpolation, mean, std)
         self.resize_size = resize_size
 
-    def _load_fast(self, payload: bytes, image: Image.Image) -> torch.Tensor:
-        width, height = image.size
+    def _load_fast(self, file: ImageFile) -> torch.Tensor:
+        width, height = file.size
         # torchvision's arithmetic: the shorter side exactly, the longer one rounded down.
         short, long = min(width, height), max(width, height)
         longer = int(self.resize_size * long / short)
         size = (longer, self.resize_size) if height >= width else (self.resize_size, longer)
-        return self.cut(resize(decode_box(payload, image, (0, 0, height, width)), *size, self.fast_mode))
+        return self.cut(resize(file.decode(0, 0, height, width), *size, self.fast_mode))

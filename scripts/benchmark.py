@@ -15,7 +15,7 @@ from torchvision import datasets, transforms
 
 import config
 import data
-from decode import decode_box, open_image
+from decode import ImageFile
 from errors import UserError
 from presets import resize
 from sampler import TrainSampler, VirtualShards
@@ -130,10 +130,11 @@ def stages(folder: Path, num_images: int = 100) -> dict[str, float]:
         marks = [time.process_time()]
         payload = (folder / path).read_bytes()
         marks.append(time.process_time())
-        image = open_image(payload)
-        box = crop.get_params(image, crop.scale, crop.ratio)
+        file = ImageFile(payload)
+        sized = torch.empty(3, *file.size[::-1], device="meta")
+        box = crop.get_params(sized, crop.scale, crop.ratio)
         marks.append(time.process_time())
-        pixels = decode_box(payload, image, box)
+        pixels = file.decode(*box)
         marks.append(time.process_time())
         crops.append((resize(pixels, 224, 224, "bilinear"), 0))
         marks.append(time.process_time())

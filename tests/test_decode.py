@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 
 import data
-from decode import decode_box, open_image, shorten
+from decode import ImageFile, read_frame, shorten
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 
 
@@ -71,27 +71,29 @@ def test_a_box_has_exactly_pillows_pixels(kind):
         height, width = (int(torch.randint(1, size + 1, (), generator=generator)) for size in (rows, columns))
         top = int(torch.randint(rows - height + 1, (), generator=generator))
         left = int(torch.randint(columns - width + 1, (), generator=generator))
-        found = decode_box(payload, open_image(payload), (top, left, height, width))
+        found = ImageFile(payload).decode(top, left, height, width)
         assert torch.equal(found, whole[:, top : top + height, left : left + width])
 
 
 def test_a_jpeg_is_decoded_no_further_than_the_box():
     payload = FILES["4:2:0"]
-    shorter = shorten(payload, 20)
+    frame = read_frame(payload)
+    assert (frame.height, frame.width, frame.block_rows) == (110, 150, 16)
+    shorter = shorten(payload, frame, 20)
     # Blocks of 16 rows: two for the box and one below it.
-    assert open_image(shorter).size == (150, 48)
+    assert Image.open(io.BytesIO(shorter)).size == (150, 48)
     assert len(shorter) == len(payload)
-    assert shorten(payload, 100) is payload
+    assert shorten(payload, frame, 100) is payload
     # Damage below what is needed is not even seen.
     torn = payload[: len(payload) * 2 // 3]
-    assert torch.equal(decode_box(torn, open_image(torn), (0, 0, 10, 150)), plain(payload)[:, :10])
+    assert torch.equal(ImageFile(torn).decode(0, 0, 10, 150), plain(payload)[:, :10])
 
 
 @pytest.mark.parametrize(
     "payload", [b"", b"\xff\xd8", b"\xff\xd8\xff\xe0", b"GIF89a", FILES["PNG"], b"\xff\xd8" + b"\xff" * 50]
 )
-def test_what_is_no_whole_jpeg_is_left_as_it_is(payload):
-    assert shorten(payload, 1) is payload
+def test_what_is_no_whole_jpeg_has_no_frame(payload):
+    assert read_frame(payload) is None
 
 
 @pytest.mark.parametrize("kind", FILES)
