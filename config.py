@@ -122,7 +122,8 @@ def _add_data(group: Any) -> None:
     _switch(group, "--cache-dataset", "accepted as torchvision's; the folders are scanned anew, which takes seconds")
     group.add_argument(
         "--backend", type=str.lower, choices=["pil", "tensor"],
-        help="what resizes: pil = Pillow, torchvision's default; tensor = torchvision's tensor resize (default: pil)",
+        help="exact pixels: pil = Pillow's, torchvision's default; tensor = torchvision's tensor resize (default: a "
+        "faster way, within one grey level of pil)",
     )  # fmt: skip
     _switch(group, "--use-v2", "accepted as torchvision's; changes no number here")
 

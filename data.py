@@ -1,18 +1,18 @@
 """From files to batches on the device: index, decode and transform in loader processes, finish on the device."""
 
 import hashlib
+import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.models import WeightsEnum
 from torchvision.transforms import InterpolationMode
@@ -67,15 +67,20 @@ class IndexedImageFolder(Dataset):
 
     Args:
         root: the folder.
-        transform: from a PIL image to a (3, H, W) uint8 tensor; where keys are `SampleKey`s, with a method `at` that
-            gives the one of an epoch. It draws from the process's CPU generators.
+        transform: a preset, whose `load` makes a (3, H, W) uint8 tensor of a file's bytes; where keys are `SampleKey`s,
+            its `at` gives the preset of an epoch. It draws from the process's CPU generators.
         seed: the run's, the first part of the address of every draw.
 
     Raises:
         UserError: `root` is no image folder.
     """
 
-    def __init__(self, root: str | Path, transform: Callable[[Image.Image], Tensor], seed: int = 0) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        transform: ClassificationPresetTrain | ClassificationPresetEval | ProgressivePreset,
+        seed: int = 0,
+    ) -> None:
         self.root = Path(root)
         self.transform = transform
         self.seed = seed
@@ -97,16 +102,17 @@ class IndexedImageFolder(Dataset):
         """
         index = key.index if isinstance(key, SampleKey) else key
         path, label = self.samples[index]
+        transform = self.transform
+        if isinstance(key, SampleKey):
+            seed_host(AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
+            transform = transform.at(key.epoch)
         try:
-            with Image.open(self.root / path) as image:
-                image = image.convert("RGB")
+            with open(os.path.join(self.root, path), "rb", buffering=0) as file:
+                payload = file.readall()
+            return transform.load(payload), label
         except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on damaged files
             reason = str(error) or type(error).__name__
             raise ImageError(f"cannot read image {self.root / path} (class {self.classes[label]}): {reason}") from error
-        if not isinstance(key, SampleKey):
-            return self.transform(image), label
-        seed_host(AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
-        return self.transform.at(key.epoch)(image), label
 
 
 class SyntheticImages(Dataset):
@@ -173,7 +179,6 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
 def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePreset, ClassificationPresetEval]:
     """Return what is done to each image in training and in evaluation."""
     interpolation = InterpolationMode(args.interpolation)
-    backend = args.backend or "pil"
     build_train = partial(
         ClassificationPresetTrain,
         interpolation=interpolation,
@@ -183,7 +188,7 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
         ra_magnitude=args.ra_magnitude,
         augmix_severity=args.augmix_severity,
         random_erase_prob=args.random_erase,
-        backend=backend,
+        backend=args.backend,
     )
     train = build_train(crop_size=args.train_crop_size)
     if args.crop_ramp_epochs is not None:
@@ -196,7 +201,10 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
             last=last,
         )
     evaluation = ClassificationPresetEval(
-        crop_size=args.val_crop_size, resize_size=args.val_resize_size, interpolation=interpolation, backend=backend
+        crop_size=args.val_crop_size,
+        resize_size=args.val_resize_size,
+        interpolation=interpolation,
+        backend=args.backend,
     )
     return train, evaluation
 
@@ -213,6 +221,22 @@ def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:
     }
 
 
+def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Put (3, H, W) uint8 images and their classes into one batch.
+
+    Returns:
+        (B, 3, H, W) uint8 in channels-last order, in which the images come, and (B,) int64.
+    """
+    rows = [image.permute(1, 2, 0) for image, _ in samples]
+    out = None
+    if get_worker_info() is not None:
+        # Straight into memory that the main process sees, which would else be a second copy.
+        shape = (len(rows), *rows[0].shape)
+        storage = torch.UntypedStorage._new_shared(math.prod(shape))
+        out = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
+    return torch.stack(rows, out=out).permute(0, 3, 1, 2), torch.tensor([label for _, label in samples])
+
+
 def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
     """Return a loader of uint8 batches in the sampler's order; its processes live as long as it does."""
     return DataLoader(
@@ -223,6 +247,7 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
         pin_memory=torch.device(args.device).type == "cuda",
         # Forked, the processes end with their parent, however it ends; a fork server and its children would stay.
         multiprocessing_context="fork" if args.workers and sys.platform == "linux" else None,
+        collate_fn=collate,
     )
 
 

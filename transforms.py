@@ -21,7 +21,8 @@ class Normalize:
 
     def __call__(self, image: Tensor) -> Tensor:
         """Divide by 255 first, then normalise: the order, and so the bits, of torchvision's presets."""
-        return image.to(torch.float32).div_(255).sub_(self.mean).div_(self.std)
+        image = image.to(torch.float32, memory_format=torch.contiguous_format)
+        return image.div_(255).sub_(self.mean).div_(self.std)
 
 
 class RandomErasing:

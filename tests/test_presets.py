@@ -133,7 +133,7 @@ def test_every_grey_level_is_normalised_as_in_torchvision():
 @pytest.mark.parametrize("build", [presets.ClassificationPresetTrain, presets.ClassificationPresetEval])
 @pytest.mark.parametrize("backend", ["opencv", ""])
 def test_another_backend_is_refused(build, backend):
-    with pytest.raises(ValueError, match="expected 'pil' or 'tensor'"):
+    with pytest.raises(ValueError, match="expected 'pil', 'tensor'"):
         build(crop_size=32, backend=backend)
 
 
