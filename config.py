@@ -69,7 +69,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Show each option's default, where it has one to speak of."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        if action.default is None or action.default is argparse.SUPPRESS or action.default == "":
+        default = action.default
+        if default is None or default is False or default is argparse.SUPPRESS or default == "":
             return action.help
         return super()._get_help_string(action)
 
@@ -147,7 +148,11 @@ def _add_augmentation(group: Any) -> None:
         "--interpolation", default="bilinear", choices=[mode.value for mode in InterpolationMode], help="of a resize"
     )
     group.add_argument(
-        "--crop-scale", metavar="SHARE", default=0.08, type=float, help="smallest share of an image that a crop shows"
+        "--crop-scale",
+        metavar="SHARE",
+        default=0.08,
+        type=float,
+        help="smallest share of an image's area that a training crop shows",
     )
     group.add_argument("--hflip-prob", metavar="P", default=0.5, type=float, help="odds of a mirrored image")
     group.add_argument(
@@ -158,8 +163,10 @@ def _add_augmentation(group: Any) -> None:
     group.add_argument("--ra-magnitude", metavar="M", default=9, type=int, help="magnitude of --auto-augment ra")
     group.add_argument("--augmix-severity", metavar="S", default=3, type=int, help="severity of --auto-augment augmix")
     group.add_argument("--random-erase", metavar="P", default=0.0, type=float, help="odds of an erased rectangle")
-    group.add_argument("--mixup-alpha", metavar="A", default=0.0, type=float, help="of mixup; 0 switches it off")
-    group.add_argument("--cutmix-alpha", metavar="A", default=0.0, type=float, help="of cutmix; 0 switches it off")
+    group.add_argument(
+        "--mixup-alpha", metavar="A", default=0.0, type=float, help="mixup: the alpha of its Beta distribution; 0 = off"
+    )
+    group.add_argument("--cutmix-alpha", metavar="A", default=0.0, type=float, help="cutmix: likewise")
     group.add_argument(
         "--mixup-prob", metavar="P", default=1.0, type=float, help="odds of a batch that is mixed at all"
     )
@@ -172,7 +179,9 @@ def _add_augmentation(group: Any) -> None:
 
 
 def _add_model(group: Any) -> None:
-    group.add_argument("--model", metavar="NAME", default="resnet18", help="any of torchvision's classification models")
+    group.add_argument(
+        "--model", metavar="NAME", default="resnet18", help="any of torchvision's classifiers, or timm/NAME"
+    )
     group.add_argument(
         "--weights", metavar="NAME|FILE",
         help="weights to start from: torchvision's name of them, a state dict, or a checkpoint of this script",
