@@ -1,7 +1,6 @@
 """Options: the parser, recipes, validation, and the record of what was resolved."""
 
 import argparse
-import difflib
 import json
 import math
 import os
@@ -17,7 +16,7 @@ import torchvision.models
 from torchvision.models import list_models
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 
-from errors import UserError
+from errors import UserError, did_you_mean
 from presets import IMAGENET_MEAN, IMAGENET_STD
 
 RECIPES_DIR = Path(__file__).parent / "recipes"
@@ -38,12 +37,6 @@ NOT_IN_RECIPE = {
 
 # Derived from the machine where they are not given.
 MACHINE_OPTIONS = {"device", "workers"}
-
-
-def did_you_mean(given: str, known: Sequence[str]) -> str:
-    """Return `; did you mean X?` for the closest known word, or nothing."""
-    close = difflib.get_close_matches(given, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -1,5 +1,14 @@
 """Errors that a user can act on, and how the script leaves because of one."""
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return `; did you mean X?` for the closest known word, written with its prefix, or nothing."""
+    close = difflib.get_close_matches(given, list(known), n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
+
 
 class UserError(Exception):
     """Something that was given cannot be used; the message says what, what is expected and what to do.

@@ -1,7 +1,6 @@
 """Build a model, wrap it for several processes, sum gradients in a fixed order, average weights."""
 
 import copy
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +14,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from errors import UserError
+from errors import UserError, did_you_mean
 from extras import require_timm
 from losses import AUXILIARY_WEIGHTS
 from randomness import FORWARD, seed_device
@@ -78,10 +77,8 @@ def _build_timm(args: Any, num_classes: int) -> nn.Module:
     timm = require_timm("--model", args.model)
     name = args.model.removeprefix("timm/")
     if name not in timm.list_models():
-        close = difflib.get_close_matches(name, timm.list_models(), n=1)
-        raise UserError(
-            f"--model {args.model}: timm has no such model{f'; did you mean timm/{close[0]}?' if close else ''}"
-        )
+        hint = did_you_mean(name, timm.list_models(), prefix="timm/")
+        raise UserError(f"--model {args.model}: timm has no such model{hint}")
     odds = {"drop_path_rate": args.stochastic_depth, "drop_rate": args.dropout}
     given = {option: value for option, value in odds.items() if value is not None}
     try:
@@ -434,8 +431,7 @@ def resolve_weights(args: Any) -> Any:
     owner, _, name = args.weights.rpartition(".")
     if owner not in ("", enum.__name__) or name not in enum.__members__:
         known = ", ".join(enum.__members__)
-        close = difflib.get_close_matches(name, list(enum.__members__), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(name, enum.__members__)
         raise UserError(
             f"--weights {args.weights}: neither a file nor weights of {args.model}{hint} (there are {known})"
         )

@@ -1,6 +1,5 @@
 """Parameter groups, optimizers and learning-rate schedules, with torchvision's numbers."""
 
-import difflib
 import importlib
 import math
 import re
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import UserError
+from errors import UserError, did_you_mean
 from extras import require_timm
 
 # torch's and torchvision's normalisation layers, whose weights and biases `--norm-weight-decay` governs.
@@ -143,8 +142,7 @@ def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> t
     optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
     name = args.opt.removeprefix("timm/")
     if name not in optimizers.list_optimizers():
-        close = difflib.get_close_matches(name, optimizers.list_optimizers(), n=1)
-        hint = f"; did you mean timm/{close[0]}?" if close else ""
+        hint = did_you_mean(name, optimizers.list_optimizers(), prefix="timm/")
         raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
     return optimizers.create_optimizer_v2(parameters, opt=name, momentum=args.momentum, **options)
 

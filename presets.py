@@ -1,13 +1,14 @@
 """What happens to one image on its way into a batch: torchvision's presets, ending in uint8.
 
-Normalisation and random erasing belong to the preset but are cheaper on whole batches on the device; there
-`transforms.BatchTransform` does them, with the `mean`, `std` and `random_erase_prob` that the preset was given.
+Normalisation and random erasing are cheaper on whole batches on the device, where `transforms.BatchTransform` does
+them; the presets take their keyword arguments, as torchvision's do, and leave the work to it.
 """
 
 import importlib
 import io
 from collections.abc import Callable
 
+import numpy
 import torch
 from PIL import Image
 from torch.nn import functional as F
@@ -223,8 +224,6 @@ class TimmPolicy:
 
     def __call__(self, image: Image.Image) -> Image.Image:
         """Augment one image. timm draws from numpy's generator as well, so that is seeded from torch's."""
-        import numpy  # timm needs it; nothing else here does
-
         numpy.random.seed(int(torch.randint(1 << 32, ())))
         return self.policy(image)
 
@@ -254,9 +253,9 @@ class ClassificationPresetEval(_Preset):
         backend: str | None = None,
         use_v2: bool = False,
     ) -> None:
-        self.resize = transforms.Resize(resize_size, interpolation=interpolation, antialias=True)
         self.cut = transforms.CenterCrop(crop_size)
-        super().__init__([self.resize, self.cut], backend, interpolation, mean, std)
+        steps = [transforms.Resize(resize_size, interpolation=interpolation, antialias=True), self.cut]
+        super().__init__(steps, backend, interpolation, mean, std)
         self.resize_size = resize_size
 
     def _load_fast(self, file: ImageFile) -> torch.Tensor:

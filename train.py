@@ -393,10 +393,11 @@ def open_folder(args, manager, payload, run):
 
 def evaluate_all(args, model, model_ema, criterion, data_loader, device):
     """Evaluate the model and its average, if there is one; return the results by their names in the log."""
-    scored, scored_ema = (models.FlipAverage(m) if args.eval_flip else m for m in (model, model_ema))
-    results = {"val": evaluate(scored, criterion, data_loader, device)}
-    if model_ema is not None:
-        results["val_ema"] = evaluate(scored_ema, criterion, data_loader, device, log_suffix="EMA")
+    results = {}
+    for kind, scored, suffix in [("val", model, ""), ("val_ema", model_ema, "EMA")]:
+        if scored is not None:
+            scored = models.FlipAverage(scored) if args.eval_flip else scored
+            results[kind] = evaluate(scored, criterion, data_loader, device, log_suffix=suffix)
     return results
 
 
