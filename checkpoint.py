@@ -11,15 +11,15 @@ import subprocess
 import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 import torchvision
 
 from errors import NoUsableCheckpointError, UserError
+from files import sync_folder, write_atomically
 
 FORMAT = 1
 
@@ -357,40 +357,6 @@ def load_weights(path: Path) -> dict:
     return plain
 
 
-def write_atomically(
-    path: Path, write: Callable[[BinaryIO], None], verify: Callable[[Path], None] | None = None
-) -> None:
-    """Write a file so that after a kill at any moment the old content or the new one is there, whole.
-
-    Args:
-        path: where; a temporary file beside it is written first.
-        write: gets the open file.
-        verify: gets the path of the complete temporary file, and raises if it is not good.
-    """
-    temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        if verify is not None:
-            verify(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)  # half a file keeps a full disk full
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _verify_archive(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         bad = archive.testzip()
@@ -600,7 +566,7 @@ class CheckpointManager:
                 raise
             shutil.copyfile(path, temporary)  # a file system without hard links
         os.replace(temporary, target)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
 
 
 def read_bytes(path: Path, tries: int = 3) -> bytes:

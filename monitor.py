@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from checkpoint import RunState, write_atomically
+from checkpoint import RunState
 from errors import NonFiniteError
+from files import write_atomically
 from utils import all_gather, is_main_process
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions

@@ -24,10 +24,10 @@ from checkpoint import (
     load_checkpoint,
     load_weights,
     run_facts,
-    write_atomically,
 )
 from config import get_args_parser
 from errors import ImageError, NonFiniteError, UserError
+from files import write_atomically
 from losses import build_criterion
 from monitor import LogWindow, Monitor, write_status
 from sampler import EvalSampler, RASampler, TrainSampler, VirtualShards

@@ -14,8 +14,9 @@ import torch
 import torchvision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from checkpoint import CheckpointManager, load_checkpoint, write_atomically
+from checkpoint import CheckpointManager, load_checkpoint
 from errors import UserError
+from files import write_atomically
 from tests.conftest import write_images
 from tests.ranks import run_ranks, train_rank
 from tests.test_train import SMALL
