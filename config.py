@@ -33,6 +33,7 @@ RECIPE_FACTS = {
 # Where a run is and how it was started, not what it computes: left out of the recipe that it writes.
 NOT_IN_RECIPE = {
     "recipe", "output_dir", "overwrite", "resume", "start_epoch", "test_only", "world_size", "dist_url", "dist_timeout",
+    "stall_timeout",
 }  # fmt: skip
 
 # Derived from the machine where they are not given.
@@ -277,6 +278,11 @@ def _add_checkpoint(group: Any) -> None:
 
 def _add_monitoring(group: Any) -> None:
     group.add_argument("--print-freq", metavar="N", default=10, type=int, help="steps between two log lines")
+    group.add_argument(
+        "--stall-timeout", metavar="MIN", default=20, type=float,
+        help="minutes without a step after which a run counts as hung: every process says where, and the run ends; "
+        "0 = never",
+    )  # fmt: skip
 
 
 def _add_distributed(group: Any) -> None:
@@ -285,7 +291,10 @@ def _add_distributed(group: Any) -> None:
         "--world-size", metavar="N", default=1, type=int, help="processes, where a launcher sets RANK but not this"
     )
     group.add_argument("--dist-url", metavar="URL", default="env://", help="where the processes meet")
-    group.add_argument("--dist-timeout", metavar="MIN", default=30, type=float, help="minutes until a hang is an error")
+    group.add_argument(
+        "--dist-timeout", metavar="MIN", default=30, type=float,
+        help="minutes that the processes wait for each other in a step",
+    )  # fmt: skip
 
 
 def find_recipe(name: str) -> Path:
@@ -595,7 +604,7 @@ _AT_LEAST = {
     "weight_decay": 0, "norm_weight_decay": 0, "bias_weight_decay": 0, "transformer_embedding_decay": 0,
     "lr_warmup_epochs": 0, "lr_step_size": 1, "ra_reps": 1, "ra_magnitude": 0, "mixup_alpha": 0, "cutmix_alpha": 0,
     "model_ema_steps": 1, "world_size": 1, "synthetic": 1, "seed": 0, "lr_gamma": 0, "momentum": 0, "clip_grad_norm": 0,
-    "augmix_severity": 1, "train_crop_size_min": 1, "mixup_off_epoch": 0, "opt_eps": 0,
+    "stall_timeout": 0, "augmix_severity": 1, "train_crop_size_min": 1, "mixup_off_epoch": 0, "opt_eps": 0,
 }  # fmt: skip
 _PROBABILITIES = [
     "crop_scale", "random_erase", "hflip_prob", "label_smoothing", "model_ema_decay", "lr_warmup_decay", "mixup_prob",

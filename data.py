@@ -19,6 +19,7 @@ from torchvision.transforms import InterpolationMode
 
 import transforms
 from errors import ImageError, UserError
+from preemption import start_worker
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
 from randomness import AUGMENTATION, MIXING, fold_seed, seed_host
 from sampler import SampleKey, TrainSampler
@@ -248,6 +249,7 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
         # Forked, the processes end with their parent, however it ends; a fork server and its children would stay.
         multiprocessing_context="fork" if args.workers and sys.platform == "linux" else None,
         collate_fn=collate,
+        worker_init_fn=start_worker,
     )
 
 

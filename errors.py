@@ -31,6 +31,32 @@ class NonFiniteError(UserError):
     exit_code = 5
 
 
+class PreemptedError(Exception):
+    """All ranks stop because a signal asked for it; the run can be resumed, and that is no failure."""
+
+    exit_code = 0
+
+
+class NoProgressError(UserError):
+    """A run that is restarted automatically stops at the same step again and again."""
+
+    exit_code = 1
+
+
+class LoaderKilledError(Exception):
+    """A loader process was killed; says of what, most likely."""
+
+    exit_code = 1
+
+    def __str__(self) -> str:
+        cause = super().__str__().strip()
+        if "Bus error" in cause:
+            advice = "most likely shared memory is full: a larger /dev/shm (docker run --ipc=host), or fewer --workers"
+        else:
+            advice = "most likely it was out of memory: use fewer --workers, or look into the system's log"
+        return f"a loader process was killed ({cause}); {advice}"
+
+
 class ImageError(Exception):
     """An image of the data set cannot be read; the message names its path.
 

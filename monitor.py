@@ -11,7 +11,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from checkpoint import RunState
-from errors import NonFiniteError
+from errors import NonFiniteError, PreemptedError
 from files import write_atomically
 from utils import all_gather, is_main_process
 
@@ -19,8 +19,35 @@ from utils import all_gather, is_main_process
 # of the run and the same after any restart.
 MACHINE_FIELDS = {"time", "images_per_s", "data_wait", "memory_gib", "world_size"}
 
+# Starts in a row from one and the same step after which nothing starts a run again by itself.
+MOST_STARTS = 3
+
 # What a curve is drawn of.
 SCALARS = {"loss", "lr", "acc1", "acc5", "grad_norm", "images_per_s", "data_wait", "memory_gib"}
+
+
+def non_finite_loss(step: int) -> str:
+    """Return what is said of a step whose loss is not finite."""
+    return (
+        f"the loss of step {step} is not finite; stopped, and the last checkpoint is kept; "
+        "try a lower --lr, a longer warm-up or --clip-grad-norm"
+    )
+
+
+def note_start(folder: Path, run: RunState) -> dict:
+    """Return from where a run starts, and the how many-th start in a row from there this is."""
+    position = [run.step, run.is_evaluated]
+    before = read_status(folder).get("start", {})
+    return {"position": position, "count": before.get("count", 0) + 1 if before.get("position") == position else 1}
+
+
+def read_status(folder: Path) -> dict:
+    """Return what status.json holds; nothing where it is not there or not readable."""
+    try:
+        status = json.loads((folder / "status.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
 
 
 class LogWindow:
@@ -61,10 +88,7 @@ class LogWindow:
         for offset, shards in enumerate(torch.cat(by_rank, dim=1).tolist()):
             for row in shards:
                 if not math.isfinite(row[0]):
-                    raise NonFiniteError(
-                        f"the loss of step {self._first_step + offset} is {row[0]}; stopped, and the last checkpoint "
-                        "is kept; try a lower --lr, a longer warm-up or --clip-grad-norm"
-                    )
+                    raise NonFiniteError(non_finite_loss(self._first_step + offset))
                 self._sums = [total + value for total, value in zip(self._sums, row, strict=True)]
         self._rows, self._first_step = [], None
 
@@ -93,7 +117,7 @@ class Monitor:
 
     def __init__(self, folder: Path | None, run: RunState) -> None:
         self.folder = folder
-        self.step = run.step
+        self.run = run
         if folder is None:
             return
         kept = self._truncate(run.step, run.is_evaluated) if run.is_resumed else []
@@ -105,7 +129,7 @@ class Monitor:
         for record in kept[-1:]:
             if record["step"] == purge_step:
                 self._add_scalars(record)
-        self.status("running", self.step)
+        self.status("running")
 
     @classmethod
     def of_run(cls, folder: str, run: RunState) -> "Monitor":
@@ -116,8 +140,10 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
-        if error is not None:
-            self.status("failed", self.step, f"{kind.__name__}: {error}".rstrip(": "))
+        if isinstance(error, PreemptedError):
+            self.status("preempted", str(error))
+        elif error is not None:
+            self.status("failed", f"{kind.__name__}: {error}".rstrip(": "))
         if self.folder is not None:
             self._file.close()
             self._writer.close()
@@ -140,7 +166,6 @@ class Monitor:
 
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
         """Write one record: `kind` is train, val or val_ema; `step` the steps done when it was measured."""
-        self.step = step
         if self.folder is None:
             return
         # Neither JSON nor a curve has a place for infinity, which a gradient norm is where the loss scale is too large.
@@ -161,19 +186,39 @@ class Monitor:
         if self.folder is not None:
             os.fsync(self._file.fileno())
 
-    def status(self, state: str, step: int, reason: str = "") -> None:
-        """Replace status.json, which tells what became of the run: running, finished or failed.
+    def status(self, state: str, reason: str = "") -> None:
+        """Replace status.json, which tells what became of the run: running, preempted, finished or failed.
 
         torchrun turns every exit code into 1, so this file is the truth.
         """
         if self.folder is not None:
-            write_status(self.folder, state, step, reason)
+            write_status(self.folder, state, self.run.step, reason)
 
 
-def write_status(folder: Path, state: str, step: int, reason: str = "") -> None:
-    """Replace a run's status.json; as `Monitor.status`."""
-    text = json.dumps({"state": state, "reason": reason, "step": step, "time": round(time.time(), 3)})
-    write_atomically(folder / "status.json", lambda file: file.write(text.encode() + b"\n"))
+def write_status(folder: Path, state: str, step: int, reason: str = "", start: dict | None = None) -> None:
+    """Replace a run's status.json; as `Monitor.status`.
+
+    `requeue` tells a job script whether to start the run again: where it was preempted, unless it has been, time and
+    again, without getting anywhere.
+
+    Args:
+        folder: the output folder.
+        state: running, preempted, finished or failed.
+        step: steps done.
+        reason: why it stopped.
+        start: what `note_start` returned; by default, what the file says already.
+    """
+    start = start or read_status(folder).get("start", {"position": [step, False], "count": 1})
+    is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
+    status = {
+        "state": state,
+        "reason": reason,
+        "step": step,
+        "requeue": state == "preempted" and not is_stuck,
+        "start": start,
+        "time": round(time.time(), 3),
+    }
+    write_atomically(folder / "status.json", lambda file: file.write(json.dumps(status).encode() + b"\n"))
 
 
 def _is_infinite(value: Any) -> bool:

@@ -117,6 +117,11 @@ class TrainSampler(Sampler):
         images = order[first + shard : first + self.shards.global_batch_size : self.shards.num_shards]
         return [SampleKey(index, self.epoch, 0) for index in images.tolist()]
 
+    def indices_at(self, step: int) -> list[int]:
+        """Return the images that this process uses in a step of the epoch."""
+        order = self.epoch_order()
+        return [key.index for shard in self.shards.local for key in self._keys(order, step, shard)]
+
     def __iter__(self) -> Iterator[list[SampleKey]]:
         order = self.epoch_order()
         for step in range(self.start_step, self.steps_per_epoch):

@@ -26,10 +26,11 @@ from checkpoint import (
     run_facts,
 )
 from config import get_args_parser
-from errors import ImageError, NonFiniteError, UserError
+from errors import ImageError, LoaderKilledError, NonFiniteError, NoProgressError, PreemptedError, UserError
 from files import write_atomically
 from losses import build_criterion
-from monitor import LogWindow, Monitor, write_status
+from monitor import MOST_STARTS, LogWindow, Monitor, non_finite_loss, note_start, write_status
+from preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
 from sampler import EvalSampler, RASampler, TrainSampler, VirtualShards
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
@@ -187,7 +188,7 @@ def load_data(traindir, valdir, args):
 
 
 class StepHook:
-    """What surrounds the steps of a run: counts them, logs and saves.
+    """What surrounds the steps of a run: counts them, logs, saves, and ends it well.
 
     Args:
         args: reads checkpoint_steps, output_dir, global_batch_size and world_size.
@@ -196,12 +197,42 @@ class StepHook:
         monitor: where log lines go.
         manager: where checkpoints go, on rank 0.
         model: the bare model, looked at before it is saved.
+        guard: knows of signals.
+        sampler: knows the images of a step.
     """
 
-    def __init__(self, args, run, window, monitor, manager, model):
+    def __init__(self, args, run, window, monitor, manager, model, guard, sampler):
         self.args, self.run, self.window = args, run, window
         self.monitor, self.manager, self.model = monitor, manager, model
+        self.guard, self.sampler = guard, sampler
+        self.finite = FiniteWatch(next(model.parameters()).device)
+        self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
+        self.saved = self.position  # nothing to save yet
         self.start_line(wait_s=0.0)
+
+    def __enter__(self):
+        self.watchdog.start()
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.watchdog.end()
+        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+            raise LoaderKilledError(str(error)) from error
+
+    def describe(self):
+        """Say what is being worked on, for whoever looks into a hang."""
+        if self.run.steps == self.run.steps_per_epoch:
+            return f"evaluating after step {self.run.step}"
+        return f"in step {self.run.step}, images {self.sampler.indices_at(self.run.steps)}"
+
+    def note_stall(self, reason):
+        """Record that the run hangs and is ended."""
+        self.monitor.status("failed", reason)
+
+    @property
+    def position(self):
+        """Where the run is: what a save is of."""
+        return self.run.step, self.run.is_evaluated
 
     def start_line(self, wait_s):
         """Measure rates from now on; at the start of an epoch too, or its first line would include an evaluation."""
@@ -211,12 +242,43 @@ class StepHook:
         """Count a step; log and save if that is due. Collective: every rank must call it."""
         for result in results:
             self.window.update(self.run.step, *result)
+        self.finite.note(self.run.step, [loss for loss, *_ in results])
         self.run.advance()
+        self.watchdog.beat()
+        verdict = self.guard.agree(bad_step=self.finite.first_bad())
+        if verdict.bad_step is not None:
+            raise NonFiniteError(non_finite_loss(verdict.bad_step))
         if metric_logger.is_line_due:
             self.log(metric_logger, grad_norm)
         is_epoch_over = self.run.steps == self.run.steps_per_epoch
         if self.args.checkpoint_steps and self.run.step % self.args.checkpoint_steps == 0 and not is_epoch_over:
             self.save()
+        if verdict.stop:
+            self.stop(verdict.stop)
+
+    def check(self):
+        """Stop before the next step or evaluation if a signal asks for it. Collective: every rank must call it."""
+        verdict = self.guard.agree()
+        if verdict.stop:
+            self.stop(verdict.stop)
+
+    def stop(self, cause):
+        """Save what is not saved yet, and leave the loop. Collective: every rank must call it.
+
+        Raises:
+            PreemptedError: always; says what was agreed.
+        """
+        ranks = f"all {self.args.world_size} ranks" if self.args.world_size > 1 else "the run"
+        done = f"{cause}: {ranks} stopped after step {self.run.step}"
+        start = time.perf_counter()
+        if self.saved == self.position:
+            raise PreemptedError(f"{done}, which is saved" if self.run.step else f"{done}; nothing to save yet")
+        self.save()
+        raise PreemptedError(f"{done}, saved in {time.perf_counter() - start:.1f} s")
+
+    def watched(self, data_loader):
+        """Return a loader that every rank leaves in the same round when a signal asks for it."""
+        return WatchedLoader(data_loader, self.guard, self.stop, self.watchdog.beat)
 
     def log(self, metric_logger, grad_norm):
         """Write the means over all images since the last line. Collective: every rank must call it."""
@@ -239,7 +301,18 @@ class StepHook:
             memory_gib=peak_memory_gib(),
             world_size=self.args.world_size,
         )
+        self.say_who_waits((metric_logger.wait_s - self.line_wait_s) / elapsed_s)
         self.start_line(metric_logger.wait_s)
+
+    def say_who_waits(self, data_wait):
+        """Name the process that waits for its data much longer than the others, and so makes them wait. Collective."""
+        waits = torch.cat(utils.all_gather(torch.tensor([data_wait])))
+        longest, median = float(waits.max()), float(waits.median())
+        if longest > median + 0.1:
+            print(
+                f"slowest: rank {int(waits.argmax())} waits for data {longest:.0%} of the time, the median rank "
+                f"{median:.0%}; look at its machine's disk and cores"
+            )
 
     def save(self):
         """Save the run, or end it if its weights are not finite. Collective: every rank must call it."""
@@ -250,6 +323,8 @@ class StepHook:
         if utils.is_main_process():
             self.monitor.sync()
             self.manager.save(self.run.state_dict(), is_best=self.run.is_best)
+        self.saved = self.position
+        self.watchdog.beat()
 
     def take_results(self, results):
         """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
@@ -263,7 +338,13 @@ class StepHook:
     def finish(self):
         """Say how the run ended."""
         print(result_of(self.args, self.run))
-        self.monitor.status("finished", self.run.step)
+        self.monitor.status("finished")
+
+
+def report_finished(args, run, manager):
+    """Say once more how a finished run ended. Collective: every rank must call it."""
+    utils.call_on_master(write_status, manager.folder, "finished", run.step)
+    print(result_of(args, run))
 
 
 def result_of(args, run):
@@ -318,6 +399,7 @@ def load_resumed(args, manager):
     Raises:
         UserError: it cannot be used, or the output folder holds a run that the options do not speak of.
     """
+    go_on_after_restart(args, manager)
     payload = utils.call_on_master(manager.read, args.resume)
     state = None if payload is None else load_checkpoint(payload, args.resume)
     if args.test_only:
@@ -329,6 +411,18 @@ def load_resumed(args, manager):
     utils.call_on_master(manager.check, args.resume, args.overwrite)
     set_shards(args, state)
     return state, payload
+
+
+def go_on_after_restart(args, manager):
+    """Where torchrun restarts the processes, go on with what they saved before, whatever the first start was told.
+
+    Collective: every rank must call it.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or args.test_only:
+        return
+    if utils.call_on_master(lambda: b"saved" if manager.numbered() else None):
+        print(f"restarted by torchrun: going on from the newest checkpoint in {manager.folder}")
+        args.resume, args.overwrite = "auto", False
 
 
 def take_evaluation_options(args, trained):
@@ -377,13 +471,26 @@ def start_weights(args, state):
         raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
 
 
+def is_restarted():
+    """Tell whether a launcher has started this run again by itself."""
+    return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
 def open_folder(args, manager, payload, run):
     """Make the output folder ready, with run.json, what the run is, and recipe.toml, which runs it again. Rank 0 only.
 
     Raises:
         UserError: it cannot be written.
     """
+    start = note_start(manager.folder, run)
     manager.open(args.resume, payload, run)
+    write_status(manager.folder, "running", run.step, start=start)
+    if start["count"] >= MOST_STARTS and is_restarted():
+        reason = f"no progress: start number {start['count']} in a row from step {run.step}"
+        write_status(manager.folder, "failed", run.step, reason)
+        raise NoProgressError(
+            f"{reason}, without a step saved; not trying again by itself: look at the log, then start it"
+        )
     record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
     record |= run.facts
     folder = manager.folder
@@ -407,6 +514,7 @@ def main(args):
     Raises:
         UserError: something that was given cannot be used.
     """
+    guard = PreemptionGuard(is_installed=not args.test_only)
     device = set_up(args)
     manager = CheckpointManager(Path(args.output_dir))
     state, payload = load_resumed(args, manager)
@@ -445,15 +553,17 @@ def main(args):
     run = RunState(train_sampler.steps_per_epoch, run_facts(args, dataset), parts)
     run.resume(state, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
     if run.is_finished(args.epochs):
-        utils.call_on_master(write_status, manager.folder, "finished", run.step)
-        print(result_of(args, run))
+        report_finished(args, run, manager)
         return
     utils.call_on_master(open_folder, args, manager, payload, run)
     del state, payload
-    with Monitor.of_run(args.output_dir, run) as monitor:
-        hook = StepHook(args, run, window, monitor, manager, model_without_ddp)
+    with (
+        Monitor.of_run(args.output_dir, run) as monitor,
+        StepHook(args, run, window, monitor, manager, model_without_ddp, guard, train_sampler) as hook,
+    ):
         for epoch in range(run.epoch, args.epochs):
             first_step = run.start_epoch(epoch)
+            hook.check()
             # Also where the epoch is only to be evaluated: the rate is part of what is saved.
             lr_scheduler.set_position(epoch, max(first_step - 1, 0), run.steps_per_epoch)
             if first_step < run.steps_per_epoch:
@@ -465,7 +575,8 @@ def main(args):
                 )  # fmt: skip
                 hook.save()
             if not run.is_evaluated:
-                results = evaluate_all(args, model_without_ddp, model_ema, criterion, data_loader_test, device)
+                watched = hook.watched(data_loader_test)
+                results = evaluate_all(args, model_without_ddp, model_ema, criterion, watched, device)
                 hook.take_results(results)
         hook.finish()
 
@@ -482,7 +593,9 @@ def cli():
             main(args)
     except UserError as error:
         utils.leave(error, error.exit_code)
-    except ImageError as error:
+    except PreemptedError as stop:
+        print(f"{stop}; --resume auto goes on")
+    except (ImageError, LoaderKilledError) as error:
         utils.leave(error, error.exit_code, is_agreed=False)
     except KeyboardInterrupt:
         utils.leave(KeyboardInterrupt("interrupted; --resume auto goes on from the last checkpoint"), 1)

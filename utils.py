@@ -17,6 +17,11 @@ import torch.distributed as dist
 
 from errors import UserError
 
+# Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
+PATIENCE_MIN = 24 * 60
+
+_patient_group = None  # all ranks, over gloo, with that patience; set by `init_distributed_mode`
+
 
 class SmoothedValue:
     """Track a series of values: the last few of them, and the mean over all.
@@ -264,12 +269,12 @@ def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
     if not is_dist_avail_and_initialized():
         return [rows]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(rows)]))
+    dist.all_gather(sizes, torch.tensor([len(rows)]), group=_patient_group)
     longest = max(int(size) for size in sizes)
     padded = rows.new_zeros(longest, *rows.shape[1:])
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group=_patient_group)
     return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
 
 
@@ -284,12 +289,12 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
     if not is_dist_avail_and_initialized():
         return payload
     size = torch.tensor([len(payload) if is_main_process() else 0])
-    dist.broadcast(size, src=0)
+    dist.broadcast(size, src=0, group=_patient_group)
     if size == 0:
         return b""
     buffer = torch.frombuffer(bytearray(payload if is_main_process() else bytes(int(size))), dtype=torch.uint8)
     for chunk in buffer.split(1 << 28):  # gloo counts a message's bytes in 32 bits
-        dist.broadcast(chunk, src=0)
+        dist.broadcast(chunk, src=0, group=_patient_group)
     return buffer.numpy().tobytes()
 
 
@@ -397,6 +402,7 @@ def init_distributed_mode(args: Any) -> None:
         )
     if launched and args.dist_url == "env://" and "MASTER_ADDR" not in {**os.environ, **launched}:
         raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
+    global _patient_group  # noqa: PLW0603
     os.environ.update(launched)
     args.rank = int(launched.get("RANK", "0"))
     args.world_size = int(launched.get("WORLD_SIZE", "1"))
@@ -419,6 +425,7 @@ def init_distributed_mode(args: Any) -> None:
         rank=args.rank,
         timeout=datetime.timedelta(minutes=args.dist_timeout),
     )
+    _patient_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
     dist.barrier()
 
 
@@ -456,5 +463,5 @@ def shut_down() -> None:
     (docs/research/RELIABILITY.md, 2.2).
     """
     if is_dist_avail_and_initialized():
-        dist.barrier()
+        dist.barrier(group=_patient_group)
         dist.destroy_process_group()

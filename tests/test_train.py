@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_the_last_checkpoint_stays(f
     kept = (out / "checkpoint.pth").read_bytes()
     outcome = run_train(tmp_path, *argv, "--epochs", 3, "--lr", 1e30, "--resume", "auto")
     assert outcome.codes == [5], outcome.output
-    assert "the loss of step 8 is nan; stopped, and the last checkpoint is kept" in outcome.output
+    assert "the loss of step 8 is not finite; stopped, and the last checkpoint is kept" in outcome.output
     assert (out / "checkpoint.pth").read_bytes() == kept
     status = json.loads((out / "status.json").read_text())
     assert status["state"] == "failed"
@@ -287,7 +287,7 @@ def test_imports_only_point_down():
     layers = [
         {"errors", "randomness"},
         {"decode", "extras", "files", "losses", "utils", "transforms", "sampler"},
-        {"presets", "optim", "models", "checkpoint"},
+        {"presets", "optim", "models", "checkpoint", "preemption"},
         {"config"},
         {"data", "monitor"},
         {"preview"},

@@ -1,0 +1,220 @@
+"""Ending well: signals agreed by all ranks, losses watched without waiting, hung runs that say where they hang."""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import utils
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+NEVER = -(1 << 62)
+PR_SET_PDEATHSIG = 1
+
+
+class Verdict(NamedTuple):
+    """What all ranks agree on after a step."""
+
+    stop: str  # such as "SIGTERM on rank 5"; empty to go on
+    is_save_due: bool
+    bad_step: int | None  # first step known to have a loss that is not finite
+
+
+class PreemptionGuard:
+    """Take the signals that announce an end, and let all ranks stop after the same step.
+
+    A handler only sets a flag: it runs at any place of the program, where neither a file nor a collective may be
+    touched (docs/research/RELIABILITY.md, 3.9).
+
+    Args:
+        is_installed: whether to handle the signals, from now on; and under torchrun, SIGTERM when its agent dies.
+    """
+
+    def __init__(self, *, is_installed: bool) -> None:
+        self.signal = 0
+        if not is_installed:
+            return
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+        # Without it the ranks of a killed agent train on, and write, beside those of its successor. Not so for a run
+        # from a shell, which may well go on after the shell.
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent(signal.SIGTERM)
+
+    def _note(self, number: int, frame: Any) -> None:
+        # A terminal's Ctrl-C comes twice under torchrun: from the terminal and from the agent.
+        if number == self.signal == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise KeyboardInterrupt
+        if not self.signal:
+            name = signal.Signals(number).name
+            more = "; once more to stop at once" if number == signal.SIGINT else ""
+            os.write(2, f"{name}: stopping after this step{more}\n".encode())
+        self.signal = self.signal or number
+
+    def agree(self, *, is_save_due: bool = False, bad_step: int | None = None) -> Verdict:
+        """Return what any rank knows. Collective: every rank must call it, as often as the others.
+
+        Args:
+            is_save_due: this rank's wish to save.
+            bad_step: the first step that this rank knows to be not finite.
+        """
+        bad = NEVER if bad_step is None else -bad_step
+        # Over gloo, from and to the host: the device is not waited for.
+        votes = torch.tensor([self.signal << 32 | utils.get_rank() if self.signal else 0, int(is_save_due), bad])
+        if utils.is_dist_avail_and_initialized():
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        stop, save, bad = votes.tolist()
+        name = signal.Signals(stop >> 32).name if stop else ""
+        if stop and utils.get_world_size() > 1:
+            name += f" on rank {stop & 0xFFFFFFFF}"
+        return Verdict(name, bool(save), None if bad == NEVER else -bad)
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+
+
+def start_worker(worker: int) -> None:
+    """Prepare a loader process: it ends with its parent, and never by a signal that its parent is to act on.
+
+    torchrun and terminals signal the whole process group; a loader that died of it would take the run along before
+    anything is saved (docs/research/RELIABILITY.md, finding 3).
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
+
+
+class WatchedLoader:
+    """A loader of which every rank leaves after the same round when a stop is asked for.
+
+    Ranks may have different numbers of batches; those that are out go on agreeing until the last one is.
+
+    Args:
+        loader: yields batches; has a length and a `dataset`.
+        guard: asked before each batch.
+        stop: called with the cause on all ranks when a stop is asked for; raises.
+        beat: called before each batch.
+    """
+
+    def __init__(
+        self, loader: Any, guard: PreemptionGuard, stop: Callable[[str], None], beat: Callable[[], None]
+    ) -> None:
+        self.loader = loader
+        self.guard = guard
+        self.stop = stop
+        self.beat = beat
+
+    @property
+    def dataset(self) -> Any:
+        """What the loader loads."""
+        return self.loader.dataset
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator:
+        """Yield the batches. Collective: every rank must iterate to the end."""
+        rounds = max(int(length) for length in utils.all_gather(torch.tensor([len(self.loader)])))
+        batches = iter(self.loader)
+        for number in range(rounds):
+            self.beat()
+            verdict = self.guard.agree()
+            if verdict.stop:
+                self.stop(verdict.stop)
+            if number < len(self.loader):
+                yield next(batches)
+
+
+class FiniteWatch:
+    """Learn which losses were not finite, without waiting for the device.
+
+    A flag is copied to the host beside the computation, and looked at when it has arrived: a step later, or more.
+
+    Args:
+        device: where the losses are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_type = device.type
+        self._pending = deque()  # (step, flag on the host, event or None)
+
+    def note(self, step: int, values: Sequence[torch.Tensor]) -> None:
+        """Take the losses of a step, and whatever else must be finite: scalar tensors on the device."""
+        if self.device_type not in ("cpu", "cuda"):
+            return  # reading would wait; the log lines and the saves look, too
+        is_finite = torch.stack([value.detach() for value in values]).isfinite().all()
+        event = None
+        if self.device_type == "cuda":
+            host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            is_finite = host.copy_(is_finite, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((step, is_finite, event))
+
+    def first_bad(self) -> int | None:
+        """Return the first step, of those whose flag has arrived, that was not finite."""
+        while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
+            step, is_finite, _ = self._pending.popleft()
+            if not is_finite.numpy():
+                return step
+        return None
+
+
+class StallWatchdog:
+    """End a run that hangs, after every rank has said where: Python stacks of all threads, and what it worked on.
+
+    Args:
+        timeout_s: how long nothing may happen, s; 0 for ever.
+        describe: says what is being worked on.
+        on_stall: called last, with the reason.
+    """
+
+    LINGER_S = 5.0  # a launcher ends the others when one has left; they are to speak first
+
+    def __init__(self, timeout_s: float, describe: Callable[[], str], on_stall: Callable[[str], None]) -> None:
+        self.timeout_s = timeout_s
+        self.describe = describe
+        self.on_stall = on_stall
+        self._is_over = threading.Event()
+        self.beat()
+
+    def beat(self) -> None:
+        """Note that something has been done."""
+        self.last_s = time.monotonic()
+
+    def start(self) -> None:
+        """Watch from now on."""
+        if self.timeout_s:
+            self.beat()
+            threading.Thread(target=self._watch, daemon=True, name="stall watchdog").start()
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._is_over.set()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(min(self.timeout_s / 4, 5.0)):
+            if time.monotonic() - self.last_s > self.timeout_s:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        reason = f"nothing happened for {self.timeout_s:g} s (--stall-timeout)"
+        where = f"rank {utils.get_rank()} on {socket.gethostname()}"
+        os.write(2, f"{where}: {reason}; {self.describe()}; Python stacks of this rank:\n".encode())
+        faulthandler.dump_traceback(all_threads=True)
+        time.sleep(self.LINGER_S)
+        self.on_stall(reason)
+        os._exit(1)
