@@ -562,8 +562,8 @@ def main(args):
         StepHook(args, run, window, monitor, manager, model_without_ddp, guard, train_sampler) as hook,
     ):
         for epoch in range(run.epoch, args.epochs):
-            first_step = run.start_epoch(epoch)
             hook.check()
+            first_step = run.start_epoch(epoch)
             # Also where the epoch is only to be evaluated: the rate is part of what is saved.
             lr_scheduler.set_position(epoch, max(first_step - 1, 0), run.steps_per_epoch)
             if first_step < run.steps_per_epoch:

@@ -4,6 +4,7 @@ A rank that ends badly ends the others, as torchrun does. Faults are put into th
 knows of them.
 """
 
+import io
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -73,9 +74,18 @@ def _enter(target, environment: dict[str, str], log: str, arguments: tuple) -> N
 
 
 def run_ranks(
-    target, world_size: int, *arguments, timeout_s: float = 120, log_folder: Path, launcher=torchrun_environment
+    target,
+    world_size: int,
+    *arguments,
+    timeout_s: float = 120,
+    log_folder: Path,
+    launcher=torchrun_environment,
+    strikes: list[tuple] = (),
 ) -> Outcome:
-    """Run `target(*arguments)`, a function of an importable module, on `world_size` processes joined by environment."""
+    """Run `target(*arguments)`, a function of an importable module, on `world_size` processes joined by environment.
+
+    Each strike, (seconds from the start, rank, signal), is sent if that rank is still there.
+    """
     port = _free_port()
     logs = [log_folder / f"rank{rank}.log" for rank in range(world_size)]
     environments = [launcher(rank, world_size, port) if world_size > 1 else {} for rank in range(world_size)]
@@ -86,8 +96,14 @@ def run_ranks(
     for log, process in zip(logs, processes, strict=True):
         log.touch()
         process.start()
-    deadline = time.monotonic() + timeout_s
+    start = time.monotonic()
+    deadline = start + timeout_s
+    strikes = sorted(strikes)
     while any(process.is_alive() for process in processes):
+        while strikes and time.monotonic() - start > strikes[0][0]:
+            _, rank, number = strikes.pop(0)
+            if processes[rank].is_alive():
+                os.kill(processes[rank].pid, number)
         is_late = time.monotonic() > deadline
         if is_late or any(process.exitcode not in (None, 0) for process in processes):
             for process in processes:
@@ -96,7 +112,7 @@ def run_ranks(
                     process.join(5)
                     process.kill()
             break
-        time.sleep(0.01)
+        time.sleep(0.002)
     for process in processes:
         process.join()
     outcome = Outcome([process.exitcode for process in processes], [log.read_text() for log in logs])
@@ -105,19 +121,23 @@ def run_ranks(
 
 
 def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:
-    """Run train.py's command line; each fault, (rank, dotted name of a function, its n-th call, when), is a SIGKILL."""
+    """Run train.py's command line with faults: (rank, dotted name of a function, its n-th call, when[, signal]).
+
+    A fault sends this rank the signal, by default SIGKILL, before or after that call; `half` is for `torch.save`, after
+    half the bytes are written.
+    """
     import train
 
     rank = int(os.environ.get("RANK", "0"))
-    for fault_rank, name, call, when in faults:
+    for fault_rank, *fault in faults:
         if fault_rank == rank:
-            _kill_at(name, call, when)
+            _strike_at(*fault)
     sys.argv = ["train.py", *argv]
     train.cli()
 
 
-def _kill_at(name: str, call: int, when: str) -> None:
-    """End this process by SIGKILL before, or after, the n-th call of a function."""
+def _strike_at(name: str, call: int, when: str, number: int = signal.SIGKILL) -> None:
+    """Send this process a signal before, after or in the middle of the n-th call of a function."""
     import importlib
 
     owner_name, attribute = name.rsplit(".", 1)
@@ -133,10 +153,17 @@ def _kill_at(name: str, call: int, when: str) -> None:
         nonlocal calls
         calls += 1
         if calls == call and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*args, **kwargs)
-        if calls == call and when == "after":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+            os.kill(os.getpid(), number)
+        if calls == call and when == "half":
+            whole = io.BytesIO()
+            original(args[0], whole)
+            args[1].write(whole.getvalue()[: whole.tell() // 2])
+            args[1].flush()
+            os.kill(os.getpid(), number)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if calls == call and when == "after":
+                os.kill(os.getpid(), number)
 
     setattr(owner, attribute, counted)

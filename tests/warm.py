@@ -1,5 +1,6 @@
 """What the fork server imports before it forks: the second that each rank would otherwise spend."""
 
+import timm  # noqa: F401
 import torch
 import torch._dynamo
 import torch.utils.tensorboard

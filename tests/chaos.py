@@ -1,0 +1,310 @@
+"""Break runs on purpose and count what is lost: `make chaos`, or `python -m tests.chaos --kills 100`.
+
+The oracle is an uninterrupted run: every tensor that a broken and resumed run ends with, and every line of its
+metrics.jsonl, must equal its. Everything random is seeded; the faults stand in the processes, not in the code.
+"""
+
+import argparse
+import io
+import itertools
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import monitor
+from checkpoint import load_checkpoint
+from errors import UserError
+from tests.conftest import write_images
+from tests.ranks import run_ranks, train_rank
+
+# BatchNorm, stochastic depth, momentum, average, mixing, erasing, clipping; 4 epochs of 3 steps on 29 images.
+OPTIONS = """
+    --model timm/test_resnet --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
+    --stochastic-depth 0.1 --random-erase 0.3 --mixup-alpha 0.2 --cutmix-alpha 1.0 --label-smoothing 0.1
+    --model-ema --model-ema-steps 2 --model-ema-decay 0.9 --lr 0.05 --lr-warmup-epochs 1 --clip-grad-norm 1.0
+    --epochs 4 --print-freq 2 --lr-scheduler cosineannealinglr --use-deterministic-algorithms --resume auto
+""".split()
+SAVE_POINTS = [
+    (name, when)
+    for name in ("torch.save", "os.fsync", "os.replace", "os.unlink")
+    for when in (("before", "half", "after") if name == "torch.save" else ("before", "after"))
+]
+
+
+class Chaos:
+    """Campaigns of faults against runs of one recipe, and what came of them.
+
+    Args:
+        folder: where the runs live; each is removed when it has been compared.
+        seed: of all that is random.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = folder
+        self.rng = random.Random(seed)
+        self.counts = Counter()
+        self.problems = []
+        self.images = write_images(folder / "images", {"train": [11, 10, 8], "val": [3, 2, 2]})
+        self.numbers = itertools.count()
+        self.references, self.duration_s = {}, {}
+
+    def train(self, out: Path, world_size: int, *extra: str, shards: int = 4, faults=(), strikes=()):
+        """Run train.py once on `world_size` processes; return what became of them."""
+        batch = ["--batch-size", str(8 // shards), "--global-batch-size", str(8 // shards * shards)]
+        argv = ["--data-path", str(self.images), "--output-dir", str(out), *OPTIONS, *batch, *extra]
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        return run_ranks(train_rank, world_size, argv, list(faults), log_folder=logs, strikes=strikes)
+
+    def reference(self, world_size: int, shards: int) -> tuple:
+        """Return how an uninterrupted run ends; run it, and take its time, if that has not been done."""
+        if shards not in self.references:
+            out = self.folder / f"reference{shards}"
+            self.train(out, 1, shards=shards).check()
+            self.references[shards] = ending(out)
+        if (world_size, shards) not in self.duration_s:
+            out = self.folder / f"timed{world_size}-{shards}"
+            start = time.monotonic()
+            self.train(out, world_size, "--checkpoint-steps", "1", shards=shards).check()
+            self.duration_s[world_size, shards] = time.monotonic() - start
+            self.compare(out, shards, "an undisturbed run that saves at every step")
+        return self.references[shards]
+
+    def compare(self, out: Path, shards: int, what: str) -> None:
+        """Count a finished run that differs from the uninterrupted one, and remove it."""
+        tensors, metrics = ending(out)
+        expected_tensors, expected_metrics = self.references[shards]
+        differing = [name for name, value in expected_tensors.items() if not equal(value, tensors.get(name))]
+        left = [path.name for path in out.iterdir() if ".tmp." in path.name]
+        lines = [pair for pair in itertools.zip_longest(metrics, expected_metrics) if pair[0] != pair[1]]
+        if differing or lines or left or tensors.keys() != expected_tensors.keys():
+            self.counts["different"] += 1
+            self.problems.append(f"{what}: {differing[:3]} and lines {lines[:2]} differ; left over {left}")
+        shutil.rmtree(out)
+
+    def note_loss(self, out: Path, before: int) -> int:
+        """Count torn files and steps that went back; return the newest step that is safe."""
+        newest = -1
+        for path in out.glob("checkpoint-*.pth"):
+            try:
+                newest = max(newest, load_checkpoint(path, path.name)["step"])
+            except UserError as error:
+                self.counts["lost"] += 1
+                self.problems.append(f"torn under its final name: {error}")
+        if newest < before:
+            self.counts["lost"] += 1
+            self.problems.append(f"step {before} was safe, and then only {newest}")
+        return newest
+
+    def campaign(self, kind: str, number: int, world_size: int, *extra: str, shards: int = 4, **trouble) -> None:
+        """Break runs until `number` faults of a kind have struck; each run is resumed until it ends, and compared.
+
+        Args:
+            kind: the count.
+            number: how many faults.
+            world_size: processes of a run.
+            extra: further options.
+            shards: of the global batch.
+            trouble: `strike(duration_s)` returns signals as `run_ranks` takes them, or `fault(attempt)` a fault.
+        """
+        self.reference(world_size, shards)
+        duration_s = self.duration_s[world_size, shards]
+        start, struck, attempts = time.monotonic(), 0, 0
+        while struck < number:
+            out, safe, is_over = self.folder / f"run{next(self.numbers)}", -1, False
+            while not is_over:
+                attempts += 1
+                if attempts > 4 * number + 40:
+                    self.problems.append(f"{kind}: only {struck} of {number} faults struck in {attempts} attempts")
+                    return
+                strikes = trouble["strike"](duration_s) if "strike" in trouble and struck < number else []
+                faults = [trouble["fault"](struck)] if "fault" in trouble and struck < number else []
+                outcome = self.train(out, world_size, *extra, shards=shards, strikes=strikes, faults=faults)
+                is_over = status(out).get("state") == "finished" and outcome.codes == [0] * world_size
+                struck += not is_over
+                self.counts[kind] += not is_over
+                safe = self.note_loss(out, safe)
+                if not is_over and not was_struck(outcome.codes, status(out)):
+                    self.counts["lost"] += 1
+                    self.problems.append(f"{kind}: ended by itself:\n{outcome.output[-2000:]}")
+                    return
+            self.compare(out, shards, kind)
+        print(
+            f"{kind}: {struck} struck in {attempts} starts on {world_size}, {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
+
+    def kill_one(self, duration_s: float, world_size: int = 1) -> list[tuple]:
+        """Return one SIGKILL to a random rank at a random time."""
+        return [(self.rng.uniform(0, duration_s), self.rng.randrange(world_size), signal.SIGKILL)]
+
+    def kill_all(self, duration_s: float, world_size: int) -> list[tuple]:
+        """Return a SIGKILL to every rank at one random time."""
+        at_s = self.rng.uniform(0, duration_s)
+        return [(at_s, rank, signal.SIGKILL) for rank in range(world_size)]
+
+    def signal_one(self, duration_s: float, world_size: int = 1) -> list[tuple]:
+        """Return a signal that asks for a stop, to a random rank at a random time."""
+        number = self.rng.choice([signal.SIGTERM, signal.SIGUSR1]) if world_size > 1 else signal.SIGTERM
+        return [(self.rng.uniform(0, duration_s), self.rng.randrange(world_size), number)]
+
+    def kills(self, number: int) -> None:
+        """SIGKILL one process at random moments, a third of the time with loader processes."""
+        step = ["--checkpoint-steps", "1"]
+        self.campaign("kills", number - number // 3, 1, *step, strike=self.kill_one)
+        self.campaign("kills", number // 3, 1, *step, "--workers", "2", strike=self.kill_one)
+
+    def save_kills(self, number: int) -> None:
+        """SIGKILL around each call of the save protocol, its first to fifth time."""
+        points = [(0, name, call, when) for call in range(1, 6) for name, when in SAVE_POINTS][:number]
+        self.campaign("save_kills", len(points), 1, "--checkpoint-steps", "1", fault=lambda struck: points[struck])
+
+    def rank_kills(self, number: int, number_of_all: int) -> None:
+        """SIGKILL a random one of four ranks; then all of three at once."""
+        step = ["--checkpoint-steps", "1"]
+        self.campaign("rank_kills", number, 4, *step, strike=lambda duration_s: self.kill_one(duration_s, 4))
+        self.campaign(
+            "rank_kills", number_of_all, 3, *step, shards=3, strike=lambda duration_s: self.kill_all(duration_s, 3)
+        )
+
+    def signals(self, number: int, number_of_ranks: int) -> None:
+        """Ask for a stop at random moments, with no saving but that at the ends of epochs: one process, one of four."""
+        self.campaign("signals", number, 1, strike=self.signal_one)
+        self.campaign("signals", number_of_ranks, 4, strike=lambda duration_s: self.signal_one(duration_s, 4))
+
+    def bitflips(self, number: int) -> None:
+        """Flip single bits of a checkpoint: it must be refused, or hold what it held."""
+        out = self.folder / "flipped"
+        self.train(out, 1, "--epochs", "2").check()
+        payload = (out / "checkpoint.pth").read_bytes()
+        expected = flatten(load_checkpoint(payload, "whole"))
+        start, refused = time.monotonic(), 0
+        for _ in range(number):
+            bit = self.rng.randrange(8 * len(payload))
+            damaged = bytearray(payload)
+            damaged[bit // 8] ^= 1 << bit % 8
+            self.counts["bitflips"] += 1
+            try:
+                found = flatten(load_checkpoint(bytes(damaged), "damaged"))
+            except UserError:
+                refused += 1
+                continue
+            if not all(equal(value, found.get(name)) for name, value in expected.items()):
+                self.counts["lost"] += 1
+                self.problems.append(f"bit {bit} flipped: wrong values accepted")
+        shutil.rmtree(out)
+        print(
+            f"bitflips: {number}, {refused} refused, the others harmless, {time.monotonic() - start:.0f} s", flush=True
+        )
+
+    def hostile(self) -> None:
+        """Open files that try to run code, by `--resume auto` and by name."""
+        for kind, payload in hostile_payloads(self.folder / "executed").items():
+            out = self.folder / f"hostile-{kind}"
+            out.mkdir()
+            (out / "checkpoint-00000003.pth").write_bytes(payload)
+            self.train(out, 1)
+            self.train(self.folder / f"hostile-{kind}-elsewhere", 1, "--resume", str(out / "checkpoint-00000003.pth"))
+        self.counts["executed"] += (self.folder / "executed").exists()
+
+
+def was_struck(codes: list[int], record: dict) -> bool:
+    """Tell whether a run ended by a signal: killed, or stopped as asked."""
+    return any(code < 0 for code in codes) or record.get("state") == "preempted"
+
+
+def status(out: Path) -> dict:
+    """Return what status.json says; nothing where there is none yet."""
+    path = out / "status.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def ending(out: Path) -> tuple[dict, list[dict]]:
+    """Return all that a run ended with: {name: tensor or plain value}, and its log but for what the machine decides."""
+    state = load_checkpoint(out / "checkpoint.pth", str(out))
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    metrics = [{k: v for k, v in json.loads(line).items() if k not in monitor.MACHINE_FIELDS} for line in lines]
+    return flatten({k: v for k, v in state.items() if k not in ("args", "environment")}), metrics
+
+
+def flatten(value, name: str = "") -> dict:
+    """Return the leaves of nested dicts and lists by their paths."""
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in flatten(item, f"{name}/{key}").items()}
+    if isinstance(value, (list, tuple)):
+        return {k: v for key, item in enumerate(value) for k, v in flatten(item, f"{name}/{key}").items()}
+    return {name: value}
+
+
+def equal(ours, theirs) -> bool:
+    """Tell whether two leaves are the same in every bit."""
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    return ours == theirs
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+def hostile_payloads(path: Path) -> dict[str, bytes]:
+    """Return files that would make the folder `path` if they were unpickled: an archive, a bare and an old one."""
+    archive, legacy = io.BytesIO(), io.BytesIO()
+    torch.save({"model": torch.zeros(2)}, archive)
+    rewritten = io.BytesIO()
+    with zipfile.ZipFile(archive) as source, zipfile.ZipFile(rewritten, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, pickle.dumps(_Bomb(path)) if name.endswith("data.pkl") else source.read(name))
+    torch.save(_Bomb(path), legacy, _use_new_zipfile_serialization=False)
+    return {"zip": rewritten.getvalue(), "bare": pickle.dumps(_Bomb(path)), "legacy": legacy.getvalue()}
+
+
+def main() -> None:
+    """Run all campaigns and print the one line of counts; exit 1 where one is too small or anything was lost."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
+    asked = {
+        "kills": 1000, "save-kills": 45, "rank-kills": 100, "all-rank-kills": 10, "signals": 50, "rank-signals": 20,
+        "bitflips": 3000,
+    }  # fmt: skip
+    for name, number in asked.items():
+        parser.add_argument(f"--{name}", metavar="N", type=int, default=number, help=f"default {number}")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of all that is random; default 0")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        chaos = Chaos(Path(folder), args.seed)
+        chaos.bitflips(args.bitflips)
+        chaos.hostile()
+        chaos.save_kills(args.save_kills)
+        chaos.signals(args.signals, args.rank_signals)
+        chaos.rank_kills(args.rank_kills, args.all_rank_kills)
+        chaos.kills(args.kills)
+    counts = {name: chaos.counts[name] for name in ("kills", "save_kills", "rank_kills", "signals", "bitflips")}
+    bad = {name: chaos.counts[name] for name in ("lost", "different", "executed")}
+    for problem in chaos.problems:
+        print(problem)
+    print("chaos: " + " ".join(f"{name}={number}" for name, number in {**counts, **bad}.items()))
+    enough = {
+        "kills": args.kills, "save_kills": args.save_kills, "rank_kills": args.rank_kills + args.all_rank_kills,
+        "signals": args.signals + args.rank_signals, "bitflips": args.bitflips,
+    }  # fmt: skip
+    sys.exit(bool(chaos.problems) or any(bad.values()) or any(counts[name] < enough[name] for name in counts))
+
+
+if __name__ == "__main__":
+    main()
