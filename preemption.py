@@ -55,7 +55,7 @@ class PreemptionGuard:
         # A terminal's Ctrl-C comes twice under torchrun: from the terminal and from the agent.
         if number == self.signal == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
-        if not self.signal:
+        if not self.signal and os.environ.get("LOCAL_RANK", "0") == "0":
             name = signal.Signals(number).name
             more = "; once more to stop at once" if number == signal.SIGINT else ""
             os.write(2, f"{name}: stopping after this step{more}\n".encode())

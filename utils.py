@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections import defaultdict, deque
@@ -417,13 +418,18 @@ def init_distributed_mode(args: Any) -> None:
     if not args.distributed:
         return
     print(f"joining {args.world_size} processes at {args.dist_url}", flush=True)
+    timeout = datetime.timedelta(minutes=args.dist_timeout)
+    # What a launcher has set up counts; --dist-url is for where there is none.
+    url = "env://" if "MASTER_ADDR" in os.environ else args.dist_url
+    store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
+    # torchrun's store outlives a restart, with the addresses of the dead in it: each attempt has keys of its own.
+    store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        # What a launcher has set up counts; --dist-url is for where there is none.
-        init_method="env://" if "MASTER_ADDR" in os.environ else args.dist_url,
+        store=store,
         world_size=args.world_size,
         rank=args.rank,
-        timeout=datetime.timedelta(minutes=args.dist_timeout),
+        timeout=timeout,
     )
     _patient_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
     dist.barrier()
@@ -441,6 +447,7 @@ def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
         exit_code: what this process leaves with; torchrun turns any of them into 1.
         is_agreed: whether all ranks are expected to meet the error; if not, it is printed at once.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a launcher ends this process now
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0")
     is_silent = False
     if rank != 0 and is_agreed:

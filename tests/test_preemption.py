@@ -1,0 +1,366 @@
+"""Ending well: signals anywhere, on any rank; hangs, dead processes, losses that are not finite; the Slurm script."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
+from tests.chaos import ending, equal
+from tests.ranks import REPOSITORY, run_ranks, torchrun_environment, train_rank
+
+# 29 images in 4 shards of 2: 3 steps an epoch, 6 in all; nothing is saved but at the ends of epochs.
+OPTIONS = """
+    --model timm/test_resnet --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
+    --model-ema --model-ema-steps 1 --epochs 2 --print-freq 2 --lr 0.05 --mixup-alpha 0.2
+    --use-deterministic-algorithms --batch-size 2 --global-batch-size 8 --resume auto
+""".split()
+
+
+class Runs:
+    """Runs of one recipe on the same images, each in a folder of its own."""
+
+    def __init__(self, images, folder):
+        self.images, self.folder = images, folder
+
+    def argv(self, name, *extra):
+        return ["--data-path", str(self.images), "--output-dir", str(self.folder / name), *OPTIONS, *map(str, extra)]
+
+    def run(self, name, world_size, *extra, target=train_rank, faults=(), **how):
+        logs = self.folder / f"{name}-logs"
+        logs.mkdir(exist_ok=True)
+        return run_ranks(target, world_size, self.argv(name, *extra), list(faults), log_folder=logs, **how)
+
+    def status(self, name):
+        return json.loads((self.folder / name / "status.json").read_text())
+
+    def check_same(self, name):
+        (ours, our_metrics), (theirs, their_metrics) = ending(self.folder / name), ending(self.folder / "undisturbed")
+        assert [key for key in theirs if not equal(theirs[key], ours.get(key))] == []
+        assert our_metrics == their_metrics
+
+
+@pytest.fixture(scope="module")
+def runs(image_folder, tmp_path_factory):
+    runs = Runs(image_folder, tmp_path_factory.mktemp("runs"))
+    runs.run("undisturbed", 1).check()
+    return runs
+
+
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+# Where a signal strikes rank 1 of 2, and the steps that are done when all have stopped.
+PLACES = {
+    "while the data are read": ([("data.build_datasets", 1, "after", TERM)], 0),
+    "before the first step": ([("torch.optim.SGD.step", 1, "before", TERM)], 1),
+    "in an epoch": ([("torch.optim.SGD.step", 5, "after", USR1)], 5),
+    "in an evaluation": ([("models.ExponentialMovingAverage.forward", 1, "before", TERM)], 3),
+    "Ctrl-C": ([("torch.optim.SGD.step", 2, "after", INT)], 2),
+    "twice": ([("torch.optim.SGD.step", 2, "before", TERM), ("torch.optim.SGD.zero_grad", 2, "after", TERM)], 2),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_all_ranks_stop_after_the_same_step_and_go_on_with_the_same_bits(runs, place):
+    faults, step = PLACES[place]
+    name = place.replace(" ", "-")
+    outcome = runs.run(name, 2, faults=[(1, *fault) for fault in faults]).check()
+    cause = f"{signal.Signals(faults[0][-1]).name} on rank 1: all 2 ranks stopped after step {step}"
+    assert outcome.output.count(cause) == 1, outcome.output
+    status = runs.status(name)
+    assert (status["state"], status["step"], status["requeue"]) == ("preempted", step, True)
+    assert cause in status["reason"]
+    saved = [path.name for path in (runs.folder / name).glob("checkpoint-*.pth")]
+    assert (f"checkpoint-{step:08d}.pth" in saved) == (step > 0)
+    runs.run(name, 1).check()
+    runs.check_same(name)
+
+
+def test_a_signal_during_a_save_waits_for_it(runs):
+    runs.run("in-save", 1, "--checkpoint-steps", 2, faults=[(0, "os.fsync", 6, "before", TERM)]).check()
+    step = runs.status("in-save")["step"]
+    assert (runs.folder / "in-save" / f"checkpoint-{step:08d}.pth").exists()
+    runs.run("in-save", 2).check()
+    runs.check_same("in-save")
+
+
+def test_ctrl_c_twice_stops_one_process_at_once(runs):
+    step = "torch.optim.SGD.step"
+    outcome = runs.run("ctrl-c-twice", 1, faults=[(0, step, 2, "before", INT), (0, step, 2, "after", INT)])
+    assert outcome.codes == [1], outcome.output
+    assert "SIGINT: stopping after this step; once more to stop at once" in outcome.output
+    assert "error: interrupted" in outcome.output
+    assert runs.status("ctrl-c-twice")["state"] == "failed"
+
+
+def test_three_starts_in_vain_are_not_requeued_and_an_automatic_fourth_is_refused(runs):
+    early = [(0, "data.build_datasets", 1, "after", TERM)]
+    asked = []
+    for _ in range(3):
+        runs.run("stuck", 1, faults=early).check()
+        asked.append(runs.status("stuck")["requeue"])
+    assert asked == [True, True, False]
+
+    def restarted(rank, world_size, port):
+        return {**torchrun_environment(rank, world_size, port), "TORCHELASTIC_RESTART_COUNT": "1"}
+
+    outcome = runs.run("stuck", 2, launcher=restarted)
+    assert outcome.codes[0] == 1, outcome.output
+    assert outcome.output.count("no progress: start number 4 in a row from step 0") == 1
+    assert runs.status("stuck")["state"] == "failed"
+    runs.run("stuck", 1).check()  # a person may try
+    runs.check_same("stuck")
+
+
+def test_torchruns_restart_goes_on_from_what_was_saved_and_erases_nothing(runs):
+    def restarted(rank, world_size, port):
+        return {**torchrun_environment(rank, world_size, port), "TORCHELASTIC_RESTART_COUNT": "1"}
+
+    runs.run("restart", 2, faults=[(1, "torch.optim.SGD.step", 2, "after", TERM)]).check()
+    outcome = runs.run("restart", 2, "--resume", "", "--overwrite", launcher=restarted).check()
+    assert outcome.output.count("restarted by torchrun: going on from the newest checkpoint") == 1
+    runs.check_same("restart")
+
+
+def break_a_loss(argv, faults):
+    """Train, where rank 1's fourth loss is not a number."""
+    import train
+
+    build, calls = train.build_criterion, []
+
+    def build_broken(args):
+        criterion = build(args)
+
+        def broken(output, target):
+            calls.append(1)
+            spoilt = len(calls) == 4 and os.environ.get("RANK") == "1"
+            return criterion(output, target) * (float("nan") if spoilt else 1.0)
+
+        return broken
+
+    train.build_criterion = build_broken
+    train_rank(argv, faults)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_is_never_saved(runs):
+    # Two shards a rank and step: rank 1's fourth loss is in step 1.
+    outcome = runs.run("nan", 2, "--print-freq", 100, "--checkpoint-steps", 1, target=break_a_loss)
+    assert set(outcome.codes) <= {5, -15}, outcome.output
+    assert outcome.output.count("the loss of step 1 is not finite; stopped") == 1
+    assert [path.name for path in (runs.folder / "nan").glob("checkpoint-0*.pth")] == ["checkpoint-00000001.pth"]
+    status = runs.status("nan")
+    assert (status["state"], status["requeue"]) == ("failed", False)
+
+
+def test_a_watch_names_the_first_step_whose_loss_is_not_finite():
+    watch = FiniteWatch(torch.device("cpu"))
+    for step, value in enumerate([1.0, 2.0, float("inf"), float("nan")]):
+        watch.note(step, [torch.tensor(0.5), torch.tensor(value)])
+    assert watch.first_bad() == 2
+    watch = FiniteWatch(torch.device("cpu"))
+    watch.note(0, [torch.tensor(1.0)])
+    assert watch.first_bad() is None
+
+
+def test_a_hung_rank_ends_the_run_with_stacks_and_images_of_the_others(runs):
+    stop = [(1, "torch.optim.SGD.step", 2, "before", signal.SIGSTOP)]
+    start = time.monotonic()
+    outcome = runs.run("hung", 2, "--stall-timeout", 0.05, faults=stop)
+    assert outcome.codes[0] == 1, outcome.output
+    assert time.monotonic() - start < 60
+    assert "nothing happened for 3 s (--stall-timeout); in step 1, images [" in outcome.outputs[0]
+    assert "train_one_epoch" in outcome.outputs[0]
+    assert runs.status("hung")["reason"] == "nothing happened for 3 s (--stall-timeout)"
+    assert list((runs.folder / "hung").glob("checkpoint*")) == []
+
+
+def test_a_hung_rank_trips_the_timeout_of_the_process_group(runs):
+    for place in ["torch.optim.SGD.step", "models.ExponentialMovingAverage.forward"]:
+        name = f"timeout-{place}"
+        outcome = runs.run(name, 2, "--dist-timeout", 0.05, faults=[(1, place, 1, "before", signal.SIGSTOP)])
+        assert outcome.codes[0] == 1, outcome.output
+        assert runs.status(name)["state"] == "failed"
+        assert len(list((runs.folder / name).glob("checkpoint-0*"))) <= 1  # nothing after the last whole step
+
+
+def test_the_stall_watchdog_is_quiet_while_something_happens():
+    reports = []
+    watchdog = StallWatchdog(0.2, lambda: "testing", reports.append)
+    watchdog.start()
+    for _ in range(10):
+        time.sleep(0.05)
+        watchdog.beat()
+    watchdog.end()
+    assert reports == []
+
+
+def kill_a_loader(argv, faults):
+    """Train, and SIGKILL one of the loader processes after the first step."""
+    step = torch.optim.SGD.step
+
+    def step_and_kill(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        time.sleep(0.5)
+
+    torch.optim.SGD.step = step_and_kill
+    train_rank(argv, faults)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_killed_loader_process_is_named_as_such(runs):
+    outcome = runs.run("loader", 1, "--workers", 2, target=kill_a_loader)
+    assert outcome.codes == [1], outcome.output
+    assert outcome.output.count("most likely it was out of memory: use fewer --workers") == 1
+    assert "Traceback" not in outcome.output
+    assert runs.status("loader")["state"] == "failed"
+
+
+def watch_rank(lengths, rounds_at_stop, folder):
+    """Iterate over a loader of this rank's length; rank 0 gets a signal in a round."""
+    import types
+
+    import utils
+
+    args = types.SimpleNamespace(device="cpu", world_size=1, dist_url="env://", dist_timeout=1)
+    utils.init_distributed_mode(args)
+    guard, seen = PreemptionGuard(is_installed=False), []
+
+    def stop(cause):
+        raise StopAsyncIteration(cause)
+
+    try:
+        for batch in WatchedLoader(range(lengths[utils.get_rank()]), guard, stop, lambda: None):
+            seen.append(batch)
+            if utils.get_rank() == 0 and batch == rounds_at_stop:
+                guard.signal = signal.SIGTERM
+    except StopAsyncIteration as error:
+        seen.append(str(error))
+    Path(folder, f"seen{utils.get_rank()}.json").write_text(json.dumps(seen))
+    utils.shut_down()
+
+
+def test_ranks_with_different_numbers_of_batches_leave_in_the_same_round(tmp_path):
+    cause = "SIGTERM on rank 0"
+    for stop, expected in [(None, [[0, 1, 2], [0, 1], [0]]), (0, [[0, cause], [0, cause], [0, cause]]), (2, None)]:
+        run_ranks(watch_rank, 3, [3, 2, 1], stop, str(tmp_path), log_folder=tmp_path).check()
+        seen = [json.loads((tmp_path / f"seen{rank}.json").read_text()) for rank in range(3)]
+        if expected:
+            assert seen == expected
+        else:  # asked for in the last round: nobody waits for a round that does not come
+            assert seen == [[0, 1, 2], [0, 1], [0]]
+
+
+def left_running(folder):
+    """Return the processes whose command line names a folder."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                if str(folder).encode() in (process / "cmdline").read_bytes():
+                    found.append(int(process.name))
+            except OSError:  # gone meanwhile
+                continue
+    return found
+
+
+def wait_for(condition, timeout_s=90):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def start_torchrun(runs, name, *extra, options=()):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
+    command += [str(REPOSITORY / "train.py"), *runs.argv(name, *extra)]
+    log = open(runs.folder / f"{name}.log", "w")  # noqa: SIM115
+    return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=REPOSITORY)
+
+
+# Long enough to be struck in the middle; the same images and options else.
+LONG = ["--epochs", 200, "--print-freq", 1, "--workers", 2]
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_torchrun_that_is_ended_leaves_a_saved_run_and_no_process(runs, number):
+    """SIGTERM to the agent, which tells every process of its group; SIGKILL, of which the kernel tells the ranks."""
+    name = f"agent-{number}"
+    agent = start_torchrun(runs, name, *LONG)
+    metrics = runs.folder / name / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)
+    agent.send_signal(number)
+    agent.wait(60)
+    wait_for(lambda: not left_running(runs.folder / name), 30)
+    status = runs.status(name)
+    assert status["state"] == "preempted", (runs.folder / f"{name}.log").read_text()
+    assert (runs.folder / name / f"checkpoint-{status['step']:08d}.pth").exists()
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert status["step"] - max(record["step"] for record in records) in (0, 1)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been(runs):
+    agent = start_torchrun(runs, "elastic", "--checkpoint-steps", 1, "--resume", "", options=["--max-restarts=2"])
+    out = runs.folder / "elastic"
+    wait_for(lambda: list(out.glob("checkpoint-0*.pth")))
+    ranks = [process for process in left_running(out) if process != agent.pid]
+    os.kill(max(ranks), signal.SIGKILL)
+    assert agent.wait(120) == 0, (runs.folder / "elastic.log").read_text()
+    assert "going on from the newest checkpoint" in (runs.folder / "elastic.log").read_text()
+    runs.check_same("elastic")
+
+
+# What the fake torchrun leaves in status.json and returns, and what the script must do: requeue, and its exit code.
+JOBS = {
+    "preempted by USR1": ('{"state": "preempted", "requeue": true}', 1, True, 0),
+    "preempted by TERM": ('{"state": "preempted", "requeue": true}', 143, True, 0),
+    "finished": ('{"state": "finished", "requeue": false}', 0, False, 0),
+    "crashed": ('{"state": "failed", "requeue": false}', 1, False, 1),
+    "failing after it finished": ('{"state": "finished", "requeue": false}', 1, False, 0),
+    "in vain": ('{"state": "preempted", "requeue": false}', 1, False, 1),
+    "died before it began": (None, 7, False, 7),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_slurm_script_requeues_what_was_preempted_and_nothing_else(tmp_path, job):
+    status, code, is_requeued, expected_code = JOBS[job]
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    is_signalled = "by" in job
+    wait = (
+        f'trap "echo signalled >> {tmp_path}/log; sleep 0.3" TERM; touch {tmp_path}/ready; sleep 30 & wait'
+        if is_signalled
+        else ":"
+    )
+    write = f"echo '{status}' > {tmp_path}/status.json" if status else ":"
+    for name, body in {
+        "srun": 'shift; exec "$@"',
+        "torchrun": f"{wait}\n{write}\nexit {code}",
+        "scontrol": f'echo "$@" >> {tmp_path}/scontrol',
+    }.items():
+        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
+        (commands / name).chmod(stat.S_IRWXU)
+    # What an earlier job left.
+    (tmp_path / "status.json").write_text('{"state": "preempted", "requeue": true, "earlier": 1}')
+    environment = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "OUT": str(tmp_path), "SLURM_JOB_ID": "42"}
+    script = subprocess.Popen([str(REPOSITORY / "scripts" / "slurm.sh"), "--model", "resnet18"], env=environment)
+    if is_signalled:
+        wait_for((tmp_path / "ready").exists, 20)
+        script.send_signal(signal.SIGUSR1 if "USR1" in job else signal.SIGTERM)
+    assert script.wait(40) == expected_code
+    assert (tmp_path / "scontrol").exists() == is_requeued
+    if is_requeued:
+        assert (tmp_path / "scontrol").read_text() == "requeue 42\n"
+        assert (tmp_path / "log").read_text() == "signalled\n"
