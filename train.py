@@ -223,7 +223,7 @@ class StepHook:
         """Say what is being worked on, for whoever looks into a hang."""
         if self.run.steps == self.run.steps_per_epoch:
             return f"evaluating after step {self.run.step}"
-        return f"in step {self.run.step}, images {self.sampler.indices_at(self.run.steps)}"
+        return f"{self.run.step} steps done, images of the next: {self.sampler.indices_at(self.run.steps)}"
 
     def note_stall(self, reason):
         """Record that the run hangs and is ended."""
