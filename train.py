@@ -464,6 +464,7 @@ def main(args):
                     lr_scheduler, sharded_step, hook, first_step,
                 )  # fmt: skip
                 hook.save()
+                data.report_replaced(data_loader, epoch)
             if not run.is_evaluated:
                 results = evaluate_all(args, model_without_ddp, model_ema, criterion, data_loader_test, device)
                 hook.take_results(results)

@@ -35,7 +35,7 @@ def odd_folder(tmp_path_factory):
 def test_classes_order_and_files_are_image_folders(odd_folder):
     ours, theirs = data.IndexedImageFolder(odd_folder, None), datasets.ImageFolder(odd_folder)
     assert ours.classes == theirs.classes
-    assert [(str(odd_folder / path), label) for path, label in ours.samples] == theirs.samples
+    assert [(ours.index.path(i), ours.index.label(i)) for i in range(len(ours))] == theirs.samples
 
 
 def test_evaluated_images_are_those_of_image_folder(image_folder):

@@ -287,7 +287,7 @@ def test_imports_only_point_down():
     layers = [
         {"errors", "randomness"},
         {"decode", "extras", "files", "losses", "utils", "transforms", "sampler"},
-        {"presets", "optim", "models", "checkpoint"},
+        {"presets", "optim", "models", "checkpoint", "index"},
         {"config"},
         {"data", "monitor"},
         {"preview"},
