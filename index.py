@@ -27,6 +27,9 @@ RETRY_WAITS_S = (0.05, 0.2, 0.8)
 # Answers that another try would not change.
 _FINAL_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
+# Which need not be put into lower case first.
+_USUAL_EXTENSIONS = (".JPEG", *IMG_EXTENSIONS)
+
 _PROGRESS_S = 5.0
 
 _FORMAT = "touchstone image index 1"
@@ -62,7 +65,7 @@ class Names(Sequence):
 
 def encode(names: Iterable[str]) -> bytes:
     """Return the names as `Names` holds them; a name that is not UTF-8 on the disk stays what it is there."""
-    return "".join([f"{name}\0" for name in names]).encode("utf-8", "surrogateescape")
+    return "\0".join([*names, ""]).encode("utf-8", "surrogateescape")
 
 
 class Split(NamedTuple):
@@ -482,25 +485,24 @@ def _walk(root: str, folder: str, evidence: _Evidence, parents: tuple = ()) -> I
 
 def _list_folder(path: str, evidence: _Evidence) -> tuple[list[str], list[str]]:
     """Return the images and the folders in a folder, both in order."""
-    images, folders = [], []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            name = entry.name
-            if _is_folder(entry):
-                folders.append(name)
-            elif name.lower().endswith(IMG_EXTENSIONS):
-                images.append(name)
-            elif entry.is_symlink() and not os.path.exists(entry.path):
-                # A folder may appear where it leads to, on a disk that is not mounted now, and nothing here would tell.
-                evidence.doubt = evidence.doubt or f"the link {entry.path} leads nowhere"
-    return sorted(images), sorted(folders)
-
-
-def _is_folder(entry: os.DirEntry) -> bool:
+    with os.scandir(path) as iterator:
+        entries = list(iterator)
+    # Comprehensions: this is done for every image, and a loop with branches takes twice as long.
     try:
-        return entry.is_dir()
-    except OSError:  # links in a circle
-        return False
+        folders = [entry.name for entry in entries if entry.is_dir()]
+        files = (
+            [entry.name for entry in entries if not entry.is_dir()] if folders else [entry.name for entry in entries]
+        )
+    except OSError:  # of a link that leads in a circle
+        folders = [entry.name for entry in entries if os.path.isdir(entry.path)]
+        files = [entry.name for entry in entries if not os.path.isdir(entry.path)]
+    images = [name for name in files if name.endswith(_USUAL_EXTENSIONS) or name.lower().endswith(IMG_EXTENSIONS)]
+    if len(images) < len(files):
+        others = [os.path.join(path, name) for name in set(files) - set(images)]
+        dangling = [other for other in others if os.path.islink(other) and not os.path.exists(other)]
+        # A folder may appear there, on a disk that is not mounted now, and nothing here would tell.
+        evidence.doubt = evidence.doubt or "".join(f"the link {link} leads nowhere" for link in dangling[:1])
+    return sorted(images), sorted(folders)
 
 
 class _Found:
