@@ -373,14 +373,31 @@ class _Evidence:
             self.doubt = self.doubt or f"{self.root.parent / path} was changed a moment ago"
 
 
-class _Block(NamedTuple):
-    """The images of one folder, in order."""
+class _Images:
+    """The images of a split, folder by folder and in order, as a scan finds them."""
 
-    folder: str
-    label: int
-    names: bytes
-    num_images: int
-    places: numpy.ndarray | None = None
+    def __init__(self) -> None:
+        self.folders, self.labels, self.counts, self.places = [], [], [], []
+        self.names = bytearray()
+
+    def add(self, folder: str, label: int, names: Sequence[str], places: numpy.ndarray | None = None) -> None:
+        """Add the images of a folder, with the (tar, offset, size) of each if they are in tars."""
+        if names:
+            self.folders.append(folder)
+            self.labels.append(label)
+            self.counts.append(len(names))
+            self.names += encode(names)
+            self.places += [] if places is None else [places]
+
+    def arrays(self) -> dict[str, numpy.ndarray]:
+        """Return them as `ImageIndex` takes them."""
+        arrays = {
+            "folders": Names.of(self.folders).blob,
+            "folder_labels": numpy.array(self.labels, dtype=numpy.int32),
+            "starts": numpy.cumsum([0, *self.counts], dtype=numpy.int64),
+            "names": numpy.frombuffer(self.names, dtype=numpy.uint8),
+        }
+        return {**arrays, "places": numpy.concatenate(self.places)} if self.places else arrays
 
 
 class _Progress:
@@ -414,10 +431,10 @@ def _scan(split: Split) -> tuple[ImageIndex, str]:
     """
     evidence = _Evidence(split.root)
     try:
-        classes, blocks = _scan_folder(split, evidence) if split.form == "folder" else _scan_tars(split, evidence)
+        classes, images = _scan_folder(split, evidence) if split.form == "folder" else _scan_tars(split, evidence)
     except OSError as error:
         raise UserError(f"{error.filename or split.where} cannot be read: {error.strerror or error}") from error
-    filled = {block.label for block in blocks}
+    filled = set(images.labels)
     empty = [name for label, name in enumerate(classes) if label not in filled]
     if empty:
         more = f" and {len(empty) - 1} more classes" if len(empty) > 1 else ""
@@ -428,15 +445,10 @@ def _scan(split: Split) -> tuple[ImageIndex, str]:
     arrays = {
         "header": _header(split),
         "classes": Names.of(classes).blob,
-        "folders": Names.of(block.folder for block in blocks).blob,
-        "folder_labels": numpy.array([block.label for block in blocks], dtype=numpy.int32),
-        "starts": numpy.cumsum([0, *(block.num_images for block in blocks)], dtype=numpy.int64),
-        "names": numpy.frombuffer(b"".join([block.names for block in blocks]), dtype=numpy.uint8),
         "watched": Names.of(evidence.paths).blob,
         "states": numpy.array(evidence.states, dtype=numpy.int64).reshape(-1, 3),
+        **images.arrays(),
     }
-    if split.form != "folder":
-        arrays["places"] = numpy.concatenate([block.places for block in blocks])
     return ImageIndex(split.root, arrays), evidence.doubt
 
 
@@ -452,21 +464,20 @@ def _check_classes(split: Split, classes: list[str], num_stray: int) -> None:
     )
 
 
-def _scan_folder(split: Split, evidence: _Evidence) -> tuple[list[str], list[_Block]]:
-    """Return the classes and blocks of a folder of class folders: what `ImageFolder` finds, in its order."""
+def _scan_folder(split: Split, evidence: _Evidence) -> tuple[list[str], _Images]:
+    """Return the classes and images of a folder of class folders: what `ImageFolder` finds, in its order."""
     root = str(split.root)
     evidence.note(split.root.name, os.stat(root))
     stray, classes = _list_folder(root, evidence)
     _check_classes(split, classes, len(stray))
     progress = _Progress(split.where, len(classes), "class folders")
-    blocks = []
+    images = _Images()
     for label, name in enumerate(classes):
         # Sorted as the strings that paths are, like ImageFolder: "a b" comes before "a/b".
-        for folder, images in sorted(_walk(root, name, evidence)):
-            if images:
-                blocks.append(_Block(folder, label, encode(images), len(images)))
+        for folder, names in sorted(_walk(root, name, evidence)):
+            images.add(folder, label, names)
         progress.show(label + 1)
-    return classes, blocks
+    return classes, images
 
 
 def _walk(root: str, folder: str, evidence: _Evidence, parents: tuple = ()) -> Iterator[tuple[str, list[str]]]:
@@ -529,8 +540,8 @@ class _Found:
             self.names[target] += names
             self.places[target] += other.places[folder]
 
-    def block(self, folder: str, label: int) -> _Block:
-        """Return a folder's images in order; of members of one name the last counts, as when a tar is extracted."""
+    def ordered(self, folder: str) -> tuple[list[str], numpy.ndarray]:
+        """Return a folder's images in order, and their places; of one name the last counts, as in extracting a tar."""
         names = self.names[folder]
         order = sorted(range(len(names)), key=names.__getitem__)
         order = [
@@ -539,7 +550,7 @@ class _Found:
             if after is None or names[this] != names[after]
         ]
         places = numpy.array(self.places[folder], dtype=numpy.int64).reshape(-1, 3)[order]
-        return _Block(folder, label, encode(names[place] for place in order), len(order), places)
+        return [names[this] for this in order], places
 
 
 class _TarReader:
@@ -629,8 +640,8 @@ class _TarReader:
                 by_class.add(f"{class_name}/{inner}".rstrip("/"), name, *place)
 
 
-def _scan_tars(split: Split, evidence: _Evidence) -> tuple[list[str], list[_Block]]:
-    """Return the classes and blocks of a split's tars: those of the folder that they would be extracted to."""
+def _scan_tars(split: Split, evidence: _Evidence) -> tuple[list[str], _Images]:
+    """Return the classes and images of a split's tars: those of the folder that they would be extracted to."""
     progress = _Progress(split.where, sum(tar.stat().st_size for tar in split.tars), "GiB", 1 << 30)
     plain, by_class = _Found(), _Found()
     for number, path in enumerate(split.tars):
@@ -654,4 +665,8 @@ def _scan_tars(split: Split, evidence: _Evidence) -> tuple[list[str], list[_Bloc
     classes = sorted({name for name, _ in ordered})
     _check_classes(split, classes, len(by_class.names.get("", ())))
     labels = {name: label for label, name in enumerate(classes)}
-    return classes, [by_class.block(folder, labels[name]) for name, folder in ordered if by_class.names[folder]]
+    images = _Images()
+    for name, folder in ordered:
+        if by_class.names[folder]:
+            images.add(folder, labels[name], *by_class.ordered(folder))
+    return classes, images
