@@ -84,8 +84,10 @@ class Split(NamedTuple):
     @property
     def where(self) -> str:
         """What messages call it."""
-        if self.form != "tars":
+        if self.form == "folder":
             return str(self.root)
+        if self.form == "class tars":
+            return str(self.root / "*.tar")
         return str(self.tars[0]) if len(self.tars) == 1 else str(self.tars[0].with_name(f"{self.root.name}-*.tar"))
 
 
@@ -93,33 +95,34 @@ def find_splits(root: Path) -> list[Split]:
     """Return the forms in which a split is there, the one to use first: a folder, shards, one tar.
 
     Raises:
-        UserError: a shard is missing between others.
+        UserError: a folder cannot be listed, or a shard is missing between others.
     """
-    found = []
-    if root.is_dir():
-        with os.scandir(root) as entries:
-            has_folders = any(entry.is_dir() for entry in entries)
-        tars = () if has_folders else _tars_in(root)
-        if not tars:
-            found.append(Split(root, "folder", ()))
-        elif _shards(root.name, tars) == tars or [tar.name for tar in tars] == [_official(root.name)]:
-            found.append(Split(root, "tars", tars))
-        else:
-            found.append(Split(root, "class tars", tars))
-    beside = _tars_in(root.parent)
+    has_folders, within = _look_into(root)
+    _, beside = _look_into(root.parent)
+    found = [Split(root, "folder", ())] if root.is_dir() and (has_folders or not within) else []
+    if within and (_shards(root.name, within) == within or [tar.name for tar in within] == [_official(root.name)]):
+        found.append(Split(root, "tars", within))
+    elif within:
+        found.append(Split(root, "class tars", within))
     names = [f"{root.name}.tar", _official(root.name)]
     candidates = [_shards(root.name, beside), *([tar] for name in names for tar in beside if tar.name == name)]
     return found + [Split(root, "tars", tuple(tars)) for tars in candidates if tars]
 
 
+def _look_into(folder: Path) -> tuple[bool, tuple[Path, ...]]:
+    """Return whether a folder holds folders, and the tars in it."""
+    if not folder.is_dir():
+        return False, ()
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror}") from error
+    tars = tuple(folder / name for name in names if name.endswith(".tar") and os.path.isfile(folder / name))
+    return any(os.path.isdir(os.path.join(folder, name)) for name in names), tars
+
+
 def _official(name: str) -> str:
     return f"ILSVRC2012_img_{name}.tar"
-
-
-def _tars_in(folder: Path) -> tuple[Path, ...]:
-    if not folder.is_dir():
-        return ()
-    return tuple(folder / name for name in sorted(os.listdir(folder)) if name.endswith(".tar"))
 
 
 def _shards(name: str, tars: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -438,8 +441,9 @@ def _scan(split: Split) -> tuple[ImageIndex, str]:
     empty = [name for label, name in enumerate(classes) if label not in filled]
     if empty:
         more = f" and {len(empty) - 1} more classes" if len(empty) > 1 else ""
+        place = split.where if split.form == "tars" else split.root
         raise UserError(
-            f"{os.path.join(split.where, empty[0])}{more} holds no images ({' '.join(IMG_EXTENSIONS)}); "
+            f"{os.path.join(place, empty[0])}{more} holds no images ({' '.join(IMG_EXTENSIONS)}); "
             "add some, or remove the folder"
         )
     arrays = {

@@ -338,6 +338,12 @@ def test_a_folder_is_used_before_tars_and_said(folder, capsys):
     assert f"{folder} is used, and not {folder.parent / 'train.tar'}" in capsys.readouterr().out
 
 
+def test_class_tars_beside_class_folders_are_not_used_and_said(folder, capsys):
+    pack(folder / "c.tar", {"1.jpg": folder / "b" / "2.jpg"})
+    assert index.open_index(folder).classes == ["a", "b"]
+    assert f"{folder} is used, and not {folder}/*.tar" in capsys.readouterr().out
+
+
 def member(name, kind=tarfile.REGTYPE, content=b"content", **fields):
     """Return the bytes of one member."""
     entry = tarfile.TarInfo(name)
