@@ -55,6 +55,7 @@ class Names(Sequence):
         return len(self.ends)
 
     def __getitem__(self, number: int) -> str:
+        number = range(len(self))[number]
         return self.slice(number, number + 1)[:-1].decode("utf-8", "surrogateescape")
 
     def slice(self, first: int, last: int) -> bytes:
@@ -186,6 +187,7 @@ class ImageIndex:
 
     def name(self, number: int) -> str:
         """Return an image's name, relative to the split: class/file."""
+        number = range(len(self))[number]
         folder = numpy.searchsorted(self.starts, number, side="right") - 1
         return f"{self.folders[folder]}/{self.names[number]}"
 
@@ -294,6 +296,8 @@ def open_index(root: Path) -> ImageIndex:
     Raises:
         UserError: the split is not there, or holds what no image folder may.
     """
+    if root.name in ("", ".."):
+        root = Path(os.path.abspath(root))
     split, *others = check_split(root)
     if others:
         print(f"{split.where} is used, and not {' or '.join(other.where for other in others)}")
@@ -306,7 +310,7 @@ def open_index(root: Path) -> ImageIndex:
     for cache in caches:
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
-            with locked(cache.with_suffix(".lock")):
+            with locked(cache.with_suffix(".lock"), f"waiting for another process, which scans {split.where}"):
                 # The process that had the lock before may have written it.
                 found = _load(cache, split) if index is None else None
                 if found is not None:

@@ -193,6 +193,25 @@ def test_replacements_do_not_depend_on_who_loads_them(damaged_folder):
         epoch_hashes(damaged_folder, 0)
 
 
+def test_what_was_replaced_in_the_batches_that_were_taken_is_reported(damaged_folder, capsys):
+    args = arguments(damaged_folder, "--bad-images", "skip", "--train-crop-size", "24", "--workers", "1")
+    dataset, _ = data.build_datasets(str(damaged_folder / "train"), str(damaged_folder / "val"), args)
+    sampler = TrainSampler(len(dataset), VirtualShards(8, 1), seed=5)
+    loader = data.build_device_loader(args, dataset, sampler, torch.device("cpu"), num_classes=3)
+    # Of the second epoch from its second step on: that holds 5 and 28, and 4 is in the next, which is loaded ahead.
+    sampler.set_epoch(1, 1)
+    used = sampler.epoch_order()[8:16].tolist()
+    batches = iter(loader)
+    next(batches)
+    capsys.readouterr()
+    data.report_replaced(loader, 1)
+    expected = [str(damaged_folder / "train" / dataset.index.name(number)) for number in (4, 5, 28) if number in used]
+    assert len(expected) == 2
+    count = f"{len(expected)} images could not be read and were replaced since step 1 ({len(expected)} samples)"
+    assert capsys.readouterr().out == f"Epoch: [1] {count}: {', '.join(expected)}\n"
+    list(batches)
+
+
 def test_where_nothing_can_be_read_it_stops_all_the_same(tmp_path):
     root = write_images(tmp_path, {"train": [3]}) / "train"
     dataset = data.LenientImageFolder(root, ClassificationPresetTrain(crop_size=24))
@@ -225,6 +244,14 @@ def test_synthetic_images_are_the_same_each_time_and_have_a_class_each():
     assert image.shape == (3, 8, 8)
     assert torch.equal(image, again[13][0])
     assert 0 <= label < 10
+
+
+def test_an_evaluation_needs_no_training_images(image_folder, tmp_path):
+    shutil.copytree(image_folder / "val", tmp_path / "val")
+    args = arguments(tmp_path, "--test-only", "--weights", "DEFAULT")
+    train, val = data.build_datasets(str(tmp_path / "train"), str(tmp_path / "val"), args)
+    assert train is None
+    assert len(val) == 7
 
 
 def test_a_missing_split_is_named(tmp_path):

@@ -310,13 +310,14 @@ def test_two_processes_that_start_together_scan_once(folder, tmp_path):
     marker = tmp_path / "scans"
     outcome = run_ranks(open_rank, 2, str(folder), str(marker), log_folder=tmp_path).check()
     assert [output.split()[-1] for output in outcome.outputs] == ["6", "6"]
+    assert outcome.output.count("waiting for another process") == 1
     assert marker.read_text() == "scan\n"
     assert sorted(os.listdir(folder.parent)) == [".touchstone-index-train.npz", "train"]
 
 
 def hold_lock(path, log):
     for _ in range(20):
-        with locked(path):
+        with locked(path, "waiting"):
             with open(log, "a") as file:
                 file.write("in ")
             time.sleep(0.002)
@@ -471,6 +472,21 @@ def test_a_read_that_fails_is_tried_again(folder, monkeypatch):
     failures[:] = [FileNotFoundError(2, "No such file")]
     with pytest.raises(FileNotFoundError):
         found.read(1)
+
+
+def test_numbers_are_those_of_a_list(folder):
+    found = index.open_index(folder)
+    assert found.name(-1) == found.name(len(found) - 1)
+    assert found.read(-1) == found.read(len(found) - 1)
+    for number in (len(found), -len(found) - 1):
+        with pytest.raises(IndexError):
+            found.read(number)
+
+
+def test_the_folder_that_one_is_in_can_be_given(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert samples(index.open_index(Path())) == samples(index.open_index(folder))
+    assert not (folder / ".touchstone-index-.npz").exists()
 
 
 def test_an_index_holds_its_names_in_arrays_that_travel_to_other_processes(folder):
