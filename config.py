@@ -105,7 +105,15 @@ def _switch(group: Any, name: str, meaning: str) -> None:
 
 
 def _add_data(group: Any) -> None:
-    group.add_argument("--data-path", metavar="DIR", help="folder that holds train/ and val/, one folder a class")
+    group.add_argument(
+        "--data-path", metavar="DIR",
+        help="folder that holds train/ and val/, one folder a class, or train.tar and val.tar, or shards of them",
+    )  # fmt: skip
+    group.add_argument(
+        "--bad-images", default="error", choices=["error", "skip"],
+        help="what to do about a training image that cannot be read: stop, or take the next one and say so after each "
+        "epoch; in evaluation it always stops",
+    )  # fmt: skip
     group.add_argument(
         "--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800,
         help="train on this many made-up images (12800 if no number is given) of 1000 classes; needs no data",
@@ -114,7 +122,7 @@ def _add_data(group: Any) -> None:
         "-j", "--workers", metavar="N", type=int,
         help="loader processes for each training process (default: 16, or fewer if there are fewer cores)",
     )  # fmt: skip
-    _switch(group, "--cache-dataset", "accepted as torchvision's; the folders are scanned anew, which takes seconds")
+    _switch(group, "--cache-dataset", "accepted as torchvision's; the index of the images is cached anyway")
     group.add_argument(
         "--backend", type=str.lower, choices=["pil", "tensor"],
         help="exact pixels: pil = Pillow's, torchvision's default; tensor = torchvision's tensor resize (default: a "
@@ -489,7 +497,7 @@ def derive(args: argparse.Namespace) -> list[str]:
         lines.append(f"--synthetic: --data-path {args.data_path} is not read")
     for name, meaning in [
         ("use_v2", "version 1 of torchvision's transforms is used, whose distributions are those of version 2"),
-        ("cache_dataset", "the folders are scanned at every start; no cache to go stale"),
+        ("cache_dataset", "which images there are is cached anyway, and checked at every start"),
     ]:
         if getattr(args, name):
             lines.append(f"--{name.replace('_', '-')} has no effect: {meaning}")
@@ -528,8 +536,16 @@ def validate(args: argparse.Namespace) -> None:
         raise UserError("--overwrite starts over and --resume auto goes on; give one of them")
     if args.test_only and not (args.weights or args.resume):
         raise UserError("--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH")
+    _validate_bad_images(args)
     if args.test_only and args.resume == "auto" and args.output_dir is None:
         raise UserError("--test-only --resume auto needs --output-dir, the folder to look in")
+
+
+def _validate_bad_images(args: argparse.Namespace) -> None:
+    if args.bad_images == "skip" and args.test_only:
+        raise UserError("--bad-images skip is about training; in evaluation give --bad-images error, or leave it out")
+    if args.bad_images == "skip" and args.synthetic is not None:
+        raise UserError("--bad-images skip has no effect on --synthetic images; leave it out")
 
 
 def _validate_names(args: argparse.Namespace) -> None:

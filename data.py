@@ -1,8 +1,6 @@
-"""From files to batches on the device: index, decode and transform in loader processes, finish on the device."""
+"""From files to batches on the device: decode and transform in loader processes, finish on the device."""
 
-import hashlib
 import math
-import os
 import random
 import sys
 from collections.abc import Iterator
@@ -13,67 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.models import WeightsEnum
 from torchvision.transforms import InterpolationMode
 
 import transforms
+import utils
 from errors import ImageError, UserError
+from index import check_split, open_index
 from preemption import start_worker
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
 from randomness import AUGMENTATION, MIXING, fold_seed, seed_host
 from sampler import SampleKey, TrainSampler
 
 
-def scan_classes(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
-    """Return the classes of an image folder, and the (path relative to it, class index) of every image.
-
-    Classes, order and choice of files are those of torchvision's `ImageFolder`.
-
-    Raises:
-        UserError: no such folder, no class folders, or a class without images.
-    """
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder; --data-path must hold train/ and val/, one folder a class in each")
-    with os.scandir(root) as entries:
-        entries = sorted(entries, key=lambda entry: entry.name)
-    classes = [entry.name for entry in entries if entry.is_dir()]
-    if not classes:
-        num_images = sum(entry.name.lower().endswith(IMG_EXTENSIONS) for entry in entries)
-        if not num_images:
-            raise UserError(f"{root} holds neither images nor class folders; it needs one folder for each class")
-        raise UserError(
-            f"{root} holds {num_images} images and no class folders; move every image into a folder of its class"
-        )
-    samples, empty = [], []
-    for label, name in enumerate(classes):
-        images = [
-            os.path.relpath(os.path.join(folder, file), root)
-            for folder, _, files in sorted(os.walk(root / name, followlinks=True))
-            for file in sorted(files)
-            if file.lower().endswith(IMG_EXTENSIONS)
-        ]
-        samples += [(path, label) for path in images]
-        empty += [name] if not images else []
-    if empty:
-        more = f" and {len(empty) - 1} more classes" if len(empty) > 1 else ""
-        raise UserError(
-            f"{root / empty[0]}{more} holds no images ({' '.join(IMG_EXTENSIONS)}); add some, or remove the folder"
-        )
-    return classes, samples
-
-
 class IndexedImageFolder(Dataset):
-    """An image folder, one folder a class, as uint8 samples; indexed by number or by `SampleKey`.
+    """The images of a split, one folder or tar a class, as uint8 samples; indexed by number or by `SampleKey`.
 
     Args:
-        root: the folder.
+        root: the folder; where there is none, its tars beside it (`index.find_splits`).
         transform: a preset, whose `load` makes a (3, H, W) uint8 tensor of a file's bytes; where keys are `SampleKey`s,
             its `at` gives the preset of an epoch. It draws from the process's CPU generators.
         seed: the run's, the first part of the address of every draw.
 
     Raises:
-        UserError: `root` is no image folder.
+        UserError: there are no such images, or they are in no classes.
     """
 
     def __init__(
@@ -85,15 +46,15 @@ class IndexedImageFolder(Dataset):
         self.root = Path(root)
         self.transform = transform
         self.seed = seed
-        self.classes, self.samples = scan_classes(self.root)
+        self.index = open_index(self.root)
+        self.classes = self.index.classes
 
     def fingerprint(self) -> str:
         """Return a hash of the names and labels of all images; another one means another data set."""
-        lines = "".join(f"{path} {label}\n" for path, label in self.samples)
-        return hashlib.sha256(lines.encode()).hexdigest()[:16]
+        return self.index.fingerprint()
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.index)
 
     def __getitem__(self, key: int | SampleKey) -> tuple[Tensor, int]:
         """Return one image, transformed, and its class.
@@ -101,19 +62,58 @@ class IndexedImageFolder(Dataset):
         Raises:
             ImageError: the image cannot be read; names it.
         """
-        index = key.index if isinstance(key, SampleKey) else key
-        path, label = self.samples[index]
-        transform = self.transform
+        try:
+            return self._load(key)
+        except ImageError:
+            raise
+        except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on damaged files
+            number = key.index if isinstance(key, SampleKey) else key
+            reason, name = str(error) or type(error).__name__, self.classes[self.index.label(number)]
+            raise ImageError(f"cannot read image {self.index.path(number)} (class {name}): {reason}") from error
+
+    def _load(self, key: int | SampleKey) -> tuple[Tensor, int]:
+        """Return one image and its class; raises whatever comes of a file that cannot be read or is no image."""
+        number, transform = key, self.transform
         if isinstance(key, SampleKey):
+            number = key.index
             seed_host(AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
             transform = transform.at(key.epoch)
+        return transform.load(self.index.read(number)), self.index.label(number)
+
+
+class LenientImageFolder(IndexedImageFolder):
+    """An `IndexedImageFolder` that takes another image where one cannot be read: `--bad-images skip`.
+
+    It is the next one that can, with its own class and draws: always the same, whoever loads it.
+    """
+
+    MAX_TRIES = 100
+
+    def __getitem__(self, key: SampleKey) -> tuple[Tensor, int, int]:
+        """Return one image, transformed, its class, and the number of the one that it replaces, or -1.
+
+        Raises:
+            ImageError: none of the next hundred images can be read, or the tar that holds one has changed.
+        """
         try:
-            with open(os.path.join(self.root, path), "rb", buffering=0) as file:
-                payload = file.readall()
-            return transform.load(payload), label
-        except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on damaged files
-            reason = str(error) or type(error).__name__
-            raise ImageError(f"cannot read image {self.root / path} (class {self.classes[label]}): {reason}") from error
+            return *self._load(key), -1
+        except ImageError:  # about a tar: no image of it can be read any more
+            raise
+        except Exception:  # as many kinds as in IndexedImageFolder
+            return *self._replacement(key), key.index
+
+    def _replacement(self, key: SampleKey) -> tuple[Tensor, int]:
+        num_tries = min(self.MAX_TRIES, len(self))
+        for step in range(1, num_tries):
+            try:
+                return self._load(key._replace(index=(key.index + step) % len(self)))
+            except ImageError:
+                raise
+            except Exception:  # the next one may be good
+                continue
+        raise ImageError(
+            f"cannot read image {self.index.path(key.index)}, nor any of the next {num_tries - 1}; is the disk there?"
+        )
 
 
 class SyntheticImages(Dataset):
@@ -159,13 +159,13 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
         return train, SyntheticImages(max(args.synthetic // 10, 1), args.val_crop_size)
     if not Path(args.data_path).is_dir():
         raise UserError(f"--data-path {args.data_path} is not a folder; give the one that holds train/ and val/")
-    for folder in [traindir, valdir]:
-        if not Path(folder).is_dir():
-            raise UserError(f"--data-path {args.data_path} has no {Path(folder).name}/; it must hold train/ and val/")
+    for folder in [valdir] if args.test_only else [traindir, valdir]:
+        check_split(Path(folder))
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed)
     if args.test_only:
         return None, dataset_test
-    dataset = IndexedImageFolder(traindir, preset_train, args.seed)
+    kind = LenientImageFolder if args.bad_images == "skip" else IndexedImageFolder
+    dataset = kind(traindir, preset_train, args.seed)
     if dataset.classes != dataset_test.classes:
         here, there = set(dataset.classes), set(dataset_test.classes)
         which = [f"{name} only in train/" for name in sorted(here - there)[:1]]
@@ -238,6 +238,16 @@ def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     return torch.stack(rows, out=out).permute(0, 3, 1, 2), torch.tensor([label for _, label in samples])
 
 
+def collate_lenient(samples: list[tuple[Tensor, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Put the samples of a `LenientImageFolder` into one batch.
+
+    Returns:
+        As `collate`, and (R,) int64: the images that were replaced.
+    """
+    replaced = torch.tensor([number for _, _, number in samples if number >= 0], dtype=torch.int64)
+    return *collate([(image, label) for image, label, _ in samples]), replaced
+
+
 def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
     """Return a loader of uint8 batches in the sampler's order; its processes live as long as it does."""
     return DataLoader(
@@ -248,7 +258,7 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
         pin_memory=torch.device(args.device).type == "cuda",
         # Forked, the processes end with their parent, however it ends; a fork server and its children would stay.
         multiprocessing_context="fork" if args.workers and sys.platform == "linux" else None,
-        collate_fn=collate,
+        collate_fn=collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
         worker_init_fn=start_worker,
     )
 
@@ -278,6 +288,9 @@ class DeviceLoader:
         device: where the batches go.
         transform: what is done to them there.
         seed: the run's; a training batch's draws are addressed by it, the step and the shard.
+
+    Attributes:
+        replaced: the images that others stood in for, of the batches of this epoch that were taken so far.
     """
 
     def __init__(
@@ -287,6 +300,7 @@ class DeviceLoader:
         self.device = device
         self.transform = transform
         self.seed = seed
+        self.replaced = []
 
     @property
     def dataset(self) -> Dataset:
@@ -301,7 +315,10 @@ class DeviceLoader:
         is_training = isinstance(sampler, TrainSampler)
         epoch = sampler.epoch if is_training else 0
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
-        for (image, target), (step, shard) in zip(self.loader, addresses, strict=True):
+        self.replaced = []
+        for (image, target, *replaced), (step, shard) in zip(self.loader, addresses, strict=True):
+            # Not where they are loaded: loader processes run ahead, and into steps that are never made.
+            self.replaced += [number for numbers in replaced for number in numbers.tolist()]
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
@@ -317,3 +334,21 @@ def build_device_loader(
     train_transform, eval_transform = build_batch_transforms(args, num_classes)
     transform = train_transform if isinstance(sampler, TrainSampler) else eval_transform
     return DeviceLoader(build_loader(dataset, sampler, args), device, transform, args.seed)
+
+
+def report_replaced(data_loader: DeviceLoader, epoch: int) -> None:
+    """Say which images of an epoch others stood in for. Collective: every rank must call it."""
+    dataset = data_loader.dataset
+    if not isinstance(dataset, LenientImageFolder):
+        return
+    numbers = torch.cat(utils.all_gather(torch.tensor(data_loader.replaced, dtype=torch.int64)))
+    images = numbers.unique().tolist()
+    if not images:
+        return
+    first_step = data_loader.loader.batch_sampler.start_step
+    since = f" since step {first_step}" if first_step else ""
+    paths = ", ".join(dataset.index.path(number) for number in images[:3]) + (", ..." if len(images) > 3 else "")
+    print(
+        f"Epoch: [{epoch}] {len(images)} images could not be read and were replaced{since} "
+        f"({len(numbers)} samples): {paths}"
+    )

@@ -1,6 +1,8 @@
 """What a command would do, without doing it: the resolved options, the batch arithmetic and the learning rates."""
 
+import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import data
 import models
 import optim
 from errors import UserError
+from index import find_splits, open_index
 from sampler import VirtualShards
 
 # What ImageNet-1k is, where no data is at hand.
@@ -72,11 +75,13 @@ def count_images(args: Any) -> tuple[int, int, str]:
     if args.synthetic is not None:
         return args.synthetic, IMAGENET_CLASSES, f"{args.synthetic:,} made-up training images"
     traindir = Path(args.data_path or "") / "train"
-    if args.data_path is None or not traindir.is_dir():
+    if args.data_path is None or not find_splits(traindir):
         where = f"no data in {traindir}" if args.data_path else "no --data-path"
         return IMAGENET_IMAGES, IMAGENET_CLASSES, f"{where}: assuming {IMAGENET_IMAGES:,} images of 1,000 classes"
-    classes, samples = data.scan_classes(traindir)
-    return len(samples), len(classes), f"{traindir}: {len(samples):,} images of {len(classes):,} classes"
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe
+        images = open_index(traindir)
+    num_classes = len(images.classes)
+    return len(images), num_classes, f"{traindir}: {len(images):,} images of {num_classes:,} classes"
 
 
 def reference_lines(args: Any) -> list[str]:

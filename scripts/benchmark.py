@@ -17,6 +17,7 @@ import config
 import data
 from decode import ImageFile
 from errors import UserError
+from index import open_index
 from presets import resize
 from sampler import TrainSampler, VirtualShards
 
@@ -121,14 +122,15 @@ def end_to_end(folder: Path, args: argparse.Namespace) -> dict[str, dict[str, fl
 
 def stages(folder: Path, num_images: int = 100) -> dict[str, float]:
     """Return the mean microseconds of CPU time that each stage of our way takes for a training image."""
-    samples = data.scan_classes(folder)[1][:num_images]
+    index = open_index(folder)
+    num_images = min(num_images, len(index))
     crop = transforms.RandomResizedCrop(224)
     spent = dict.fromkeys(["read", "header", "decode", "resize", "batch"], 0.0)
     torch.manual_seed(0)
     crops = []
-    for path, _ in samples:
+    for number in range(num_images):
         marks = [time.process_time()]
-        payload = (folder / path).read_bytes()
+        payload = index.read(number)
         marks.append(time.process_time())
         file = ImageFile(payload)
         sized = torch.empty(3, *file.size[::-1], device="meta")
@@ -143,7 +145,7 @@ def stages(folder: Path, num_images: int = 100) -> dict[str, float]:
     start = time.process_time()
     data.collate(crops)
     spent["batch"] = time.process_time() - start
-    return {name: seconds / len(samples) * 1e6 for name, seconds in spent.items()}
+    return {name: seconds / num_images * 1e6 for name, seconds in spent.items()}
 
 
 def pixel_difference(folder: Path, args: argparse.Namespace, num_images: int = 100) -> dict[str, float]:

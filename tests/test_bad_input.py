@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 
 from tests.conftest import write_images
 from tests.ranks import run_ranks, train_rank
@@ -25,6 +26,8 @@ def folders(tmp_path_factory):
     (root / "file").write_text("a file")
     write_images(root / "empty_val", {"train": [1, 1]})
     (root / "empty_val" / "val").mkdir()
+    torn = write_images(root / "torn_tar", {"val": [1, 1]})
+    (torn / "train.tar").write_bytes(b"torn" * 300)
     return root
 
 
@@ -54,6 +57,11 @@ CASES = {
     "no such weights": (["--data-path", "{root}/good", "--weights", "V9"], ["V9", "IMAGENET1K_V1"]),
     "no such device": (["--data-path", "{root}/good", "--device", "xpu"], ["--device xpu", "try cpu"]),
     "nothing given": ([], ["--data-path is needed"]),
+    "torn tar": (["--data-path", "{root}/torn_tar"], ["{root}/torn_tar/train.tar", "is torn", "get it anew"]),
+    "skipping in evaluation": (
+        ["--data-path", "{root}/good", "--test-only", "--weights", "DEFAULT", "--bad-images", "skip"],
+        ["--bad-images skip is about training"],
+    ),
 }
 
 
@@ -74,6 +82,42 @@ def test_one_line_and_exit_code_2(folders, tmp_path, case):
     assert "Epoch:" not in outcome.output
     for word in words:
         assert word in lines[0], lines[0]
+
+
+def test_an_image_that_a_loader_process_cannot_read_is_one_line(folders, tmp_path):
+    images = write_images(tmp_path / "images", {"train": [4, 4], "val": [1, 1]})
+    bad = images / "val" / "class1" / "image000.jpg"
+    bad.write_bytes(bad.read_bytes()[:300])
+    argv = ["--data-path", str(images), "--output-dir", str(tmp_path / "out"), *SMALL, "--batch-size", "4"]
+    # Skipping is for training: an evaluation without the image would be of another set.
+    argv += ["--epochs", "1", "--workers", "1", "--bad-images", "skip"]
+    outcome = run_ranks(train_rank, 1, argv, log_folder=tmp_path)
+    assert outcome.codes == [1], outcome.output
+    lines = [line for line in outcome.output.splitlines() if line.startswith("train.py: error: ")]
+    assert len(lines) == 1, outcome.output
+    assert f"cannot read image {bad} (class class1)" in lines[0]
+    assert "Epoch: [0] Total time" in outcome.output
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 1)])
+def test_replaced_images_are_counted_over_all_processes(tmp_path, world_size, workers):
+    images = write_images(tmp_path / "images", {"train": [5, 4], "val": [1, 1]})
+    bad = [images / "train" / f"class{name}.jpg" for name in ["0/image001", "0/image004", "1/image000", "1/image002"]]
+    for path in bad:
+        path.write_bytes(b"no image")
+    argv = ["--data-path", str(images), "--output-dir", str(tmp_path / "out"), *SMALL, "--epochs", "2"]
+    argv += ["--batch-size", "2", "--global-batch-size", "4", "--bad-images", "skip", "--workers", str(workers)]
+    outcome = run_ranks(train_rank, world_size, argv, log_folder=tmp_path).check()
+    lines = [line for line in outcome.output.splitlines() if "could not be read" in line]
+    for epoch, line in enumerate(lines):
+        # 8 of 9 images are used an epoch, in the order of torch's DistributedSampler.
+        used = torch.randperm(9, generator=torch.Generator().manual_seed(epoch))[:8].tolist()
+        names = [str(path) for number, path in zip([1, 4, 5, 7], bad, strict=True) if number in used]
+        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        count = f"{len(names)} images could not be read and were replaced ({len(names)} samples)"
+        assert line == f"Epoch: [{epoch}] {count}: {listed}"
+    assert len(lines) == 2, outcome.output
 
 
 @pytest.mark.dist

@@ -1,17 +1,23 @@
 """data.py: the same images as torchvision's ImageFolder, and the same batches whoever loads them."""
 
 import hashlib
+import os
+import shutil
+import struct
+import zlib
 
 import pytest
 import torch
+from PIL import Image
 from torchvision import datasets, transforms
 
 import config
 import data
-from errors import UserError
+from errors import ImageError, UserError
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from sampler import EvalSampler, RASampler, SampleKey, TrainSampler, VirtualShards
 from tests.conftest import write_images
+from tests.test_index import FORMS, pack_classes
 
 
 def arguments(folder, *argv):
@@ -35,7 +41,7 @@ def odd_folder(tmp_path_factory):
 def test_classes_order_and_files_are_image_folders(odd_folder):
     ours, theirs = data.IndexedImageFolder(odd_folder, None), datasets.ImageFolder(odd_folder)
     assert ours.classes == theirs.classes
-    assert [(str(odd_folder / path), label) for path, label in ours.samples] == theirs.samples
+    assert [(ours.index.path(i), ours.index.label(i)) for i in range(len(ours))] == theirs.samples
 
 
 def test_evaluated_images_are_those_of_image_folder(image_folder):
@@ -49,10 +55,10 @@ def test_evaluated_images_are_those_of_image_folder(image_folder):
         assert ours[index][1] == theirs[index][1]
 
 
-def epoch_hashes(folder, workers, start_step=0, sampler_class=TrainSampler, **options):
+def epoch_hashes(folder, workers, start_step=0, sampler_class=TrainSampler, argv=(), **options):
     """Return a hash of every batch of an epoch, as the model would get it."""
     policy = ["--auto-augment", "ta_wide", "--random-erase", "0.5", "--mixup-alpha", "0.2", "--cutmix-alpha", "1.0"]
-    args = arguments(folder, "--workers", str(workers), "--train-crop-size", "24", *policy)
+    args = arguments(folder, "--workers", str(workers), "--train-crop-size", "24", *policy, *argv)
     dataset, _ = data.build_datasets(str(folder / "train"), str(folder / "val"), args)
     sampler = sampler_class(len(dataset), VirtualShards(8, 2), seed=3, **options)
     sampler.set_epoch(1, start_step)
@@ -69,6 +75,13 @@ def test_workers_and_the_place_of_a_restart_change_no_pixel(image_folder):
     for workers in [0, 1, 3]:
         assert epoch_hashes(image_folder, workers) == expected
     assert epoch_hashes(image_folder, workers=2, start_step=2) == expected[4:]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_of_a_tar_are_those_of_the_folder(image_folder, tmp_path, form):
+    form(image_folder / "train", tmp_path)
+    shutil.copytree(image_folder / "val", tmp_path / "val")
+    assert epoch_hashes(tmp_path, workers=2) == epoch_hashes(image_folder, workers=0)
 
 
 def test_repetitions_of_an_image_are_augmented_differently(image_folder):
@@ -97,6 +110,126 @@ def test_the_loader_of_a_rank_yields_its_share_of_the_fixed_batches(image_folder
             assert torch.equal(ours[1], expected[1])
 
 
+def damage(path, kind):
+    """Make an image one that cannot be read."""
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif kind == "zero bytes":
+        path.touch()
+    elif kind == "no image":
+        path.write_bytes(b"<html>404</html>" * 50)
+    elif kind == "bomb":
+        # 400 million pixels in some hundred bytes.
+        header = struct.pack(">IIBBBBB", 20000, 20000, 8, 2, 0, 0, 0)
+        chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+        path.write_bytes(
+            b"\x89PNG\r\n\x1a\n"
+            + b"".join(struct.pack(">I", len(c)) + k + c + struct.pack(">I", zlib.crc32(k + c)) for k, c in chunks)
+        )
+    elif kind == "unreadable":
+        path.write_bytes(content)
+        path.chmod(0)
+    elif kind == "a folder":
+        path.mkdir()
+
+
+KINDS = ["truncated", "zero bytes", "no image", "bomb", "unreadable", "vanished", "a folder"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_that_cannot_be_read_is_named(tmp_path, kind):
+    if kind == "unreadable" and os.geteuid() == 0:
+        pytest.skip("root reads everything")
+    root = write_images(tmp_path, {"train": [1], "val": [1]})
+    sets = data.build_datasets(str(root / "train"), str(root / "val"), arguments(root))
+    for split, dataset, key in zip(["train", "val"], sets, [SampleKey(0, 0, 0), 0], strict=True):
+        damage(root / split / "class0" / "image000.jpg", kind)
+        with pytest.raises(ImageError, match=rf"{split}/class0/image000.jpg \(class class0\): .") as caught:
+            dataset[key]
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_png_that_is_called_jpeg_is_read(tmp_path):
+    root = write_images(tmp_path, {"val": [1]}) / "val"
+    path = root / "class0" / "image000.jpg"
+    image = Image.open(path).convert("RGB")
+    image.save(root / "class0" / "image001.JPEG", format="PNG")
+    preset = ClassificationPresetEval(crop_size=16, resize_size=16)
+    assert torch.equal(*(data.IndexedImageFolder(root, preset)[number][0] for number in range(2)))
+
+
+@pytest.fixture
+def damaged_folder(tmp_path):
+    """29 training images of three classes, of which 4, 5 and the last cannot be read."""
+    root = write_images(tmp_path / "damaged", {"train": [11, 10, 8], "val": [3, 2, 2]})
+    for name, kind in [
+        ("class0/image004", "truncated"),
+        ("class0/image005", "zero bytes"),
+        ("class2/image007", "bomb"),
+    ]:
+        damage(root / "train" / f"{name}.jpg", kind)
+    return root
+
+
+def test_a_bad_image_is_replaced_by_the_next_good_one(damaged_folder):
+    args = arguments(damaged_folder, "--bad-images", "skip", "--train-crop-size", "24", "--seed", "3")
+    dataset, dataset_test = data.build_datasets(str(damaged_folder / "train"), str(damaged_folder / "val"), args)
+    for number, replacement in [(4, 6), (5, 6), (28, 0), (6, 6)]:
+        image, label, replaced = dataset[SampleKey(number, 1, 0)]
+        expected = dataset[SampleKey(replacement, 1, 0)]
+        assert torch.equal(image, expected[0])
+        assert label == expected[1]
+        assert replaced == (number if number != replacement else -1)
+    assert type(dataset_test) is data.IndexedImageFolder
+
+
+def test_replacements_do_not_depend_on_who_loads_them(damaged_folder):
+    expected = epoch_hashes(damaged_folder, 0, argv=["--bad-images", "skip"])
+    assert epoch_hashes(damaged_folder, 2, argv=["--bad-images", "skip"]) == expected
+    assert epoch_hashes(damaged_folder, 2, start_step=1, argv=["--bad-images", "skip"]) == expected[2:]
+    with pytest.raises(ImageError):
+        epoch_hashes(damaged_folder, 0)
+
+
+def test_what_was_replaced_in_the_batches_that_were_taken_is_reported(damaged_folder, capsys):
+    args = arguments(damaged_folder, "--bad-images", "skip", "--train-crop-size", "24", "--workers", "1")
+    dataset, _ = data.build_datasets(str(damaged_folder / "train"), str(damaged_folder / "val"), args)
+    sampler = TrainSampler(len(dataset), VirtualShards(8, 1), seed=5)
+    loader = data.build_device_loader(args, dataset, sampler, torch.device("cpu"), num_classes=3)
+    # Of the second epoch from its second step on: that holds 5 and 28, and 4 is in the next, which is loaded ahead.
+    sampler.set_epoch(1, 1)
+    used = sampler.epoch_order()[8:16].tolist()
+    batches = iter(loader)
+    next(batches)
+    capsys.readouterr()
+    data.report_replaced(loader, 1)
+    expected = [str(damaged_folder / "train" / dataset.index.name(number)) for number in (4, 5, 28) if number in used]
+    assert len(expected) == 2
+    count = f"{len(expected)} images could not be read and were replaced since step 1 ({len(expected)} samples)"
+    assert capsys.readouterr().out == f"Epoch: [1] {count}: {', '.join(expected)}\n"
+    list(batches)
+
+
+def test_where_nothing_can_be_read_it_stops_all_the_same(tmp_path):
+    root = write_images(tmp_path, {"train": [3]}) / "train"
+    dataset = data.LenientImageFolder(root, ClassificationPresetTrain(crop_size=24))
+    for path in root.rglob("*.jpg"):
+        path.unlink()
+    with pytest.raises(ImageError, match=r"image001.jpg, nor any of the next 2; is the disk there\?"):
+        dataset[SampleKey(1, 0, 0)]
+
+
+def test_a_tar_that_changed_is_no_bad_image(image_folder, tmp_path):
+    pack_classes(image_folder / "train", tmp_path)
+    dataset = data.LenientImageFolder(tmp_path / "train", ClassificationPresetTrain(crop_size=24))
+    os.truncate(tmp_path / "train" / "class1.tar", 2000)
+    dataset[SampleKey(0, 0, 0)]
+    with pytest.raises(ImageError, match=r"class1\.tar: the tar has changed"):
+        dataset[SampleKey(12, 0, 0)]
+
+
 def test_a_fingerprint_tells_data_sets_apart(image_folder, odd_folder):
     first = data.IndexedImageFolder(image_folder / "train", None)
     assert first.fingerprint() == data.IndexedImageFolder(image_folder / "train", None).fingerprint()
@@ -111,6 +244,14 @@ def test_synthetic_images_are_the_same_each_time_and_have_a_class_each():
     assert image.shape == (3, 8, 8)
     assert torch.equal(image, again[13][0])
     assert 0 <= label < 10
+
+
+def test_an_evaluation_needs_no_training_images(image_folder, tmp_path):
+    shutil.copytree(image_folder / "val", tmp_path / "val")
+    args = arguments(tmp_path, "--test-only", "--weights", "DEFAULT")
+    train, val = data.build_datasets(str(tmp_path / "train"), str(tmp_path / "val"), args)
+    assert train is None
+    assert len(val) == 7
 
 
 def test_a_missing_split_is_named(tmp_path):

@@ -16,6 +16,7 @@ import optim
 import preview
 from errors import UserError
 from tests.ranks import run_ranks, train_rank
+from tests.test_index import pack_shards
 from transforms import RandomMix
 
 RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))
@@ -196,6 +197,12 @@ def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
     text = preview.preview(config.parse_args(argv))
     assert "29 images of 3 classes" in text
     assert "3 steps an epoch, 6 in all; 5 images left out" in text
+
+
+def test_a_dry_run_counts_the_images_of_a_tar(image_folder, tmp_path):
+    pack_shards(image_folder / "train", tmp_path)
+    text = preview.preview(config.parse_args(["--data-path", str(tmp_path), "--dry-run", "--batch-size", "8"]))
+    assert "29 images of 3 classes" in text
 
 
 def test_what_a_dry_run_prints_is_itself_a_recipe(tmp_path):

@@ -19,6 +19,7 @@ from errors import UserError
 from files import write_atomically
 from tests.conftest import write_images
 from tests.ranks import run_ranks, train_rank
+from tests.test_index import pack_classes, pack_shards
 from tests.test_train import SMALL
 
 
@@ -436,6 +437,27 @@ def test_curves_go_on_over_a_kill_without_overlap(started, tmp_path):
     assert [event.step for event in events.Scalars("val/acc1")] == [3, 6, 9]
     losses = [r["loss"] for r in records if r["kind"] == "train"]
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)  # float32 there
+
+
+@pytest.mark.parametrize("form", [pack_shards, pack_classes])
+def test_a_run_goes_on_from_a_tar_to_the_same_bits(started, image_folder, tmp_path, form):
+    """Killed inside an epoch on tars, gone on with on the same, and begun on a folder and gone on with on tars."""
+    tars, out = tmp_path / "tars", tmp_path / "out"
+    form(image_folder / "train", tars)
+    shutil.copytree(image_folder / "val", tars / "val")
+    argv = ["--data-path", tars, "--epochs", 2, "--workers", 1]
+    faults = [(0, "torch.optim.SGD.step", 5, "before")]
+    assert started.go_on(tmp_path, out, *argv, faults=faults).codes == [-9]
+    assert "resumed step 4 " in started.go_on(tmp_path, out, *argv, "--resume", "auto").check().output
+    other = tmp_path / "other"
+    begun = started.out / "checkpoint-00000004.pth"
+    assert "resumed step 4 " in started.go_on(tmp_path, other, *argv, "--resume", begun).check().output
+    expected = load_checkpoint(started.out / "checkpoint.pth", "it")
+    for folder in (out, other):
+        found = load_checkpoint(folder / "checkpoint.pth", "it")
+        assert found["step"] == 6
+        assert found["data"] == expected["data"]
+        assert all(torch.equal(found["model"][name], value) for name, value in expected["model"].items())
 
 
 def test_half_a_write_leaves_the_old_file_and_no_other(tmp_path):

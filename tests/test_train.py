@@ -287,7 +287,7 @@ def test_imports_only_point_down():
     layers = [
         {"errors", "randomness"},
         {"decode", "extras", "files", "losses", "utils", "transforms", "sampler"},
-        {"presets", "optim", "models", "checkpoint", "preemption"},
+        {"presets", "optim", "models", "checkpoint", "index", "preemption"},
         {"config"},
         {"data", "monitor"},
         {"preview"},

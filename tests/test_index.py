@@ -1,0 +1,495 @@
+"""index.py: ImageFolder's images in its order, from folders and from tars, and a cache that is never stale."""
+
+import hashlib
+import io
+import os
+import pickle
+import shutil
+import tarfile
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+from torchvision import datasets
+
+import index
+from errors import ImageError, UserError
+from files import locked
+from tests.ranks import run_ranks
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A split of two classes with nested folders, whose index may be cached although it was written just now."""
+    monkeypatch.setattr(index, "RACY_NS", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return write_split(tmp_path / "images" / "train")
+
+
+def write_split(root):
+    names = ["b/2.jpg", "b/10.JPEG", "b/1.png", "a/x.webp", "a/deep/er/y.jpg", "a/deep er/z.jpg", "a/notes.txt"]
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(f"{name} holds this".encode() * number)
+    (root / "stray.jpg").touch()
+    return root
+
+
+def scans(monkeypatch):
+    """Return a list that grows with each scan."""
+    done, original = [], index._scan
+    monkeypatch.setattr(index, "_scan", lambda split: done.append(split) or original(split))
+    return done
+
+
+def samples(found):
+    return [(found.name(number), found.label(number), found.read(number)) for number in range(len(found))]
+
+
+def pack(path, names, prefix=""):
+    """Write a tar of {member: file}, in the order given."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for member, file in names.items():
+            archive.add(file, prefix + member, recursive=False)
+    return path
+
+
+def files_of(root, *, reverse=True):
+    """Return {name: path} of a folder, not in the order that ImageFolder has."""
+    paths = sorted((path for path in root.rglob("*") if path.is_file()), reverse=reverse)
+    return {str(path.relative_to(root)): path for path in paths}
+
+
+def class_tars(root, target, *, prefix=False):
+    """Pack each class folder into a tar of its own."""
+    for folder in [path for path in root.iterdir() if path.is_dir()]:
+        pack(target / f"{folder.name}.tar", files_of(folder), f"{folder.name}/" if prefix else "")
+    return target
+
+
+def pack_whole(root, target):
+    pack(target / "train.tar", files_of(root))
+
+
+def pack_as_tar_does(root, target):
+    with tarfile.open(target / "train.tar", "w", format=tarfile.GNU_FORMAT) as archive:
+        archive.add(root, "./train")
+
+
+def pack_shards(root, target):
+    files = list(files_of(root).items())
+    for number in range(3):
+        pack(target / f"train-{number:06d}.tar", dict(files[number::3]), "train/")
+
+
+def pack_shards_within(root, target):
+    pack_shards(root, target / "train")
+
+
+def pack_classes(root, target):
+    class_tars(root, target / "train")
+
+
+def pack_classes_with_their_names(root, target):
+    class_tars(root, target / "train", prefix=True)
+
+
+def pack_official(root, target):
+    inner = class_tars(root, target / "inner")
+    pack(target / "ILSVRC2012_img_train.tar", files_of(inner))
+    shutil.rmtree(inner)
+
+
+FORMS = [
+    pack_whole, pack_as_tar_does, pack_shards, pack_shards_within, pack_classes, pack_classes_with_their_names,
+    pack_official,
+]  # fmt: skip
+
+
+def test_images_are_image_folders_with_links_and_odd_names(folder):
+    elsewhere = folder.parent / "elsewhere"
+    (elsewhere / "in").mkdir(parents=True)
+    (elsewhere / "in" / "l.jpg").write_bytes(b"linked")
+    (folder / "C").symlink_to(elsewhere)
+    (folder / "b" / "ü\n.JPG").write_bytes(b"odd")
+    os.mkdir(os.fsencode(folder) + b"/b/\xff")
+    (folder / "b" / os.fsdecode(b"\xff") / "k.jpg").write_bytes(b"no UTF-8")
+    (folder / "a" / "folder.jpg").mkdir()
+    (folder / "a" / "folder.jpg" / "i.jpg").write_bytes(b"in it")
+    (folder / "a" / "link.jpg").symlink_to(folder / "b" / "2.jpg")
+    (folder / "a" / "gone").symlink_to(folder / "nowhere")
+    (folder / "a" / "circle").symlink_to(folder / "a" / "circle")
+    theirs, ours = datasets.ImageFolder(folder), index.open_index(folder)
+    assert ours.classes == theirs.classes
+    assert [(ours.path(number), ours.label(number)) for number in range(len(ours))] == theirs.samples
+    assert [ours.read(number) for number in range(len(ours))] == [Path(path).read_bytes() for path, _ in theirs.samples]
+
+
+def test_a_link_to_a_folder_above_is_refused(folder):
+    (folder / "a" / "deep" / "up").symlink_to(folder / "a")
+    with pytest.raises(UserError, match="deep/up is a link to a folder that holds it"):
+        index.open_index(folder)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tar_gives_the_images_of_the_folder(folder, tmp_path, form):
+    target = tmp_path / "packed"
+    target.mkdir()
+    form(folder, target)
+    ours, expected = index.open_index(target / "train"), index.open_index(folder)
+    assert ours.classes == expected.classes == ["a", "b"]
+    assert samples(ours) == samples(expected)
+    assert ours.fingerprint() == expected.fingerprint()
+    again = index.open_index(target / "train")
+    assert samples(again) == samples(ours)
+
+
+def test_a_fingerprint_is_that_of_earlier_checkpoints(folder):
+    lines = "".join(
+        f"{os.path.relpath(path, folder)} {label}\n" for path, label in datasets.ImageFolder(folder).samples
+    )
+    assert index.open_index(folder).fingerprint() == hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def test_a_second_start_does_not_scan_and_leaves_the_split_alone(folder, monkeypatch):
+    before = folder.stat().st_mtime_ns
+    done = scans(monkeypatch)
+    first = index.open_index(folder)
+    second = index.open_index(folder)
+    assert len(done) == 1
+    assert samples(first) == samples(second)
+    assert folder.stat().st_mtime_ns == before
+    assert sorted(os.listdir(folder.parent)) == [".touchstone-index-train.npz", "train"]
+
+
+def add(folder):
+    (folder / "a" / "deep" / "er" / "new.jpg").write_bytes(b"new")
+
+
+def remove(folder):
+    (folder / "a" / "deep er" / "z.jpg").unlink()
+
+
+def rename(folder):
+    (folder / "b" / "1.png").rename(folder / "b" / "3.png")
+
+
+def add_class(folder):
+    (folder / "c").mkdir()
+    (folder / "c" / "1.jpg").touch()
+
+
+def rename_class(folder):
+    (folder / "b").rename(folder / "0")
+
+
+def swap_link(folder):
+    (folder / "linked").unlink()
+    (folder.parent / "elsewhere" / "more.jpg").touch()
+    (folder / "linked").symlink_to(folder.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("change", [add, remove, rename, add_class, rename_class, swap_link])
+def test_a_changed_folder_is_scanned_anew(folder, change):
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "1.jpg").touch()
+    (folder / "linked").symlink_to(elsewhere)
+    before = samples(index.open_index(folder))
+    change(folder)
+    after = index.open_index(folder)
+    assert samples(after) != before
+    assert [(after.path(number), after.label(number)) for number in range(len(after))] == datasets.ImageFolder(
+        folder
+    ).samples
+
+
+def test_a_changed_or_added_tar_is_scanned_anew(folder, tmp_path):
+    target = tmp_path / "packed"
+    pack_shards(folder, target)
+    first = index.open_index(target / "train")
+    pack(target / "train-000001.tar", {"b/5.jpg": folder / "b" / "2.jpg"}, "train/")
+    second = index.open_index(target / "train")
+    assert {second.name(number) for number in range(len(second))} > {"b/5.jpg"}
+    assert all(second.read(number) is not None for number in range(len(second)))
+    pack(target / "train-000003.tar", {"c/6.jpg": folder / "b" / "2.jpg"}, "train/")
+    assert index.open_index(target / "train").classes == ["a", "b", "c"]
+    with pytest.raises(ImageError, match=r"train-000001\.tar: the tar has changed"):
+        samples(first)
+
+
+def test_a_folder_changed_a_moment_ago_is_not_cached(folder, monkeypatch, capsys):
+    monkeypatch.setattr(index, "RACY_NS", 2_000_000_000)
+    done = scans(monkeypatch)
+    index.open_index(folder)
+    index.open_index(folder)
+    assert len(done) == 2
+    assert "changed a moment ago" in capsys.readouterr().out
+    assert not index.cache_paths(folder)[0].exists()
+
+
+def test_a_link_that_leads_nowhere_yet_is_not_trusted(folder):
+    (folder / "c").symlink_to(folder.parent / "unmounted")
+    assert index.open_index(folder).classes == ["a", "b"]
+    (folder.parent / "unmounted").mkdir()
+    (folder.parent / "unmounted" / "1.jpg").touch()
+    assert index.open_index(folder).classes == ["a", "b", "c"]
+
+
+class Hostile:
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.victim}",)
+
+
+def test_a_damaged_foreign_or_hostile_cache_is_scanned_anew(folder, tmp_path, monkeypatch):
+    expected = samples(index.open_index(folder))
+    cache = index.cache_paths(folder)[0]
+    good = cache.read_bytes()
+    done = scans(monkeypatch)
+
+    def check(content):
+        cache.write_bytes(content)
+        done.clear()
+        assert samples(index.open_index(folder)) == expected
+        return len(done)
+
+    hostile, other = io.BytesIO(), io.BytesIO()
+    numpy.savez(hostile, header=numpy.array([Hostile(tmp_path / "executed")], dtype=object))
+    numpy.savez(other, header=numpy.zeros(3))
+    for content in [b"", b"garbage", good[: len(good) // 2], bytes(len(good)), hostile.getvalue(), other.getvalue()]:
+        assert check(content) == 1
+    assert not (tmp_path / "executed").exists()
+    for place in range(0, len(good), 31):
+        damaged = bytearray(good)
+        damaged[place] ^= 1 << place % 8
+        check(bytes(damaged))
+    assert check(good) == 0
+    monkeypatch.setattr(index, "_FORMAT", "touchstone image index 2")
+    assert check(good) == 1
+
+
+def test_where_the_data_folder_cannot_be_written_the_cache_is_at_home(folder, tmp_path, monkeypatch, capsys):
+    beside, home = index.cache_paths(folder)
+    beside.mkdir()  # refused to root as well
+    assert home.parent == tmp_path / "home" / "touchstone"
+    done = scans(monkeypatch)
+    index.open_index(folder)
+    index.open_index(folder)
+    assert len(done) == 1
+    assert home.is_file()
+    assert os.listdir(home.parent) == [home.name]
+    home.unlink()
+    home.mkdir()
+    capsys.readouterr()
+    index.open_index(folder)
+    index.open_index(folder)
+    assert len(done) == 3
+    assert capsys.readouterr().out.count("is not cached, so every start scans") == 2
+
+
+def open_rank(root, marker):
+    """Open an index, with a line for each scan, which takes long enough for another process to come in between."""
+    original = index._scan
+
+    def slow(split):
+        with open(marker, "a") as file:
+            file.write("scan\n")
+        time.sleep(0.3)
+        return original(split)
+
+    index._scan, index.RACY_NS = slow, 0
+    print(len(index.open_index(Path(root))))
+
+
+def test_two_processes_that_start_together_scan_once(folder, tmp_path):
+    marker = tmp_path / "scans"
+    outcome = run_ranks(open_rank, 2, str(folder), str(marker), log_folder=tmp_path).check()
+    assert [output.split()[-1] for output in outcome.outputs] == ["6", "6"]
+    assert outcome.output.count("waiting for another process") == 1
+    assert marker.read_text() == "scan\n"
+    assert sorted(os.listdir(folder.parent)) == [".touchstone-index-train.npz", "train"]
+
+
+def hold_lock(path, log):
+    for _ in range(20):
+        with locked(path, "waiting"):
+            with open(log, "a") as file:
+                file.write("in ")
+            time.sleep(0.002)
+            with open(log, "a") as file:
+                file.write("out ")
+
+
+def test_one_process_at_a_time_holds_a_lock(tmp_path):
+    path, log = tmp_path / "it.lock", tmp_path / "log"
+    run_ranks(hold_lock, 3, path, str(log), log_folder=tmp_path).check()
+    assert log.read_text() == "in out " * 60
+    assert not path.exists()
+
+
+def test_a_folder_is_used_before_tars_and_said(folder, capsys):
+    pack_whole(folder, folder.parent)
+    (folder / "b" / "2.jpg").unlink()
+    assert len(index.open_index(folder)) == 5
+    assert f"{folder} is used, and not {folder.parent / 'train.tar'}" in capsys.readouterr().out
+
+
+def test_class_tars_beside_class_folders_are_not_used_and_said(folder, capsys):
+    pack(folder / "c.tar", {"1.jpg": folder / "b" / "2.jpg"})
+    assert index.open_index(folder).classes == ["a", "b"]
+    assert f"{folder} is used, and not {folder}/*.tar" in capsys.readouterr().out
+
+
+def member(name, kind=tarfile.REGTYPE, content=b"content", **fields):
+    """Return the bytes of one member."""
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.size = kind, len(content) if kind == tarfile.REGTYPE else 0
+    for key, value in fields.items():
+        setattr(entry, key, value)
+    padded = content + bytes(-len(content) % 512) if entry.size else b""
+    return entry.tobuf(tarfile.PAX_FORMAT) + padded
+
+
+END = bytes(1024)
+GOOD = member("a/1.jpg")
+BAD_TARS = {
+    "empty": (b"", "torn, damaged"),
+    "garbage": (b"garbage" * 500, "torn, damaged"),
+    "cut in a header": (GOOD + GOOD[:100], "its end is missing"),
+    "cut in an image": (GOOD + member("a/2.jpg")[:516], "not whole"),
+    "cut before its end": (GOOD + GOOD, "its end is missing"),
+    "damaged in the middle": (GOOD + b"x" * 512 + GOOD + END, "its end is missing"),
+    "compressed": (b"\x1f\x8b" + bytes(2000), "no uncompressed tar"),
+    "class tar that is cut": (member("a.tar", content=GOOD) + END, "its end is missing"),
+    "class tar cut in an image": (member("a.tar", content=GOOD[:-506]) + END, "not whole"),
+    "negative size": (GOOD + member("a/2.jpg", pax_headers={"size": "-4096"}) + END, "torn, damaged"),
+    "odd size": (GOOD + member("a/2.jpg", pax_headers={"size": "many"}) + END, "torn, damaged"),
+    "huge size": (GOOD + member("a/2.jpg", pax_headers={"size": str(1 << 70)}) + END, "not whole"),
+    "leads out": (member("../a/1.jpg") + END, "leads out of a folder"),
+    "leads out in the middle": (member("a/../../1.jpg") + END, "leads out of a folder"),
+    "absolute": (member("/etc/a/1.jpg") + END, "leads out of a folder"),
+    "a zero in a name": (member("x", pax_headers={"path": "a/1\0.jpg"}) + END, "leads out of a folder"),
+    "link": (GOOD + member("a/2.jpg", tarfile.SYMTYPE, linkname="/etc/passwd") + END, "--dereference"),
+    "hard link": (GOOD + member("a/2.jpg", tarfile.LNKTYPE, linkname="a/1.jpg") + END, "--dereference"),
+    "device": (GOOD + member("a/2.jpg", tarfile.CHRTYPE, devmajor=1, devminor=5) + END, "--dereference"),
+    "flat": (member("1.jpg") + member("2.jpg") + END, "holds 2 images and no class folders; extract it and move"),
+    "no images": (member("a/1.txt") + END, "neither images nor class folders"),
+    "empty class": (GOOD + member("b", tarfile.DIRTYPE) + END, r"val\.tar/b holds no images"),
+    "empty class tar": (GOOD + member("b.tar", content=END) + END, r"val\.tar/b holds no images"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TARS)
+def test_a_bad_tar_is_one_line_that_names_it(tmp_path, case):
+    content, words = BAD_TARS[case]
+    (tmp_path / "val.tar").write_bytes(content)
+    with pytest.raises(UserError, match=words) as caught:
+        index.open_index(tmp_path / "val")
+    assert str(tmp_path / "val.tar") in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_devices_and_links_that_are_no_images_are_ignored_and_said(tmp_path, capsys):
+    links = member("a/x", tarfile.SYMTYPE, linkname="/etc") + member("a/y", tarfile.CHRTYPE) + member("a/notes.txt")
+    (tmp_path / "val.tar").write_bytes(links + GOOD + END)
+    assert samples(index.open_index(tmp_path / "val")) == [("a/1.jpg", 0, b"content")]
+    assert "2 links and devices, such as 'a/x', are ignored" in capsys.readouterr().out
+
+
+def test_of_members_of_one_name_the_last_counts_as_when_extracted(tmp_path):
+    (tmp_path / "val.tar").write_bytes(GOOD + member("./a/1.jpg", content=b"newer") + END)
+    assert samples(index.open_index(tmp_path / "val")) == [("a/1.jpg", 0, b"newer")]
+
+
+def test_a_class_may_have_the_splits_name(tmp_path):
+    (tmp_path / "val.tar").write_bytes(member("val/1.jpg") + END)
+    assert samples(index.open_index(tmp_path / "val")) == [("val/1.jpg", 0, b"content")]
+
+
+def test_the_flat_official_validation_tar_says_to_sort_it(tmp_path):
+    (tmp_path / "ILSVRC2012_img_val.tar").write_bytes(member("ILSVRC2012_val_00000001.JPEG") + END)
+    with pytest.raises(UserError, match=r"ILSVRC2012_img_val\.tar holds 1 images .* move every image into a folder of"):
+        index.open_index(tmp_path / "val")
+
+
+def test_a_missing_shard_is_named(folder, tmp_path):
+    pack_shards(folder, tmp_path / "packed")
+    (tmp_path / "packed" / "train-000001.tar").unlink()
+    with pytest.raises(UserError, match=r"train-000001\.tar is missing, but train-000002\.tar is there"):
+        index.open_index(tmp_path / "packed" / "train")
+
+
+@pytest.mark.parametrize("change", ["truncated", "overwritten", "removed"])
+def test_a_tar_that_changes_while_it_is_used_is_found_out(folder, tmp_path, change):
+    target = tmp_path / "packed"
+    target.mkdir()
+    pack_whole(folder, target)
+    found = index.open_index(target / "train")
+    if change != "removed":
+        found.read(0)
+    tar = target / "train.tar"
+    if change == "truncated":
+        os.truncate(tar, 1024)
+    elif change == "overwritten":
+        tar.write_bytes(bytes(tar.stat().st_size))
+    else:
+        tar.unlink()
+    with pytest.raises(ImageError, match=r"train\.tar: (the tar has changed|No such file)"):
+        found.read(1)
+
+
+def test_a_thousand_class_tars_need_few_descriptors(tmp_path):
+    for number in range(200):
+        (tmp_path / "train").mkdir(exist_ok=True)
+        (tmp_path / "train" / f"c{number:03d}.tar").write_bytes(member("1.jpg", content=b"%d" % number) + END)
+    found = index.open_index(tmp_path / "train")
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    assert [found.read(number) for number in range(200)] == [b"%d" % number for number in range(200)]
+    if before:
+        assert len(os.listdir("/proc/self/fd")) - before <= 128
+
+
+def test_a_read_that_fails_is_tried_again(folder, monkeypatch):
+    found = index.open_index(folder)
+    monkeypatch.setattr(index, "RETRY_WAITS_S", (0, 0, 0))
+    original, failures = found._read, [OSError(5, "Input/output error")] * 3
+
+    def flaky(number):
+        if failures:
+            raise failures.pop()
+        return original(number)
+
+    found._read = flaky
+    assert found.read(1) == original(1)
+    failures += [OSError(5, "Input/output error")] * 4
+    with pytest.raises(OSError, match="Input/output error"):
+        found.read(1)
+    failures[:] = [FileNotFoundError(2, "No such file")]
+    with pytest.raises(FileNotFoundError):
+        found.read(1)
+
+
+def test_numbers_are_those_of_a_list(folder):
+    found = index.open_index(folder)
+    assert found.name(-1) == found.name(len(found) - 1)
+    assert found.read(-1) == found.read(len(found) - 1)
+    for number in (len(found), -len(found) - 1):
+        with pytest.raises(IndexError):
+            found.read(number)
+
+
+def test_the_folder_that_one_is_in_can_be_given(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert samples(index.open_index(Path())) == samples(index.open_index(folder))
+    assert not (folder / ".touchstone-index-.npz").exists()
+
+
+def test_an_index_holds_its_names_in_arrays_that_travel_to_other_processes(folder):
+    found = index.open_index(folder)
+    assert samples(pickle.loads(pickle.dumps(found))) == samples(found)
+    assert all(isinstance(value, numpy.ndarray) for value in found.arrays.values())
