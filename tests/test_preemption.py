@@ -174,7 +174,9 @@ def test_a_hung_rank_ends_the_run_with_stacks_and_images_of_the_others(runs):
     outcome = runs.run("hung", 2, "--stall-timeout", 0.05, faults=stop)
     assert outcome.codes[0] == 1, outcome.output
     assert time.monotonic() - start < 60
-    assert "nothing happened for 3 s (--stall-timeout); 2 steps done, images of the next: [" in outcome.outputs[0], outcome.output
+    assert "nothing happened for 3 s (--stall-timeout); 2 steps done, images of the next: [" in outcome.outputs[0], (
+        outcome.output
+    )
     assert "train_one_epoch" in outcome.outputs[0]
     assert runs.status("hung")["reason"] == "nothing happened for 3 s (--stall-timeout)"
     assert list((runs.folder / "hung").glob("checkpoint*")) == []
