@@ -31,6 +31,18 @@ class NonFiniteError(UserError):
     exit_code = 5
 
 
+class LockedError(UserError):
+    """Another run writes to the output folder."""
+
+    exit_code = 6
+
+
+class StorageError(UserError):
+    """Reading or writing failed where what was given may well be right; trying again later may help."""
+
+    exit_code = 1
+
+
 class ImageError(Exception):
     """An image of the data set cannot be read; the message names its path.
 

@@ -16,21 +16,15 @@ import models
 import optim
 import preview
 import utils
-from checkpoint import (
-    CheckpointManager,
-    OptimizerState,
-    RunState,
-    check_fits,
-    load_checkpoint,
-    load_weights,
-    run_facts,
-)
+from checkpoint import OptimizerState, RunState, load_weights
 from config import get_args_parser
 from errors import ImageError, NonFiniteError, UserError
 from files import write_atomically
+from guard import check_data, check_options, run_facts
 from losses import build_criterion
 from monitor import LogWindow, Monitor, write_status
 from sampler import EvalSampler, RASampler, TrainSampler, VirtualShards
+from store import CheckpointManager
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
 
@@ -194,7 +188,7 @@ class StepHook:
         run: the state that is moved and saved.
         window: the log window, part of that state.
         monitor: where log lines go.
-        manager: where checkpoints go, on rank 0.
+        manager: where checkpoints go.
         model: the bare model, looked at before it is saved.
     """
 
@@ -241,15 +235,18 @@ class StepHook:
         )
         self.start_line(metric_logger.wait_s)
 
-    def save(self):
-        """Save the run, or end it if its weights are not finite. Collective: every rank must call it."""
+    def save(self, *, is_last=False):
+        """Save the run, or end it if its weights are not finite. Collective: every rank must call it.
+
+        Args:
+            is_last: whether nothing comes after, so that a failing save fails the run.
+        """
         self.window.gather()
         # Equal on all ranks, and so is the answer.
         if not optim.all_finite(self.model.parameters()):
             raise NonFiniteError(f"the weights after step {self.run.step} are not finite; the last checkpoint is kept")
-        if utils.is_main_process():
-            self.monitor.sync()
-            self.manager.save(self.run.state_dict(), is_best=self.run.is_best)
+        self.monitor.sync()
+        self.manager.save(self.run, is_last=is_last)
 
     def take_results(self, results):
         """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
@@ -257,8 +254,9 @@ class StepHook:
             self.monitor.write(kind, self.run.step, self.run.epoch, **result)
         # An average is trained for its own sake: where there is one, it is what "best" is about.
         kind = "val_ema" if "val_ema" in results else "val"
-        self.run.note_result(f"{kind}/acc1", results[kind]["acc1"])
-        self.save()
+        metric = self.args.best_metric
+        self.run.note_result(f"{kind}/{metric}", results[kind][metric])
+        self.save(is_last=self.run.is_finished(self.args.epochs))
 
     def finish(self):
         """Say how the run ended."""
@@ -311,24 +309,28 @@ def set_up(args):
 
 
 def load_resumed(args, manager):
-    """Return the checkpoint that `--resume` means and its bytes, or None twice, with the run's shards set accordingly.
+    """Return the checkpoint that `--resume` means, or None, with the run's shards set accordingly.
 
-    Only rank 0 touches files, and changes none yet. Collective: every rank must call it.
+    Changes nothing in the output folder but who holds its lock. Collective: every rank must call it.
 
     Raises:
         UserError: it cannot be used, or the output folder holds a run that the options do not speak of.
     """
-    payload = utils.call_on_master(manager.read, args.resume)
-    state = None if payload is None else load_checkpoint(payload, args.resume)
+    if not args.test_only:
+        manager.lock()
+    state = manager.read(args.resume)
     if args.test_only:
         if args.resume and state is None:
             raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
         if state is not None:
+            manager.say_damaged()
             take_evaluation_options(args, state["args"])
-        return state, None
-    utils.call_on_master(manager.check, args.resume, args.overwrite)
+        return state
+    manager.check(args.resume, overwrite=args.overwrite)
+    if state is not None:
+        check_options(state, args)
     set_shards(args, state)
-    return state, payload
+    return state
 
 
 def take_evaluation_options(args, trained):
@@ -343,19 +345,13 @@ def set_shards(args, state):
     """Set the global batch and its shards: those of the resumed run, else what the options and the world size give.
 
     Raises:
-        UserError: the options contradict the checkpoint, or this world size cannot compute the shards.
+        UserError: this world size cannot compute the shards.
     """
     if state is None:
         args.global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         args.num_shards = args.global_batch_size // args.batch_size
     else:
-        size, num_shards = state["shards"]["global_batch_size"], state["shards"]["num_shards"]
-        if args.batch_size != size // num_shards or args.global_batch_size not in (None, size):
-            raise UserError(
-                f"cannot resume: the checkpoint has {num_shards} shards of {size // num_shards} images; "
-                f"pass --batch-size {size // num_shards}, and --global-batch-size {size} or nothing"
-            )
-        args.global_batch_size, args.num_shards = size, num_shards
+        args.global_batch_size, args.num_shards = state["shards"]["global_batch_size"], state["shards"]["num_shards"]
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     shards.check(needs_same_bits=args.use_deterministic_algorithms)
 
@@ -377,16 +373,10 @@ def start_weights(args, state):
         raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
 
 
-def open_folder(args, manager, payload, run):
-    """Make the output folder ready, with run.json, what the run is, and recipe.toml, which runs it again. Rank 0 only.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    manager.open(args.resume, payload, run)
+def describe_run(args, run, folder):
+    """Write run.json, what the run is, and recipe.toml, which runs it again. Rank 0 only."""
     record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
     record |= run.facts
-    folder = manager.folder
     write_atomically(folder / "run.json", lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
     write_atomically(folder / "recipe.toml", lambda file: file.write(config.write_recipe(args).encode()))
 
@@ -408,13 +398,16 @@ def main(args):
         UserError: something that was given cannot be used.
     """
     device = set_up(args)
-    manager = CheckpointManager(Path(args.output_dir))
-    state, payload = load_resumed(args, manager)
+    manager = CheckpointManager(
+        Path(args.output_dir), keep_last=args.keep_last, keep_every=args.keep_every, minutes=args.checkpoint_minutes,
+        save_per_node=args.save_per_node,
+    )  # fmt: skip
+    state = load_resumed(args, manager)
     traindir, valdir = (os.path.join(args.data_path or "", split) for split in ("train", "val"))
     dataset, dataset_test, train_sampler, test_sampler = load_data(traindir, valdir, args)
     num_classes = len(dataset_test.classes)
     if state is not None:
-        check_fits(state, args, num_classes, dataset)
+        check_data(state, args, num_classes, dataset)
     data_loader = data.build_device_loader(args, dataset, train_sampler, device, num_classes)
     data_loader_test = data.build_device_loader(args, dataset_test, test_sampler, device, num_classes)
 
@@ -448,8 +441,9 @@ def main(args):
         utils.call_on_master(write_status, manager.folder, "finished", run.step)
         print(result_of(args, run))
         return
-    utils.call_on_master(open_folder, args, manager, payload, run)
-    del state, payload
+    manager.open(args.resume, run)
+    utils.call_on_master(describe_run, args, run, manager.folder)
+    del state
     with Monitor.of_run(args.output_dir, run) as monitor:
         hook = StepHook(args, run, window, monitor, manager, model_without_ddp)
         for epoch in range(run.epoch, args.epochs):

@@ -14,9 +14,10 @@ import torch
 import torchvision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from checkpoint import CheckpointManager, load_checkpoint
+from checkpoint import load_checkpoint
 from errors import UserError
 from files import write_atomically
+from store import CheckpointFolder
 from tests.conftest import write_images
 from tests.ranks import run_ranks, train_rank
 from tests.test_train import SMALL
@@ -59,6 +60,11 @@ def refused(outcome, *words, code=2):
     assert "Traceback" not in outcome.output
     for word in words:
         assert str(word) in lines[0], lines[0]
+
+
+def state_of(folder):
+    """Return the files of a folder and when each was last written; the lock apart, which names its last holder."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != ".lock"}
 
 
 def test_the_newest_three_numbered_checkpoints_stay(started):
@@ -188,7 +194,7 @@ def test_auto_stops_where_all_checkpoints_are_damaged(started, tmp_path):
     out = started.copy(tmp_path / "out")
     for path in out.glob("*.pth"):
         damage_truncated(path)
-    words = ["none can be used", "Not starting over", "--overwrite"]
+    words = ["checkpoints in", "none usable", "is damaged", "Not starting over", "--overwrite"]
     refused(started.go_on(tmp_path, out, "--resume", "auto"), *words, code=4)
     refused(started.go_on(tmp_path, out, "--resume", "auto"), *words, code=4)
 
@@ -203,12 +209,21 @@ def test_the_linked_names_count_where_the_numbered_files_are_gone(started, tmp_p
 
 def test_what_changed_is_said_and_no_temporary_file_is_left(started, tmp_path):
     out = started.copy(tmp_path / "out")
-    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--lr", 0.5).check()
-    assert "lr 0.02 in the checkpoint, 0.5 now" in outcome.output
-    assert "epochs 2 in the checkpoint, 3 now" in outcome.output
+    (out / "checkpoint-00000009.pth.tmp.77").write_bytes(b"half")
+    argv = ["--resume", "auto", "--lr", 0.5, "--allow-change", "lr"]
+    outcome = started.go_on(tmp_path, out, *argv, "--print-freq", 1, "--workers", 1).check()
+    assert "changed as --allow-change says: lr 0.02 in the checkpoint, 0.5 now" in outcome.output
+    (free,) = [line for line in outcome.output.splitlines() if line.startswith("options that changed: ")]
+    assert set(free.removeprefix("options that changed: ").split("; ")) == {
+        "workers 0 in the checkpoint, 1 now",
+        "epochs 2 in the checkpoint, 3 now",  # of which steplr's rates do not depend
+        "print-freq 2 in the checkpoint, 1 now",
+        f"output-dir {started.out} in the checkpoint, {out} now",
+    }
     assert list(out.glob("*.tmp*")) == []
     recipe = (out / "recipe.toml").read_text()
-    started.go_on(tmp_path, out, "--resume", "auto", "--lr", 0.7).check()  # nothing is left to do
+    outcome = started.go_on(tmp_path, out, *argv).check()  # the same command again; nothing is left to do
+    assert "--allow-change lr: as in the checkpoint" in outcome.output
     assert (out / "recipe.toml").read_text() == recipe
 
 
@@ -281,9 +296,9 @@ def test_another_format_stops_and_is_not_taken_for_damage(started, tmp_path):
 def test_a_refused_resume_changes_nothing(started, tmp_path):
     out = started.copy(tmp_path / "out")
     damage_truncated(out / "checkpoint-00000006.pth")
-    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    before = state_of(out)
     refused(started.go_on(tmp_path, out, "--resume", "auto", "--seed", 1), "seed 0 in the checkpoint")
-    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    assert state_of(out) == before
 
 
 def test_overwrite_killed_half_way_leaves_nothing_to_go_on_with(started, tmp_path):
@@ -301,16 +316,24 @@ def test_test_only_without_a_checkpoint_is_refused(started, tmp_path):
 def test_test_only_writes_nothing_where_the_newest_is_damaged(started, tmp_path):
     out = started.copy(tmp_path / "out")
     damage_truncated(out / "checkpoint-00000006.pth")
-    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert "n=7" in started.go_on(tmp_path, out, "--resume", "auto", "--test-only").check().output
-    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    (out / ".lock").unlink()
+    before = state_of(out)
+    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--test-only").check()
+    assert "n=7" in outcome.output
+    assert "00000006.pth is damaged or no checkpoint" in outcome.output
+    assert "resuming from checkpoint-00000005.pth, 1 steps earlier" in outcome.output
+    assert "kept as" not in outcome.output
+    assert state_of(out) == before
+    assert not (out / ".lock").exists()
 
 
 def test_an_average_that_is_new_begins_as_the_model(started, tmp_path):
     out = tmp_path / "out"
     faults = [(0, "train.evaluate", 1, "before")]
     assert started.go_on(tmp_path, out, faults=faults).codes == [-9]
-    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--model-ema", "--epochs", 1).check()
+    outcome = started.go_on(
+        tmp_path, out, "--resume", "auto", "--model-ema", "--epochs", 1, "--allow-change", "model-ema,epochs"
+    ).check()
     results = [line.split("Acc@1")[1] for line in outcome.output.splitlines() if "Acc@1" in line]
     assert results[0] == results[1]
 
@@ -347,12 +370,18 @@ def test_a_state_dict_is_no_checkpoint_and_the_message_names_weights(started, tm
     ("argv", "words"),
     [
         (["--model", "shufflenet_v2_x1_0"], ["shufflenet_v2_x0_5", "shufflenet_v2_x1_0"]),
-        (["--batch-size", "4"], ["shards of 8 images", "--batch-size 8"]),
-        (["--global-batch-size", "16"], ["global-batch-size 8"]),
-        (["--seed", "1"], ["seed 0 in the checkpoint, 1 now"]),
-        (["--opt", "adamw"], ["opt sgd in the checkpoint, adamw now"]),
+        (["--batch-size", "4"], ["batch-size 8 in the checkpoint, 4 now", "batch-size cannot be changed"]),
+        (["--global-batch-size", "16"], ["global-batch-size 8 in the checkpoint, 16 now", "cannot be changed"]),
+        (["--opt", "adamw"], ["opt sgd in the checkpoint, adamw now", "opt cannot be changed"]),
+        (["--seed", "1"], ["seed 0 in the checkpoint, 1 now", "give --allow-change seed"]),
+        (["--lr", "0.5", "--amp"], ["lr 0.02 in", "amp False in", "give --allow-change lr,amp"]),
+        (["--lr", "0.5", "--amp", "--allow-change", "lr"], ["amp False in", "give --allow-change amp"]),
+        (
+            ["--lr-scheduler", "linearlr"],
+            ["lr-scheduler steplr", "epochs 2 in the checkpoint, 3 now (linearlr spreads"],
+        ),
         (["--start-epoch", "1"], ["--start-epoch 1"]),
-        (["--norm-weight-decay", "0"], ["parameter groups"]),
+        (["--norm-weight-decay", "0", "--allow-change", "norm-weight-decay"], ["parameter groups"]),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(started, tmp_path, argv, words):
@@ -417,7 +446,7 @@ def test_curves_go_on_over_a_kill_without_overlap(started, tmp_path):
     # Killed two steps after the last save, and again after an evaluation was logged and before it was saved.
     faults = [(0, "torch.optim.SGD.step", 3, "after")]
     assert started.go_on(tmp_path, out, "--print-freq", 1, "--checkpoint-steps", 2, faults=faults).codes == [-9]
-    faults = [(0, "checkpoint.CheckpointManager.save", 2, "before")]
+    faults = [(0, "store.CheckpointManager.save", 2, "before")]
     argv = ["--print-freq", 1, "--checkpoint-steps", 2, "--resume", "auto"]
     assert started.go_on(tmp_path, out, *argv, faults=faults).codes == [-9]
     with open(out / "metrics.jsonl", "a") as file:
@@ -454,7 +483,7 @@ def test_half_a_write_leaves_the_old_file_and_no_other(tmp_path):
 def test_checkpoints_are_sorted_by_number_and_not_by_name(tmp_path):
     for name in ["checkpoint-99999999.pth", "checkpoint-100000000.pth", "checkpoint-7.pth", "checkpoint.pth"]:
         (tmp_path / name).touch()
-    found = [path.name for path in CheckpointManager(tmp_path).numbered()]
+    found = [path.name for path in CheckpointFolder(tmp_path).numbered()]
     assert found == ["checkpoint-100000000.pth", "checkpoint-99999999.pth"]
 
 
