@@ -182,7 +182,7 @@ def load_checkpoint(source: Path | bytes, name: str) -> dict:
         try:
             if zipfile.is_zipfile(stream):
                 stream.seek(0)
-                bad = zipfile.ZipFile(stream).testzip()
+                bad = find_bad_record(stream)
                 if bad is not None:
                     raise UserError(f"{name} is damaged (record {bad.split('/', 1)[-1]} fails its CRC)")
             stream.seek(0)
@@ -196,6 +196,24 @@ def load_checkpoint(source: Path | bytes, name: str) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{name} holds a {type(content).__name__}, not a checkpoint")
     return content
+
+
+def find_bad_record(file: Any) -> str | None:
+    """Return the name of the first record of a zip archive that is not what was written, or None.
+
+    Args:
+        file: a path or a binary file.
+
+    Raises:
+        zipfile.BadZipFile: the archive as a whole is damaged.
+    """
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            # One flipped bit of the index makes a folder of a record. Python reads it all the same and finds it good;
+            # torch reads nothing, and gives a tensor of whatever was in memory.
+            if record.external_attr & 0x10:
+                return record.filename
+        return archive.testzip()
 
 
 def _explain(name: str, error: Exception) -> str:
@@ -213,6 +231,8 @@ def _explain(name: str, error: Exception) -> str:
         )
     if found:
         return f"{name} contains code ({found[1]}) and was refused; nothing in it was run"
+    if "Unsupported operand" in str(error):
+        return f"{name} is damaged or no checkpoint (a pickle that torch.save did not write; nothing in it was run)"
     reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
     return f"{name} is damaged or no checkpoint ({reason[:160]})"
 

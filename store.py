@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 import lock
 import utils
-from checkpoint import OtherFormatError, RunState, check_schema, load_checkpoint
+from checkpoint import OtherFormatError, RunState, check_schema, find_bad_record, load_checkpoint
 from errors import NoUsableCheckpointError, StorageError, UserError
 from files import (
     explain_failure,
@@ -601,8 +601,7 @@ def _load(path: Path, name: str) -> Found:
 
 def _verify_archive(path: Path) -> None:
     try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
+        bad = find_bad_record(path)
     except zipfile.BadZipFile as error:
         bad = str(error)
     if bad is not None:

@@ -368,9 +368,15 @@ def start_weights(args, state):
         return load_weights(Path(args.weights))
     weights = models.resolve_weights(args)
     try:
-        return weights.get_state_dict(progress=utils.is_main_process(), check_hash=True)
+        # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
+        return weights.get_state_dict(progress=utils.is_main_process(), check_hash=True, weights_only=True)
     except OSError as error:
         raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
+    except Exception as error:  # as of any bad file: see load_checkpoint
+        raise UserError(
+            f"--weights {args.weights}: the copy of {weights.url} in torch's cache is damaged or contains code, and was "
+            "refused; remove it, so that it is fetched anew"
+        ) from error
 
 
 def describe_run(args, run, folder):
