@@ -280,7 +280,7 @@ def _add_checkpoint(group: Any) -> None:
         "--checkpoint-steps", metavar="N", type=int, help="save every N steps too, not only around each evaluation"
     )
     group.add_argument(
-        "--checkpoint-minutes", metavar="MIN", default=10, type=float,
+        "--checkpoint-minutes", metavar="MIN", default=10.0, type=float,
         help="save when the last checkpoint is this old; 0 = never for that reason",
     )  # fmt: skip
     group.add_argument("--keep-last", metavar="N", default=3, type=int, help="numbered checkpoints to keep")

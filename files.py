@@ -58,14 +58,15 @@ def retry(read: Callable[[], T], path: Path, tries: int = 3) -> T:
     """Return what `read` returns; where it fails it is tried again, as network file systems have hiccups.
 
     Raises:
-        FileNotFoundError: at once.
-        IsADirectoryError: at once.
+        FileNotFoundError: at once, as the next two: trying again changes nothing.
+        IsADirectoryError: see above.
+        NotADirectoryError: see above.
         StorageError: it failed each time. Not a reason to take an older file instead: that would lose work.
     """
     for left in reversed(range(tries)):
         try:
             return read()
-        except (FileNotFoundError, IsADirectoryError):
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise
         except OSError as error:
             if not left:

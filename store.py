@@ -106,7 +106,7 @@ class CheckpointFolder:
     def _own_files(self, pattern: re.Pattern = OWN_FILES) -> list[Path]:
         try:
             names = retry(lambda: os.listdir(self.folder), self.folder)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # `open` makes it, or says why it cannot
             return []
         return [self.folder / name for name in names if pattern.fullmatch(name)]
 
@@ -145,7 +145,7 @@ class CheckpointFolder:
             return self._read_newest()
         try:
             return _load(Path(resume), resume)
-        except (FileNotFoundError, IsADirectoryError) as error:
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise UserError(
                 f"--resume {resume} is not a file; give a checkpoint, or auto for the newest in --output-dir"
             ) from error

@@ -374,7 +374,7 @@ def start_weights(args, state):
         raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
     except Exception as error:  # as of any bad file: see load_checkpoint
         raise UserError(
-            f"--weights {args.weights}: the copy of {weights.url} in torch's cache is damaged or contains code, and was "
+            f"--weights {args.weights}: the copy of {weights.url} in torch's cache is damaged or contains code and was "
             "refused; remove it, so that it is fetched anew"
         ) from error
 

@@ -144,6 +144,6 @@ def test_hostile_weights_in_torchs_cache_are_refused(monkeypatch, tmp_path, host
     path.rename(cache / "resnet18-f37072fd.pth")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     args = types.SimpleNamespace(model="resnet18", weights="IMAGENET1K_V1")
-    with pytest.raises(UserError, match="in torch's cache is damaged or contains code, and was refused; remove it"):
+    with pytest.raises(UserError, match="in torch's cache is damaged or contains code and was refused; remove it"):
         train.start_weights(args, None)
     assert not executed.exists()
