@@ -25,7 +25,7 @@ demo: $(READY)  ## train on real data, on two processes and without a GPU: one t
 	$(BIN)/python -m scripts.plot_curves runs/digits
 	@echo
 	@echo 'Next, look at the curves:        $(BIN)/tensorboard --logdir runs/digits'
-	@echo 'and train five epochs more:      $(DIGITS) --resume auto --epochs 15'
+	@echo 'and train five epochs more:      $(DIGITS) --resume auto --epochs 15 --allow-change epochs'
 
 format: $(READY)  ## put the code into its one form
 	$(BIN)/ruff check --fix .

@@ -1,43 +1,23 @@
-"""Surviving restarts: the state of a run, files that cannot be torn, and finding the newest good one."""
+"""What a checkpoint holds, and whether a file that claims to be one can be trusted."""
 
-import errno
 import io
-import os
-import platform
+import math
 import re
 import shlex
-import shutil
-import subprocess
-import time
 import zipfile
 from collections import OrderedDict
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torchvision
 
-from errors import NoUsableCheckpointError, UserError
-from files import sync_folder, write_atomically
+from errors import UserError
 
 FORMAT = 1
 
 
 class OtherFormatError(UserError):
     """A checkpoint is whole and of a version of this script that writes another format."""
-
-
-NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
-
-# What a run's state may be in, or in the ruins of; never removed but by `--overwrite`.
-STATE_FILES = re.compile(r"(superseded-)?(checkpoint(-\d{8,})?|best)\.pth(\.corrupt)?")
-
-# Every name that a run gives to a file in its output folder; `--overwrite` removes these and nothing else.
-OWN_FILES = re.compile(
-    rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png)(\.tmp\.\d+)?"
-    r"|events\.out\.tfevents\..*"
-)
 
 
 class Stateful(Protocol):
@@ -87,9 +67,14 @@ class RunState:
         return self.steps
 
     def note_result(self, metric: str, value: float) -> None:
-        """Record that the epoch has been evaluated, and whether it is the best so far of its kind."""
+        """Record that the epoch has been evaluated, and whether it is the best so far of its kind.
+
+        Of a loss (`val/loss`) the lowest is best, of anything else the highest.
+        """
         self.is_evaluated = True
-        if self.best is None or self.best["metric"] != metric or value > self.best["value"]:
+        is_first = self.best is None or self.best["metric"] != metric or not math.isfinite(self.best["value"])
+        sign = -1 if metric.endswith("loss") else 1
+        if is_first or sign * value > sign * self.best["value"]:
             self.best = {"metric": metric, "value": float(value), "step": self.step}
 
     @property
@@ -144,7 +129,6 @@ class RunState:
                     part.restart(self.parts["model"])
         for name in {"model_ema", "scaler"} & state.keys() - self.parts.keys():
             print(f"the checkpoint's {name} is left out: this run has none")
-        self._say_what_changed(state["args"])
         position = state["position"]
         self.epoch, self.steps, self.is_evaluated = position["epoch"], position["steps"], position["is_evaluated"]
         self.best = state["best"]
@@ -153,19 +137,6 @@ class RunState:
     def is_finished(self, epochs: int) -> bool:
         """Tell whether nothing is left to do."""
         return self.epoch == epochs - 1 and self.is_evaluated
-
-    def _say_what_changed(self, theirs: dict) -> None:
-        """Name the options of the run that are others than the checkpoint's: those of the command line count."""
-        ours = self.facts["args"]
-        silent = {"given", "recipe", "resume", "overwrite", "output_dir", "start_epoch"}
-        silent |= {"rank", "gpu", "world_size", "distributed", "workers"}
-        changed = [
-            f"{name} {theirs[name]} in the checkpoint, {value} now"
-            for name, value in ours.items()
-            if name not in silent and name in theirs and theirs[name] != value
-        ]
-        if changed:
-            print(f"options that changed: {'; '.join(changed)}")
 
 
 class OptimizerState:
@@ -211,9 +182,9 @@ def load_checkpoint(source: Path | bytes, name: str) -> dict:
         try:
             if zipfile.is_zipfile(stream):
                 stream.seek(0)
-                bad = zipfile.ZipFile(stream).testzip()
+                bad = find_bad_record(stream)
                 if bad is not None:
-                    raise UserError(f"{name} is damaged: record {bad.split('/', 1)[-1]} fails its checksum")
+                    raise UserError(f"{name} is damaged (record {bad.split('/', 1)[-1]} fails its CRC)")
             stream.seek(0)
             content = torch.load(stream, map_location="cpu", weights_only=True)
         except (UserError, MemoryError):
@@ -225,6 +196,24 @@ def load_checkpoint(source: Path | bytes, name: str) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{name} holds a {type(content).__name__}, not a checkpoint")
     return content
+
+
+def find_bad_record(file: Any) -> str | None:
+    """Return the name of the first record of a zip archive that is not what was written, or None.
+
+    Args:
+        file: a path or a binary file.
+
+    Raises:
+        zipfile.BadZipFile: the archive as a whole is damaged.
+    """
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            # One flipped bit of the index makes a folder of a record. Python reads it all the same and finds it good;
+            # torch reads nothing, and gives a tensor of whatever was in memory.
+            if record.external_attr & 0x10:
+                return record.filename
+        return archive.testzip()
 
 
 def _explain(name: str, error: Exception) -> str:
@@ -242,6 +231,8 @@ def _explain(name: str, error: Exception) -> str:
         )
     if found:
         return f"{name} contains code ({found[1]}) and was refused; nothing in it was run"
+    if "Unsupported operand" in str(error):
+        return f"{name} is damaged or no checkpoint (a pickle that torch.save did not write; nothing in it was run)"
     reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
     return f"{name} is damaged or no checkpoint ({reason[:160]})"
 
@@ -267,74 +258,6 @@ def check_schema(state: dict, name: str) -> dict:
     return state
 
 
-def describe_data(dataset: Any) -> dict:
-    """Return what identifies a training set in a checkpoint."""
-    return {"num_images": len(dataset), "num_classes": len(dataset.classes), "fingerprint": dataset.fingerprint()}
-
-
-def run_facts(args: Any, dataset: Any) -> dict:
-    """Return the plain values that describe a run in its checkpoints and in run.json."""
-    return {
-        "args": dict(vars(args)),
-        "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
-        "data": describe_data(dataset),
-        "environment": describe_environment(args.world_size),
-    }
-
-
-def check_fits(state: dict, args: Any, num_classes: int, dataset: Any | None) -> None:
-    """Check that a checkpoint is one of this run: its model and classes, and to train on, all that decides a step.
-
-    Raises:
-        UserError: it is not; names what differs.
-    """
-    theirs, source = state["args"], f"the checkpoint of --resume {args.resume}"
-    if theirs["model"] != args.model:
-        raise UserError(
-            f"{source} holds a {theirs['model']}, but --model is {args.model}; give that one, or another file"
-        )
-    if state["data"]["num_classes"] != num_classes:
-        raise UserError(
-            f"{source} holds {state['data']['num_classes']} classes but {args.data_path} has {num_classes}; "
-            "pass it to --weights to fine-tune instead"
-        )
-    if dataset is None:
-        return
-    pairs = {name: (theirs.get(name), getattr(args, name)) for name in ("seed", "opt", "sync_bn")}
-    there, here = state["environment"], describe_environment(args.world_size)
-    if args.sync_bn:  # statistics over all images that the processes compute at once
-        pairs["world size"] = (there["world_size"], here["world_size"])
-    if args.use_deterministic_algorithms:
-        pairs["CPU threads (OMP_NUM_THREADS)"] = (there["threads"], here["threads"])
-    pairs |= {f"data {name}": (state["data"][name], value) for name, value in describe_data(dataset).items()}
-    differing = [
-        f"{name} {there} in the checkpoint, {here} now" for name, (there, here) in pairs.items() if there != here
-    ]
-    if differing:
-        raise UserError(f"cannot resume from {args.resume}: {'; '.join(differing)}")
-    if there["world_size"] != here["world_size"]:
-        same = "same bits" if args.use_deterministic_algorithms else "rounding may differ"
-        print(f"{there['world_size']} -> {here['world_size']} processes: same samples and augmentation; {same}")
-    if args.use_deterministic_algorithms and there["torch"] != here["torch"]:
-        print(f"torch {there['torch']} wrote this checkpoint, this is {here['torch']}: equal bits not promised")
-
-
-def describe_environment(world_size: int) -> dict[str, Any]:
-    """Return what a run's numbers may depend on beside its options: versions, code revision, threads, processes."""
-    revision = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
-    return {
-        "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
-        "torchvision": str(torchvision.__version__),
-        "python": platform.python_version(),
-        "revision": revision or None,
-        "threads": torch.get_num_threads(),
-        "world_size": world_size,
-    }
-
-
 def load_weights(path: Path) -> dict:
     """Return the state dict in a file that holds one, or in a checkpoint's `model`, with its version notes.
 
@@ -355,239 +278,3 @@ def load_weights(path: Path) -> dict:
     if hasattr(weights, "_metadata"):
         plain._metadata = weights._metadata  # by which modules load what older versions of them saved
     return plain
-
-
-def _verify_archive(path: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
-        bad = archive.testzip()
-    if bad is not None:
-        raise OSError(f"{path} reads back otherwise than it was written (record {bad})")
-
-
-class CheckpointManager:
-    """The checkpoints in an output folder; its methods are called on rank 0 of the whole run only.
-
-    `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is always the newest and `best.pth`
-    the best evaluated, both hard links. What is to be known about the folder is read from the folder.
-
-    Args:
-        folder: the output folder.
-        keep_last: how many numbered files to keep.
-    """
-
-    def __init__(self, folder: Path, keep_last: int = 3) -> None:
-        self.folder = folder
-        self.keep_last = keep_last
-        self.damaged = []  # what `read` found so, renamed by `open`
-
-    def numbered(self) -> list[Path]:
-        """Return the numbered checkpoints, newest first."""
-        found = [(int(match[1]), path) for path in self._own_files() if (match := NUMBERED.fullmatch(path.name))]
-        return [path for _, path in sorted(found, reverse=True)]
-
-    def _own_files(self, pattern: re.Pattern = OWN_FILES) -> list[Path]:
-        paths = self.folder.iterdir() if self.folder.is_dir() else []
-        return [path for path in paths if pattern.fullmatch(path.name)]
-
-    def _path_of(self, step: int) -> Path:
-        return self.folder / f"checkpoint-{step:08d}.pth"
-
-    def is_elsewhere(self, resume: str) -> bool:
-        """Tell whether `--resume` names a file outside this folder."""
-        return resume not in ("", "auto") and Path(resume).resolve().parent != self.folder.resolve()
-
-    def read(self, resume: str) -> bytes | None:
-        """Return the bytes of the checkpoint that `--resume` means, verified, or None for a fresh start.
-
-        Changes nothing on the disk.
-
-        Raises:
-            UserError: PATH is missing or no good checkpoint.
-            NoUsableCheckpointError: `auto` found damaged ones only.
-        """
-        if not resume:
-            return None
-        if resume == "auto":
-            return self._read_newest()
-        path = Path(resume)
-        if not path.is_file():
-            raise UserError(
-                f"--resume {resume} is not a file; give a checkpoint, or auto for the newest in --output-dir"
-            )
-        payload = read_bytes(path)
-        check_schema(load_checkpoint(payload, resume), resume)
-        return payload
-
-    def _read_newest(self) -> bytes | None:
-        """Return the newest checkpoint that verifies; one that does not is named and remembered."""
-        self.damaged = []
-        # The two linked names hold what is left where somebody removed the numbered ones.
-        for path in [*self.numbered(), self.folder / "checkpoint.pth", self.folder / "best.pth"]:
-            if not path.exists():
-                continue
-            try:
-                if not path.is_file():
-                    raise UserError(f"{path} is not a file")
-                payload = read_bytes(path)
-                check_schema(load_checkpoint(payload, str(path)), str(path))
-            except OtherFormatError:
-                raise
-            except UserError as error:
-                self.damaged.append(path)
-                print(f"{error}; kept as {path.name}.corrupt")
-                continue
-            if self.damaged:
-                print(f"resuming from {path} instead of {self.damaged[0].name}")
-            return payload
-        if self._own_files(STATE_FILES):
-            raise NoUsableCheckpointError(
-                f"there are checkpoints in {self.folder}, and none can be used. Not starting over: "
-                "use --overwrite to begin again"
-            )
-        print(f"--resume auto: no checkpoint in {self.folder} yet, starting afresh")
-        return None
-
-    def check(self, resume: str, overwrite: bool) -> None:
-        """Check that the options say what is to become of a run that is in the folder. Changes nothing.
-
-        Raises:
-            UserError: they do not.
-        """
-        if overwrite and resume and not self.is_elsewhere(resume):
-            raise UserError(
-                f"--overwrite would remove {resume} itself, which --resume is to go on from; give one of them"
-            )
-        if self._own_files(STATE_FILES) and not overwrite and (not resume or self.is_elsewhere(resume)):
-            raise UserError(
-                f"--output-dir {self.folder} holds a run already; --resume auto goes on with it, --overwrite removes "
-                "it, or choose another folder"
-            )
-
-    def open(self, resume: str, payload: bytes | None, run: RunState) -> None:
-        """Make the folder ready for a run to write to, when nothing else can go wrong.
-
-        Args:
-            resume: `--resume`, as `check` accepted it.
-            payload: what `read` returned; None for a fresh start.
-            run: the state of the run.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self._own_files():
-                if re.search(r"\.tmp\.\d+$", path.name):  # what a killed process left half written
-                    path.unlink()
-            if payload is None or self.is_elsewhere(resume):
-                self._erase()
-            if payload is not None:
-                self._adopt(payload, run, Path(resume).parent if self.is_elsewhere(resume) else self.folder)
-            write_atomically(self.folder / "status.json", lambda file: file.write(b'{"state": "running"}\n'))
-        except OSError as error:
-            raise UserError(f"--output-dir {self.folder} cannot be written: {error.strerror or error}") from error
-
-    def _adopt(self, payload: bytes, run: RunState, source: Path) -> None:
-        """Make the checkpoint that is gone on from the newest of this folder, under all its names."""
-        for path in self.damaged:
-            if path.exists():
-                os.replace(path, path.with_name(f"{path.name}.corrupt"))
-        for path in self.numbered():
-            if int(NUMBERED.fullmatch(path.name)[1]) > run.step:
-                self._set_aside(path)
-        path = self._path_of(run.step)
-        if not path.exists():
-            write_atomically(path, lambda file: file.write(payload), _verify_archive)
-        self.link(path, "checkpoint.pth")
-        self._adopt_best(path, run, source / "best.pth")
-
-    def _set_aside(self, path: Path) -> None:
-        """Keep what is newer than what is resumed under another name, so that going on is not undone."""
-        os.replace(path, path.with_name(f"superseded-{path.name}"))
-        print(f"{path.name} is newer than what is resumed; kept as superseded-{path.name}")
-
-    def _adopt_best(self, path: Path, run: RunState, candidate: Path) -> None:
-        """See to it that best.pth is what the resumed state says is best, or else that it says nothing is."""
-        best = self.folder / "best.pth"
-        if run.is_best:
-            self.link(path, best.name)
-            return
-        step = _step_of(candidate)
-        if run.best is not None and step == run.best["step"]:
-            if candidate != best:
-                shutil.copyfile(candidate, best)
-            return
-        if candidate == best and best.exists():
-            self._set_aside(best) if step is not None else os.replace(best, best.with_name("best.pth.corrupt"))
-        if run.best is None:
-            return
-        if self._path_of(run.best["step"]).exists():
-            self.link(self._path_of(run.best["step"]), best.name)
-        else:
-            print(f"the best so far, of step {run.best['step']}, is not there any more: best.pth starts anew")
-            run.best = None
-
-    def _erase(self) -> None:
-        """Remove a run's files, and nothing else that may be in the folder.
-
-        Checkpoints go first, newest first: whatever is left after a kill must not look like a run to go on with.
-        """
-        paths = [*self.numbered(), self.folder / "checkpoint.pth", self.folder / "best.pth", *self._own_files()]
-        tensorboard = self.folder / "tb"
-        if tensorboard.is_dir():
-            paths += [path for path in tensorboard.iterdir() if OWN_FILES.fullmatch(path.name)]
-        for path in paths:
-            if not path.is_dir():
-                path.unlink(missing_ok=True)
-        with suppress(OSError):
-            tensorboard.rmdir()
-
-    def save(self, state: dict, is_best: bool) -> None:
-        """Write the state of a step, read it back, and only then give it its names and delete what is too old."""
-        path = self._path_of(state["step"])
-        # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
-        write_atomically(path, lambda file: torch.save(state, file), _verify_archive)
-        self.link(path, "checkpoint.pth")
-        if is_best:
-            self.link(path, "best.pth")
-        for old in self.numbered()[self.keep_last :]:
-            old.unlink(missing_ok=True)
-
-    def link(self, path: Path, name: str) -> None:
-        """Give a checkpoint a second name, in place of what bears it now."""
-        target, temporary = self.folder / name, self.folder / f"{name}.tmp.{os.getpid()}"
-        if target.exists() and os.path.samefile(path, target):
-            return  # and a rename of one link onto another of the same file would leave both
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(path, temporary)
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK):
-                raise
-            shutil.copyfile(path, temporary)  # a file system without hard links
-        os.replace(temporary, target)
-        sync_folder(self.folder)
-
-
-def read_bytes(path: Path, tries: int = 3) -> bytes:
-    """Return a file's content; a failing read is tried again, as network file systems have hiccups.
-
-    Raises:
-        UserError: it cannot be read. Not a reason to fall back to an older checkpoint.
-    """
-    for left in reversed(range(tries)):
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            if not left:
-                raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-            time.sleep(1)
-    raise AssertionError("unreachable")
-
-
-def _step_of(path: Path) -> int | None:
-    """Return the step of a good checkpoint, or None."""
-    try:
-        return check_schema(load_checkpoint(path, path.name), path.name)["step"]
-    except (UserError, OSError):
-        return None

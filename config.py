@@ -16,6 +16,7 @@ import torchvision.models
 from torchvision.models import list_models
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 
+import guard
 from errors import UserError, did_you_mean
 from presets import IMAGENET_MEAN, IMAGENET_STD
 
@@ -32,8 +33,8 @@ RECIPE_FACTS = {
 
 # Where a run is and how it was started, not what it computes: left out of the recipe that it writes.
 NOT_IN_RECIPE = {
-    "recipe", "output_dir", "overwrite", "resume", "start_epoch", "test_only", "world_size", "dist_url", "dist_timeout",
-    "stall_timeout",
+    "recipe", "output_dir", "overwrite", "resume", "allow_change", "start_epoch", "test_only", "world_size", "dist_url",
+    "dist_timeout", "stall_timeout",
 }  # fmt: skip
 
 # Derived from the machine where they are not given.
@@ -279,7 +280,30 @@ def _add_checkpoint(group: Any) -> None:
         help="go on from this checkpoint; auto: from the newest good one in the output folder, if there is one",
     )  # fmt: skip
     group.add_argument(
-        "--checkpoint-steps", metavar="N", type=int, help="save every N steps (default: at the end of each epoch only)"
+        "--allow-change", metavar="NAMES",
+        help="resume although these options, which change the numbers of the run, are others than the checkpoint's: "
+        "names with commas between them, such as lr,epochs; data: names or labels of files",
+    )  # fmt: skip
+    group.add_argument(
+        "--checkpoint-steps", metavar="N", type=int, help="save every N steps too, not only around each evaluation"
+    )
+    group.add_argument(
+        "--checkpoint-minutes", metavar="MIN", default=10.0, type=float,
+        help="save when the last checkpoint is this old; 0 = never for that reason",
+    )  # fmt: skip
+    group.add_argument("--keep-last", metavar="N", default=3, type=int, help="numbered checkpoints to keep")
+    group.add_argument(
+        "--keep-every", metavar="K", type=int, help="keep for good what is saved at the end of every K-th epoch"
+    )
+    group.add_argument(
+        "--best-metric", default="acc1", choices=["acc1", "acc5", "loss"],
+        help="what best.pth is best in, on the validation set; of the average where --model-ema keeps one",
+    )  # fmt: skip
+    _switch(
+        group,
+        "--save-per-node",
+        "keep a copy of each checkpoint in the output folder of every node, where they share no disk; --resume auto "
+        "takes the newest of all nodes",
     )
     _switch(group, "--test-only", "evaluate and exit; takes --weights or --resume")
 
@@ -532,6 +556,10 @@ def validate(args: argparse.Namespace) -> None:
         raise UserError(
             f"--start-epoch {args.start_epoch}: expected less than --epochs {args.epochs}; epochs count from 0"
         )
+    _validate_checkpoint(args)
+
+
+def _validate_checkpoint(args: argparse.Namespace) -> None:
     if args.overwrite and args.resume == "auto":
         raise UserError("--overwrite starts over and --resume auto goes on; give one of them")
     if args.test_only and not (args.weights or args.resume):
@@ -539,6 +567,13 @@ def validate(args: argparse.Namespace) -> None:
     _validate_bad_images(args)
     if args.test_only and args.resume == "auto" and args.output_dir is None:
         raise UserError("--test-only --resume auto needs --output-dir, the folder to look in")
+    if args.keep_last < 2:
+        raise UserError(
+            f"--keep-last {args.keep_last}: expected 2 or more, so that one is left where the newest is damaged"
+        )
+    guard.parse_allowed(args.allow_change, [action.dest for action in get_args_parser()._actions])
+    if args.allow_change is not None and not args.resume:
+        raise UserError("--allow-change is about what --resume may find changed; give that too, or neither")
 
 
 def _validate_bad_images(args: argparse.Namespace) -> None:
@@ -616,7 +651,8 @@ def _validate_interpolation(args: argparse.Namespace) -> None:
 # Options with a smallest value that makes sense, and that value; then those that lie between 0 and 1.
 _AT_LEAST = {
     "batch_size": 1, "global_batch_size": 1, "workers": 0, "epochs": 1, "start_epoch": 0, "print_freq": 1,
-    "checkpoint_steps": 1, "train_crop_size": 1, "val_resize_size": 1, "val_crop_size": 1, "lr": 0, "lr_min": 0,
+    "checkpoint_steps": 1, "checkpoint_minutes": 0, "keep_every": 1, "train_crop_size": 1, "val_resize_size": 1,
+    "val_crop_size": 1, "lr": 0, "lr_min": 0,
     "weight_decay": 0, "norm_weight_decay": 0, "bias_weight_decay": 0, "transformer_embedding_decay": 0,
     "lr_warmup_epochs": 0, "lr_step_size": 1, "ra_reps": 1, "ra_magnitude": 0, "mixup_alpha": 0, "cutmix_alpha": 0,
     "model_ema_steps": 1, "world_size": 1, "synthetic": 1, "seed": 0, "lr_gamma": 0, "momentum": 0, "clip_grad_norm": 0,

@@ -31,10 +31,22 @@ class NonFiniteError(UserError):
     exit_code = 5
 
 
+class LockedError(UserError):
+    """Another run writes to the output folder."""
+
+    exit_code = 6
+
+
 class PreemptedError(Exception):
     """All ranks stop because a signal asked for it; the run can be resumed, and that is no failure."""
 
     exit_code = 0
+
+
+class StorageError(UserError):
+    """Reading or writing failed where what was given may well be right; trying again later may help."""
+
+    exit_code = 1
 
 
 class NoProgressError(UserError):

@@ -1,11 +1,23 @@
-"""Files that cannot be torn, and a lock."""
+"""Files that cannot be torn, why one could not be read or written, and a lock."""
 
-import contextlib
+import errno
 import fcntl
+import math
 import os
+import resource
+import shutil
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
+
+from errors import StorageError
+
+T = TypeVar("T")
+
+# Between two tries of a read.
+RETRY_S = 1.0
 
 
 def write_atomically(
@@ -28,7 +40,8 @@ def write_atomically(
             verify(temporary)
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)  # half a file keeps a full disk full
+        with suppress(OSError):  # what went wrong first is what is told
+            temporary.unlink(missing_ok=True)  # half a file keeps a full disk full
         raise
     sync_folder(path.parent)
 
@@ -42,7 +55,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
+@contextmanager
 def locked(path: Path, notice: str) -> Iterator[None]:
     """Hold a lock that one process at a time can hold, on all machines that see the file; wait for it.
 
@@ -81,3 +94,75 @@ def _open_locked(path: Path, notice: str) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def retry(read: Callable[[], T], path: Path, tries: int = 3) -> T:
+    """Return what `read` returns; where it fails it is tried again, as network file systems have hiccups.
+
+    Raises:
+        FileNotFoundError: at once, as the next two: trying again changes nothing.
+        IsADirectoryError: see above.
+        NotADirectoryError: see above.
+        StorageError: it failed each time. Not a reason to take an older file instead: that would lose work.
+    """
+    for left in reversed(range(tries)):
+        try:
+            return read()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise
+        except OSError as error:
+            if not left:
+                raise StorageError(
+                    f"{path} cannot be read: {error.strerror or error} ({tries} tries); nothing was changed, and an "
+                    "older checkpoint is not taken in its place; start again when the disk answers"
+                ) from error
+            time.sleep(RETRY_S)
+    raise AssertionError("unreachable")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return a file's content; raises as `retry`."""
+    return retry(path.read_bytes, path)
+
+
+def find_os_error(error: BaseException) -> OSError | None:
+    """Return the OSError that an error is or was raised because of; `torch.save` hides it behind a RuntimeError."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def explain_failure(error: OSError, folder: Path, num_bytes: int) -> str:
+    """Say in a few words, with numbers, why that many bytes could not be written to a folder."""
+    needs = f"needs {num_bytes / 1e6:.1f} MB"
+    if error.errno == errno.ENOSPC:
+        return f"disk full on {mount_point(folder)} ({needs}, {free_bytes(folder) / 1e6:.1f} MB free)"
+    if error.errno == errno.EDQUOT:
+        return f"the disk quota on {mount_point(folder)} is used up ({needs})"
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        allowed = "file system" if limit == resource.RLIM_INFINITY else f"ulimit -f, {limit / 1e6:.1f} MB,"
+        return f"the {allowed} allows no file so large ({needs})"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"no permission to write in {folder}"
+    if error.errno == errno.EROFS:
+        return f"{mount_point(folder)} can only be read"
+    if error.errno == errno.ENOENT and not folder.exists():
+        return f"{folder} is gone"
+    return f"{error.strerror or error} in {folder}"
+
+
+def mount_point(path: Path) -> Path:
+    """Return where the file system of a path is mounted."""
+    path = path.absolute()
+    while not os.path.ismount(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def free_bytes(folder: Path) -> float:
+    """Return the space that is left for this user; NaN where that cannot be told."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return math.nan

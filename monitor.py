@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,9 @@ class Monitor:
         if folder is None:
             return
         kept = self._truncate(run.step, run.is_evaluated) if run.is_resumed else []
-        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._file = open(folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
+        self._pending = b""  # what a full disk did not take; written with the next record
+        self._failed = set()
         # TensorBoard forgets what the earlier process wrote from this step on. If the resumed step is to be evaluated
         # again, all points of that step go, and the training one is written once more.
         purge_step = run.step + run.is_evaluated if run.is_resumed else None
@@ -145,8 +148,9 @@ class Monitor:
         elif error is not None:
             self.status("failed", f"{kind.__name__}: {error}".rstrip(": "))
         if self.folder is not None:
+            self._attempt("metrics.jsonl", self._write_pending)
             self._file.close()
-            self._writer.close()
+            self._attempt("tb/", self._writer.close)
 
     def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
         """Drop the records that a resumed run will write again, and a last line torn by a kill."""
@@ -171,9 +175,22 @@ class Monitor:
         # Neither JSON nor a curve has a place for infinity, which a gradient norm is where the loss scale is too large.
         values = {name: None if _is_infinite(value) else value for name, value in values.items()}
         record = {"kind": kind, "step": step, "epoch": epoch, **values, "time": round(time.time(), 3)}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
-        self._add_scalars(record)
+        self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
+        self._attempt("metrics.jsonl", self._write_pending)
+        self._attempt("tb/", self._add_scalars, record)
+
+    def _attempt(self, name: str, write: Callable[..., None], *args: Any) -> None:
+        """Write what no run may end for; a failure is said once for each name."""
+        try:
+            write(*args)
+        except OSError as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                print(f"warning: {name} in {self.folder} is not written: {error.strerror or error}; training goes on")
+
+    def _write_pending(self) -> None:
+        while self._pending:
+            self._pending = self._pending[self._file.write(self._pending) :]
 
     def _add_scalars(self, record: dict) -> None:
         for name, value in record.items():
@@ -184,7 +201,8 @@ class Monitor:
     def sync(self) -> None:
         """Make all records durable; called before a checkpoint that is later than they are."""
         if self.folder is not None:
-            os.fsync(self._file.fileno())
+            self._attempt("metrics.jsonl", self._write_pending)
+            self._attempt("metrics.jsonl", os.fsync, self._file.fileno())
 
     def status(self, state: str, reason: str = "") -> None:
         """Replace status.json, which tells what became of the run: running, preempted, finished or failed.
@@ -192,7 +210,7 @@ class Monitor:
         torchrun turns every exit code into 1, so this file is the truth.
         """
         if self.folder is not None:
-            write_status(self.folder, state, self.run.step, reason)
+            self._attempt("status.json", write_status, self.folder, state, self.run.step, reason)
 
 
 def write_status(folder: Path, state: str, step: int, reason: str = "", start: dict | None = None) -> None:

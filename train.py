@@ -16,22 +16,16 @@ import models
 import optim
 import preview
 import utils
-from checkpoint import (
-    CheckpointManager,
-    OptimizerState,
-    RunState,
-    check_fits,
-    load_checkpoint,
-    load_weights,
-    run_facts,
-)
+from checkpoint import OptimizerState, RunState, load_weights
 from config import get_args_parser
 from errors import ImageError, LoaderKilledError, NonFiniteError, NoProgressError, PreemptedError, UserError
 from files import write_atomically
+from guard import check_data, check_options, run_facts
 from losses import build_criterion
 from monitor import MOST_STARTS, LogWindow, Monitor, non_finite_loss, note_start, write_status
 from preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
 from sampler import EvalSampler, RASampler, TrainSampler, VirtualShards
+from store import CheckpointManager
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
 
@@ -195,7 +189,7 @@ class StepHook:
         run: the state that is moved and saved.
         window: the log window, part of that state.
         monitor: where log lines go.
-        manager: where checkpoints go, on rank 0.
+        manager: where checkpoints go.
         model: the bare model, looked at before it is saved.
         guard: knows of signals.
         sampler: knows the images of a step.
@@ -245,13 +239,14 @@ class StepHook:
         self.finite.note(self.run.step, [loss for loss, *_ in results])
         self.run.advance()
         self.watchdog.beat()
-        verdict = self.guard.agree(bad_step=self.finite.first_bad())
+        verdict = self.guard.agree(is_save_due=self.manager.is_due(), bad_step=self.finite.first_bad())
         if verdict.bad_step is not None:
             raise NonFiniteError(non_finite_loss(verdict.bad_step))
         if metric_logger.is_line_due:
             self.log(metric_logger, grad_norm)
         is_epoch_over = self.run.steps == self.run.steps_per_epoch
-        if self.args.checkpoint_steps and self.run.step % self.args.checkpoint_steps == 0 and not is_epoch_over:
+        is_due = self.args.checkpoint_steps and self.run.step % self.args.checkpoint_steps == 0
+        if (is_due or verdict.is_save_due) and not is_epoch_over and not verdict.stop:
             self.save()
         if verdict.stop:
             self.stop(verdict.stop)
@@ -273,7 +268,7 @@ class StepHook:
         start = time.perf_counter()
         if self.saved == self.position:
             raise PreemptedError(f"{done}, which is saved" if self.run.step else f"{done}; nothing to save yet")
-        self.save()
+        self.save(is_last=True)
         raise PreemptedError(f"{done}, saved in {time.perf_counter() - start:.1f} s")
 
     def watched(self, data_loader):
@@ -314,16 +309,19 @@ class StepHook:
                 f"{median:.0%}; look at its machine's disk and cores"
             )
 
-    def save(self):
-        """Save the run, or end it if its weights are not finite. Collective: every rank must call it."""
+    def save(self, *, is_last=False):
+        """Save the run, or end it if its weights are not finite. Collective: every rank must call it.
+
+        Args:
+            is_last: whether nothing comes after, so that a failing save fails the run.
+        """
         self.window.gather()
         # Equal on all ranks, and so is the answer.
         if not optim.all_finite(self.model.parameters()):
             raise NonFiniteError(f"the weights after step {self.run.step} are not finite; the last checkpoint is kept")
-        if utils.is_main_process():
-            self.monitor.sync()
-            self.manager.save(self.run.state_dict(), is_best=self.run.is_best)
-        self.saved = self.position
+        self.monitor.sync()
+        if self.manager.save(self.run, is_last=is_last):
+            self.saved = self.position
         self.watchdog.beat()
 
     def take_results(self, results):
@@ -332,8 +330,9 @@ class StepHook:
             self.monitor.write(kind, self.run.step, self.run.epoch, **result)
         # An average is trained for its own sake: where there is one, it is what "best" is about.
         kind = "val_ema" if "val_ema" in results else "val"
-        self.run.note_result(f"{kind}/acc1", results[kind]["acc1"])
-        self.save()
+        metric = self.args.best_metric
+        self.run.note_result(f"{kind}/{metric}", results[kind][metric])
+        self.save(is_last=self.run.is_finished(self.args.epochs))
 
     def finish(self):
         """Say how the run ended."""
@@ -365,11 +364,12 @@ def peak_memory_gib():
 
 
 def set_up(args):
-    """Fill in what follows from this machine, join the other processes, and return this process's device.
+    """Fill in what follows from this machine, join the other processes; return this one's device and signal guard.
 
     Raises:
         UserError: the device, the processes or the weights are not there.
     """
+    guard = PreemptionGuard(is_installed=not args.test_only)
     notes = config.derive(args)
     if args.weights and not Path(args.weights).is_file():
         for name, value in data.options_of_weights(models.resolve_weights(args)).items():
@@ -388,29 +388,33 @@ def set_up(args):
     is_repeatable = args.use_deterministic_algorithms or args.test_only
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = not is_repeatable, is_repeatable
     device = torch.device(args.device)
-    return torch.device(device.type, args.gpu) if args.distributed and device.type != "cpu" else device
+    return torch.device(device.type, args.gpu) if args.distributed and device.type != "cpu" else device, guard
 
 
 def load_resumed(args, manager):
-    """Return the checkpoint that `--resume` means and its bytes, or None twice, with the run's shards set accordingly.
+    """Return the checkpoint that `--resume` means, or None, with the run's shards set accordingly.
 
-    Only rank 0 touches files, and changes none yet. Collective: every rank must call it.
+    Changes nothing in the output folder but who holds its lock. Collective: every rank must call it.
 
     Raises:
         UserError: it cannot be used, or the output folder holds a run that the options do not speak of.
     """
-    go_on_after_restart(args, manager)
-    payload = utils.call_on_master(manager.read, args.resume)
-    state = None if payload is None else load_checkpoint(payload, args.resume)
+    if not args.test_only:
+        manager.lock()
+        go_on_after_restart(args, manager)
+    state = manager.read(args.resume)
     if args.test_only:
         if args.resume and state is None:
             raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
         if state is not None:
+            manager.say_damaged()
             take_evaluation_options(args, state["args"])
-        return state, None
-    utils.call_on_master(manager.check, args.resume, args.overwrite)
+        return state
+    manager.check(args.resume, overwrite=args.overwrite)
+    if state is not None:
+        check_options(state, args)
     set_shards(args, state)
-    return state, payload
+    return state
 
 
 def go_on_after_restart(args, manager):
@@ -420,7 +424,7 @@ def go_on_after_restart(args, manager):
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or args.test_only:
         return
-    if utils.call_on_master(lambda: b"saved" if manager.numbered() else None):
+    if utils.call_on_master(lambda: b"saved" if manager.files.numbered() else None):
         print(f"restarted by torchrun: going on from the newest checkpoint in {manager.folder}")
         args.resume, args.overwrite = "auto", False
 
@@ -437,19 +441,13 @@ def set_shards(args, state):
     """Set the global batch and its shards: those of the resumed run, else what the options and the world size give.
 
     Raises:
-        UserError: the options contradict the checkpoint, or this world size cannot compute the shards.
+        UserError: this world size cannot compute the shards.
     """
     if state is None:
         args.global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         args.num_shards = args.global_batch_size // args.batch_size
     else:
-        size, num_shards = state["shards"]["global_batch_size"], state["shards"]["num_shards"]
-        if args.batch_size != size // num_shards or args.global_batch_size not in (None, size):
-            raise UserError(
-                f"cannot resume: the checkpoint has {num_shards} shards of {size // num_shards} images; "
-                f"pass --batch-size {size // num_shards}, and --global-batch-size {size} or nothing"
-            )
-        args.global_batch_size, args.num_shards = size, num_shards
+        args.global_batch_size, args.num_shards = state["shards"]["global_batch_size"], state["shards"]["num_shards"]
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     shards.check(needs_same_bits=args.use_deterministic_algorithms)
 
@@ -466,9 +464,15 @@ def start_weights(args, state):
         return load_weights(Path(args.weights))
     weights = models.resolve_weights(args)
     try:
-        return weights.get_state_dict(progress=utils.is_main_process(), check_hash=True)
+        # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
+        return weights.get_state_dict(progress=utils.is_main_process(), check_hash=True, weights_only=True)
     except OSError as error:
         raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
+    except Exception as error:  # as of any bad file: see load_checkpoint
+        raise UserError(
+            f"--weights {args.weights}: the copy of {weights.url} in torch's cache is damaged or contains code and was "
+            "refused; remove it, so that it is fetched anew"
+        ) from error
 
 
 def is_restarted():
@@ -476,24 +480,26 @@ def is_restarted():
     return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
-def open_folder(args, manager, payload, run):
-    """Make the output folder ready, with run.json, what the run is, and recipe.toml, which runs it again. Rank 0 only.
+def open_run(args, manager, run):
+    """Make the output folder ready and write down what the run is. Collective: every rank must call it."""
+    manager.open(args.resume, run)
+    utils.call_on_master(describe_run, args, run, manager.folder)
+
+
+def describe_run(args, run, folder):
+    """Write run.json, what the run is, recipe.toml, which runs it again, and status.json. Rank 0 only.
 
     Raises:
-        UserError: it cannot be written.
+        NoProgressError: a launcher starts it again and again, and it gets nowhere.
     """
-    start = note_start(manager.folder, run)
-    manager.open(args.resume, payload, run)
-    write_status(manager.folder, "running", run.step, start=start)
+    start = note_start(folder, run)
+    write_status(folder, "running", run.step, start=start)
     if start["count"] >= MOST_STARTS and is_restarted():
         reason = f"no progress: start number {start['count']} in a row from step {run.step}"
-        write_status(manager.folder, "failed", run.step, reason)
-        raise NoProgressError(
-            f"{reason}, without a step saved; not trying again by itself: look at the log, then start it"
-        )
+        write_status(folder, "failed", run.step, reason)
+        raise NoProgressError(f"{reason}; not trying again by itself: look into the log, then start it by hand")
     record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
     record |= run.facts
-    folder = manager.folder
     write_atomically(folder / "run.json", lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
     write_atomically(folder / "recipe.toml", lambda file: file.write(config.write_recipe(args).encode()))
 
@@ -514,15 +520,17 @@ def main(args):
     Raises:
         UserError: something that was given cannot be used.
     """
-    guard = PreemptionGuard(is_installed=not args.test_only)
-    device = set_up(args)
-    manager = CheckpointManager(Path(args.output_dir))
-    state, payload = load_resumed(args, manager)
+    device, guard = set_up(args)
+    manager = CheckpointManager(
+        Path(args.output_dir), keep_last=args.keep_last, keep_every=args.keep_every, minutes=args.checkpoint_minutes,
+        save_per_node=args.save_per_node,
+    )  # fmt: skip
+    state = load_resumed(args, manager)
     traindir, valdir = (os.path.join(args.data_path or "", split) for split in ("train", "val"))
     dataset, dataset_test, train_sampler, test_sampler = load_data(traindir, valdir, args)
     num_classes = len(dataset_test.classes)
     if state is not None:
-        check_fits(state, args, num_classes, dataset)
+        check_data(state, args, num_classes, dataset)
     data_loader = data.build_device_loader(args, dataset, train_sampler, device, num_classes)
     data_loader_test = data.build_device_loader(args, dataset_test, test_sampler, device, num_classes)
 
@@ -555,8 +563,8 @@ def main(args):
     if run.is_finished(args.epochs):
         report_finished(args, run, manager)
         return
-    utils.call_on_master(open_folder, args, manager, payload, run)
-    del state, payload
+    open_run(args, manager, run)
+    del state
     with (
         Monitor.of_run(args.output_dir, run) as monitor,
         StepHook(args, run, window, monitor, manager, model_without_ddp, guard, train_sampler) as hook,

@@ -285,18 +285,31 @@ def interleave(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([parts[part][row] for row, part in order]) if order else parts[0]
 
 
-def broadcast_bytes(payload: bytes | None) -> bytes:
-    """Give rank 0's bytes to every rank; what others pass is ignored. Collective: every rank must call it."""
+def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> bytes:
+    """Give one rank's bytes to every rank; what others pass is ignored. Collective: every rank must call it.
+
+    Args:
+        payload: the bytes, on rank `src`.
+        src: whose bytes.
+        group: the process group whose members call it; None for all.
+    """
     if not is_dist_avail_and_initialized():
         return payload
-    size = torch.tensor([len(payload) if is_main_process() else 0])
-    dist.broadcast(size, src=0, group=_patient_group)
+    is_source = get_rank() == src
+    size = torch.tensor([len(payload) if is_source else 0])
+    dist.broadcast(size, src=src, group=group or _patient_group)
     if size == 0:
         return b""
-    buffer = torch.frombuffer(bytearray(payload if is_main_process() else bytes(int(size))), dtype=torch.uint8)
+    buffer = torch.frombuffer(bytearray(payload if is_source else bytes(int(size))), dtype=torch.uint8)
     for chunk in buffer.split(1 << 28):  # gloo counts a message's bytes in 32 bits
-        dist.broadcast(chunk, src=0, group=_patient_group)
+        dist.broadcast(chunk, src=src, group=group or _patient_group)
     return buffer.numpy().tobytes()
+
+
+def gather_plain(value: Any) -> list:
+    """Return every rank's value, anything that JSON can hold. Collective: every rank must call it."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(part.numpy().tobytes()) for part in all_gather(text)]
 
 
 def call_on_master(function: Callable[..., bytes | None], *args: Any) -> bytes | None:

@@ -38,6 +38,17 @@ def image_folder(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("images"), {"train": [11, 10, 8], "val": [3, 2, 2]})
 
 
+@pytest.fixture(scope="session")
+def started(image_folder, tmp_path_factory):
+    """A finished run of two epochs of three steps, and how to go on from it; to be copied, not written to."""
+    from tests.started import Started, run_train
+
+    folder = tmp_path_factory.mktemp("started")
+    started = Started(image_folder, folder / "out")
+    run_train(folder, *started.argv, "--output-dir", started.out, "--epochs", 2).check()
+    return started
+
+
 @pytest.fixture
 def torchrun():
     """Return a function that runs train.py under the real torchrun and returns the finished process."""

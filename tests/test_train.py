@@ -149,7 +149,7 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
     assert done.returncode == 0, done.stdout + done.stderr
     names = sorted(path.name for path in out.iterdir())
     assert names == [
-        "best.pth", "checkpoint-00000003.pth", "checkpoint-00000006.pth", "checkpoint.pth", "metrics.jsonl",
+        ".lock", "best.pth", "checkpoint-00000003.pth", "checkpoint-00000006.pth", "checkpoint.pth", "metrics.jsonl",
         "recipe.toml", "run.json", "status.json", "tb",
     ]  # fmt: skip
     assert len(list((out / "tb").iterdir())) == 1
@@ -241,7 +241,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_the_last_checkpoint_stays(f
     argv = ["--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", "4", "--print-freq", "1"]
     run_train(tmp_path, *argv, "--epochs", 1, "--lr", 0.02).check()
     kept = (out / "checkpoint.pth").read_bytes()
-    outcome = run_train(tmp_path, *argv, "--epochs", 3, "--lr", 1e30, "--resume", "auto")
+    outcome = run_train(tmp_path, *argv, "--epochs", 3, "--lr", 1e30, "--resume", "auto", "--allow-change", "lr")
     assert outcome.codes == [5], outcome.output
     assert "the loss of step 8 is not finite; stopped, and the last checkpoint is kept" in outcome.output
     assert (out / "checkpoint.pth").read_bytes() == kept
@@ -286,9 +286,9 @@ def test_imports_only_point_down():
     """The layers of CONTRIBUTING.md: each module may import those of the lines above its own."""
     layers = [
         {"errors", "randomness"},
-        {"decode", "extras", "files", "losses", "utils", "transforms", "sampler"},
+        {"decode", "extras", "files", "guard", "lock", "losses", "utils", "transforms", "sampler"},
         {"presets", "optim", "models", "checkpoint", "index", "preemption"},
-        {"config"},
+        {"config", "store"},
         {"data", "monitor"},
         {"preview"},
         {"train"},

@@ -1,0 +1,260 @@
+"""What a resumed run may change: options, data and versions of the checkpoint, against those of today."""
+
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import PIL
+import torch
+import torchvision
+
+from errors import UserError, did_you_mean
+
+# Where a run is, how it is done, watched and kept: no weight depends on these.
+FREE = {
+    "allow_change", "best_metric", "cache_dataset", "checkpoint_minutes", "checkpoint_steps", "data_path", "device",
+    "dist_timeout", "dist_url", "dry_run", "keep_every", "keep_last", "list_recipes", "output_dir", "overwrite",
+    "print_freq", "recipe", "resume", "save_per_node", "stall_timeout", "start_epoch", "test_only", "use_v2", "weights",
+    "workers", "world_size",
+}  # fmt: skip
+
+# Options without which the state or the position of a checkpoint means nothing, and why.
+FIXED = {
+    "batch_size": "a step is made of its shards",
+    "freeze": "the optimizer's state is that of the parameters that train",
+    "global_batch_size": "a position is counted in its steps",
+    "model": "its weights fit no other",
+    "opt": "its state fits no other",
+    "synthetic": "a position is counted in steps of its images",
+}
+
+# Options that change the numbers of the steps to come; and two facts that do and are no options.
+ON_REQUEST = {
+    "amp", "augmix_severity", "auto_augment", "backend", "bad_images", "bce_loss", "bce_target_thresh",
+    "bias_weight_decay", "clip_grad_norm", "crop_ramp_epochs", "crop_scale", "cutmix_alpha", "dropout", "epochs",
+    "eval_flip", "hflip_prob", "interpolation", "label_smoothing", "layer_decay", "lr", "lr_gamma", "lr_min",
+    "lr_per_step", "lr_scaling", "lr_scheduler", "lr_step_size", "lr_warmup_decay", "lr_warmup_epochs",
+    "lr_warmup_method", "mixup_alpha", "mixup_off_epoch", "mixup_prob", "mixup_switch_prob", "model_ema",
+    "model_ema_decay", "model_ema_steps", "momentum", "norm_weight_decay", "opt_betas", "opt_eps", "ra_magnitude",
+    "ra_reps", "ra_sampler", "random_erase", "seed", "stochastic_depth", "sync_bn", "train_crop_size",
+    "train_crop_size_min", "transformer_embedding_decay", "use_deterministic_algorithms", "val_crop_size",
+    "val_resize_size", "weight_decay",
+}  # fmt: skip
+FACTS = {"data", "threads"}
+
+# Set by the script, not by the user.
+_DERIVED = {"distributed", "given", "gpu", "mean", "num_shards", "rank", "reference_global_batch", "std"}
+
+# Free, and different at any restart or told elsewhere.
+_SILENT = {"allow_change", "overwrite", "recipe", "resume", "start_epoch", "test_only", "world_size"}
+
+
+def option_name(name: str) -> str:
+    """Return an option's name as it is written after the two dashes."""
+    return name.replace("_", "-")
+
+
+def parse_allowed(text: str | None, known: Iterable[str]) -> set[str]:
+    """Return the names in `--allow-change`.
+
+    Args:
+        text: option names with commas between them, with or without their dashes, or None.
+        known: the names of all options, as `argparse` calls them.
+
+    Raises:
+        UserError: one of them is no option, or may not be changed.
+    """
+    known = {*known, *FACTS}
+    names = {word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")} - {""}
+    names = {"weight_decay" if name == "wd" else name for name in names}
+    for name in sorted(names):
+        if name not in known:
+            hint = did_you_mean(option_name(name), map(option_name, known))
+            raise UserError(f"--allow-change {option_name(name)}: there is no such option{hint}")
+        if name in FIXED:
+            raise UserError(
+                f"--allow-change {option_name(name)}: it cannot be changed, since {FIXED[name]}; "
+                "another run can start from the weights: pass the checkpoint to --weights"
+            )
+    if text is not None and not names:
+        raise UserError("--allow-change is empty; give names of options with commas between them, such as lr,epochs")
+    return names
+
+
+def describe_data(dataset: Any) -> dict:
+    """Return what identifies a training set in a checkpoint."""
+    return {"num_images": len(dataset), "num_classes": len(dataset.classes), "fingerprint": dataset.fingerprint()}
+
+
+def describe_environment(world_size: int) -> dict[str, Any]:
+    """Return what a run's numbers may depend on beside its options: versions, code revision, threads, processes."""
+    revision = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    return {
+        "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
+        "torchvision": str(torchvision.__version__),
+        "pillow": PIL.__version__,
+        "python": platform.python_version(),
+        "revision": revision or None,
+        "threads": torch.get_num_threads(),
+        "world_size": world_size,
+    }
+
+
+def run_facts(args: Any, dataset: Any) -> dict:
+    """Return the plain values that describe a run in its checkpoints and in run.json."""
+    return {
+        "args": dict(vars(args)),
+        "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
+        "data": describe_data(dataset),
+        "environment": describe_environment(args.world_size),
+    }
+
+
+def check_options(state: dict, args: Any) -> None:
+    """Check that a run that goes on from a checkpoint computes what its first part did; say what else has changed.
+
+    Before any data is looked at, and before the shards are set.
+
+    Raises:
+        UserError: something has changed that changes numbers, and `--allow-change` does not name it.
+    """
+    there, here = state["environment"], describe_environment(args.world_size)
+    differing = _differing_options(state["args"], args)
+    if there["world_size"] != here["world_size"]:
+        differing["world_size"] = (there["world_size"], here["world_size"])
+    if args.use_deterministic_algorithms and there["threads"] != here["threads"]:
+        differing["threads"] = (there["threads"], here["threads"])
+    allowed = parse_allowed(args.allow_change, vars(args))
+    refused = {name for name in differing if not _is_free(name, args) and name not in allowed}
+    if refused:
+        raise UserError(_refusal(args, {name: differing[name] for name in differing if name in refused}))
+
+    _say_allowed(allowed, differing, args)
+    free = [_difference(name, *differing[name]) for name in differing if _is_free(name, args) and name not in _SILENT]
+    if free:
+        print(f"options that changed: {'; '.join(free)}")
+    if "world_size" in differing:
+        same = "same bits" if args.use_deterministic_algorithms else "rounding may differ"
+        print(f"{there['world_size']} -> {here['world_size']} processes: same samples and augmentation; {same}")
+    is_deterministic = args.use_deterministic_algorithms
+    _say_versions(there, here, is_other_device="device" in differing, is_deterministic=is_deterministic)
+
+
+def check_data(state: dict, args: Any, num_classes: int, dataset: Any | None) -> None:
+    """Check that a checkpoint fits the classes and, to train on, is of the same training set.
+
+    Raises:
+        UserError: it is not.
+    """
+    theirs = state["data"]
+    if state["args"]["model"] != args.model:
+        raise UserError(
+            f"the checkpoint of --resume {args.resume} holds a {state['args']['model']}, but --model is {args.model}; "
+            "give that one, or another file"
+        )
+    if theirs["num_classes"] != num_classes:
+        raise UserError(
+            f"the checkpoint of --resume {args.resume} holds {theirs['num_classes']} classes but {args.data_path} has "
+            f"{num_classes}; pass it to --weights to fine-tune instead"
+        )
+    if dataset is None:
+        return
+    ours = describe_data(dataset)
+    if theirs["num_images"] != ours["num_images"]:
+        raise UserError(
+            f"cannot resume (--resume {args.resume}): data num_images {theirs['num_images']} in the checkpoint, "
+            f"{ours['num_images']} now; a position is counted in steps of all images, so this cannot be changed"
+        )
+    if theirs["fingerprint"] != ours["fingerprint"]:
+        difference = f"data fingerprint {theirs['fingerprint']} in the checkpoint, {ours['fingerprint']} now"
+        if "data" not in parse_allowed(args.allow_change, vars(args)):
+            raise UserError(
+                f"cannot resume (--resume {args.resume}): {difference}: files have other names or labels; to go "
+                "on with them, give --allow-change data"
+            )
+        print(f"changed as --allow-change says: {difference}")
+
+
+def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
+    """Return (the checkpoint's value, ours) of each option that differs."""
+    differing = {}
+    for name, value in vars(args).items():
+        if name in _DERIVED or name == "world_size":
+            continue
+        if name == "global_batch_size" and value is None:
+            continue  # then it is the checkpoint's
+        if name not in theirs and name not in args.given:
+            continue  # an option that is younger than the checkpoint, and not used
+        known = theirs.get(name, "unknown")
+        if name == "device" and known is not None and value is not None:
+            known, value = (torch.device(device).type for device in (known, value))
+        if known != value:
+            differing[name] = (known, value)
+    batches = theirs["reference_global_batch"], args.reference_global_batch
+    if args.lr_scaling != "none" and batches[0] != batches[1]:
+        differing["lr_scaling"] = (f"{theirs['lr_scaling']} from {batches[0]}", f"{args.lr_scaling} from {batches[1]}")
+    return differing
+
+
+def _is_free(name: str, args: Any) -> bool:
+    """Tell whether an option may change without a word: what is not classified may not."""
+    if name == "epochs":
+        return _why_epochs_matter(args) is None
+    if name == "world_size":
+        return not args.sync_bn  # its statistics are over all images that the processes compute at once
+    return name in FREE
+
+
+def _why_epochs_matter(args: Any) -> str | None:
+    if args.lr_scheduler in ("cosineannealinglr", "linearlr"):
+        return f"{args.lr_scheduler} spreads its learning rates over all epochs"
+    return "the decay of --model-ema follows from the epochs" if args.model_ema else None
+
+
+def _difference(name: str, theirs: Any, ours: Any) -> str:
+    label = {"threads": "CPU threads (OMP_NUM_THREADS)", "world_size": "world-size"}.get(name, option_name(name))
+    return f"{label} {theirs} in the checkpoint, {ours} now"
+
+
+def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
+    """Name all that differs in one line, with what can be done about it."""
+    parts = []
+    for name, (theirs, ours) in differing.items():
+        reason = FIXED.get(name) or (_why_epochs_matter(args) if name == "epochs" else None)
+        parts.append(_difference(name, theirs, ours) + (f" ({reason})" if reason else ""))
+    fixed = [option_name(name) for name in differing if name in FIXED]
+    changeable = [option_name(name) for name in differing if name not in FIXED]
+    advice = []
+    if fixed:
+        advice.append(f"{', '.join(fixed)} cannot be changed: give the checkpoint's")
+    if changeable:
+        advice.append(
+            f"these change the numbers of the run; to go on all the same, give --allow-change {','.join(changeable)}"
+        )
+    return f"cannot resume (--resume {args.resume}): {'; '.join(parts + advice)}"
+
+
+def _say_allowed(allowed: set[str], differing: dict[str, tuple[Any, Any]], args: Any) -> None:
+    changed = [_difference(name, *differing[name]) for name in differing if name in allowed]
+    if changed:
+        print(f"changed as --allow-change says: {'; '.join(changed)}")
+    idle = [option_name(name) for name in sorted(allowed - differing.keys() - {"data"})]
+    if idle:
+        print(f"--allow-change {','.join(idle)}: as in the checkpoint")
+
+
+def _say_versions(there: dict, here: dict, *, is_other_device: bool, is_deterministic: bool) -> None:
+    """Say which versions are others than those that wrote the checkpoint, and what that means."""
+    changed = [
+        f"{name} {there[name]} wrote this checkpoint, this is {here[name]}"
+        for name in here
+        if name in there and name not in ("threads", "world_size") and there[name] != here[name]
+    ]
+    changed += ["another kind of device"] if is_other_device else []
+    if changed:
+        print("; ".join(changed) + (": equal bits not promised" if is_deterministic else ""))

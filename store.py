@@ -1,0 +1,642 @@
+"""The checkpoints in an output folder: written so that none is lost, found so that none is silently passed over."""
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import time
+import zipfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+
+import lock
+import utils
+from checkpoint import OtherFormatError, RunState, check_schema, find_bad_record, load_checkpoint
+from errors import NoUsableCheckpointError, StorageError, UserError
+from files import (
+    explain_failure,
+    find_os_error,
+    free_bytes,
+    mount_point,
+    read_bytes,
+    retry,
+    sync_folder,
+    write_atomically,
+)
+
+NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
+
+# What a run's state may be in, or in the ruins of; never removed but by `--overwrite`.
+STATE_FILES = re.compile(r"(superseded-(\d+-)?)?(checkpoint(-\d{8,})?|best)\.pth(\.corrupt(-\d+)?)?")
+
+# What a killed process left half done.
+LEFTOVERS = re.compile(r".*\.tmp\.\d+|\.node-\d+-[0-9a-f]+")
+
+# Every name that a run gives to a file in its output folder; `--overwrite` removes these, but for the lock that it
+# holds, and nothing else.
+OWN_FILES = re.compile(
+    rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png)(\.tmp\.\d+)?"
+    r"|\.node-\d+-[0-9a-f]+|\.lock|events\.out\.tfevents\..*"
+)
+
+
+class Found(NamedTuple):
+    """A checkpoint that was found good."""
+
+    path: Path
+    payload: bytes
+    state: dict
+
+
+class CheckpointClock:
+    """Tells when a checkpoint is due by the time since the last one.
+
+    Args:
+        minutes: from one to the next; 0 for never.
+        now_s: a reading of a clock that is never set back.
+    """
+
+    def __init__(self, minutes: float, now_s: float) -> None:
+        self.period_s = 60 * minutes
+        self.last_s = now_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Tell whether the time is up."""
+        return self.period_s > 0 and now_s - self.last_s >= self.period_s
+
+    def restart(self, now_s: float) -> None:
+        """Count from now on."""
+        self.last_s = now_s
+
+
+class CheckpointFolder:
+    """The checkpoints in one folder, as one process sees them.
+
+    `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is always the newest and `best.pth`
+    the best evaluated, both hard links. What is to be known about the folder is read from the folder.
+
+    Args:
+        folder: the output folder.
+        keep_last: how many numbered files to keep, at least 2, so that what a run was resumed from stays until two
+            newer ones are there.
+        keep_every: the numbered files at the ends of every that many epochs stay as well.
+        say: prints a line.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep_last: int = 3, keep_every: int | None = None, say: Callable[[str], None] = print
+    ) -> None:
+        self.folder, self.say = folder, say
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.steps_per_epoch = None
+        self.lock = lock.FolderLock(folder)
+        self.damaged = []  # (path, why) of what `read` found so, renamed by `open`
+        self._is_warned = set()
+
+    def numbered(self) -> list[Path]:
+        """Return the numbered checkpoints, newest first."""
+        return sorted((path for path in self._own_files() if NUMBERED.fullmatch(path.name)), key=_step_in, reverse=True)
+
+    def _own_files(self, pattern: re.Pattern = OWN_FILES) -> list[Path]:
+        try:
+            names = retry(lambda: os.listdir(self.folder), self.folder)
+        except (FileNotFoundError, NotADirectoryError):  # `open` makes it, or says why it cannot
+            return []
+        return [self.folder / name for name in names if pattern.fullmatch(name)]
+
+    def _path_of(self, step: int) -> Path:
+        return self.folder / f"checkpoint-{step:08d}.pth"
+
+    def acquire(self) -> None:
+        """Lock the folder against other runs, if it is there; if not, `open` does.
+
+        Raises:
+            LockedError: another run holds it.
+            UserError: the folder cannot be written.
+        """
+        if not self.folder.is_dir() or self.lock.is_held:
+            return
+        try:
+            self.lock.acquire(lock.WAIT_S)
+        except OSError as error:
+            raise UserError(f"--output-dir {self.folder} cannot be written: {error.strerror or error}") from error
+
+    def is_elsewhere(self, resume: str) -> bool:
+        """Tell whether `--resume` names a file outside this folder."""
+        return resume not in ("", "auto") and Path(resume).resolve().parent != self.folder.resolve()
+
+    def read(self, resume: str) -> Found | None:
+        """Return the checkpoint that `--resume` means, verified, or None for a fresh start. Changes nothing.
+
+        Raises:
+            UserError: PATH is missing or no good checkpoint.
+            NoUsableCheckpointError: `auto` found damaged ones only.
+            StorageError: the disk does not answer.
+        """
+        if not resume:
+            return None
+        if resume == "auto":
+            return self._read_newest()
+        try:
+            return _load(Path(resume), resume)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise UserError(
+                f"--resume {resume} is not a file; give a checkpoint, or auto for the newest in --output-dir"
+            ) from error
+
+    def _read_newest(self) -> Found | None:
+        """Return the newest checkpoint that verifies; those that do not are remembered."""
+        self.damaged = []
+        for path in self._candidates():
+            try:
+                return _load(path, str(path))
+            except FileNotFoundError:
+                continue
+            except IsADirectoryError:
+                self.damaged.append((path, f"{path} is not a file"))
+            except (OtherFormatError, StorageError):
+                raise
+            except UserError as error:
+                self.damaged.append((path, str(error)))
+        ruins = self._own_files(STATE_FILES)
+        if ruins:
+            reasons = [why for _, why in self.damaged[:3]] + ["..."] * (len(self.damaged) > 3)
+            raise NoUsableCheckpointError(
+                f"{len(ruins)} checkpoints in {self.folder}, none usable: {'; '.join(reasons) or 'all set aside'}. "
+                "Not starting over: use --overwrite to begin again"
+            )
+        return None
+
+    def _candidates(self) -> list[Path]:
+        """Return what may be gone on from, the newest first.
+
+        The two linked names hold what is left where somebody removed the numbered ones.
+        """
+        numbered, newest = self.numbered(), self.folder / "checkpoint.pth"
+        if newest.exists() and not any(os.path.samefile(newest, path) for path in numbered):
+            step = _step_of(newest)
+            if step is not None and all(step > _step_in(path) for path in numbered):
+                return [newest, *numbered]
+        return [*numbered, newest, self.folder / "best.pth"]
+
+    def say_damaged(self, found: Found, kept: dict[Path, str]) -> None:
+        """Name each file that was found damaged, what it is called now, and what is used in its place."""
+        for path, why in self.damaged:
+            step, match = found.state["step"], NUMBERED.fullmatch(path.name)
+            earlier = f", {int(match[1]) - step} steps earlier" if match and int(match[1]) > step else ""
+            as_kept = f"; kept as {kept[path]}" if path in kept else ""
+            self.say(f"checkpoint {why}{as_kept}; resuming from {found.path.name}{earlier}")
+
+    def check(self, resume: str, *, overwrite: bool) -> None:
+        """Check that the options say what is to become of a run that is in the folder. Changes nothing.
+
+        Raises:
+            UserError: they do not.
+        """
+        if overwrite and resume and not self.is_elsewhere(resume):
+            raise UserError(
+                f"--overwrite would remove {resume} itself, which --resume is to go on from; give one of them"
+            )
+        if self._own_files(STATE_FILES) and not overwrite and (not resume or self.is_elsewhere(resume)):
+            raise UserError(
+                f"--output-dir {self.folder} holds a run already; --resume auto goes on with it, --overwrite removes "
+                "it, or choose another folder"
+            )
+
+    def open(self, resume: str, found: Found | None, run: RunState, best_payload: bytes | None = None) -> None:
+        """Make the folder ready for a run to write to, when nothing else can go wrong.
+
+        Args:
+            resume: `--resume`, as `check` accepted it.
+            found: what is gone on from, maybe found by another node; None for a fresh start.
+            run: the state of the run.
+            best_payload: the best checkpoint so far, where another node has it and this one does not.
+
+        Raises:
+            UserError: the folder cannot be written, or has a run in it by now.
+        """
+        self.steps_per_epoch = run.steps_per_epoch
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.lock.is_held:  # since the folder was not there; is it another's now?
+                self.acquire()
+                if self._own_files(STATE_FILES):
+                    raise UserError(f"--output-dir {self.folder}: another run has begun there in the meantime")
+            for path in self._own_files(LEFTOVERS):
+                path.unlink(missing_ok=True)
+            if found is None or self.is_elsewhere(resume):
+                self._erase()
+            if found is not None:
+                source = Path(resume).parent if self.is_elsewhere(resume) else self.folder
+                self._adopt(found, run, source / "best.pth", best_payload)
+        except OSError as error:
+            raise UserError(f"--output-dir {self.folder} cannot be written: {error.strerror or error}") from error
+
+    def _adopt(self, found: Found, run: RunState, best: Path, best_payload: bytes | None) -> None:
+        """Make the checkpoint that is gone on from the newest of this folder, under all its names."""
+        kept = {path: _move_aside(path, suffix=".corrupt") for path, _ in self.damaged if os.path.lexists(path)}
+        self.say_damaged(found, kept)
+        for path in self.numbered():
+            if _step_in(path) > run.step:
+                self._supersede(path)
+        path = self._path_of(run.step)
+        if not path.exists():
+            write_atomically(path, lambda file: file.write(found.payload), _verify_archive)
+        self.link(path, "checkpoint.pth")
+        self._adopt_best(path, run, best, best_payload)
+
+    def _supersede(self, path: Path) -> None:
+        """Keep what is newer than what is resumed under another name, so that going on is not undone."""
+        self.say(f"{path.name} is newer than what is resumed; kept as {_move_aside(path, prefix='superseded-')}")
+
+    def find_best(self, step: int, resume: str) -> Path | None:
+        """Return the file that holds the best evaluation so far, which was that of a step, if this node has it."""
+        source = Path(resume).parent if self.is_elsewhere(resume) else self.folder
+        for path in (source / "best.pth", self._path_of(step)):
+            if path.exists() and _step_of(path) == step:
+                return path
+        return None
+
+    def _adopt_best(self, path: Path, run: RunState, candidate: Path, payload: bytes | None) -> None:
+        """See to it that best.pth is what the resumed state says is best, or else that it says nothing is."""
+        best = self.folder / "best.pth"
+        if run.is_best:
+            self.link(path, best.name)
+            return
+        step = _step_of(candidate) if candidate.exists() else None
+        if run.best is not None and step == run.best["step"]:
+            if candidate != best:
+                shutil.copyfile(candidate, best)
+            return
+        if candidate == best and best.exists():
+            self._supersede(best) if step is not None else _move_aside(best, suffix=".corrupt")
+        if run.best is None:
+            return
+        if payload is not None:
+            write_atomically(best, lambda file: file.write(payload), _verify_archive)
+        elif self._path_of(run.best["step"]).exists():
+            self.link(self._path_of(run.best["step"]), best.name)
+        else:
+            self.say(f"the best so far, of step {run.best['step']}, is not there any more: best.pth starts anew")
+            run.best = None
+
+    def _erase(self) -> None:
+        """Remove a run's files, and nothing else that may be in the folder.
+
+        Checkpoints go first, newest first: whatever is left after a kill must not look like a run to go on with.
+        """
+        paths = [*self.numbered(), self.folder / "checkpoint.pth", self.folder / "best.pth", *self._own_files()]
+        tensorboard = self.folder / "tb"
+        if tensorboard.is_dir():
+            paths += [path for path in tensorboard.iterdir() if OWN_FILES.fullmatch(path.name)]
+        for path in paths:
+            if not path.is_dir() and path != self.lock.path:
+                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            tensorboard.rmdir()
+
+    def save(self, state: dict, *, is_best: bool) -> str | None:
+        """Write the state of a step, read it back, and only then give it its names and delete what is too old.
+
+        Returns:
+            None, or why it failed, in one line; then what was there before is untouched.
+        """
+        # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
+        return self._commit(state["step"], lambda file: torch.save(state, file), _num_bytes(state), is_best)
+
+    def save_copy(self, payload: bytes, step: int, *, is_best: bool) -> str | None:
+        """Write what another node has written; as `save`."""
+        return self._commit(step, lambda file: file.write(payload), len(payload), is_best)
+
+    def _commit(self, step: int, write: Callable, num_bytes: int, is_best: bool) -> str | None:
+        path = self._path_of(step)
+        free = free_bytes(self.folder)
+        if free < 1.2 * num_bytes:
+            needs = f"a checkpoint needs {num_bytes / 1e6:.1f} MB"
+            self._warn_once("space", f"{free / 1e6:.1f} MB free on {mount_point(self.folder)}, and {needs}")
+        is_written = False
+        try:
+            write_atomically(path, write, _verify_archive)
+            is_written = True
+            self.link(path, "checkpoint.pth")
+            if is_best:
+                self.link(path, "best.pth")
+        except Exception as error:
+            cause = find_os_error(error)
+            if cause is None:
+                raise
+            return self._explain_failed_save(path, cause, num_bytes, is_written=is_written)
+        self._delete_old()
+        return None
+
+    def _explain_failed_save(self, path: Path, error: OSError, num_bytes: int, *, is_written: bool) -> str:
+        why = explain_failure(error, self.folder, num_bytes)
+        if is_written:
+            return f"{path.name} was saved, but not given its other names: {why}"
+        try:
+            safe = [path.name for path in self.numbered()[:1]]
+        except StorageError:
+            safe = []
+        return f"{path.name} was not saved: {why}; still safe: {safe[0] if safe else 'nothing in this folder'}"
+
+    def _delete_old(self) -> None:
+        """Delete the numbered checkpoints that are too many; one that does not go is no reason to stop."""
+        try:
+            for path in self.numbered()[self.keep_last :]:
+                if not self._is_milestone(_step_in(path)):
+                    path.unlink(missing_ok=True)
+        except (OSError, StorageError) as error:
+            self._warn_once("delete", f"old checkpoints cannot be deleted and will fill the disk: {error}")
+
+    def _is_milestone(self, step: int) -> bool:
+        return self.keep_every is not None and step % (self.keep_every * self.steps_per_epoch) == 0
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._is_warned:
+            self._is_warned.add(kind)
+            self.say(f"warning: {text}")
+
+    def link(self, path: Path, name: str) -> None:
+        """Give a checkpoint a second name, in place of what bears it now."""
+        target, temporary = self.folder / name, self.folder / f"{name}.tmp.{os.getpid()}"
+        if target.exists() and os.path.samefile(path, target):
+            return  # and a rename of one link onto another of the same file would leave both
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(path, temporary)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK):
+                raise
+            shutil.copyfile(path, temporary)  # a file system without hard links
+        os.replace(temporary, target)
+        sync_folder(self.folder)
+
+
+class CheckpointManager:
+    """The checkpoints of a run on any number of processes; rank 0 writes them, and with a copy each node's first rank.
+
+    What fails, fails on every rank alike.
+
+    Args:
+        folder: the output folder, on each node its own one or all the same.
+        keep_last: as of `CheckpointFolder`.
+        keep_every: as of `CheckpointFolder`.
+        minutes: from one checkpoint by the clock to the next; 0 for none.
+        save_per_node: let the first rank of each node keep a copy in its own `folder`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        minutes: float = 0.0,
+        save_per_node: bool = False,
+    ) -> None:
+        self.folder = folder
+        say = print if utils.is_main_process() else _say_elsewhere
+        self.files = CheckpointFolder(folder, keep_last=keep_last, keep_every=keep_every, say=say)
+        self.save_per_node = save_per_node
+        self._clock = CheckpointClock(minutes, time.monotonic())
+        self._found = None
+        self._num_failures = 0  # in a row
+        self._writers, self._group = [0], None
+
+    @property
+    def _is_writer(self) -> bool:
+        return utils.get_rank() in self._writers
+
+    def is_due(self) -> bool:
+        """Tell on rank 0 whether the clock asks for a checkpoint; False on others, so that one answer decides."""
+        return utils.is_main_process() and self._clock.is_due(time.monotonic())
+
+    def lock(self) -> None:
+        """Keep other runs out of the folder until this process ends. Collective: every rank must call it.
+
+        Raises:
+            LockedError: another run is in there, and does not end soon.
+            UserError: the folder cannot be written.
+        """
+        if self.save_per_node:
+            self._find_writers()
+        self._on_writers(self.files.acquire)
+
+    def _find_writers(self) -> None:
+        """Find the ranks that write: the first of each node, or one of those that see the same folder."""
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        firsts = [rank for rank, is_one in enumerate(utils.gather_plain(is_first)) if is_one]
+        token = utils.gather_plain(secrets.token_hex(8))[0]
+        marks = {rank: self.folder / f".node-{rank}-{token}" for rank in firsts}
+        self._writers = firsts
+        self._on_writers(_touch, marks.get(utils.get_rank()))
+        # Asked for by name: a listing may come from a network file system's cache.
+        lowest = min([rank for rank, mark in marks.items() if mark.exists()] + [utils.get_rank()])
+        seen = utils.gather_plain(lowest)
+        if is_first:
+            marks[utils.get_rank()].unlink(missing_ok=True)
+        self._writers = [rank for rank in firsts if seen[rank] == rank]
+        if len(self._writers) < len(firsts):
+            print(f"--save-per-node: {len(firsts)} nodes see {len(self._writers)} folders; one writer in each")
+        if len(self._writers) > 1:
+            self._group = dist.new_group(self._writers, backend="gloo")
+
+    def _on_writers(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function on the ranks that write; what one of them raises, all raise."""
+        verdict = None
+        if self._is_writer:
+            try:
+                function(*args)
+            except (UserError, OSError) as error:
+                verdict = _describe(error)
+        _raise_first(utils.gather_plain(verdict))
+
+    def read(self, resume: str) -> dict | None:
+        """Return the checkpoint that `--resume` means, or None for a fresh start. Collective: every rank must call it.
+
+        Changes nothing on the disk. Where nodes keep copies, `auto` takes the newest of all nodes.
+
+        Raises:
+            UserError: as `CheckpointFolder.read`, on every rank.
+        """
+        is_reader = self._is_writer if resume == "auto" else utils.is_main_process()
+        found, step, refusal = None, None, None
+        if is_reader:
+            try:
+                found = self.files.read(resume)
+                step = found and found.state["step"]
+            except (UserError, OSError) as error:
+                refusal = _describe(error)
+        steps, refusals = zip(*utils.gather_plain([step, refusal]), strict=True)
+        newest = max((step for step in steps if step is not None), default=None)
+        if newest is not None:  # then it is no matter that another node has damaged files only
+            refusals = [each for each in refusals if each and each[1] != NoUsableCheckpointError.exit_code]
+        _raise_first(refusals)
+        if newest is not None:
+            return self._receive(found, steps.index(newest), resume)
+        if resume == "auto":
+            print(f"--resume auto: no checkpoint in {self.folder} yet, starting afresh")
+        return None
+
+    def _receive(self, found: Found | None, source: int, resume: str) -> dict:
+        """Hand the checkpoint that one rank found to all; collective."""
+        if source != 0:
+            print(f"the newest checkpoint is the copy that rank {source} keeps")
+        payload = utils.broadcast_bytes(found and found.payload, source)
+        if utils.get_rank() != source:  # which has loaded it already
+            path = Path("checkpoint.pth") if resume == "auto" else Path(resume)
+            found = Found(path, payload, load_checkpoint(payload, resume))
+        self._found = found if self._is_writer else None
+        return found.state
+
+    def say_damaged(self) -> None:
+        """Say what was passed over, where nothing is written and so nothing renamed."""
+        if self._found is not None:
+            self.files.say_damaged(self._found, {})
+
+    def check(self, resume: str, *, overwrite: bool) -> None:
+        """Check what is in the folder, as `CheckpointFolder.check`. Collective: every rank must call it."""
+        self._on_writers(lambda: self.files.check(resume, overwrite=overwrite))
+
+    def open(self, resume: str, run: RunState) -> None:
+        """Make the folder ready, as `CheckpointFolder.open`. Collective: every rank must call it."""
+        best_payload = self._receive_best(resume, run) if self._group is not None else None
+        self._on_writers(self.files.open, resume, self._found, run, best_payload)
+        run.best = utils.gather_plain(run.best)[0]
+        self._found = None
+        self._clock.restart(time.monotonic())
+
+    def _receive_best(self, resume: str, run: RunState) -> bytes | None:
+        """Return the best checkpoint so far where another node has it and this one does not; collective."""
+        if run.best is None or run.is_best:
+            return None
+        path = self.files.find_best(run.best["step"], resume) if self._is_writer else None
+        has_it = utils.gather_plain(path is not None)
+        if not any(has_it) or all(has_it[rank] for rank in self._writers) or not self._is_writer:
+            return None
+        source = has_it.index(True)
+        payload = read_bytes(path) if utils.get_rank() == source else None
+        payload = utils.broadcast_bytes(payload, source, self._group)
+        return None if path is not None else payload
+
+    def save(self, run: RunState, *, is_last: bool = False) -> bool:
+        """Save the run; return whether it is saved. Collective: every rank must call it, after the same step.
+
+        A failure is said with its cause, and training goes on with the earlier checkpoints in place.
+
+        Args:
+            run: the state.
+            is_last: whether nothing comes after this, so that a failure would lose work.
+
+        Raises:
+            StorageError: this one failed, and it was the last, or the one before failed too.
+        """
+        failure = self.files.save(run.state_dict(), is_best=run.is_best) if utils.is_main_process() else None
+        if self._group is not None and self._is_writer:
+            failure = self._save_copy(run, failure)
+        failures = utils.gather_plain(failure)
+        self._clock.restart(time.monotonic())
+        for rank, text in enumerate(failures[1:], 1):
+            if text is not None:
+                print(f"warning: the copy that rank {rank} keeps: {text}")
+        if failures[0] is None:
+            self._num_failures = 0
+            return True
+        self._num_failures += 1
+        if is_last or self._num_failures > 1:
+            which = "the last checkpoint of the run" if is_last else "two checkpoints in a row"
+            raise StorageError(f"{which} could not be saved: {failures[0]}; free some space and --resume auto")
+        print(f"warning: {failures[0]}; training goes on")
+        return False
+
+    def _save_copy(self, run: RunState, failure: str | None) -> str | None:
+        """Hand rank 0's file to the other writers; called by writers only."""
+        payload = b""
+        if utils.is_main_process() and failure is None:
+            with suppress(StorageError):  # then there is no copy of this one
+                payload = read_bytes(self.folder / "checkpoint.pth")
+        payload = utils.broadcast_bytes(payload, 0, self._group)
+        if utils.is_main_process() or not payload:
+            return failure
+        return self.files.save_copy(payload, run.step, is_best=run.is_best)
+
+
+def _touch(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise UserError(f"--output-dir {path.parent} cannot be written: {error.strerror or error}") from error
+
+
+def _say_elsewhere(text: str) -> None:
+    """Print on a rank on which `print` is silent."""
+    print(f"rank {utils.get_rank()}: {text}", force=True)
+
+
+def _describe(error: UserError | OSError) -> list:
+    """Return an error as plain values that can be sent."""
+    return [str(error), error.exit_code if isinstance(error, UserError) else UserError.exit_code]
+
+
+def _raise_first(verdicts: Iterable[list | None]) -> None:
+    """Raise the first [text, exit code] that is one, if any."""
+    for verdict in verdicts:
+        if verdict:
+            error = UserError(verdict[0])
+            error.exit_code = verdict[1]
+            raise error
+
+
+def _load(path: Path, name: str) -> Found:
+    """Return a file's content, verified; raises what its reading and checking raise."""
+    payload = read_bytes(path)
+    return Found(path, payload, check_schema(load_checkpoint(payload, name), name))
+
+
+def _verify_archive(path: Path) -> None:
+    try:
+        bad = find_bad_record(path)
+    except zipfile.BadZipFile as error:
+        bad = str(error)
+    if bad is not None:
+        raise OSError(f"{path.name} reads back otherwise than it was written ({bad})")
+
+
+def _move_aside(path: Path, prefix: str = "", suffix: str = "") -> str:
+    """Rename a file so that neither it nor one that was moved before is lost; return its new name."""
+    name, number = f"{prefix}{path.name}{suffix}", 1
+    while os.path.lexists(path.with_name(name)):
+        number += 1
+        name = f"{prefix}{number}-{path.name}" if prefix else f"{path.name}{suffix}-{number}"
+    os.replace(path, path.with_name(name))
+    return name
+
+
+def _step_in(path: Path) -> int:
+    return int(NUMBERED.fullmatch(path.name)[1])
+
+
+def _step_of(path: Path) -> int | None:
+    """Return the step of a good checkpoint, or None; an unreadable disk is an error, and not a bad checkpoint."""
+    try:
+        return _load(path, path.name).state["step"]
+    except StorageError:
+        raise
+    except (UserError, OSError):
+        return None
+
+
+def _num_bytes(value: Any) -> int:
+    """Return the bytes of all tensors in nested dicts and lists: what a checkpoint needs, but for little."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_num_bytes, value)) if isinstance(value, (list, tuple)) else 0

@@ -1,0 +1,111 @@
+"""A finished run to go on from, the ways to damage its files, and what is to be seen of a run that was refused."""
+
+import os
+import pickle
+import random
+import shutil
+
+import torch
+
+from tests.ranks import run_ranks, train_rank
+from tests.test_train import SMALL
+
+
+def run_train(tmp_path, *argv, world_size=1, faults=()):
+    arguments = [str(word) for word in argv]
+    return run_ranks(train_rank, world_size, arguments, list(faults), log_folder=tmp_path)
+
+
+class Started:
+    """A finished run of two epochs of three steps, and how to go on from it."""
+
+    def __init__(self, images, out):
+        self.out = out
+        self.argv = ["--data-path", images, *SMALL, "--batch-size", "8", "--print-freq", "2", "--lr", "0.02"]
+        self.argv += ["--checkpoint-steps", "1", "--use-deterministic-algorithms"]
+
+    def copy(self, folder):
+        shutil.copytree(self.out, folder, symlinks=True)
+        return folder
+
+    def go_on(self, tmp_path, out, *argv, **options):
+        return run_train(tmp_path, *self.argv, "--output-dir", out, "--epochs", 3, *argv, **options)
+
+
+def refused(outcome, *words, code=2):
+    """Check that a run was refused with exactly one line, which says all of `words`."""
+    assert outcome.codes[0] == code, outcome.output
+    lines = [line for line in outcome.output.splitlines() if line.startswith("train.py: error")]
+    assert len(lines) == 1, outcome.output
+    assert "Traceback" not in outcome.output
+    for word in words:
+        assert str(word) in lines[0], lines[0]
+
+
+def state_of(folder):
+    """Return the files of a folder and when each was last written; the lock apart, which names its last holder."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != ".lock"}
+
+
+def damage_truncated(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def damage_zeroed(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def damage_flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def damage_garbage(path):
+    path.write_bytes(random.Random(3).randbytes(1000))
+
+
+def damage_empty(path):
+    path.write_bytes(b"")
+
+
+class Hostile:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.victim}",)
+
+
+def damage_hostile(path):
+    torch.save({"format": 1, "model": Hostile(path.parent / "executed")}, path)
+
+
+def damage_hostile_legacy(path):
+    state = {"format": 1, "model": Hostile(path.parent / "executed")}
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+def damage_hostile_pickle(path):
+    path.write_bytes(pickle.dumps(Hostile(path.parent / "executed")))
+
+
+def damage_folder(path):
+    path.unlink()
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+
+
+DAMAGES = [
+    damage_truncated,
+    damage_zeroed,
+    damage_flipped,
+    damage_garbage,
+    damage_empty,
+    damage_folder,
+    damage_hostile,
+    damage_hostile_legacy,
+    damage_hostile_pickle,
+]

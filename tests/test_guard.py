@@ -1,0 +1,196 @@
+"""What a resumed run may change."""
+
+import types
+
+import pytest
+
+import config
+import guard
+from errors import UserError
+
+KNOWN = [action.dest for action in config.get_args_parser()._actions if action.dest != "help"]
+
+
+def parse(*argv):
+    """Return the options of a command line as a run has them, on one process of a machine without accelerator."""
+    args = config.parse_args(["--data-path", "d", "--device", "cpu", "--workers", "0", *map(str, argv)])
+    args.rank, args.gpu, args.distributed, args.world_size = 0, 0, False, 1
+    args.output_dir = args.output_dir or "runs/x"
+    return args
+
+
+def state_of(args, **environment):
+    """Return what the guard reads of a checkpoint that a run with these options wrote."""
+    args = types.SimpleNamespace(**vars(args))
+    args.global_batch_size = args.global_batch_size or args.batch_size
+    here = guard.describe_environment(args.world_size)
+    return {"args": vars(args), "environment": here | environment, "data": {"num_images": 9, "num_classes": 3}}
+
+
+def check(theirs, ours, **environment):
+    args = parse(*ours, "--resume", "auto")
+    guard.check_options(state_of(parse(*theirs), **environment), args)
+
+
+def test_every_option_is_classified_once():
+    tables = [guard.FREE, set(guard.FIXED), guard.ON_REQUEST]
+    assert sorted(name for table in tables for name in table) == sorted(KNOWN)
+
+
+def test_every_name_is_an_option_as_it_is_written():
+    written = {word for action in config.get_args_parser()._actions for word in action.option_strings}
+    assert all(f"--{guard.option_name(name)}" in written for name in KNOWN)
+
+
+def test_an_option_that_nobody_classified_is_refused(monkeypatch):
+    monkeypatch.setattr(guard, "FREE", guard.FREE - {"workers"})
+    with pytest.raises(UserError, match=r"workers 0 in the checkpoint, 3 now; .* --allow-change workers"):
+        check([], ["--workers", 3])
+
+
+def test_an_option_younger_than_the_checkpoint_is_refused_where_it_is_used():
+    state = state_of(parse())
+    del state["args"]["mixup_alpha"]
+    guard.check_options(state, parse("--resume", "auto"))
+    with pytest.raises(UserError, match=r"mixup-alpha unknown in the checkpoint, 0\.2 now"):
+        guard.check_options(state, parse("--resume", "auto", "--mixup-alpha", 0.2))
+
+
+def test_the_same_options_pass_without_a_word(capsys):
+    check(["--lr", 0.3, "--batch-size", 4], ["--lr", 0.3, "--batch-size", 4])
+    assert capsys.readouterr().out == ""
+
+
+def test_everything_that_differs_is_named_in_one_line_with_what_to_do():
+    with pytest.raises(UserError) as caught:
+        check([], ["--model", "resnet50", "--lr", 0.5, "--batch-size", 64, "--lr-scheduler", "cosineannealinglr"])
+    assert str(caught.value) == (
+        "cannot resume (--resume auto): model resnet18 in the checkpoint, resnet50 now (its weights fit no other); "
+        "batch-size 32 in the checkpoint, 64 now (a step is made of its shards); lr 0.1 in the checkpoint, 0.5 now; "
+        "lr-scheduler steplr in the checkpoint, cosineannealinglr now; model, batch-size cannot be changed: give the "
+        "checkpoint's; these change the numbers of the run; to go on all the same, give --allow-change lr,lr-scheduler"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(guard.FREE - {"allow_change", "test_only", "list_recipes", "dry_run"}))
+def test_what_is_free_may_change(name):
+    args = parse("--resume", "auto")
+    state = state_of(args)
+    state["args"][name] = "another"
+    if name == "device":
+        state["args"][name] = "mps"
+    guard.check_options(state, args)
+
+
+@pytest.mark.parametrize("name", sorted(guard.ON_REQUEST | set(guard.FIXED)))
+def test_what_changes_numbers_may_not(name):
+    extra = ["--model-ema"] if name == "epochs" else []
+    args = parse("--resume", "auto", *extra)
+    state = state_of(args)
+    if name == "global_batch_size":
+        args.global_batch_size = 32
+    state["args"][name] = "another"
+    with pytest.raises(UserError, match=f"{guard.option_name(name)} another in the checkpoint"):
+        guard.check_options(state, args)
+
+
+def test_more_epochs_are_free_where_no_rate_depends_on_them(capsys):
+    check(["--epochs", 10], ["--epochs", 15])
+    assert "epochs 10 in the checkpoint, 15 now" in capsys.readouterr().out
+    for option in (["--lr-scheduler", "cosineannealinglr"], ["--lr-scheduler", "linearlr"], ["--model-ema"]):
+        with pytest.raises(UserError, match=r"epochs 10 in the checkpoint, 15 now .* --allow-change epochs"):
+            check(["--epochs", 10, *option], ["--epochs", 15, *option])
+        check(["--epochs", 10, *option], ["--epochs", 15, *option, "--allow-change", "epochs"])
+    assert "changed as --allow-change says: epochs 10 in the checkpoint, 15 now" in capsys.readouterr().out
+
+
+def test_another_reference_batch_is_another_learning_rate():
+    state = state_of(parse("--recipe", "resnet50-v2", "--lr-scaling", "linear"))
+    state["args"]["reference_global_batch"] = 256
+    args = parse("--recipe", "resnet50-v2", "--lr-scaling", "linear", "--resume", "auto")
+    with pytest.raises(UserError, match=r"lr-scaling linear from 256 in the checkpoint, linear from 1024 now"):
+        guard.check_options(state, args)
+
+
+def test_processes_and_threads_matter_where_sums_depend_on_them(capsys):
+    check([], [], world_size=4, threads=99)
+    assert "4 -> 1 processes: same samples and augmentation; rounding may differ" in capsys.readouterr().out
+    flag = ["--use-deterministic-algorithms"]
+    check(flag, flag, world_size=4)
+    assert "4 -> 1 processes: same samples and augmentation; same bits" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"CPU threads \(OMP_NUM_THREADS\) 99 in the checkpoint, .* --allow-change thr"):
+        check(flag, flag, threads=99)
+    check(flag, [*flag, "--allow-change", "threads"], threads=99)
+    with pytest.raises(UserError, match=r"world-size 4 in the checkpoint, 1 now; .* --allow-change world-size"):
+        check(["--sync-bn"], ["--sync-bn"], world_size=4)
+
+
+def test_other_versions_and_devices_are_said_and_what_is_not_promised_with_them(capsys):
+    check([], [], torch="2.11.0", revision="abc")
+    line = capsys.readouterr().out
+    assert "torch 2.11.0 wrote this checkpoint, this is 2." in line
+    assert "revision abc wrote this checkpoint" in line
+    assert "promised" not in line
+    flag = ["--use-deterministic-algorithms"]
+    check([*flag, "--device", "cuda"], flag)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "options that changed: device cuda in the checkpoint, cpu now",
+        "another kind of device: equal bits not promised",
+    ]
+    check(["--device", "cuda:1"], ["--device", "cuda:0"])
+    assert capsys.readouterr().out == ""
+
+
+class Images:
+    classes = ("a", "b", "c")
+
+    def __init__(self, count, fingerprint):
+        self.count, self.print = count, fingerprint
+
+    def __len__(self):
+        return self.count
+
+    def fingerprint(self):
+        return self.print
+
+
+def test_other_data_is_refused_and_other_names_are_on_request(capsys):
+    state = state_of(parse())
+    state["data"] = guard.describe_data(Images(9, "aa"))
+    guard.check_data(state, parse("--resume", "auto"), 3, Images(9, "aa"))
+    with pytest.raises(UserError, match=r"num_images 9 in the checkpoint, 8 now; .* cannot be changed"):
+        guard.check_data(state, parse("--resume", "auto", "--allow-change", "data"), 3, Images(8, "bb"))
+    with pytest.raises(UserError, match=r"fingerprint aa in the checkpoint, bb now: .* give --allow-change data"):
+        guard.check_data(state, parse("--resume", "auto"), 3, Images(9, "bb"))
+    guard.check_data(state, parse("--resume", "auto", "--allow-change", "data"), 3, Images(9, "bb"))
+    assert "changed as --allow-change says: data fingerprint aa" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr,epoch", "--allow-change epoch: there is no such option; did you mean epochs?"),
+        ("model", "--allow-change model: it cannot be changed, since its weights fit no other; another run can start"),
+        ("batch-size", "--allow-change batch-size: it cannot be changed, since a step is made of its shards"),
+        ("", "--allow-change is empty"),
+    ],
+)
+def test_a_name_that_cannot_be_allowed_is_refused(text, words):
+    with pytest.raises(UserError, match=words.replace("?", r"\?")):
+        parse("--resume", "auto", "--allow-change", text)
+
+
+def test_names_are_taken_with_and_without_dashes():
+    assert guard.parse_allowed("--lr, wd ,lr_gamma,data", KNOWN) == {"lr", "weight_decay", "lr_gamma", "data"}
+    assert guard.parse_allowed(None, KNOWN) == set()
+
+
+def test_a_permission_without_a_resume_is_refused():
+    with pytest.raises(UserError, match=r"--allow-change is about what --resume may find changed"):
+        parse("--allow-change", "lr")
+
+
+def test_a_permission_that_is_not_needed_is_said(capsys):
+    check(["--lr", 0.3], ["--lr", 0.3, "--allow-change", "lr,workers,data"])
+    assert capsys.readouterr().out == "--allow-change lr,workers: as in the checkpoint\n"

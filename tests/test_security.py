@@ -1,0 +1,149 @@
+"""SECURITY.md's promises about the code itself: read from its syntax, so that a new module is held to them too."""
+
+import ast
+import types
+
+import pytest
+import torch
+
+import train
+from checkpoint import load_checkpoint, load_weights
+from errors import UserError
+from tests.ranks import REPOSITORY
+from tests.started import Hostile
+
+SOURCES = sorted([*REPOSITORY.glob("*.py"), *REPOSITORY.glob("scripts/**/*.py")])
+
+FORBIDDEN_MODULES = {
+    "cloudpickle", "dill", "ftplib", "joblib", "marshal", "pickle", "requests", "shelve", "smtplib", "telnetlib",
+    "torch.distributed.checkpoint", "torch.hub", "urllib", "urllib3", "http", "yaml",
+}  # fmt: skip
+
+# By the last part of the name, whatever it is called on.
+FORBIDDEN_CALLS = {
+    "add_safe_globals", "all_gather_object", "broadcast_object_list", "create_connection", "extract", "extractall",
+    "gather_object", "load_state_dict_from_url", "popen", "recv_object_list", "safe_globals", "scatter_object_list",
+    "send_object_list", "system", "unpack_archive", "urlopen", "urlretrieve",
+}  # fmt: skip
+
+
+def dotted(node):
+    """Return the dotted name of an expression, or what is left of it."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def constant(call, name):
+    """Return the constant that a call passes by name, or None."""
+    return next((k.value.value for k in call.keywords if k.arg == name and isinstance(k.value, ast.Constant)), None)
+
+
+def offences(tree):
+    """Return what of a module's syntax is not promised away."""
+    found = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            names = [dotted(node)]
+        found += [
+            name
+            for name in names
+            if any(name == module or name.startswith(f"{module}.") for module in FORBIDDEN_MODULES)
+        ]
+        if isinstance(node, ast.Call):
+            found += call_offences(node)
+    return found
+
+
+def call_offences(call):
+    name = dotted(call.func)
+    last = name.split(".")[-1]
+    found = []
+    if name in ("eval", "exec", "compile", "__import__"):
+        found.append(f"{name}()")
+    if last in FORBIDDEN_CALLS:
+        found.append(f"{name}()")
+    if name == "torch.load" and constant(call, "weights_only") is not True:
+        found.append("torch.load() without weights_only=True")
+    if constant(call, "allow_pickle") is True:
+        found.append(f"{name}(allow_pickle=True)")
+    if constant(call, "shell") is True:
+        found.append(f"{name}(shell=True)")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_no_module_unpickles_extracts_evaluates_or_downloads(path):
+    assert offences(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch.distributed.checkpoint as dcp",
+        "from torch.distributed import checkpoint",
+        "torch.distributed.checkpoint.load(state)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.serialization.add_safe_globals([Namespace])",
+        "numpy.load(path, allow_pickle=True)",
+        "eval(text)",
+        "exec(text)",
+        "subprocess.run(text, shell=True)",
+        "os.system(text)",
+        "archive.extractall(folder)",
+        "dist.broadcast_object_list(values)",
+        "from urllib.request import urlopen",
+        "torch.hub.load_state_dict_from_url(url)",
+    ],
+)
+def test_each_of_them_would_be_found(line):
+    assert offences(ast.parse(line)) != []
+
+
+def test_what_only_sounds_alike_is_not():
+    lines = "model.eval()\nmodel.compile()\ntorch.load(path, weights_only=True)\nnumpy.load(path)\njson.load(file)"
+    assert offences(ast.parse(lines)) == []
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """Return a checkpoint that makes a file when it is unpickled, and that file."""
+    path = tmp_path / "hostile.pth"
+    torch.save({"format": 1, "model": Hostile(tmp_path / "executed")}, path)
+    return path, tmp_path / "executed"
+
+
+def test_torch_is_told_even_where_the_environment_says_otherwise(monkeypatch, hostile):
+    """TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD turns off the default, not what is written in the call."""
+    path, executed = hostile
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.raises(UserError, match="contains code"):
+        load_checkpoint(path, "hostile.pth")
+    assert not executed.exists()
+
+
+def test_hostile_weights_from_a_file_are_refused(hostile):
+    path, executed = hostile
+    with pytest.raises(UserError, match="contains code"):
+        load_weights(path)
+    assert not executed.exists()
+
+
+def test_hostile_weights_in_torchs_cache_are_refused(monkeypatch, tmp_path, hostile):
+    path, executed = hostile
+    cache = tmp_path / "home" / "hub" / "checkpoints"
+    cache.mkdir(parents=True)
+    path.rename(cache / "resnet18-f37072fd.pth")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    args = types.SimpleNamespace(model="resnet18", weights="IMAGENET1K_V1")
+    with pytest.raises(UserError, match="in torch's cache is damaged or contains code and was refused; remove it"):
+        train.start_weights(args, None)
+    assert not executed.exists()
