@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torchvision
 
+import decode
 from errors import NoUsableCheckpointError, UserError
 from files import sync_folder, write_atomically
 
@@ -279,6 +280,7 @@ def run_facts(args: Any, dataset: Any) -> dict:
         "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
         "data": describe_data(dataset),
         "environment": describe_environment(args.world_size),
+        "decoder": decode.describe(args.decoder),
     }
 
 
@@ -306,6 +308,8 @@ def check_fits(state: dict, args: Any, num_classes: int, dataset: Any | None) ->
         pairs["world size"] = (there["world_size"], here["world_size"])
     if args.use_deterministic_algorithms:
         pairs["CPU threads (OMP_NUM_THREADS)"] = (there["threads"], here["threads"])
+    their_decoder, decoder = state["decoder"], decode.describe(args.decoder)
+    pairs["decoder"] = (their_decoder["name"], decoder["name"])
     pairs |= {f"data {name}": (state["data"][name], value) for name, value in describe_data(dataset).items()}
     differing = [
         f"{name} {there} in the checkpoint, {here} now" for name, (there, here) in pairs.items() if there != here
@@ -315,6 +319,9 @@ def check_fits(state: dict, args: Any, num_classes: int, dataset: Any | None) ->
     if there["world_size"] != here["world_size"]:
         same = "same bits" if args.use_deterministic_algorithms else "rounding may differ"
         print(f"{there['world_size']} -> {here['world_size']} processes: same samples and augmentation; {same}")
+    if their_decoder != decoder:
+        versions = (" ".join(map(str, facts.values())) for facts in (their_decoder, decoder))
+        print("{} decoded the images until now, this is {}: pixels may differ by a grey level".format(*versions))
     if args.use_deterministic_algorithms and there["torch"] != here["torch"]:
         print(f"torch {there['torch']} wrote this checkpoint, this is {here['torch']}: equal bits not promised")
 

@@ -68,7 +68,7 @@ class IndexedImageFolder(Dataset):
     Args:
         root: the folder.
         transform: a preset, whose `load` makes a (3, H, W) uint8 tensor of a file's bytes; where keys are `SampleKey`s,
-            its `at` gives the preset of an epoch. It draws from the process's CPU generators.
+            its `at` gives the preset of an epoch. It draws from the generator that it is given or from the process's.
         seed: the run's, the first part of the address of every draw.
 
     Raises:
@@ -102,14 +102,18 @@ class IndexedImageFolder(Dataset):
         """
         index = key.index if isinstance(key, SampleKey) else key
         path, label = self.samples[index]
-        transform = self.transform
+        transform, generator = self.transform, None
         if isinstance(key, SampleKey):
-            seed_host(AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
             transform = transform.at(key.epoch)
+            address = (AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
+            if transform.takes_generator:
+                generator = torch.Generator().manual_seed(fold_seed(*address))
+            else:
+                seed_host(*address)
         try:
             with open(os.path.join(self.root, path), "rb", buffering=0) as file:
                 payload = file.readall()
-            return transform.load(payload), label
+            return transform.load(payload, generator), label
         except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on damaged files
             reason = str(error) or type(error).__name__
             raise ImageError(f"cannot read image {self.root / path} (class {self.classes[label]}): {reason}") from error
@@ -189,6 +193,7 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
         augmix_severity=args.augmix_severity,
         random_erase_prob=args.random_erase,
         backend=args.backend,
+        decoder=args.decoder,
     )
     train = build_train(crop_size=args.train_crop_size)
     if args.crop_ramp_epochs is not None:
@@ -205,6 +210,7 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
         resize_size=args.val_resize_size,
         interpolation=interpolation,
         backend=args.backend,
+        decoder=args.decoder,
     )
     return train, evaluation
 

@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 
 import data
-from decode import ImageFile, read_frame, shorten
+from decode import ImageFile, PillowDecoder, cut_rows, read_frame, shorten
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 
 
@@ -71,7 +71,7 @@ def test_a_box_has_exactly_pillows_pixels(kind):
         height, width = (int(torch.randint(1, size + 1, (), generator=generator)) for size in (rows, columns))
         top = int(torch.randint(rows - height + 1, (), generator=generator))
         left = int(torch.randint(columns - width + 1, (), generator=generator))
-        found = ImageFile(payload).decode(top, left, height, width)
+        found = ImageFile(payload, PillowDecoder()).decode(top, left, height, width)
         assert torch.equal(found, whole[:, top : top + height, left : left + width])
 
 
@@ -80,13 +80,15 @@ def test_a_jpeg_is_decoded_no_further_than_the_box():
     frame = read_frame(payload)
     assert (frame.height, frame.width, frame.block_rows) == (110, 150, 16)
     shorter = shorten(payload, frame, 20)
-    # Blocks of 16 rows: two for the box and one below it.
-    assert Image.open(io.BytesIO(shorter)).size == (150, 48)
-    assert len(shorter) == len(payload)
-    assert shorten(payload, frame, 100) is payload
+    # Blocks of 16 rows: two for the box and one below it, which smooth chroma looks at.
+    assert shorter.height == 48
+    assert Image.open(io.BytesIO(shorter.payload)).size == (150, 48)
+    assert shorten(payload, frame, 100).payload is payload
+    full = FILES["4:4:4"]
+    assert shorten(full, read_frame(full), 20).height == 24
     # Damage below what is needed is not even seen.
     torn = payload[: len(payload) * 2 // 3]
-    assert torch.equal(ImageFile(torn).decode(0, 0, 10, 150), plain(payload)[:, :10])
+    assert torch.equal(ImageFile(torn, PillowDecoder()).decode(0, 0, 10, 150), plain(payload)[:, :10])
 
 
 @pytest.mark.parametrize(
