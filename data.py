@@ -1,7 +1,6 @@
 """From files to batches on the device: index, decode and transform in loader processes, finish on the device."""
 
 import hashlib
-import math
 import os
 import random
 import sys
@@ -12,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.models import WeightsEnum
 from torchvision.transforms import InterpolationMode
 
 import transforms
 from errors import ImageError, UserError
+from loader import ProcessLoader, ThreadLoader, collate
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
 from randomness import AUGMENTATION, MIXING, fold_seed, seed_host
 from sampler import SampleKey, TrainSampler
@@ -135,7 +135,8 @@ class SyntheticImages(Dataset):
         self.num_classes = num_classes
         self.classes = [f"class{label:04d}" for label in range(num_classes)]
         generator = torch.Generator().manual_seed(0)
-        self.pool = torch.randint(0, 256, (self.POOL, 3, size_px, size_px), dtype=torch.uint8, generator=generator)
+        pool = torch.randint(0, 256, (self.POOL, 3, size_px, size_px), dtype=torch.uint8, generator=generator)
+        self.pool = pool.contiguous(memory_format=torch.channels_last)  # the order of a batch, into which it is copied
 
     def fingerprint(self) -> str:
         """Return what stands for these images in a checkpoint."""
@@ -227,34 +228,18 @@ def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:
     }
 
 
-def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """Put (3, H, W) uint8 images and their classes into one batch.
-
-    Returns:
-        (B, 3, H, W) uint8 in channels-last order, in which the images come, and (B,) int64.
-    """
-    rows = [image.permute(1, 2, 0) for image, _ in samples]
-    out = None
-    if get_worker_info() is not None:
-        # Straight into memory that the main process sees, which would else be a second copy.
-        shape = (len(rows), *rows[0].shape)
-        storage = torch.UntypedStorage._new_shared(math.prod(shape))
-        out = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
-    return torch.stack(rows, out=out).permute(0, 3, 1, 2), torch.tensor([label for _, label in samples])
-
-
-def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
+def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader | ProcessLoader | ThreadLoader:
     """Return a loader of uint8 batches in the sampler's order; its processes live as long as it does."""
-    return DataLoader(
-        dataset,
-        batch_sampler=batch_sampler,
-        num_workers=args.workers,
-        persistent_workers=args.workers > 0,
-        pin_memory=torch.device(args.device).type == "cuda",
-        # Forked, the processes end with their parent, however it ends; a fork server and its children would stay.
-        multiprocessing_context="fork" if args.workers and sys.platform == "linux" else None,
-        collate_fn=collate,
-    )
+    is_cuda = torch.device(args.device).type == "cuda"
+    if not args.workers:
+        return DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, pin_memory=is_cuda)
+    workers = {"num_workers": args.workers, "prefetch_factor": args.prefetch_factor, "pin_memory": is_cuda}
+    if args.worker_type == "thread":
+        return ThreadLoader(dataset, batch_sampler, **workers)
+    if sys.platform == "linux":
+        largest = args.batch_size * 3 * max(args.train_crop_size, args.val_crop_size) ** 2
+        return ProcessLoader(dataset, batch_sampler, **workers, batch_bytes=largest)
+    return DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, persistent_workers=True, **workers)
 
 
 def build_batch_transforms(args: Any, num_classes: int) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
@@ -285,7 +270,11 @@ class DeviceLoader:
     """
 
     def __init__(
-        self, loader: DataLoader, device: torch.device, transform: transforms.BatchTransform, seed: int = 0
+        self,
+        loader: DataLoader | ProcessLoader | ThreadLoader,
+        device: torch.device,
+        transform: transforms.BatchTransform,
+        seed: int = 0,
     ) -> None:
         self.loader = loader
         self.device = device

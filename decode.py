@@ -214,7 +214,7 @@ class TorchcodecDecoder:
         return TorchcodecDecoder, ()
 
     def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
-        """Decode a part of a JPEG and return the (height, width, 3) uint8 pixels of a box of it, as a view.
+        """Decode a part of a JPEG and return the (height, width, 3) uint8 pixels of a box of it.
 
         Args:
             part: the JPEG.
@@ -228,7 +228,8 @@ class TorchcodecDecoder:
         with self.quiet:
             image = self.torchcodec.decoders.decode_jpeg(source)
         left, top, right, bottom = box
-        return image.permute(1, 2, 0)[top:bottom, left:right]
+        # numpy, because torch would copy with threads of its own in each loader thread.
+        return torch.from_numpy(numpy.ascontiguousarray(image.permute(1, 2, 0).numpy()[top:bottom, left:right]))
 
     def describe(self) -> dict[str, str]:
         """Return what the pixels depend on, as plain values."""

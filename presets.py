@@ -39,6 +39,17 @@ def resize(image: torch.Tensor, height: int, width: int, mode: str) -> torch.Ten
     return F.interpolate(_as_batch(image), (height, width), mode=mode, antialias=True, align_corners=False)[0]
 
 
+def mirror(image: torch.Tensor) -> torch.Tensor:
+    """Mirror a (3, H, W) uint8 image left to right."""
+    if torch.get_num_threads() == 1:
+        return image.flip(-1)
+    # In a loader thread, where torch would start threads of its own.
+    mirrored = numpy.empty_like(image.numpy())
+    for plane, original in zip(mirrored, image.numpy()[:, :, ::-1], strict=True):
+        plane[...] = original
+    return torch.from_numpy(mirrored)
+
+
 def _as_batch(image: torch.Tensor) -> torch.Tensor:
     """Return a (1, 3, H, W) view. The stride of the first dimension, of no other use, tells torch the memory format."""
     return image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
@@ -184,7 +195,7 @@ class ClassificationPresetTrain(_Preset):
         pixels = file.decode(*self.box.draw(height, width, generator))
         pixels = resize(pixels, self.crop_size, self.crop_size, self.fast_mode)
         if self.hflip_prob > 0 and torch.rand(1, generator=generator) < self.hflip_prob:
-            pixels = pixels.flip(-1)
+            pixels = mirror(pixels)
         if self.policy is None:
             return pixels
         return pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
@@ -353,9 +364,9 @@ class ClassificationPresetEval(_Preset):
         """Decode what is needed; rows above it hold anything, where they need not be decoded for what is below."""
         if not file.has_rows:
             return file.decode(0, 0, rows.end, columns.end)
-        pixels = torch.empty(rows.end, columns.end, 3, dtype=torch.uint8).permute(2, 0, 1)
-        pixels[:, rows.begin :] = file.decode(rows.begin, 0, rows.end - rows.begin, columns.end)
-        return pixels
+        pixels = numpy.empty((rows.end, columns.end, 3), numpy.uint8)
+        pixels[rows.begin :] = file.decode(rows.begin, 0, rows.end - rows.begin, columns.end).permute(1, 2, 0)
+        return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 class _Span(NamedTuple):

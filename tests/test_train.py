@@ -286,7 +286,7 @@ def test_imports_only_point_down():
     """The layers of CONTRIBUTING.md: each module may import those of the lines above its own."""
     layers = [
         {"errors", "randomness"},
-        {"extras", "files", "losses", "utils", "transforms", "sampler"},
+        {"extras", "files", "loader", "losses", "utils", "transforms", "sampler"},
         {"decode"},
         {"presets", "optim", "models", "checkpoint"},
         {"config"},
