@@ -19,7 +19,8 @@ from extras import require_torchcodec
 
 # Start-of-frame markers of the kinds of JPEG that libjpeg decodes row by row: baseline, extended and progressive.
 _BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
-_HUFFMAN_TABLES, _START_OF_SCAN, _QUANTIZATION, _RESTART_INTERVAL, _COMMENT = 0xC4, 0xDA, 0xDB, 0xDD, 0xFE
+_HUFFMAN_TABLES, _START_OF_SCAN, _QUANTIZATION, _RESTART_INTERVAL, _EXIF, _COMMENT = 0xC4, 0xDA, 0xDB, 0xDD, 0xE1, 0xFE
+_IGNORED = 0xEF  # an application's segment that nobody reads
 _END_OF_IMAGE = b"\xff\xd9"
 
 # Segments that a decoder takes or skips as a whole; with any other one the file is left to the plain way.
@@ -37,6 +38,7 @@ class Frame(NamedTuple):
         margin: rows of blocks beside those of a pixel that it may depend on: one where chroma is smoothed vertically.
         num_components: 1 grey, 3 colour, 4 CMYK.
         coded: where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise.
+        exif: of the segment that may say how to turn the image; 0 if there is none.
     """
 
     place: int
@@ -46,28 +48,31 @@ class Frame(NamedTuple):
     margin: int
     num_components: int
     coded: int
+    exif: int
 
 
 def read_frame(payload: bytes) -> Frame | None:
     """Return the frame of a JPEG, or None where the file is another or an unusual one."""
     if payload[:2] != b"\xff\xd8":
         return None
-    place, start_of_frame, interval = 2, 0, 0
+    place, start_of_frame, interval, exif = 2, 0, 0, 0
     while place + 4 <= len(payload) and payload[place] == 0xFF:
         marker = payload[place + 1]
         if marker == _START_OF_SCAN:
-            return _frame(payload, start_of_frame, interval, place) if start_of_frame else None
+            return _frame(payload, start_of_frame, interval, place, exif) if start_of_frame else None
         if _BASELINE <= marker <= _PROGRESSIVE and not start_of_frame:
             start_of_frame = place
         elif marker == _RESTART_INTERVAL:
             interval = int.from_bytes(payload[place + 4 : place + 6], "big")
+        elif marker == _EXIF and payload[place + 4 : place + 8] == b"Exif":
+            exif = place
         elif marker not in _SEGMENTS:
             return None
         place += 2 + (payload[place + 2] << 8 | payload[place + 3])
     return None
 
 
-def _frame(payload: bytes, place: int, interval: int, scan: int) -> Frame | None:
+def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> Frame | None:
     kind, precision, num_components = payload[place + 1], payload[place + 4], payload[place + 9]
     height = int.from_bytes(payload[place + 5 : place + 7], "big")
     width = int.from_bytes(payload[place + 7 : place + 9], "big")
@@ -81,7 +86,7 @@ def _frame(payload: bytes, place: int, interval: int, scan: int) -> Frame | None
     has_rows = has_rows and interval == -(-width // (8 * across))
     coded = scan + 2 + int.from_bytes(payload[scan + 2 : scan + 4], "big") if has_rows else 0
     margin = int(down > 1 or kind == _PROGRESSIVE)
-    return Frame(place, height, width, 8 * down, margin, num_components, coded)
+    return Frame(place, height, width, 8 * down, margin, num_components, coded, exif)
 
 
 class Part(NamedTuple):
@@ -224,7 +229,10 @@ class TorchcodecDecoder:
         Raises:
             RuntimeError: the file is damaged.
         """
-        source = torch.frombuffer(bytearray(part.payload), dtype=torch.uint8)
+        source = bytearray(part.payload)
+        if frame.exif:
+            source[frame.exif + 1] = _IGNORED  # it would turn the image, which neither Pillow nor torchvision does
+        source = torch.frombuffer(source, dtype=torch.uint8)
         with self.quiet:
             image = self.torchcodec.decoders.decode_jpeg(source)
         left, top, right, bottom = box

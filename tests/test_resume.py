@@ -333,6 +333,21 @@ def test_other_threads_are_refused_under_the_flag(started, tmp_path):
     )
 
 
+def test_another_decoder_is_refused_and_another_version_is_said(started, tmp_path):
+    for name, version, words in [("other", "1", "decoder other in the checkpoint, pillow now"), ("pillow", "1", None)]:
+        out = started.copy(tmp_path / name)
+        for file in ("checkpoint-00000006.pth", "checkpoint.pth"):
+            state = torch.load(out / file, weights_only=True)
+            assert state["decoder"]["name"] == "pillow"
+            state["decoder"] |= {"name": name, "version": version}
+            torch.save(state, out / file)
+        outcome = started.go_on(tmp_path, out, "--resume", "auto")
+        if words:
+            refused(outcome, words)
+        else:
+            assert outcome.check().output.count("pillow 1 ") == 1
+
+
 def test_a_missing_path_is_refused(started, tmp_path):
     refused(started.go_on(tmp_path, tmp_path / "out", "--resume", tmp_path / "none.pth"), "none.pth", "is not a file")
     assert not (tmp_path / "out").exists()
