@@ -5,6 +5,7 @@ import ctypes
 import functools
 import io
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,6 +23,8 @@ _BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
 _HUFFMAN_TABLES, _START_OF_SCAN, _QUANTIZATION, _RESTART_INTERVAL, _EXIF, _COMMENT = 0xC4, 0xDA, 0xDB, 0xDD, 0xE1, 0xFE
 _IGNORED = 0xEF  # an application's segment that nobody reads
 _END_OF_IMAGE = b"\xff\xd9"
+
+_RESTART = re.compile(rb"\xff[\xd0-\xd7]")  # in coded rows, where a zero follows any other 0xFF
 
 # Segments that a decoder takes or skips as a whole; with any other one the file is left to the plain way.
 _SEGMENTS = {_HUFFMAN_TABLES, _QUANTIZATION, _RESTART_INTERVAL, _COMMENT, *range(0xE0, 0xF0)}
@@ -117,22 +120,18 @@ def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None
     Each row of blocks is coded on its own between two markers, so no pixel of it changes; the markers are numbered anew
     from 0 to 7, over and over. None where the markers are not those that the header promises.
     """
-    coded = numpy.frombuffer(payload, numpy.uint8, offset=frame.coded)
-    places = numpy.flatnonzero(coded[:-1] == 0xFF)
-    codes = coded[places + 1]
-    is_restart = codes & 0xF8 == 0xD0
-    places, codes = places[is_restart], codes[is_restart]
+    places = [match.start() for match in _RESTART.finditer(payload, frame.coded)]
     num_rows = -(-frame.height // frame.block_rows)
-    numbers = 0xD0 + (numpy.arange(num_rows - 1) & 7)
-    if not numpy.array_equal(codes, numbers):
+    if bytes(payload[place + 1] for place in places) != bytes(0xD0 | row & 7 for row in range(num_rows - 1)):
         return None
     first = max(top // frame.block_rows - frame.margin, 0)
     last = min((bottom - 1) // frame.block_rows + frame.margin, num_rows - 1)
-    begin = 2 + int(places[first - 1]) if first else 0
-    end = int(places[last]) if last < num_rows - 1 else len(coded)
+    begin = places[first - 1] + 2 if first else frame.coded
+    end = places[last] if last < num_rows - 1 else len(payload)
     rows = min((last + 1) * frame.block_rows, frame.height) - first * frame.block_rows
-    body = coded[begin:end].copy()
-    body[places[first:last] - begin + 1] = numbers[: last - first]
+    body = bytearray(payload[begin:end])
+    for row, place in enumerate(places[first:last]):
+        body[place - begin + 1] = 0xD0 | row & 7
     pieces = [payload[: frame.place + 5], rows.to_bytes(2, "big"), payload[frame.place + 7 : frame.coded], body]
     return Part(b"".join([*pieces, _END_OF_IMAGE]), first * frame.block_rows, rows)
 
