@@ -17,6 +17,7 @@ from torchvision.models import list_models
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 
 import guard
+from decode import DECODERS
 from errors import UserError, did_you_mean
 from presets import IMAGENET_MEAN, IMAGENET_STD
 
@@ -123,11 +124,20 @@ def _add_data(group: Any) -> None:
         "-j", "--workers", metavar="N", type=int,
         help="loader processes for each training process (default: 16, or fewer if there are fewer cores)",
     )  # fmt: skip
+    group.add_argument(
+        "--worker-type", choices=["process", "thread"], default="process",
+        help="what the workers are; threads copy no batch between processes, and take no --auto-augment or --backend",
+    )  # fmt: skip
+    group.add_argument("--prefetch-factor", metavar="N", default=2, type=int, help="batches each worker is ahead")
     _switch(group, "--cache-dataset", "accepted as torchvision's; the index of the images is cached anyway")
     group.add_argument(
         "--backend", type=str.lower, choices=["pil", "tensor"],
         help="exact pixels: pil = Pillow's, torchvision's default; tensor = torchvision's tensor resize (default: a "
         "faster way, within one grey level of pil)",
+    )  # fmt: skip
+    group.add_argument(
+        "--decoder", choices=sorted(DECODERS), default="pillow",
+        help="what decodes JPEGs: torchcodec is an optional extra, faster, and may differ by a grey level",
     )  # fmt: skip
     _switch(group, "--use-v2", "accepted as torchvision's; changes no number here")
 
@@ -517,6 +527,15 @@ def derive(args: argparse.Namespace) -> list[str]:
         lines.append(f"--output-dir {args.output_dir}")
     if args.sync_bn and kind == "cpu":
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
+    return lines + _without_effect(args)
+
+
+def _without_effect(args: argparse.Namespace) -> list[str]:
+    """Return a line about each option that changes nothing."""
+    lines = []
+    if args.decoder != "pillow" and not _is_fast(args):
+        lines.append(f"--decoder {args.decoder} has no effect: exact pixels and rare interpolations take Pillow's")
+        args.decoder = "pillow"
     if args.synthetic is not None and args.data_path is not None:
         lines.append(f"--synthetic: --data-path {args.data_path} is not read")
     for name, meaning in [
@@ -544,6 +563,7 @@ def validate(args: argparse.Namespace) -> None:
             f"the nearest below is {args.global_batch_size // args.batch_size * args.batch_size}"
         )
     _validate_interpolation(args)
+    _validate_workers(args)
     _validate_resolution(args)
     _validate_optimization(args)
     if args.lr_warmup_epochs >= args.epochs and args.lr_scheduler == "cosineannealinglr":
@@ -648,6 +668,22 @@ def _validate_interpolation(args: argparse.Namespace) -> None:
         raise UserError(f"--interpolation {args.interpolation}: {needed_by} takes {', '.join(sorted(known))}")
 
 
+def _is_fast(args: argparse.Namespace) -> bool:
+    """Return whether images are loaded the fast way, by --decoder and with draws from generators of their own."""
+    return args.backend is None and args.interpolation in ("bilinear", "bicubic")
+
+
+def _validate_workers(args: argparse.Namespace) -> None:
+    """Refuse threads where they would draw from the one generator of the process."""
+    if args.worker_type == "process" or (_is_fast(args) and args.auto_augment is None):
+        return
+    given = f"--interpolation {args.interpolation}" if args.backend is None else f"--backend {args.backend}"
+    given = given if args.auto_augment is None else f"--auto-augment {args.auto_augment}"
+    raise UserError(
+        f"--worker-type thread: {given} draws from the one generator of the process; use --worker-type process"
+    )
+
+
 # Options with a smallest value that makes sense, and that value; then those that lie between 0 and 1.
 _AT_LEAST = {
     "batch_size": 1, "global_batch_size": 1, "workers": 0, "epochs": 1, "start_epoch": 0, "print_freq": 1,
@@ -656,7 +692,8 @@ _AT_LEAST = {
     "weight_decay": 0, "norm_weight_decay": 0, "bias_weight_decay": 0, "transformer_embedding_decay": 0,
     "lr_warmup_epochs": 0, "lr_step_size": 1, "ra_reps": 1, "ra_magnitude": 0, "mixup_alpha": 0, "cutmix_alpha": 0,
     "model_ema_steps": 1, "world_size": 1, "synthetic": 1, "seed": 0, "lr_gamma": 0, "momentum": 0, "clip_grad_norm": 0,
-    "stall_timeout": 0, "augmix_severity": 1, "train_crop_size_min": 1, "mixup_off_epoch": 0, "opt_eps": 0,
+    "stall_timeout": 0, "augmix_severity": 1, "prefetch_factor": 1, "train_crop_size_min": 1, "mixup_off_epoch": 0,
+    "opt_eps": 0,
 }  # fmt: skip
 _PROBABILITIES = [
     "crop_scale", "random_erase", "hflip_prob", "label_smoothing", "model_ema_decay", "lr_warmup_decay", "mixup_prob",

@@ -1,16 +1,15 @@
 """From files to batches on the device: decode and transform in loader processes, finish on the device."""
 
-import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 from torchvision.models import WeightsEnum
 from torchvision.transforms import InterpolationMode
 
@@ -18,6 +17,7 @@ import transforms
 import utils
 from errors import ImageError, UserError
 from index import check_split, open_index
+from loader import ProcessLoader, ThreadLoader, collate
 from preemption import start_worker
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
 from randomness import AUGMENTATION, MIXING, fold_seed, seed_host
@@ -30,7 +30,7 @@ class IndexedImageFolder(Dataset):
     Args:
         root: the folder; where there is none, its tars beside it (`index.find_splits`).
         transform: a preset, whose `load` makes a (3, H, W) uint8 tensor of a file's bytes; where keys are `SampleKey`s,
-            its `at` gives the preset of an epoch. It draws from the process's CPU generators.
+            its `at` gives the preset of an epoch. It draws from the generator that it is given or from the process's.
         seed: the run's, the first part of the address of every draw.
 
     Raises:
@@ -73,12 +73,15 @@ class IndexedImageFolder(Dataset):
 
     def _load(self, key: int | SampleKey) -> tuple[Tensor, int]:
         """Return one image and its class; raises whatever comes of a file that cannot be read or is no image."""
-        number, transform = key, self.transform
+        number, transform, generator = key, self.transform, None
         if isinstance(key, SampleKey):
-            number = key.index
-            seed_host(AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
-            transform = transform.at(key.epoch)
-        return transform.load(self.index.read(number)), self.index.label(number)
+            number, transform = key.index, transform.at(key.epoch)
+            address = (AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
+            if transform.takes_generator:
+                generator = torch.Generator().manual_seed(fold_seed(*address))
+            else:
+                seed_host(*address)
+        return transform.load(self.index.read(number), generator), self.index.label(number)
 
 
 class LenientImageFolder(IndexedImageFolder):
@@ -132,7 +135,8 @@ class SyntheticImages(Dataset):
         self.num_classes = num_classes
         self.classes = [f"class{label:04d}" for label in range(num_classes)]
         generator = torch.Generator().manual_seed(0)
-        self.pool = torch.randint(0, 256, (self.POOL, 3, size_px, size_px), dtype=torch.uint8, generator=generator)
+        pool = torch.randint(0, 256, (self.POOL, 3, size_px, size_px), dtype=torch.uint8, generator=generator)
+        self.pool = pool.contiguous(memory_format=torch.channels_last)  # the order of a batch, into which it is copied
 
     def fingerprint(self) -> str:
         """Return what stands for these images in a checkpoint."""
@@ -190,6 +194,7 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
         augmix_severity=args.augmix_severity,
         random_erase_prob=args.random_erase,
         backend=args.backend,
+        decoder=args.decoder,
     )
     train = build_train(crop_size=args.train_crop_size)
     if args.crop_ramp_epochs is not None:
@@ -206,6 +211,7 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
         resize_size=args.val_resize_size,
         interpolation=interpolation,
         backend=args.backend,
+        decoder=args.decoder,
     )
     return train, evaluation
 
@@ -222,44 +228,34 @@ def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:
     }
 
 
-def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """Put (3, H, W) uint8 images and their classes into one batch.
-
-    Returns:
-        (B, 3, H, W) uint8 in channels-last order, in which the images come, and (B,) int64.
-    """
-    rows = [image.permute(1, 2, 0) for image, _ in samples]
-    out = None
-    if get_worker_info() is not None:
-        # Straight into memory that the main process sees, which would else be a second copy.
-        shape = (len(rows), *rows[0].shape)
-        storage = torch.UntypedStorage._new_shared(math.prod(shape))
-        out = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
-    return torch.stack(rows, out=out).permute(0, 3, 1, 2), torch.tensor([label for _, label in samples])
-
-
-def collate_lenient(samples: list[tuple[Tensor, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+def collate_lenient(
+    samples: list[tuple[Tensor, int, int]], *empty: Callable[[tuple[int, ...]], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Put the samples of a `LenientImageFolder` into one batch.
 
     Returns:
         As `collate`, and (R,) int64: the images that were replaced.
     """
     replaced = torch.tensor([number for _, _, number in samples if number >= 0], dtype=torch.int64)
-    return *collate([(image, label) for image, label, _ in samples]), replaced
+    return *collate([(image, label) for image, label, _ in samples], *empty), replaced
 
 
-def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader:
+def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader | ProcessLoader | ThreadLoader:
     """Return a loader of uint8 batches in the sampler's order; its processes live as long as it does."""
+    common = {
+        "collate_fn": collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
+        "pin_memory": torch.device(args.device).type == "cuda",
+    }
+    if not args.workers:
+        return DataLoader(dataset, batch_sampler=batch_sampler, **common)
+    common |= {"num_workers": args.workers, "prefetch_factor": args.prefetch_factor}
+    if args.worker_type == "thread":
+        return ThreadLoader(dataset, batch_sampler, **common)
+    if sys.platform == "linux":
+        largest = args.batch_size * 3 * max(args.train_crop_size, args.val_crop_size) ** 2
+        return ProcessLoader(dataset, batch_sampler, **common, batch_bytes=largest, worker_init_fn=start_worker)
     return DataLoader(
-        dataset,
-        batch_sampler=batch_sampler,
-        num_workers=args.workers,
-        persistent_workers=args.workers > 0,
-        pin_memory=torch.device(args.device).type == "cuda",
-        # Forked, the processes end with their parent, however it ends; a fork server and its children would stay.
-        multiprocessing_context="fork" if args.workers and sys.platform == "linux" else None,
-        collate_fn=collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
-        worker_init_fn=start_worker,
+        dataset, batch_sampler=batch_sampler, persistent_workers=True, worker_init_fn=start_worker, **common
     )
 
 
@@ -294,7 +290,11 @@ class DeviceLoader:
     """
 
     def __init__(
-        self, loader: DataLoader, device: torch.device, transform: transforms.BatchTransform, seed: int = 0
+        self,
+        loader: DataLoader | ProcessLoader | ThreadLoader,
+        device: torch.device,
+        transform: transforms.BatchTransform,
+        seed: int = 0,
     ) -> None:
         self.loader = loader
         self.device = device

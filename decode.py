@@ -1,58 +1,259 @@
-"""JPEG bytes to the pixels of one box, decoding no further down than the box reaches."""
+"""JPEG bytes to the pixels of one box, decoding no more rows than the box needs."""
 
+import contextlib
+import ctypes
+import functools
 import io
+import os
+import re
+import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy
+import PIL
 import torch
-from PIL import Image
+from PIL import Image, features
 from torch import Tensor
 
+from extras import require_torchcodec
+
 # Start-of-frame markers of the kinds of JPEG that libjpeg decodes row by row: baseline, extended and progressive.
-_FRAME_MARKERS = {0xC0, 0xC1, 0xC2}
+_BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
+_HUFFMAN_TABLES, _START_OF_SCAN, _QUANTIZATION, _RESTART_INTERVAL, _EXIF, _COMMENT = 0xC4, 0xDA, 0xDB, 0xDD, 0xE1, 0xFE
+_IGNORED = 0xEF  # an application's segment that nobody reads
+_END_OF_IMAGE = b"\xff\xd9"
+
+_RESTART = re.compile(rb"\xff[\xd0-\xd7]")  # in coded rows, where a zero follows any other 0xFF
+
+# Segments that a decoder takes or skips as a whole; with any other one the file is left to the plain way.
+_SEGMENTS = {_HUFFMAN_TABLES, _QUANTIZATION, _RESTART_INTERVAL, _COMMENT, *range(0xE0, 0xF0)}
 
 
 class Frame(NamedTuple):
-    """What a JPEG's start-of-frame segment says, and where it stands in the file."""
+    """What the header of a JPEG says, and where it says it.
+
+    Attributes:
+        place: of the start-of-frame segment in the file.
+        height: px.
+        width: px.
+        block_rows: rows of pixels that a row of blocks makes, which are decoded together.
+        margin: rows of blocks beside those of a pixel that it may depend on: one where chroma is smoothed vertically.
+        num_components: 1 grey, 3 colour, 4 CMYK.
+        coded: where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise.
+        exif: of the segment that may say how to turn the image; 0 if there is none.
+    """
 
     place: int
     height: int
     width: int
     block_rows: int
+    margin: int
     num_components: int
+    coded: int
+    exif: int
 
 
 def read_frame(payload: bytes) -> Frame | None:
     """Return the frame of a JPEG, or None where the file is another or an unusual one."""
     if payload[:2] != b"\xff\xd8":
         return None
-    place = 2
-    while place + 19 < len(payload) and payload[place] == 0xFF:
+    place, start_of_frame, interval, exif = 2, 0, 0, 0
+    while place + 4 <= len(payload) and payload[place] == 0xFF:
         marker = payload[place + 1]
-        if marker in _FRAME_MARKERS:
-            num_components = payload[place + 9]
-            samplings = payload[place + 11 : place + 11 + 3 * num_components : 3]
-            return Frame(
-                place,
-                int.from_bytes(payload[place + 5 : place + 7], "big"),
-                int.from_bytes(payload[place + 7 : place + 9], "big"),
-                8 * max((sampling & 15 for sampling in samplings), default=1),
-                num_components,
-            )
-        place += 2 + int.from_bytes(payload[place + 2 : place + 4], "big")
+        if marker == _START_OF_SCAN:
+            return _frame(payload, start_of_frame, interval, place, exif) if start_of_frame else None
+        if _BASELINE <= marker <= _PROGRESSIVE and not start_of_frame:
+            start_of_frame = place
+        elif marker == _RESTART_INTERVAL:
+            interval = int.from_bytes(payload[place + 4 : place + 6], "big")
+        elif marker == _EXIF and payload[place + 4 : place + 8] == b"Exif":
+            exif = place
+        elif marker not in _SEGMENTS:
+            return None
+        place += 2 + (payload[place + 2] << 8 | payload[place + 3])
     return None
 
 
-def shorten(payload: bytes, frame: Frame, num_rows: int) -> bytes:
-    """Return a JPEG that ends, by its header, after the first `num_rows` rows, so that a decoder stops there.
+def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> Frame | None:
+    kind, precision, num_components = payload[place + 1], payload[place + 4], payload[place + 9]
+    height = int.from_bytes(payload[place + 5 : place + 7], "big")
+    width = int.from_bytes(payload[place + 7 : place + 9], "big")
+    samplings = payload[place + 11 : place + 11 + 3 * num_components : 3]
+    across, down = max(value >> 4 for value in samplings or b"\0"), max(value & 15 for value in samplings or b"\0")
+    if precision != 8 or not (height and width and across and down):
+        return None
+    # Blocks of a grey image go one by one whatever its sampling says, so that only the plain one has rows of one block.
+    has_rows = kind != _PROGRESSIVE and payload[scan + 4] == num_components
+    has_rows = has_rows and (num_components > 1 or across == down == 1)
+    has_rows = has_rows and interval == -(-width // (8 * across))
+    coded = scan + 2 + int.from_bytes(payload[scan + 2 : scan + 4], "big") if has_rows else 0
+    margin = int(down > 1 or kind == _PROGRESSIVE)
+    return Frame(place, height, width, 8 * down, margin, num_components, coded, exif)
 
-    The header's height is set to the end of the row of blocks below the one that is needed, since smooth chroma
-    upsampling looks one row ahead; no pixel of the rows asked for changes (docs/research/LOADING.md, 8).
+
+class Part(NamedTuple):
+    """A JPEG that holds some rows of another one: its bytes, which row of the whole is its first, and its height."""
+
+    payload: bytes
+    first: int
+    height: int
+
+
+def shorten(payload: bytes, frame: Frame, bottom: int) -> Part:
+    """Return a JPEG that ends, by its header, after row `bottom`, so that a decoder stops there.
+
+    The header's height is set to the end of a row of blocks; no pixel above `bottom` changes
+    (docs/research/LOADING.md, 8).
     """
-    rows = (-(-num_rows // frame.block_rows) + 1) * frame.block_rows
+    rows = (-(-bottom // frame.block_rows) + frame.margin) * frame.block_rows
     if rows >= frame.height:
-        return payload
-    return payload[: frame.place + 5] + rows.to_bytes(2, "big") + payload[frame.place + 7 :]
+        return Part(payload, 0, frame.height)
+    head, tail = payload[: frame.place + 5], payload[frame.place + 7 :]
+    # A second end, for files that are cut off below what is needed.
+    return Part(b"".join([head, rows.to_bytes(2, "big"), tail, _END_OF_IMAGE]), 0, rows)
+
+
+def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None:
+    """Return a JPEG of the rows from `top` to `bottom` and little more, cut out at the restart markers.
+
+    Each row of blocks is coded on its own between two markers, so no pixel of it changes; the markers are numbered anew
+    from 0 to 7, over and over. None where the markers are not those that the header promises.
+    """
+    places = [match.start() for match in _RESTART.finditer(payload, frame.coded)]
+    num_rows = -(-frame.height // frame.block_rows)
+    if bytes(payload[place + 1] for place in places) != bytes(0xD0 | row & 7 for row in range(num_rows - 1)):
+        return None
+    first = max(top // frame.block_rows - frame.margin, 0)
+    last = min((bottom - 1) // frame.block_rows + frame.margin, num_rows - 1)
+    begin = places[first - 1] + 2 if first else frame.coded
+    end = places[last] if last < num_rows - 1 else len(payload)
+    rows = min((last + 1) * frame.block_rows, frame.height) - first * frame.block_rows
+    body = bytearray(payload[begin:end])
+    for row, place in enumerate(places[first:last]):
+        body[place - begin + 1] = 0xD0 | row & 7
+    pieces = [payload[: frame.place + 5], rows.to_bytes(2, "big"), payload[frame.place + 7 : frame.coded], body]
+    return Part(b"".join([*pieces, _END_OF_IMAGE]), first * frame.block_rows, rows)
+
+
+class _QuietStderr:
+    """Hold back what C libraries print to stderr while a decoder runs, in any number of threads.
+
+    libjpeg remarks on each file that ends early, by `fprintf(stderr)`. C's variable of that name is pointed elsewhere
+    for the moment; file descriptor 2, and with it Python's sys.stderr, stays as it is.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        library.fopen.restype = ctypes.c_void_p
+        self.stream = ctypes.c_void_p.in_dll(library, "stderr")
+        self.null = library.fopen(os.devnull.encode(), b"w")
+        self.lock = threading.Lock()
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.depth:
+                self.original, self.stream.value = self.stream.value, self.null
+            self.depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self.lock:
+            self.depth -= 1
+            if not self.depth:
+                self.stream.value = self.original
+
+
+@functools.cache
+def _quiet_stderr() -> _QuietStderr:
+    """Return the one of this process; C has one stderr."""
+    return _QuietStderr()
+
+
+class PillowDecoder:
+    """Decode with Pillow, which everybody has."""
+
+    stops_early = True
+
+    def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
+        """Decode a part of a JPEG and return the (height, width, 3) uint8 pixels of a box of it.
+
+        Args:
+            part: the JPEG.
+            frame: of the file that it is a part of.
+            box: left, top, right, bottom in the part, px.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        mode = "RGB" if frame.num_components == 3 else "L"
+        # Pillow's decoder without its file: what it would read from the header again is known, and the rest not needed.
+        image = Image.frombytes(mode, (frame.width, part.height), part.payload, "jpeg", mode, "")
+        if box != (0, 0, *image.size):
+            image = image.crop(box)
+        return torch.from_numpy(numpy.array(image if mode == "RGB" else image.convert("RGB")))
+
+    @staticmethod
+    def describe() -> dict[str, str]:
+        """Return what the pixels depend on, as plain values."""
+        libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
+        return {"name": "pillow", "version": PIL.__version__, "libjpeg": str(libjpeg)}
+
+
+class TorchcodecDecoder:
+    """Decode with TorchCodec, PyTorch's own and faster; an optional extra.
+
+    Raises:
+        UserError: it is not installed, or too old.
+    """
+
+    # Only where its remarks on files that end early can be held back, which takes glibc.
+    stops_early = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})
+
+    def __init__(self) -> None:
+        self.torchcodec = require_torchcodec("--decoder torchcodec")
+        self.quiet = _quiet_stderr() if self.stops_early else contextlib.nullcontext()
+
+    def __reduce__(self) -> tuple:
+        return TorchcodecDecoder, ()
+
+    def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
+        """Decode a part of a JPEG and return the (height, width, 3) uint8 pixels of a box of it.
+
+        Args:
+            part: the JPEG.
+            frame: of the file that it is a part of.
+            box: left, top, right, bottom in the part, px.
+
+        Raises:
+            RuntimeError: the file is damaged.
+        """
+        source = bytearray(part.payload)
+        if frame.exif:
+            source[frame.exif + 1] = _IGNORED  # it would turn the image, which neither Pillow nor torchvision does
+        source = torch.frombuffer(source, dtype=torch.uint8)
+        with self.quiet:
+            image = self.torchcodec.decoders.decode_jpeg(source)
+        left, top, right, bottom = box
+        # numpy, because torch would copy with threads of its own in each loader thread.
+        return torch.from_numpy(numpy.ascontiguousarray(image.permute(1, 2, 0).numpy()[top:bottom, left:right]))
+
+    def describe(self) -> dict[str, str]:
+        """Return what the pixels depend on, as plain values."""
+        return {"name": "torchcodec", "version": str(self.torchcodec.__version__)}
+
+
+# What `--decoder` may name.
+DECODERS: dict[str, Callable] = {"pillow": PillowDecoder, "torchcodec": TorchcodecDecoder}
+
+
+def describe(name: str) -> dict[str, str]:
+    """Return the name and versions of a decoder as plain values; another one may give other pixels.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    return DECODERS[name]().describe()
 
 
 class ImageFile:
@@ -60,28 +261,46 @@ class ImageFile:
 
     Args:
         payload: the file's bytes.
+        decoder: of ordinary JPEGs; Pillow decodes all other files.
     """
 
-    def __init__(self, payload: bytes) -> None:
+    def __init__(self, payload: bytes, decoder: PillowDecoder | TorchcodecDecoder) -> None:
         self.payload = payload
+        self.decoder = decoder
         self.frame = read_frame(payload)
-        # Four components are CMYK, which Pillow converts as a whole.
-        if self.frame is not None and self.frame.num_components in (1, 3) and self.frame.height:
-            self.size = (self.frame.width, self.frame.height)
+        # Four components are CMYK, which Pillow converts as a whole; its limit guards against bombs.
+        limit = Image.MAX_IMAGE_PIXELS or float("inf")
+        frame = self.frame
+        if frame is not None and frame.num_components in (1, 3) and frame.width * frame.height <= limit:
+            self.size = (frame.width, frame.height)
         else:
             self.frame = None
             self.size = Image.open(io.BytesIO(payload)).size
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows can be decoded without those above them."""
+        return self.frame is not None and self.frame.coded > 0
 
     def decode(self, top: int, left: int, height: int, width: int) -> Tensor:
         """Decode a box, px.
 
         Returns:
-            (3, height, width) uint8, a channels-last view, with exactly Pillow's pixels.
+            (3, height, width) uint8, a channels-last view, with exactly the decoder's pixels of the whole file.
         """
-        payload = self.payload if self.frame is None else shorten(self.payload, self.frame, top + height)
-        image = Image.open(io.BytesIO(payload))
+        if self.frame is not None:
+            try:
+                return self._decode_part(top, left, height, width).permute(2, 0, 1)
+            except (OSError, RuntimeError, ValueError):
+                pass  # damaged in some way; Pillow then says in which, or makes of it what it can
+        image = Image.open(io.BytesIO(self.payload))
         if (width, height) != image.size:
             image = image.crop((left, top, left + width, top + height))
-        if image.mode != "RGB":
-            image = image.convert("RGB")
-        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+        return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1)
+
+    def _decode_part(self, top: int, left: int, height: int, width: int) -> Tensor:
+        frame, bottom = self.frame, top + height
+        part = cut_rows(self.payload, frame, top, bottom) if frame.coded else None
+        if part is None:
+            part = shorten(self.payload, frame, bottom if self.decoder.stops_early else frame.height)
+        return self.decoder.decode(part, frame, (left, top - part.first, left + width, bottom - part.first))

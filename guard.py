@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import PIL
 import torch
 import torchvision
 
+import decode
 from errors import UserError, did_you_mean
 
 # Where a run is, how it is done, watched and kept: no weight depends on these.
 FREE = {
     "allow_change", "best_metric", "cache_dataset", "checkpoint_minutes", "checkpoint_steps", "data_path", "device",
     "dist_timeout", "dist_url", "dry_run", "keep_every", "keep_last", "list_recipes", "output_dir", "overwrite",
-    "print_freq", "recipe", "resume", "save_per_node", "stall_timeout", "start_epoch", "test_only", "use_v2", "weights",
-    "workers", "world_size",
+    "prefetch_factor", "print_freq", "recipe", "resume", "save_per_node", "stall_timeout", "start_epoch",
+    "test_only", "use_v2", "weights", "worker_type", "workers", "world_size",
 }  # fmt: skip
 
 # Options without which the state or the position of a checkpoint means nothing, and why.
@@ -33,9 +33,9 @@ FIXED = {
 # Options that change the numbers of the steps to come; and two facts that do and are no options.
 ON_REQUEST = {
     "amp", "augmix_severity", "auto_augment", "backend", "bad_images", "bce_loss", "bce_target_thresh",
-    "bias_weight_decay", "clip_grad_norm", "crop_ramp_epochs", "crop_scale", "cutmix_alpha", "dropout", "epochs",
-    "eval_flip", "hflip_prob", "interpolation", "label_smoothing", "layer_decay", "lr", "lr_gamma", "lr_min",
-    "lr_per_step", "lr_scaling", "lr_scheduler", "lr_step_size", "lr_warmup_decay", "lr_warmup_epochs",
+    "bias_weight_decay", "clip_grad_norm", "crop_ramp_epochs", "crop_scale", "cutmix_alpha", "decoder", "dropout",
+    "epochs", "eval_flip", "hflip_prob", "interpolation", "label_smoothing", "layer_decay", "lr", "lr_gamma",
+    "lr_min", "lr_per_step", "lr_scaling", "lr_scheduler", "lr_step_size", "lr_warmup_decay", "lr_warmup_epochs",
     "lr_warmup_method", "mixup_alpha", "mixup_off_epoch", "mixup_prob", "mixup_switch_prob", "model_ema",
     "model_ema_decay", "model_ema_steps", "momentum", "norm_weight_decay", "opt_betas", "opt_eps", "ra_magnitude",
     "ra_reps", "ra_sampler", "random_erase", "seed", "stochastic_depth", "sync_bn", "train_crop_size",
@@ -88,7 +88,7 @@ def describe_data(dataset: Any) -> dict:
     return {"num_images": len(dataset), "num_classes": len(dataset.classes), "fingerprint": dataset.fingerprint()}
 
 
-def describe_environment(world_size: int) -> dict[str, Any]:
+def describe_environment(args: Any) -> dict[str, Any]:
     """Return what a run's numbers may depend on beside its options: versions, code revision, threads, processes."""
     revision = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=40"],
@@ -97,11 +97,11 @@ def describe_environment(world_size: int) -> dict[str, Any]:
     return {
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
-        "pillow": PIL.__version__,
+        "decoder": " ".join(decode.describe(args.decoder).values()),
         "python": platform.python_version(),
         "revision": revision or None,
         "threads": torch.get_num_threads(),
-        "world_size": world_size,
+        "world_size": args.world_size,
     }
 
 
@@ -111,7 +111,7 @@ def run_facts(args: Any, dataset: Any) -> dict:
         "args": dict(vars(args)),
         "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
         "data": describe_data(dataset),
-        "environment": describe_environment(args.world_size),
+        "environment": describe_environment(args),
     }
 
 
@@ -123,7 +123,7 @@ def check_options(state: dict, args: Any) -> None:
     Raises:
         UserError: something has changed that changes numbers, and `--allow-change` does not name it.
     """
-    there, here = state["environment"], describe_environment(args.world_size)
+    there, here = state["environment"], describe_environment(args)
     differing = _differing_options(state["args"], args)
     if there["world_size"] != here["world_size"]:
         differing["world_size"] = (there["world_size"], here["world_size"])

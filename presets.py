@@ -6,7 +6,9 @@ them; the presets take their keyword arguments, as torchvision's do, and leave t
 
 import importlib
 import io
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -16,7 +18,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.functional import pil_to_tensor
 
-from decode import ImageFile
+from decode import DECODERS, ImageFile
 from errors import UserError
 from extras import require_timm
 
@@ -29,12 +31,70 @@ _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC:
 
 
 def resize(image: torch.Tensor, height: int, width: int, mode: str) -> torch.Tensor:
-    """Resize (3, H, W) uint8 with antialiasing: within one grey level of Pillow's resize, at a third of its cost."""
-    return F.interpolate(image[None], (height, width), mode=mode, antialias=True, align_corners=False)[0]
+    """Resize (3, H, W) uint8 with antialiasing: within one grey level of Pillow's resize, at a third of its cost.
+
+    Returns:
+        (3, height, width) uint8, in channels-last order if the image is.
+    """
+    return F.interpolate(_as_batch(image), (height, width), mode=mode, antialias=True, align_corners=False)[0]
+
+
+def mirror(image: torch.Tensor) -> torch.Tensor:
+    """Mirror a (3, H, W) uint8 image left to right."""
+    if torch.get_num_threads() == 1:
+        return image.flip(-1)
+    # In a loader thread, where torch would start threads of its own.
+    mirrored = numpy.empty_like(image.numpy())
+    for plane, original in zip(mirrored, image.numpy()[:, :, ::-1], strict=True):
+        plane[...] = original
+    return torch.from_numpy(mirrored)
+
+
+def _as_batch(image: torch.Tensor) -> torch.Tensor:
+    """Return a (1, 3, H, W) view. The stride of the first dimension, of no other use, tells torch the memory format."""
+    return image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+
+
+class CropBox:
+    """Draw the box of torchvision's `RandomResizedCrop`: the same one from the same state of a generator.
+
+    torchvision draws from the process's generator only, and takes three times as long.
+
+    Args:
+        scale: smallest and largest share of the image's area.
+        ratio: smallest and largest ratio of width to height.
+    """
+
+    def __init__(self, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3)) -> None:
+        self.scale = scale
+        self.ratio = ratio
+        self.log_ratio = torch.log(torch.tensor(ratio)).tolist()
+
+    def draw(self, height: int, width: int, generator: torch.Generator) -> tuple[int, int, int, int]:
+        """Return (top, left, height, width) of a box in an image, px."""
+        drawn = torch.empty(1)
+        for _ in range(10):
+            area = height * width * drawn.uniform_(*self.scale, generator=generator).item()
+            ratio = drawn.uniform_(*self.log_ratio, generator=generator).exp_().item()
+            box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < box_width <= width and 0 < box_height <= height:
+                top = torch.randint(height - box_height + 1, (1,), generator=generator).item()
+                left = torch.randint(width - box_width + 1, (1,), generator=generator).item()
+                return top, left, box_height, box_width
+        # Ten boxes did not fit: as much of the centre as the ratios allow.
+        box_height, box_width = height, width
+        if width / height < self.ratio[0]:
+            box_height = round(width / self.ratio[0])
+        elif width / height > self.ratio[1]:
+            box_width = round(height * self.ratio[1])
+        return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
 class _Preset:
     """A list of transforms from a PIL image to a (3, H, W) uint8 tensor, and a faster way to nearly the same pixels."""
+
+    # Whether `load` draws from the generator that it is given, and from nothing else.
+    takes_generator = False
 
     def __init__(
         self,
@@ -43,6 +103,7 @@ class _Preset:
         interpolation: InterpolationMode,
         mean: tuple[float, ...],
         std: tuple[float, ...],
+        decoder: str,
     ) -> None:
         if backend is not None and backend.lower() not in ("pil", "tensor"):
             raise ValueError(f"backend {backend!r}: expected 'pil', 'tensor' or None")
@@ -50,27 +111,34 @@ class _Preset:
         is_tensor = backend is not None and backend.lower() == "tensor"
         self.transforms = transforms.Compose([to_tensor, *steps] if is_tensor else [*steps, to_tensor])
         self.fast_mode = _RESIZABLE.get(interpolation) if backend is None else None
+        self.decoder = DECODERS[decoder]()
         self.mean = mean
         self.std = std
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Return the image as (3, crop_size, crop_size) uint8."""
+        """Return the image as (3, crop_size, crop_size) uint8, drawing from the process's generators."""
         return self.transforms(image)
 
-    def load(self, payload: bytes) -> torch.Tensor:
-        """Return a file's image as (3, crop_size, crop_size) uint8, decoding no more of it than is needed."""
+    def load(self, payload: bytes, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Return a file's image as (3, crop_size, crop_size) uint8, decoding no more of it than is needed.
+
+        Args:
+            payload: the file's bytes.
+            generator: what box and flip are drawn from, where `takes_generator`; by default the process's.
+        """
         if self.fast_mode is None:
             return self(Image.open(io.BytesIO(payload)).convert("RGB"))
-        return self._load_fast(ImageFile(payload))
+        return self._load_fast(ImageFile(payload, self.decoder), generator or torch.default_generator)
 
-    def _load_fast(self, file: ImageFile) -> torch.Tensor:
+    def _load_fast(self, file: ImageFile, generator: torch.Generator) -> torch.Tensor:
         raise NotImplementedError
 
 
 class ClassificationPresetTrain(_Preset):
     """Random crop and flip, then the augmentation policy, with torchvision's defaults, boxes and flips.
 
-    Draws from torch's global generator, which `data.py` seeds for each image, in torchvision's order.
+    Draws in torchvision's order from torch's process-wide generator or the one that `load` is given; policies draw from
+    the process-wide ones only. `data.py` seeds them for each image.
 
     Args:
         crop_size: side of the square that comes out, px.
@@ -86,6 +154,7 @@ class ClassificationPresetTrain(_Preset):
         random_erase_prob: odds of an erased rectangle, for the batch's erasing.
         backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's.
+        decoder: what decodes JPEGs in that way: pillow or torchcodec.
         use_v2: accepted as torchvision's; both its versions draw and compute the same here.
     """
 
@@ -103,29 +172,30 @@ class ClassificationPresetTrain(_Preset):
         augmix_severity: int = 3,
         random_erase_prob: float = 0.0,
         backend: str | None = None,
+        decoder: str = "pillow",
         use_v2: bool = False,
     ) -> None:
         scale = (crop_scale, 1.0)
-        self.crop = transforms.RandomResizedCrop(crop_size, scale=scale, interpolation=interpolation, antialias=True)
-        steps = [self.crop]
+        steps = [transforms.RandomResizedCrop(crop_size, scale=scale, interpolation=interpolation, antialias=True)]
         if hflip_prob > 0:
             steps.append(transforms.RandomHorizontalFlip(hflip_prob))
         policy = _policy(auto_augment_policy, crop_size, interpolation, ra_magnitude, augmix_severity, mean)
         if policy is not None:
             steps.append(policy)
-        super().__init__(steps, backend, interpolation, mean, std)
+        super().__init__(steps, backend, interpolation, mean, std, decoder)
+        self.box = CropBox(scale)
         self.crop_size = crop_size
         self.hflip_prob = hflip_prob
         self.policy = policy
         self.random_erase_prob = random_erase_prob
+        self.takes_generator = self.fast_mode is not None and policy is None
 
-    def _load_fast(self, file: ImageFile) -> torch.Tensor:
-        # torchvision draws the box of anything that has a size; an image on the meta device has nothing else.
-        sized = torch.empty(3, *file.size[::-1], device="meta", dtype=torch.uint8)
-        box = self.crop.get_params(sized, self.crop.scale, self.crop.ratio)
-        pixels = resize(file.decode(*box), self.crop_size, self.crop_size, self.fast_mode)
-        if self.hflip_prob > 0 and torch.rand(1) < self.hflip_prob:
-            pixels = pixels.flip(-1)
+    def _load_fast(self, file: ImageFile, generator: torch.Generator) -> torch.Tensor:
+        width, height = file.size
+        pixels = file.decode(*self.box.draw(height, width, generator))
+        pixels = resize(pixels, self.crop_size, self.crop_size, self.fast_mode)
+        if self.hflip_prob > 0 and torch.rand(1, generator=generator) < self.hflip_prob:
+            pixels = mirror(pixels)
         if self.policy is None:
             return pixels
         return pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
@@ -152,6 +222,11 @@ class ProgressivePreset:
         self.build = build
         self.smallest, self.largest, self.first, self.last = smallest, largest, first, last
         self._presets = {}
+
+    @property
+    def takes_generator(self) -> bool:
+        """Whether the presets draw from the generator that they are given, and from nothing else."""
+        return self.at(0).takes_generator
 
     def size_at(self, epoch: int) -> int:
         """Return the crop size of an epoch, px."""
@@ -239,6 +314,7 @@ class ClassificationPresetEval(_Preset):
         interpolation: of the resize.
         backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's.
+        decoder: what decodes JPEGs in that way: pillow or torchcodec.
         use_v2: accepted as torchvision's; changes nothing.
     """
 
@@ -251,17 +327,61 @@ class ClassificationPresetEval(_Preset):
         std: tuple[float, ...] = IMAGENET_STD,
         interpolation: InterpolationMode = InterpolationMode.BILINEAR,
         backend: str | None = None,
+        decoder: str = "pillow",
         use_v2: bool = False,
     ) -> None:
         self.cut = transforms.CenterCrop(crop_size)
         steps = [transforms.Resize(resize_size, interpolation=interpolation, antialias=True), self.cut]
-        super().__init__(steps, backend, interpolation, mean, std)
+        super().__init__(steps, backend, interpolation, mean, std, decoder)
+        self.crop_size = crop_size
         self.resize_size = resize_size
+        self.takes_generator = True  # and draws nothing
 
-    def _load_fast(self, file: ImageFile) -> torch.Tensor:
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return torchvision's size of a resized image: the shorter side exactly, the longer one rounded down."""
+        longer = int(self.resize_size * max(width, height) / min(width, height))
+        return (longer, self.resize_size) if height >= width else (self.resize_size, longer)
+
+    def _load_fast(self, file: ImageFile, generator: torch.Generator) -> torch.Tensor:
         width, height = file.size
-        # torchvision's arithmetic: the shorter side exactly, the longer one rounded down.
-        short, long = min(width, height), max(width, height)
-        longer = int(self.resize_size * long / short)
-        size = (longer, self.resize_size) if height >= width else (self.resize_size, longer)
-        return self.cut(resize(file.decode(0, 0, height, width), *size, self.fast_mode))
+        resized = self._resized(height, width)
+        if min(resized) < self.crop_size:  # what is missing is padded
+            return self.cut(resize(file.decode(0, 0, height, width), *resized, self.fast_mode))
+        # Only the part of the image that the cut is made of, and what lies above and to the left of it, so that the
+        # resize falls into the same phase.
+        rows, columns = (
+            _Span.of(size, new_size, self.crop_size, self.fast_mode)
+            for size, new_size in zip((height, width), resized, strict=True)
+        )
+        pixels = self._decode(file, rows, columns)
+        # The little more keeps a whole number of pixels from being rounded down to the next.
+        scale_factor = ((resized[0] + 1e-6) / height, (resized[1] + 1e-6) / width)
+        pixels = F.interpolate(_as_batch(pixels), scale_factor=scale_factor, mode=self.fast_mode, antialias=True)[0]
+        return pixels[:, rows.cut : rows.cut + self.crop_size, columns.cut : columns.cut + self.crop_size]
+
+    @staticmethod
+    def _decode(file: ImageFile, rows: "_Span", columns: "_Span") -> torch.Tensor:
+        """Decode what is needed; rows above it hold anything, where they need not be decoded for what is below."""
+        if not file.has_rows:
+            return file.decode(0, 0, rows.end, columns.end)
+        pixels = numpy.empty((rows.end, columns.end, 3), numpy.uint8)
+        pixels[rows.begin :] = file.decode(rows.begin, 0, rows.end - rows.begin, columns.end).permute(1, 2, 0)
+        return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+class _Span(NamedTuple):
+    """Where the centre of a resized side comes from: [begin, end) before the resize; it starts at `cut` after it."""
+
+    begin: int
+    end: int
+    cut: int
+
+    @classmethod
+    def of(cls, size: int, new_size: int, crop_size: int, mode: str) -> "_Span":
+        """Return the span of `crop_size` central pixels of a side that is resized from `size` to `new_size`."""
+        cut = round((new_size - crop_size) / 2.0)  # torchvision's rounding
+        scale = size / new_size
+        # The filter's reach on either side of a pixel, and one more for what is rounded.
+        reach = math.ceil(max(scale, 1.0) * (1 if mode == "bilinear" else 2)) + 1
+        begin = max(math.floor(cut * scale) - reach, 0)
+        return cls(begin, min(math.ceil((cut + crop_size) * scale) + reach, size), cut)

@@ -1,26 +1,33 @@
 """Measure speed side by side with torchvision's way, in one run, as ratios: `python -m scripts.benchmark loader`."""
 
 import argparse
+import importlib.util
+import io
+import itertools
 import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 import config
 import data
+import decode
+import loader
 from decode import ImageFile
 from errors import UserError
-from index import open_index
-from presets import resize
-from sampler import TrainSampler, VirtualShards
+from presets import ClassificationPresetEval, ClassificationPresetTrain, resize
+from sampler import SampleKey, TrainSampler, VirtualShards
 
+EPOCHS_A_ROUND = 2
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -72,20 +79,42 @@ def summarize(rates: dict[str, list[float]], baseline: str) -> dict[str, dict[st
 def show(title: str, summary: dict[str, dict[str, float]]) -> None:
     """Print one comparison."""
     print(f"\n{title}")
+    width = max(map(len, summary)) + 2
     for name, row in summary.items():
         spread = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
-        print(f"  {name:<14}{row['images_per_s']:9.1f} images/s   x{row['ratio']:.2f} ({spread})")
+        print(f"  {name:<{width}}{row['images_per_s']:9.1f} images/s   x{row['ratio']:.2f} ({spread})")
 
 
-def one_thread(folder: Path, args: argparse.Namespace, *, is_training: bool) -> dict[str, dict[str, float]]:
-    """Compare from file to crop in this process, in CPU time: torchvision's way, ours, and ours with exact pixels."""
-    theirs = datasets.ImageFolder(folder, torchvisions_preset(is_training=is_training))
-    which = 0 if is_training else 1
-    exact = argparse.Namespace(**{**vars(args), "backend": "pil"})
-    ours = {
-        "ours": data.IndexedImageFolder(folder, data.build_presets(args)[which]),
-        "--backend pil": data.IndexedImageFolder(folder, data.build_presets(exact)[which]),
+class Way(NamedTuple):
+    """One of our ways to load: from which folder, and with which options."""
+
+    folder: Path
+    args: argparse.Namespace
+
+    def dataset(self, split: str) -> data.IndexedImageFolder:
+        """Return the images of train or val, loaded that way."""
+        preset = data.build_presets(self.args)[0 if split == "train" else 1]
+        return data.IndexedImageFolder(self.folder / split, preset)
+
+
+def ways_of(options: argparse.Namespace) -> dict[str, Way]:
+    """Return each decoder on each folder, by name; the first is what runs unless other options are given."""
+    folders = {"raw": options.data_path, **dict(options.pack)}
+    common = ["--device", "cpu", "--workers", str(options.workers), "--batch-size", str(options.batch_size)]
+    common += ["--worker-type", options.worker_type]
+    return {
+        f"{name}, {decoder}": Way(
+            folder, config.parse_args(["--data-path", str(folder), "--decoder", decoder, *common])
+        )
+        for name, folder in folders.items()
+        for decoder in options.decoder
     }
+
+
+def one_thread(options: argparse.Namespace, ways: dict[str, Way], split: str) -> dict[str, dict[str, float]]:
+    """Compare from file to crop in this process, in CPU time: torchvision's way on the raw files, and ours."""
+    theirs = datasets.ImageFolder(options.data_path / split, torchvisions_preset(is_training=split == "train"))
+    epochs = itertools.count()
 
     def run(dataset: torch.utils.data.Dataset) -> Callable[[], int]:
         def load() -> int:
@@ -96,114 +125,197 @@ def one_thread(folder: Path, args: argparse.Namespace, *, is_training: bool) -> 
 
         return load
 
-    ways = {"torchvision": run(theirs), **{name: run(dataset) for name, dataset in ours.items()}}
-    return summarize(compare(ways, args.rounds, time.process_time), "torchvision")
-
-
-def end_to_end(folder: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Compare loaders with worker processes, in wall time, with one copy of each batch as pinning makes."""
-    theirs = datasets.ImageFolder(folder, torchvisions_preset(is_training=True))
-    their_loader = DataLoader(
-        theirs, args.batch_size, shuffle=True, drop_last=True, num_workers=args.workers, persistent_workers=True
-    )
-    ours = data.IndexedImageFolder(folder, data.build_presets(args)[0])
-    sampler = TrainSampler(len(ours), VirtualShards(args.batch_size, 1))
-    our_loader = data.build_loader(ours, sampler, args)
-
-    def run(loader: DataLoader) -> Callable[[], int]:
+    def run_ours(dataset: data.IndexedImageFolder) -> Callable[[], int]:
         def load() -> int:
-            return sum(len(image.clone()) for _ in range(args.epochs_a_round) for image, _ in loader)
+            epoch = next(epochs)
+            for index in range(len(dataset)):
+                dataset[SampleKey(index, epoch, 0) if split == "train" else index]
+            return len(dataset)
 
         return load
 
-    ways = {"torchvision": run(their_loader), "ours": run(our_loader)}
-    return summarize(compare(ways, args.rounds, time.perf_counter), "torchvision")
+    runs = {"torchvision": run(theirs), **{name: run_ours(way.dataset(split)) for name, way in ways.items()}}
+    return summarize(compare(runs, options.rounds, time.process_time), "torchvision")
 
 
-def stages(folder: Path, num_images: int = 100) -> dict[str, float]:
-    """Return the mean microseconds of CPU time that each stage of our way takes for a training image."""
-    index = open_index(folder)
-    num_images = min(num_images, len(index))
-    crop = transforms.RandomResizedCrop(224)
-    spent = dict.fromkeys(["read", "header", "decode", "resize", "batch"], 0.0)
-    torch.manual_seed(0)
-    crops = []
-    for number in range(num_images):
+def end_to_end(options: argparse.Namespace, ways: dict[str, Way]) -> dict[str, dict[str, float]]:
+    """Compare loaders with workers, in wall time, with one copy of each batch as pinning makes."""
+    theirs = datasets.ImageFolder(options.data_path / "train", torchvisions_preset(is_training=True))
+    loaders = {
+        "torchvision": DataLoader(
+            theirs,
+            options.batch_size,
+            shuffle=True,
+            drop_last=True,
+            num_workers=options.workers,
+            persistent_workers=options.workers > 0,
+        )
+    }
+    for name, way in ways.items():
+        dataset = way.dataset("train")
+        sampler = TrainSampler(len(dataset), VirtualShards(options.batch_size, 1))
+        loaders[name] = data.build_loader(dataset, sampler, way.args)
+
+    def run(loader: Iterable) -> Callable[[], int]:
+        def load() -> int:
+            return sum(len(image.clone()) for _ in range(EPOCHS_A_ROUND) for image, *_ in loader)
+
+        return load
+
+    runs = {name: run(loader) for name, loader in loaders.items()}
+    return summarize(compare(runs, options.rounds, time.perf_counter), "torchvision")
+
+
+class StageClock:
+    """A training preset that does nothing but take the time of its stages, in CPU time."""
+
+    takes_generator = True
+
+    def __init__(self, preset: ClassificationPresetTrain) -> None:
+        self.preset = preset
+        self.spent_s = dict.fromkeys(["read", "header and box", "decode", "resize", "batch", "copy"], 0.0)
+
+    def at(self, epoch: int) -> "StageClock":
+        """Return the preset of an epoch: this one."""
+        return self
+
+    def load(self, payload: bytes, generator: torch.Generator) -> torch.Tensor:
+        """Return the crop of a file."""
         marks = [time.process_time()]
-        payload = index.read(number)
-        marks.append(time.process_time())
-        file = ImageFile(payload)
-        sized = torch.empty(3, *file.size[::-1], device="meta")
-        box = crop.get_params(sized, crop.scale, crop.ratio)
+        file = ImageFile(payload, self.preset.decoder)
+        box = self.preset.box.draw(*file.size[::-1], generator)
         marks.append(time.process_time())
         pixels = file.decode(*box)
         marks.append(time.process_time())
-        crops.append((resize(pixels, 224, 224, "bilinear"), 0))
+        crop = resize(pixels, self.preset.crop_size, self.preset.crop_size, self.preset.fast_mode)
         marks.append(time.process_time())
-        for name, begin, end in zip(spent, marks, marks[1:], strict=False):
-            spent[name] += end - begin
+        for name, begin, end in zip(["header and box", "decode", "resize"], marks, marks[1:], strict=False):
+            self.spent_s[name] += end - begin
+        return crop
+
+
+def stages(way: Way, num_images: int = 100) -> dict[str, float]:
+    """Return the mean microseconds of CPU time that each stage of our way takes for a training image."""
+    clock = StageClock(data.build_presets(way.args)[0])
+    dataset = data.IndexedImageFolder(way.folder / "train", clock)
+    num_images = min(num_images, len(dataset))
     start = time.process_time()
-    data.collate(crops)
-    spent["batch"] = time.process_time() - start
-    return {name: seconds / num_images * 1e6 for name, seconds in spent.items()}
+    samples = [dataset[SampleKey(index, 0, 0)] for index in range(num_images)]
+    clock.spent_s["read"] = time.process_time() - start - sum(clock.spent_s.values())
+    start = time.process_time()
+    image, _ = loader.collate(samples)
+    clock.spent_s["batch"] = time.process_time() - start
+    start = time.process_time()
+    image.clone()
+    clock.spent_s["copy"] = time.process_time() - start
+    return {name: seconds / num_images * 1e6 for name, seconds in clock.spent_s.items()}
 
 
-def pixel_difference(folder: Path, args: argparse.Namespace, num_images: int = 100) -> dict[str, float]:
-    """Return the mean and largest difference from torchvision's pixels, in grey levels, for equal boxes."""
-    total, largest, count = 0.0, 0, 0
-    for which, is_training in [(0, True), (1, False)]:
-        preset = data.build_presets(args)[which]
-        steps = torchvisions_preset(is_training=is_training).transforms[:3]
-        exact = transforms.Compose(steps)
-        theirs = datasets.ImageFolder(folder)
-        for index in range(0, len(theirs), max(len(theirs) // num_images, 1)):
-            torch.manual_seed(index)
-            expected = exact(theirs[index][0])
-            torch.manual_seed(index)
-            found = preset.load(Path(theirs.samples[index][0]).read_bytes())
-            difference = (found.int() - expected.int()).abs()
-            total, count = total + float(difference.sum()), count + difference.numel()
-            largest = max(largest, int(difference.max()))
-    return {"mean": total / count, "max": largest}
+class Comparison:
+    """A preset that loads each file in torchvision's way too, with the same draws, and keeps the differences."""
+
+    def __init__(self, preset: ClassificationPresetTrain | ClassificationPresetEval, *, is_training: bool) -> None:
+        self.preset = preset
+        self.exact = transforms.Compose(torchvisions_preset(is_training=is_training).transforms[:3])
+        self.total, self.count, self.largest = 0, 0, 0
+
+    def load(self, payload: bytes, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Return our pixels."""
+        torch.manual_seed(self.count)
+        expected = self.exact(Image.open(io.BytesIO(payload)).convert("RGB"))
+        torch.manual_seed(self.count)
+        found = self.preset.load(payload)
+        difference = (found.int() - expected.int()).abs()
+        self.total, self.count = self.total + int(difference.sum()), self.count + difference.numel()
+        self.largest = max(self.largest, int(difference.max()))
+        return found
+
+
+def pixel_difference(way: Way, split: str, num_images: int = 100) -> dict[str, float]:
+    """Return the mean and largest difference from torchvision's pixels of the same files, in grey levels."""
+    preset = data.build_presets(way.args)[0 if split == "train" else 1]
+    comparison = Comparison(preset, is_training=split == "train")
+    dataset = data.IndexedImageFolder(way.folder / split, comparison)
+    for index in range(0, len(dataset), max(len(dataset) // num_images, 1)):
+        dataset[index]
+    return {"mean": comparison.total / comparison.count, "max": comparison.largest}
+
+
+def recommend(figures: dict, decoders: list[str]) -> str:
+    """Return what the figures say about the decoders."""
+    if len(decoders) < 2:
+        return "torchcodec was not measured; it is often faster: pip install torchcodec"
+    rates = {name: figures["train"][f"raw, {name}"]["images_per_s"] for name in decoders}
+    gain = rates["torchcodec"] / rates["pillow"]
+    if gain < 1.05:
+        return f"--decoder pillow, the default: torchcodec is {gain:.2f} times as fast here"
+    return (
+        f"--decoder torchcodec: {gain:.2f} times as fast as pillow here; it may differ by a grey level, so a run keeps "
+        "the decoder that it began with"
+    )
 
 
 def benchmark_loader(options: argparse.Namespace) -> dict:
     """Measure loading, print the tables, and return every figure."""
     torch.set_num_threads(1)
-    args = config.parse_args(
-        ["--data-path", str(options.data_path), "--device", "cpu", "--workers", str(options.workers)]
-    )
-    args.rounds, args.epochs_a_round, args.batch_size = options.rounds, 2, 50
-    train, val = options.data_path / "train", options.data_path / "val"
+    if options.decoder is None:
+        has_torchcodec = importlib.util.find_spec("torchcodec") is not None
+        options.decoder = ["pillow", "torchcodec"] if has_torchcodec else ["pillow"]
+    ways = ways_of(options)
     figures = {
-        "train": one_thread(train, args, is_training=True),
-        "eval": one_thread(val, args, is_training=False),
-        "end_to_end": end_to_end(train, args),
-        "stages_us": stages(train),
-        "pixel_difference": pixel_difference(val, args),
+        "train": one_thread(options, ways, "train"),
+        "eval": one_thread(options, ways, "val"),
+        "end_to_end": end_to_end(options, ways),
+        "stages_us": {name: stages(way) for name, way in ways.items()},
+        "pixel_difference": {
+            name: {"train": pixel_difference(way, "train"), "eval": pixel_difference(way, "val")}
+            for name, way in ways.items()
+        },
+        "decoders": {name: decode.describe(name) for name in options.decoder},
     }
-    show("training images, one thread, CPU time", figures["train"])
+    kind = "threads" if options.worker_type == "thread" else "processes"
+    show("training images, one thread, CPU time; ratios to torchvision on the raw files", figures["train"])
     show("evaluation images, one thread, CPU time", figures["eval"])
-    show(f"training batches from {options.workers} processes, wall time", figures["end_to_end"])
-    print("\nour stages, microseconds of CPU time a training image")
-    print("  " + "   ".join(f"{name} {value:.0f}" for name, value in figures["stages_us"].items()))
-    difference = figures["pixel_difference"]
-    print(
-        f"\npixels against torchvision's: mean difference {difference['mean']:.4f}, largest {difference['max']} of 255"
-    )
-    figures["ratios"] = {name: figures[name]["ours"]["ratio"] for name in ("train", "eval", "end_to_end")}
+    show(f"training batches from {options.workers} {kind}, wall time", figures["end_to_end"])
+    print("\nstages, microseconds of CPU time a training image")
+    for name, spent in figures["stages_us"].items():
+        print(f"  {name}: " + "   ".join(f"{stage} {value:.0f}" for stage, value in spent.items()))
+    print("\npixels against torchvision's of the same files, grey levels of 255: mean and largest difference")
+    for name, splits in figures["pixel_difference"].items():
+        shown = "   ".join(f"{split} {one['mean']:.4f} {one['max']}" for split, one in splits.items())
+        print(f"  {name}: {shown}")
+    figures["ratios"] = {name: figures[name][next(iter(ways))]["ratio"] for name in ("train", "eval", "end_to_end")}
+    figures["recommendation"] = recommend(figures, options.decoder)
+    print(f"\nrecommended: {figures['recommendation']}")
     return figures
+
+
+def named_folder(text: str) -> tuple[str, Path]:
+    """Read NAME=DIR."""
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR")
+    return name, Path(folder)
 
 
 def main() -> None:
     """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmark", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    loader = commands.add_parser("loader", help="from files to batches, against torchvision's preset")
-    loader.add_argument("--data-path", metavar="DIR", type=Path, required=True, help="folder with train/ and val/")
-    loader.add_argument("--workers", metavar="N", type=int, default=2, help="loader processes (default: 2)")
-    loader.add_argument("--rounds", metavar="N", type=int, default=5, help="interleaved rounds (default: 5)")
-    loader.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
+    command = commands.add_parser("loader", help="from files to batches, against torchvision's preset")
+    command.add_argument("--data-path", metavar="DIR", type=Path, required=True, help="folder with train/ and val/")
+    command.add_argument(
+        "--pack", metavar="NAME=DIR", type=named_folder, action="append", default=[],
+        help="another form of the same images, measured against the raw files; may be given again",
+    )  # fmt: skip
+    command.add_argument(
+        "--decoder", nargs="+", choices=sorted(decode.DECODERS), help="which to measure (default: those installed)"
+    )
+    command.add_argument("--workers", metavar="N", type=int, default=2, help="loader workers (default: 2)")
+    command.add_argument("--worker-type", choices=["process", "thread"], default="process", help="what they are")
+    command.add_argument("--batch-size", metavar="N", type=int, default=50, help="images a batch (default: 50)")
+    command.add_argument("--rounds", metavar="N", type=int, default=5, help="interleaved rounds (default: 5)")
+    command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     options = parser.parse_args()
     try:
         figures = benchmark_loader(options)

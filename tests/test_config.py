@@ -462,3 +462,29 @@ def test_a_device_that_is_not_there_is_refused(device):
     with pytest.raises(UserError, match=f"--device {device}") as caught:
         config.derive(parse("--device", device))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--auto-augment", "ra"],
+        ["--auto-augment", "timm/rand-m7"],
+        ["--backend", "pil"],
+        ["--interpolation", "nearest"],
+    ],
+)
+def test_threads_are_refused_where_they_would_share_a_generator(argv):
+    common = ["--data-path", "x", "--worker-type", "thread"]
+    assert config.parse_args(common).worker_type == "thread"
+    with pytest.raises(UserError, match=f"--worker-type thread: {' '.join(argv)} draws from the one generator"):
+        config.parse_args([*common, *argv])
+
+
+def test_a_decoder_that_decodes_nothing_is_said_and_recorded_as_pillow():
+    common = ["--data-path", "x", "--device", "cpu", "--workers", "0", "--decoder", "torchcodec"]
+    args = config.parse_args(common)
+    assert not [line for line in config.derive(args) if "--decoder" in line]
+    assert args.decoder == "torchcodec"
+    args = config.parse_args([*common, "--backend", "pil"])
+    assert [line for line in config.derive(args) if "--decoder torchcodec has no effect" in line]
+    assert args.decoder == "pillow"

@@ -55,10 +55,13 @@ def test_evaluated_images_are_those_of_image_folder(image_folder):
         assert ours[index][1] == theirs[index][1]
 
 
-def epoch_hashes(folder, workers, start_step=0, sampler_class=TrainSampler, argv=(), **options):
+POLICY = ["--auto-augment", "ta_wide"]
+
+
+def epoch_hashes(folder, workers, start_step=0, sampler_class=TrainSampler, loading=POLICY, argv=(), **options):
     """Return a hash of every batch of an epoch, as the model would get it."""
-    policy = ["--auto-augment", "ta_wide", "--random-erase", "0.5", "--mixup-alpha", "0.2", "--cutmix-alpha", "1.0"]
-    args = arguments(folder, "--workers", str(workers), "--train-crop-size", "24", *policy, *argv)
+    batch = ["--random-erase", "0.5", "--mixup-alpha", "0.2", "--cutmix-alpha", "1.0", "--batch-size", "4"]
+    args = arguments(folder, "--workers", str(workers), "--train-crop-size", "24", *batch, *loading, *argv)
     dataset, _ = data.build_datasets(str(folder / "train"), str(folder / "val"), args)
     sampler = sampler_class(len(dataset), VirtualShards(8, 2), seed=3, **options)
     sampler.set_epoch(1, start_step)
@@ -82,6 +85,15 @@ def test_batches_of_a_tar_are_those_of_the_folder(image_folder, tmp_path, form):
     form(image_folder / "train", tmp_path)
     shutil.copytree(image_folder / "val", tmp_path / "val")
     assert epoch_hashes(tmp_path, workers=2) == epoch_hashes(image_folder, workers=0)
+
+
+def test_threads_load_the_same_pixels_as_processes(image_folder):
+    expected = epoch_hashes(image_folder, workers=0, loading=[])
+    assert len(set(expected)) == 6
+    assert epoch_hashes(image_folder, workers=2, loading=["--prefetch-factor", "1"]) == expected
+    for workers in [1, 3]:
+        assert epoch_hashes(image_folder, workers, loading=["--worker-type", "thread"]) == expected
+    assert epoch_hashes(image_folder, 2, start_step=2, loading=["--worker-type", "thread"]) == expected[4:]
 
 
 def test_repetitions_of_an_image_are_augmented_differently(image_folder):

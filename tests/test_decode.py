@@ -1,6 +1,9 @@
 """decode.py and the fast way of the presets: Pillow's pixels of a box, whatever the file."""
 
+import importlib.util
 import io
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -8,9 +11,13 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode
 
-import data
-from decode import ImageFile, read_frame, shorten
+import decode
+from decode import ImageFile, PillowDecoder, cut_rows, read_frame, shorten
+from errors import UserError
 from presets import ClassificationPresetEval, ClassificationPresetTrain
+from tests.ranks import REPOSITORY
+
+has_torchcodec = pytest.mark.skipif(importlib.util.find_spec("torchcodec") is None, reason="needs torchcodec")
 
 
 def picture(width=150, height=110, mode="RGB"):
@@ -71,7 +78,7 @@ def test_a_box_has_exactly_pillows_pixels(kind):
         height, width = (int(torch.randint(1, size + 1, (), generator=generator)) for size in (rows, columns))
         top = int(torch.randint(rows - height + 1, (), generator=generator))
         left = int(torch.randint(columns - width + 1, (), generator=generator))
-        found = ImageFile(payload).decode(top, left, height, width)
+        found = ImageFile(payload, PillowDecoder()).decode(top, left, height, width)
         assert torch.equal(found, whole[:, top : top + height, left : left + width])
 
 
@@ -80,13 +87,15 @@ def test_a_jpeg_is_decoded_no_further_than_the_box():
     frame = read_frame(payload)
     assert (frame.height, frame.width, frame.block_rows) == (110, 150, 16)
     shorter = shorten(payload, frame, 20)
-    # Blocks of 16 rows: two for the box and one below it.
-    assert Image.open(io.BytesIO(shorter)).size == (150, 48)
-    assert len(shorter) == len(payload)
-    assert shorten(payload, frame, 100) is payload
+    # Blocks of 16 rows: two for the box and one below it, which smooth chroma looks at.
+    assert shorter.height == 48
+    assert Image.open(io.BytesIO(shorter.payload)).size == (150, 48)
+    assert shorten(payload, frame, 100).payload is payload
+    full = FILES["4:4:4"]
+    assert shorten(full, read_frame(full), 20).height == 24
     # Damage below what is needed is not even seen.
     torn = payload[: len(payload) * 2 // 3]
-    assert torch.equal(ImageFile(torn).decode(0, 0, 10, 150), plain(payload)[:, :10])
+    assert torch.equal(ImageFile(torn, PillowDecoder()).decode(0, 0, 10, 150), plain(payload)[:, :10])
 
 
 @pytest.mark.parametrize(
@@ -132,9 +141,153 @@ def test_policies_see_the_crop_and_the_flip():
     assert torch.equal(preset.load(FILES["4:2:0"]), torch.from_numpy(numpy.array(expected)).permute(2, 0, 1))
 
 
-def test_a_batch_is_the_images_in_their_order():
-    images = [torch.randint(0, 256, (3, 5, 4), dtype=torch.uint8) for _ in range(3)]
-    batch, labels = data.collate([(image, label) for label, image in enumerate(images)])
-    assert torch.equal(batch, torch.stack(images))
-    assert labels.tolist() == [0, 1, 2]
-    assert batch.is_contiguous(memory_format=torch.channels_last)
+# Files with one restart marker a row of blocks, as jpegtran -restart 1 and Pillow write them.
+ROWS = {
+    f"{name} {width} x {height}": encoded(picture(width, height, mode), "JPEG", restart_marker_rows=1, **options)
+    for name, mode, options in [
+        ("4:2:0", "RGB", {"subsampling": 2}),
+        ("4:2:2", "RGB", {"subsampling": 1}),
+        ("4:4:4", "RGB", {"subsampling": 0, "quality": 95}),
+        ("grey", "L", {}),
+    ]
+    for width, height in [(96, 208), (83, 177), (41, 8), (17, 33)]
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("decoder", ["pillow", pytest.param("torchcodec", marks=has_torchcodec)])
+def test_rows_between_restart_markers_decode_to_the_same_bits_alone(kind, decoder):
+    payload, decoder = ROWS[kind], decode.DECODERS[decoder]()
+    frame = read_frame(payload)
+    assert frame.coded
+    file = ImageFile(payload, decoder)
+    width, height = file.size
+    whole = decoder.decode(decode.Part(payload, 0, height), frame, (0, 0, width, height)).permute(2, 0, 1)
+    assert whole.shape == (3, height, width)
+    for top in range(0, height, 7):
+        for bottom in {top + 1, min(top + 20, height), height}:
+            found = file.decode(top, 3, bottom - top, width - 5)
+            assert torch.equal(found, whole[:, top:bottom, 3:-2])
+    rows = frame.block_rows
+    if height > 6 * rows:
+        part = cut_rows(payload, frame, 3 * rows, 4 * rows)
+        # The rows that chroma is smoothed with on either side, and no others.
+        assert (part.first, part.height) == ((3 - frame.margin) * rows, (1 + 2 * frame.margin) * rows)
+        assert len(part.payload) < len(payload)
+        assert Image.open(io.BytesIO(part.payload)).size == (width, part.height)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"restart_marker_blocks": 3}, {"restart_marker_rows": 2}, {"restart_marker_rows": 1, "progressive": 1}],
+)
+def test_files_without_a_marker_each_row_have_no_rows(options):
+    payload = encoded(picture(), "JPEG", **options)
+    assert read_frame(payload).coded == 0
+    assert torch.equal(ImageFile(payload, PillowDecoder()).decode(60, 0, 30, 150), plain(payload)[:, 60:90])
+
+
+def markers(payload):
+    return [place for place in range(len(payload) - 1) if payload[place] == 0xFF and 0xD0 <= payload[place + 1] <= 0xD7]
+
+
+def test_damaged_restart_markers_take_the_ordinary_path():
+    payload = ROWS["4:2:0 96 x 208"]
+    frame, places = read_frame(payload), markers(ROWS["4:2:0 96 x 208"])
+    assert len(places) == 12
+    another_number = bytearray(payload)
+    another_number[places[5] + 1] ^= 2
+    without_one = payload[: places[5]] + payload[places[5] + 2 :]
+    with_one_more = payload[: places[5]] + payload[places[4] : places[4] + 2] + payload[places[5] :]
+    for damaged in (bytes(another_number), without_one, with_one_more):
+        assert cut_rows(damaged, frame, 100, 120) is None
+        assert torch.equal(ImageFile(damaged, PillowDecoder()).decode(0, 0, 208, 96), plain(damaged))
+
+
+@pytest.mark.parametrize("decoder", ["pillow", pytest.param("torchcodec", marks=has_torchcodec)])
+@pytest.mark.parametrize("payload", [FILES["4:2:0"], ROWS["4:2:0 96 x 208"]])
+def test_a_file_that_ends_too_early_is_pillows_error(payload, decoder):
+    torn = payload[: len(payload) // 2]
+    file = ImageFile(torn, decode.DECODERS[decoder]())
+    with pytest.raises(OSError, match="truncated"):
+        file.decode(0, 0, *file.size[::-1])
+
+
+def test_bombs_are_left_to_pillow(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(Image.DecompressionBombError):
+        ImageFile(FILES["4:2:0"], PillowDecoder())
+
+
+@has_torchcodec
+@pytest.mark.parametrize("kind", FILES)
+def test_torchcodec_is_within_one_grey_level_of_pillow(kind):
+    for build in (ClassificationPresetTrain, ClassificationPresetEval):
+        size = {"crop_size": 24} | ({"resize_size": 32} if build is ClassificationPresetEval else {})
+        for seed in range(3):
+            torch.manual_seed(seed)
+            found = build(decoder="torchcodec", **size).load(FILES[kind])
+            torch.manual_seed(seed)
+            difference = (found.int() - build(backend="pil", **size).load(FILES[kind]).int()).abs().float()
+            assert difference.max() <= 2  # one of each decoder's and the resize's rounding
+            assert difference.mean() < 0.1
+            if kind in ("CMYK", "PNG", "palette", "transparent", "one bit", "WebP", "16 bit"):
+                assert difference.max() <= 1
+
+
+SILENT = """
+import os, sys, threading
+import decode
+payload = open(sys.argv[1], "rb").read()
+file = decode.ImageFile(payload, decode.DECODERS["torchcodec"]())
+def load():
+    for height in range(1, 100):
+        file.decode(0, 0, height, 150)
+        os.write(2, b"seen" + os.linesep.encode())
+threads = [threading.Thread(target=load) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+import ctypes
+library = ctypes.CDLL(None)
+library.perror(b"later")
+"""
+
+
+@has_torchcodec
+def test_decoding_prints_nothing_and_hides_nothing(tmp_path):
+    path = tmp_path / "image.jpg"
+    path.write_bytes(FILES["4:2:0"])
+    command = [sys.executable, "-c", SILENT, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=REPOSITORY)
+    lines = done.stderr.splitlines()
+    assert lines[:-1] == ["seen"] * 297
+    assert lines[-1].startswith("later")
+
+
+def test_a_decoder_describes_itself_in_plain_words():
+    facts = decode.describe("pillow")
+    assert facts["name"] == "pillow"
+    assert facts["version"] == Image.__version__
+    assert all(type(value) is str for value in facts.values())
+
+
+def test_a_missing_torchcodec_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchcodec", None)  # as if it were not installed
+    with pytest.raises(UserError, match="torchcodec needs TorchCodec, which is not installed: pip install torchcodec"):
+        decode.describe("torchcodec")
+
+
+def test_a_torchcodec_without_an_image_decoder_is_one_line(monkeypatch, tmp_path):
+    (tmp_path / "torchcodec").mkdir()
+    (tmp_path / "torchcodec" / "__init__.py").write_text("__version__ = '0.9'")
+    (tmp_path / "torchcodec" / "decoders.py").write_text("")
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchcodec"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"TorchCodec 0\.9 decodes no images; it does from 0\.16 on"):
+        decode.describe("torchcodec")
+    monkeypatch.undo()
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchcodec"]:
+        del sys.modules[name]

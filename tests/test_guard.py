@@ -23,7 +23,7 @@ def state_of(args, **environment):
     """Return what the guard reads of a checkpoint that a run with these options wrote."""
     args = types.SimpleNamespace(**vars(args))
     args.global_batch_size = args.global_batch_size or args.batch_size
-    here = guard.describe_environment(args.world_size)
+    here = guard.describe_environment(args)
     return {"args": vars(args), "environment": here | environment, "data": {"num_images": 9, "num_classes": 3}}
 
 

@@ -1,5 +1,7 @@
 """Pixels of the presets: torchvision's own, in every bit."""
 
+import io
+
 import pytest
 import torch
 from PIL import Image
@@ -140,3 +142,69 @@ def test_another_backend_is_refused(build, backend):
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="nonsense"):
         presets.ClassificationPresetTrain(crop_size=32, auto_augment_policy="nonsense")
+
+
+@pytest.mark.parametrize("size", [(500, 375), (375, 500), (20, 300), (300, 20), (1, 1), (3, 2), (224, 224)])
+@pytest.mark.parametrize("scale", [0.08, 0.9])
+def test_boxes_are_torchvisions_for_the_same_state(size, scale):
+    height, width = size
+    box, image = presets.CropBox((scale, 1.0)), torch.empty(3, height, width, device="meta")
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        expected = tv.RandomResizedCrop.get_params(image, (scale, 1.0), (3 / 4, 4 / 3))
+        assert box.draw(height, width, generator) == tuple(expected)
+        assert torch.equal(generator.get_state(), torch.get_rng_state())
+
+
+def encoded(image, **options):
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=95, **options)
+    return stream.getvalue()
+
+
+def test_a_given_generator_is_all_that_is_drawn_from():
+    preset = presets.ClassificationPresetTrain(crop_size=32)
+    assert preset.takes_generator
+    payload, before = encoded(picture(67, 45)), torch.get_rng_state()
+    crops = [preset.load(payload, torch.Generator().manual_seed(seed)) for seed in (0, 1, 0)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(crops[0], crops[2])
+    assert not torch.equal(crops[0], crops[1])
+    torch.manual_seed(0)
+    assert torch.equal(crops[0], preset.load(payload))
+    for options in ({"auto_augment_policy": "ra"}, {"backend": "pil"}, {"interpolation": InterpolationMode.NEAREST}):
+        assert not presets.ClassificationPresetTrain(crop_size=32, **options).takes_generator
+
+
+@pytest.mark.parametrize("size", [(67, 45), (45, 67), (33, 200), (200, 33), (32, 32), (31, 90), (20, 20), (400, 381)])
+@pytest.mark.parametrize("mode", ["BILINEAR", "BICUBIC"])
+@pytest.mark.parametrize("options", [{}, {"restart_marker_rows": 1}], ids=["plain", "rows"])
+def test_the_central_cut_is_torchvisions_whatever_is_left_undecoded(size, mode, options):
+    generator = torch.Generator().manual_seed(0)
+    small = torch.randint(0, 256, (12, 12, 3), dtype=torch.uint8, generator=generator).numpy()
+    payload = encoded(Image.fromarray(small).resize(size, Image.Resampling.BICUBIC), **options)
+    whole = tv.PILToTensor()(Image.open(io.BytesIO(payload)))
+    for resize_size, crop_size in [(36, 32), (32, 32), (64, 20), (40, 41)]:
+        preset = presets.ClassificationPresetEval(
+            crop_size=crop_size, resize_size=resize_size, interpolation=InterpolationMode[mode]
+        )
+        height, width = tv.Resize(resize_size)(torch.empty(3, *whole.shape[1:], device="meta")).shape[1:]
+        expected = tv.CenterCrop(crop_size)(presets.resize(whole, height, width, mode.lower()))
+        found = preset.load(payload)
+        assert found.shape == expected.shape
+        difference = (found.int() - expected.int()).abs().float()
+        # The filter's weights are the same but for the last bit of the scale, on which a rounding may turn.
+        assert difference.max() <= 1
+        assert difference.mean() < 0.003
+
+
+def test_a_mirrored_image_is_the_same_with_one_thread_and_with_more():
+    image = torch.randint(0, 256, (5, 7, 3), dtype=torch.uint8).permute(2, 0, 1)
+    expected = presets.mirror(image)
+    assert torch.equal(expected, image.flip(-1))
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(presets.mirror(image), expected)
+    finally:
+        torch.set_num_threads(1)

@@ -321,6 +321,21 @@ def test_other_threads_are_refused_under_the_flag(started, tmp_path):
     )
 
 
+def test_another_decoder_is_refused_and_another_version_is_said(started, tmp_path):
+    refused(
+        started.go_on(tmp_path, started.copy(tmp_path / "other"), "--resume", "auto", "--decoder", "torchcodec"),
+        "decoder pillow in the checkpoint, torchcodec now",
+    )
+    out = started.copy(tmp_path / "older")
+    for file in ("checkpoint-00000006.pth", "checkpoint.pth"):
+        state = torch.load(out / file, weights_only=True)
+        assert state["environment"]["decoder"].startswith("pillow ")
+        state["environment"]["decoder"] = "pillow 1"
+        torch.save(state, out / file)
+    outcome = started.go_on(tmp_path, out, "--resume", "auto").check()
+    assert outcome.output.count("decoder pillow 1 wrote this checkpoint") == 1
+
+
 def test_a_missing_path_is_refused(started, tmp_path):
     refused(started.go_on(tmp_path, tmp_path / "out", "--resume", tmp_path / "none.pth"), "none.pth", "is not a file")
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,33 @@
+"""scripts/benchmark.py: every figure is there, of every decoder and form of the data; none is judged."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+from tests.ranks import REPOSITORY
+
+
+def test_the_loader_benchmark_writes_every_figure(image_folder, tmp_path):
+    command = [sys.executable, "-m", "scripts.benchmark", "loader", "--data-path", str(image_folder), "--workers", "1"]
+    command += ["--pack", f"copy={image_folder}", "--rounds", "1", "--batch-size", "8", "--json", str(tmp_path / "f")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=REPOSITORY)
+    figures = json.loads((tmp_path / "f").read_text())
+    decoders = ["pillow", "torchcodec"] if importlib.util.find_spec("torchcodec") else ["pillow"]
+    names = {f"{folder}, {decoder}" for folder in ("raw", "copy") for decoder in decoders}
+    for kind in ("train", "eval", "end_to_end"):
+        assert figures[kind].keys() == {"torchvision", *names}
+        assert figures["ratios"][kind] == figures[kind]["raw, pillow"]["ratio"] > 0
+    assert figures["stages_us"].keys() == figures["pixel_difference"].keys() == names
+    for splits in figures["pixel_difference"].values():
+        # The images are enlarged, on which two roundings may add up.
+        assert all(one["mean"] < 0.3 and one["max"] <= 2 for one in splits.values())
+    assert f"recommended: {figures['recommendation']}" in done.stdout
+    assert "Corrupt JPEG" not in done.stderr
+
+
+def test_a_pack_is_given_with_a_name(tmp_path):
+    command = [sys.executable, "-m", "scripts.benchmark", "loader", "--data-path", str(tmp_path), "--pack", "folder"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
+    assert done.returncode == 2
+    assert "folder: expected NAME=DIR" in done.stderr

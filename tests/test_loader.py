@@ -1,0 +1,90 @@
+"""loader.py: the samples in the sampler's order, whoever loads them, and memory that is used again."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from errors import ImageError
+from loader import ProcessLoader, ThreadLoader, collate
+
+
+class Numbers(Dataset):
+    """Images whose every pixel is their number; some cannot be read."""
+
+    def __init__(self, bad=()):
+        self.bad = bad
+
+    def __getitem__(self, key):
+        if key in self.bad:
+            raise ImageError(f"cannot read image {key}")
+        # Of two sizes, as where crops grow.
+        return torch.full((3, 4, 6 + key // 51), key, dtype=torch.uint8), key
+
+
+class Batches:
+    """Batches of three, the last of one."""
+
+    def __init__(self, num_batches):
+        self.num_batches = num_batches
+
+    def __len__(self):
+        return self.num_batches
+
+    def __iter__(self):
+        for first in range(0, 3 * self.num_batches, 3):
+            yield [first] if first == 3 * self.num_batches - 3 else [first, first + 1, first + 2]
+
+
+def build(kind, dataset, num_batches):
+    options = {"num_workers": 2, "prefetch_factor": 2}
+    options |= {"batch_bytes": 3 * 3 * 4 * 7} if kind is ProcessLoader else {}
+    return kind(dataset, Batches(num_batches), **options)
+
+
+KINDS = pytest.mark.parametrize("kind", [ProcessLoader, ThreadLoader])
+
+
+def test_a_batch_is_the_images_in_their_order():
+    images = [torch.randint(0, 256, (3, 5, 4), dtype=torch.uint8) for _ in range(3)]
+    batch, labels = collate([(image, label) for label, image in enumerate(images)])
+    assert torch.equal(batch, torch.stack(images))
+    assert labels.tolist() == [0, 1, 2]
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+@KINDS
+def test_batches_come_in_the_samplers_order_epoch_after_epoch(kind):
+    loader = build(kind, Numbers(), 20)  # more than there is memory for at once
+    assert len(loader) == 20
+    for _ in range(2):
+        seen = 0
+        for (image, label), keys in zip(loader, Batches(20), strict=True):
+            assert label.tolist() == keys
+            assert image.shape == (len(keys), 3, 4, 6 + keys[0] // 51)
+            assert image.is_contiguous(memory_format=torch.channels_last)
+            assert torch.equal(image, label.to(torch.uint8).view(-1, 1, 1, 1).expand_as(image))
+            seen += 1
+        assert seen == 20
+
+
+@KINDS
+def test_an_epoch_that_is_left_early_leaves_nothing_behind(kind):
+    loader = build(kind, Numbers(), 20)
+    for _ in range(3):
+        for (_, label), _ in zip(loader, range(2), strict=False):
+            assert len(label) == 3
+    labels = [label.tolist() for _, label in loader]
+    assert labels == list(Batches(20))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_an_image_that_cannot_be_read_is_raised_in_its_turn():
+    loader = build(ThreadLoader, Numbers(bad={7, 31}), 20)
+    batches = iter(loader)
+    assert [next(batches)[1].tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ImageError, match="cannot read image 7") as caught:
+        next(batches)
+    assert str(caught.value) == "cannot read image 7"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
