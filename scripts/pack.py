@@ -6,8 +6,6 @@ import fcntl
 import hashlib
 import io
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import shutil
@@ -15,11 +13,8 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -32,6 +27,7 @@ import config
 import data
 from errors import ImageError, UserError
 from files import write_atomically
+from scripts.workers import Progress, UnfinishedError, Workers, size_text
 
 KIND, FORMAT = "touchstone pack", 1
 MANIFEST, LOCK = "manifest.json", "pack.lock"
@@ -60,12 +56,6 @@ x.png then holds a JPEG: loaders go by content, and the order of names is the or
 Run the same command again after an interruption of any kind: it goes on after the last whole shard, and the files are
 the same, byte for byte, as without one and with any number of workers.
 """
-
-
-class PackError(UserError):
-    """The pack cannot be finished, or is not what its manifest says; the shards that are there stay."""
-
-    exit_code = 1
 
 
 class Split:
@@ -234,148 +224,6 @@ def one_line(error: Exception) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-class Workers:
-    """Processes that apply a function to tasks and give the results in the order of the tasks.
-
-    Each reads its tasks from a pipe of which the parent alone holds the other end, so that none outlives the parent,
-    however that ends. At most a few results a worker are held at a time.
-
-    Args:
-        num_workers: how many.
-        function: what they do; an ImageError that it raises is raised again in the parent, in the task's turn.
-    """
-
-    def __init__(self, num_workers: int, function: Callable[[Any], Any]) -> None:
-        context = multiprocessing.get_context("fork")
-        self.connections, self.processes = [], []
-        for _ in range(num_workers):
-            ours, theirs = context.Pipe()
-            self.connections.append(ours)
-            process = context.Process(target=work, args=(theirs, function, self.connections), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for connection in self.connections:
-            connection.close()
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.join()
-
-    def in_order(self, tasks: Iterable[Any]) -> Iterator[Any]:
-        """Yield the result of each task.
-
-        Raises:
-            PackError: a worker was ended from outside.
-        """
-        try:
-            for result in self.exchange(enumerate(tasks)):
-                if isinstance(result, ImageError):
-                    raise result
-                yield result
-        except (EOFError, ConnectionError) as error:
-            raise PackError(
-                "a worker process ended unexpectedly; if the machine is short of memory, give fewer --workers. "
-                "The same command goes on after the last whole shard"
-            ) from error
-
-    def exchange(self, numbered: Iterator[tuple[int, Any]]) -> Iterator[Any]:
-        """Hand out numbered tasks and yield what comes back, by number."""
-        results, num_given, num_yielded = {}, 0, 0
-        # Two at a time, so that a worker has the next task already when it is done with one.
-        idle = 2 * self.connections
-        while True:
-            while idle and num_given < num_yielded + 4 * len(self.connections):
-                task = next(numbered, None)
-                if task is None:
-                    break
-                idle.pop(0).send(task)
-                num_given += 1
-            if num_given == num_yielded:
-                return
-            for connection in multiprocessing.connection.wait(self.connections):
-                number, result = connection.recv()
-                results[number] = result
-                idle.append(connection)
-            while num_yielded in results:
-                yield results.pop(num_yielded)
-                num_yielded += 1
-
-
-def work(tasks: Any, function: Callable[[Any], Any], ends_of_parent: list) -> None:
-    """Answer each (number, task) with (number, result), until the parent is gone: the life of a worker."""
-    for connection in ends_of_parent:
-        connection.close()
-    # Ctrl-C reaches every process of a terminal; the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    warnings.simplefilter("ignore")  # Pillow's, on large images and odd palettes
-    with suppress(EOFError, ConnectionError):
-        while True:
-            number, task = tasks.recv()
-            try:
-                result = function(task)
-            except ImageError as error:
-                result = error
-            tasks.send((number, result))
-
-
-class Progress:
-    """A line that says how far it is: rewritten on a terminal, else a new one every ten seconds.
-
-    Args:
-        num_images: all there are.
-        num_done: of these, already there.
-    """
-
-    def __init__(self, num_images: int, num_done: int) -> None:
-        self.num_images, self.num_done, self.num_before = num_images, num_done, num_done
-        self.source_bytes = self.packed_bytes = 0
-        self.is_terminal = sys.stderr.isatty()
-        self.begin = self.shown = time.monotonic()
-
-    def update(self, source_bytes: int, packed_bytes: int) -> None:
-        """Count one more image."""
-        self.num_done += 1
-        self.source_bytes += source_bytes
-        self.packed_bytes += packed_bytes
-        now = time.monotonic()
-        if now - self.shown >= (0.2 if self.is_terminal else 10):
-            self.shown = now
-            self.show()
-
-    def show(self) -> None:
-        """Write the line."""
-        images_per_s = (self.num_done - self.num_before) / max(time.monotonic() - self.begin, 1e-9)
-        eta_s = int((self.num_images - self.num_done) / max(images_per_s, 1e-9))
-        line = (
-            f"packed {self.num_done:,} of {self.num_images:,} images ({self.num_done / self.num_images:.1%}), "
-            f"{images_per_s:.0f} images/s, eta {timedelta(seconds=eta_s)}, "
-            f"{size_text(self.source_bytes)} -> {size_text(self.packed_bytes)}"
-        )
-        if self.is_terminal:
-            sys.stderr.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
-        else:
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
-
-    def finish(self) -> None:
-        """Leave the last line standing."""
-        if self.num_done > self.num_before:
-            self.show()
-            sys.stderr.write("\n" if self.is_terminal else "")
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a size in a unit that suits it."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
 class HashingFile:
     """What tarfile needs of a file that is written, and a SHA-256 of what went through."""
 
@@ -470,6 +318,18 @@ class ShardWriter:
         }
 
 
+@contextmanager
+def saying_where(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while a file is written into one line that names it."""
+    try:
+        yield
+    except (OSError, tarfile.TarError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UnfinishedError(
+            f"cannot write {path}: {reason}; what is whole stays, and the same command goes on from there"
+        ) from error
+
+
 class Manifest:
     """What is in OUT: a file that is written anew, in one piece, after every shard.
 
@@ -501,7 +361,8 @@ class Manifest:
             }
         state = "complete" if fingerprints else "writing"
         content = {"kind": KIND, "format": FORMAT, "state": state, **self.facts, "splits": parts}
-        write_atomically(self.path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
+        with saying_where(self.path):
+            write_atomically(self.path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
 
 
 def read_manifest(out: Path) -> dict | None:
@@ -645,7 +506,7 @@ def find_jpegtran() -> tuple[str, str]:
             "libjpeg-turbo-progs, Fedora: libjpeg-turbo-utils, conda and Homebrew: libjpeg-turbo, jpeg-turbo)"
         )
     command = [path, "-version"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", check=False)
     version = (done.stderr + done.stdout).strip().splitlines()[:1]
     if "mozjpeg" in "".join(version):
         raise UserError(f"{path} is mozjpeg's, which writes progressive JPEGs; put libjpeg-turbo's first on PATH")
@@ -706,14 +567,10 @@ def write_shards(
         try:
             for shard in missing:
                 writer = ShardWriter(splits[shard.split], shard, results, progress, skip_bad=options.skip_bad)
-                write_atomically(options.out / shard.file, writer.write, writer.verify)
+                with saying_where(options.out / shard.file):
+                    write_atomically(options.out / shard.file, writer.write, writer.verify)
                 manifest.records[shard.file] = writer.record()
                 manifest.save(shards, splits)
-        except OSError as error:
-            raise PackError(
-                f"cannot write {options.out / shard.file}: {error.strerror or error}; what is whole stays, and the "
-                "same command goes on from there"
-            ) from error
         finally:
             progress.finish()
 
@@ -722,7 +579,7 @@ def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
     """Return the fingerprint of what was packed of a split.
 
     Raises:
-        PackError: nothing is left of a class, which would change every later label.
+        UnfinishedError: nothing is left of a class, which would change every later label.
     """
     skipped = {
         image["name"]
@@ -733,7 +590,9 @@ def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
     names = [name for name in split.names if name not in skipped]
     lost = set(split.classes) - {name.split("/")[0] for name in names}
     if lost:
-        raise PackError(f"no image of {split.root / min(lost)} can be read; replace one, or remove the class folder")
+        raise UnfinishedError(
+            f"no image of {split.root / min(lost)} can be read; replace one, or remove the class folder"
+        )
     return fingerprint(names)
 
 
@@ -791,7 +650,7 @@ def verify(options: argparse.Namespace) -> None:
 
     Raises:
         UserError: there is no pack.
-        PackError: something is wrong with it.
+        UnfinishedError: something is wrong with it.
     """
     out = options.out
     manifest = read_manifest(out)
@@ -814,7 +673,7 @@ def verify(options: argparse.Namespace) -> None:
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:
-        raise PackError(f"--verify {out}: {len(problems)} things are wrong")
+        raise UnfinishedError(f"--verify {out}: {len(problems)} things are wrong")
     summarize(manifest)
 
 
@@ -881,6 +740,15 @@ def validate(options: argparse.Namespace) -> None:
         raise UserError("--data-path is needed: the folder that holds train/ and val/ (--help lists the options)")
     if options.lossless and options.quality is not None:
         raise UserError("--quality has no meaning with --lossless; leave one of them out")
+    check_folders(options)
+
+
+def check_folders(options: argparse.Namespace) -> None:
+    """Refuse splits that are no folders of their own, and a pack inside of what it packs.
+
+    Raises:
+        UserError: it is so.
+    """
     if len({*options.splits}) < len(options.splits) or any(
         "/" in name or name in ("", ".", "..") for name in options.splits
     ):

@@ -111,13 +111,13 @@ def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:
     rank = int(os.environ.get("RANK", "0"))
     for fault_rank, name, call, when in faults:
         if fault_rank == rank:
-            _kill_at(name, call, when)
+            kill_at(name, call, when)
     sys.argv = ["train.py", *argv]
     train.cli()
 
 
-def _kill_at(name: str, call: int, when: str) -> None:
-    """End this process by SIGKILL before, or after, the n-th call of a function."""
+def kill_at(name: str, call: int, when: str, number: int = signal.SIGKILL) -> None:
+    """Send this process SIGKILL, or another signal, before or after the n-th call of a function."""
     import importlib
 
     owner_name, attribute = name.rsplit(".", 1)
@@ -133,10 +133,10 @@ def _kill_at(name: str, call: int, when: str) -> None:
         nonlocal calls
         calls += 1
         if calls == call and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         result = original(*args, **kwargs)
         if calls == call and when == "after":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return result
 
     setattr(owner, attribute, counted)
