@@ -141,8 +141,8 @@ class Progress:
         images_per_s = (self.num_done - self.num_before) / max(time.monotonic() - self.begin, 1e-9)
         eta_s = int((self.num_images - self.num_done) / max(images_per_s, 1e-9))
         line = (
-            f"packed {self.num_done:,} of {self.num_images:,} images ({self.num_done / self.num_images:.1%}), "
-            f"{images_per_s:.0f} images/s, eta {timedelta(seconds=eta_s)}, "
+            f"{self.num_done:,}/{self.num_images:,} images ({self.num_done / self.num_images:.1%}), "
+            f"{images_per_s:.0f}/s, eta {timedelta(seconds=eta_s)}, "
             f"{size_text(self.source_bytes)} -> {size_text(self.packed_bytes)}"
         )
         if self.is_terminal:
