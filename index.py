@@ -191,6 +191,12 @@ class ImageIndex:
         folder = numpy.searchsorted(self.starts, number, side="right") - 1
         return f"{self.folders[folder]}/{self.names[number]}"
 
+    def size(self, number: int) -> int:
+        """Return the bytes of an image's file."""
+        if self.places is None:
+            return os.stat(os.path.join(self.root, self.name(number))).st_size
+        return int(self.places[number, 2])
+
     def path(self, number: int) -> str:
         """Return what messages call an image."""
         if self.places is None:

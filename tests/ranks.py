@@ -131,12 +131,12 @@ def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:
     rank = int(os.environ.get("RANK", "0"))
     for fault_rank, *fault in faults:
         if fault_rank == rank:
-            _strike_at(*fault)
+            strike_at(*fault)
     sys.argv = ["train.py", *argv]
     train.cli()
 
 
-def _strike_at(name: str, call: int, when: str, number: int = signal.SIGKILL) -> None:
+def strike_at(name: str, call: int, when: str, number: int = signal.SIGKILL) -> None:
     """Send this process a signal before, after or in the middle of the n-th call of a function."""
     import importlib
 

@@ -18,6 +18,7 @@ from presets import ClassificationPresetEval, ClassificationPresetTrain
 from sampler import EvalSampler, RASampler, SampleKey, TrainSampler, VirtualShards
 from tests.conftest import write_images
 from tests.test_index import FORMS, pack_classes
+from tests.test_pack import needs_jpegtran, pack_losslessly
 
 
 def arguments(folder, *argv):
@@ -80,7 +81,7 @@ def test_workers_and_the_place_of_a_restart_change_no_pixel(image_folder):
     assert epoch_hashes(image_folder, workers=2, start_step=2) == expected[4:]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, pytest.param(pack_losslessly, marks=needs_jpegtran)])
 def test_batches_of_a_tar_are_those_of_the_folder(image_folder, tmp_path, form):
     form(image_folder / "train", tmp_path)
     shutil.copytree(image_folder / "val", tmp_path / "val")

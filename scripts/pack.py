@@ -1,0 +1,787 @@
+"""Write an image folder as tar files that load faster: `python -m scripts.pack --data-path DIR OUT --lossless`."""
+
+import argparse
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from PIL import Image, ImageFile, features
+from PIL import __version__ as pillow_version
+
+import config
+from errors import ImageError, UserError
+from files import write_atomically
+from index import open_index
+from scripts.workers import Progress, UnfinishedError, Workers, size_text
+
+KIND, FORMAT = "touchstone pack", 1
+MANIFEST, LOCK = "manifest.json", "pack.lock"
+
+# Every name that this tool gives to a file in OUT; `--overwrite` removes these and nothing else.
+OWN_FILES = re.compile(r"(manifest\.json|[^/]+-\d{6}\.tar)(\.tmp\.\d+)?|pack\.lock")
+
+INDEX = re.compile(r"\.touchstone-index-.*")
+
+IMAGES_PER_TASK = 8
+
+EPILOG = """\
+examples:
+  python -m scripts.pack --data-path /data/imagenet /data/imagenet-packed --lossless
+  python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
+  python -m scripts.pack --verify /data/imagenet-256
+
+OUT gets train-000000.tar, train-000001.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums,
+settings, what was kept or left out). `tar xf` of every shard in one folder gives back an image folder: names, classes
+and order stay as they are. Every JPEG gets a restart marker for each row of blocks, so that a loader can decode the
+rows that a crop needs and no others.
+
+--lossless keeps every pixel, which is checked image by image; a file that jpegtran cannot repack is kept as it is.
+--short-side and --max-side shrink what is larger and write every image, also one that fits, as an RGB JPEG (4:2:0,
+no metadata, pixels as stored, so that an EXIF rotation is dropped and not applied). A name keeps its ending, though
+x.png then holds a JPEG: loaders go by content, and the order of names is the order of labels.
+
+Run the same command again after an interruption of any kind: it goes on after the last whole shard, and the files are
+the same, byte for byte, as without one and with any number of workers.
+"""
+
+
+class Split:
+    """The images of one split, in ImageFolder's order: everything that this tool knows of where images come from.
+
+    Args:
+        data_path: the folder that holds the split's folder.
+        name: `train` or `val`.
+
+    Raises:
+        UserError: it is no image folder.
+    """
+
+    def __init__(self, data_path: Path, name: str) -> None:
+        self.name = name
+        self.root = data_path / name
+        self.index = open_index(self.root)
+        self.classes = self.index.classes
+        self.names = [self.index.name(number) for number in range(len(self.index))]
+        self.sizes = [self.index.size(number) for number in range(len(self.index))]
+
+    def read(self, number: int) -> bytes:
+        """Return the bytes of an image file."""
+        return self.index.read(number)
+
+    def describe(self) -> dict:
+        """Return what another run must find unchanged to go on with this one's shards."""
+        lines = "".join(f"{name} {size}\n" for name, size in zip(self.names, self.sizes, strict=True))
+        checksum = hashlib.sha256(os.fsencode(lines)).hexdigest()
+        return {
+            "images": len(self.names), "classes": len(self.classes), "bytes": sum(self.sizes), "names_sha256": checksum,
+        }  # fmt: skip
+
+
+class Shard(NamedTuple):
+    """Which images of which split go into a file."""
+
+    file: str
+    split: int
+    start: int
+    stop: int
+
+
+def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
+    """Cut each split where its files add up to `shard_bytes`: a function of the listing, whatever images become."""
+    shards = []
+    for number, split in enumerate(splits):
+        start, filled, cuts = 0, 0, []
+        for index, size in enumerate(split.sizes):
+            if index > start and filled + size > shard_bytes:
+                cuts.append((start, index))
+                start, filled = index, 0
+            filled += size
+        cuts.append((start, len(split.sizes)))
+        shards += [Shard(f"{split.name}-{cut:06d}.tar", number, *bounds) for cut, bounds in enumerate(cuts)]
+    return shards
+
+
+def fingerprint(names: Iterable[str]) -> str:
+    """Return what `data.IndexedImageFolder.fingerprint` gives for these `class/file` names, in order."""
+    names = list(names)
+    labels = {name: label for label, name in enumerate(sorted({name.split("/")[0] for name in names}))}
+    lines = "".join(f"{name} {labels[name.split('/')[0]]}\n" for name in names)
+    return hashlib.sha256(os.fsencode(lines)).hexdigest()[:16]
+
+
+class Packed(NamedTuple):
+    """What has become of an image: its new bytes, or None where it cannot be decoded, and why it is not as others."""
+
+    payload: bytes | None
+    note: str = ""
+
+
+def decode(payload: bytes) -> Image.Image:
+    """Decode an image whole."""
+    image = Image.open(io.BytesIO(payload))
+    image.load()
+    return image
+
+
+def repack_losslessly(payload: bytes, image: Image.Image, *, jpegtran: str) -> Packed:
+    """Give a JPEG a restart marker for each row of blocks, or keep it where its pixels would not be the same.
+
+    Raises:
+        OSError: jpegtran cannot be started, or somebody ended it.
+    """
+    if image.format != "JPEG":
+        return Packed(payload, f"{image.format}, not JPEG")
+    command = [jpegtran, "-optimize", "-restart", "1", "-copy", "all"]
+    done = subprocess.run(command, input=payload, capture_output=True, check=False)
+    # What fails by itself fails every time; what was ended must not change what is written.
+    if -done.returncode in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM):
+        raise OSError(f"jpegtran was ended by signal {-done.returncode}")
+    if done.returncode:
+        return Packed(payload, "jpegtran refuses or doubts it")
+    try:
+        repacked = decode(done.stdout)
+    except Exception:
+        return Packed(payload, "not readable after jpegtran")
+    if (repacked.format, repacked.mode, repacked.size) != (image.format, image.mode, image.size):
+        return Packed(payload, "another kind of image after jpegtran")
+    if repacked.tobytes() != image.tobytes():
+        return Packed(payload, "other pixels after jpegtran")
+    return Packed(done.stdout)
+
+
+def shrink(payload: bytes, image: Image.Image, *, side: str, px: int, quality: int) -> Packed:
+    """Encode an image again, made smaller if the side named is longer than `px`, with restart markers.
+
+    Args:
+        payload: the file, of which nothing more is needed.
+        image: decoded.
+        side: `short-side` or `max-side`.
+        px: how long that side may be; the other is rounded down, as torchvision's Resize does.
+        quality: of the JPEG, 1 to 100.
+    """
+    longest = (min if side == "short-side" else max)(image.size)
+    size = tuple(max(int(px * length / longest), 1) for length in image.size)
+    image = image.convert("RGB")
+    if longest > px:
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    image.info = {}
+    # Pillow's own guess is too small for some images when it optimizes, and fails with "broken data stream".
+    ImageFile.MAXBLOCK = max(1 << 16, 4 * image.width * image.height)
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality, optimize=True, subsampling="4:2:0", restart_marker_rows=1)
+    encoded = decode(file.getvalue())
+    if (encoded.size, encoded.mode) != (image.size, "RGB"):
+        raise ValueError(f"encoded as {encoded.mode} of {encoded.size}, not RGB of {image.size}")
+    return Packed(file.getvalue())
+
+
+Convert = Callable[[bytes, Image.Image], Packed]
+
+
+def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int]) -> list[Packed]:
+    """Pack the images from `start` to `stop` of a split: what a worker does.
+
+    Raises:
+        ImageError: a file cannot be read, which may pass, or an image cannot be encoded.
+    """
+    number, start, stop = task
+    split, packed = splits[number], []
+    for index in range(start, stop):
+        path = split.index.path(index)
+        try:
+            payload = split.read(index)
+        except OSError as error:
+            raise ImageError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            image = decode(payload)
+        except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on damaged files
+            packed.append(Packed(None, one_line(error)))
+            continue
+        try:
+            packed.append(convert(payload, image))
+        except Exception as error:
+            raise ImageError(f"cannot pack image {path}: {one_line(error)}") from error
+    return packed
+
+
+def one_line(error: Exception) -> str:
+    """Return the reason of an error, as one line; the same for the same bytes."""
+    # Pillow shows the file object that it was given, with its address.
+    text = re.sub(r" <_io\.BytesIO object at 0x[0-9a-f]+>", "", str(error))
+    return " ".join(text.split()) or type(error).__name__
+
+
+class HashingFile:
+    """What tarfile needs of a file that is written, and a SHA-256 of what went through."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.sha256 = hashlib.sha256()
+        self.tell = file.tell
+
+    def write(self, payload: bytes) -> int:
+        """Write and hash."""
+        self.sha256.update(payload)
+        return self.file.write(payload)
+
+
+class ShardWriter:
+    """Writes one shard and checks what the disk has of it.
+
+    Args:
+        split: where the images come from.
+        shard: which ones.
+        results: what the workers make of them; as many are taken as the shard has images.
+        progress: is told of every image.
+        skip_bad: whether an image that cannot be decoded is left out.
+    """
+
+    def __init__(
+        self, split: Split, shard: Shard, results: Iterator[Packed], progress: Progress, *, skip_bad: bool
+    ) -> None:
+        self.split, self.shard, self.progress, self.skip_bad = split, shard, progress, skip_bad
+        self.results = islice(results, shard.stop - shard.start)
+        self.members = []
+        self.kept, self.skipped = {}, []
+        self.num_bytes, self.sha256 = 0, ""
+
+    def write(self, file: BinaryIO) -> None:
+        """Write every image as a member of a tar, with headers that depend on names and sizes alone.
+
+        Raises:
+            ImageError: an image cannot be decoded.
+        """
+        hashing = HashingFile(file)
+        with tarfile.open(fileobj=hashing, mode="w", format=tarfile.GNU_FORMAT) as tar:
+            for index, packed in zip(range(self.shard.start, self.shard.stop), self.results, strict=True):
+                name = self.split.names[index]
+                self.progress.update(self.split.sizes[index], len(packed.payload or b""))
+                if packed.payload is None:
+                    self.leave_out(name, packed.note)
+                    continue
+                if packed.note:
+                    self.kept.setdefault(packed.note, []).append(name)
+                member = tarfile.TarInfo(f"{self.split.name}/{name}")
+                member.size = len(packed.payload)
+                tar.addfile(member, io.BytesIO(packed.payload))
+                self.members.append((member.name, member.size))
+        self.num_bytes, self.sha256 = file.tell(), hashing.sha256.hexdigest()
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Note an image that cannot be decoded, or stop because of it."""
+        if not self.skip_bad:
+            raise ImageError(
+                f"cannot read image {self.split.root / name}: {reason}; replace it, or leave such images out with "
+                "--skip-bad (the same command goes on after the last whole shard)"
+            )
+        self.skipped.append({"name": name, "reason": reason})
+
+    def verify(self, path: Path) -> None:
+        """Read the file back.
+
+        Raises:
+            OSError: it is not what was written.
+        """
+        with open(path, "rb") as file:
+            if hasattr(os, "posix_fadvise"):  # what the disk has, and not what memory still holds
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        with tarfile.open(path, "r:") as tar:
+            members = [(member.name, member.size) for member in tar]
+        if checksum != self.sha256 or members != self.members:
+            raise OSError(errno.EIO, "read back otherwise than it was written")
+
+    def record(self) -> dict:
+        """Return the shard's part of the manifest."""
+        return {
+            "file": self.shard.file,
+            "images": len(self.members),
+            "source_bytes": sum(self.split.sizes[self.shard.start : self.shard.stop]),
+            "bytes": self.num_bytes,
+            "sha256": self.sha256,
+            # A set without any JPEG must not fill the manifest with names.
+            "kept": {reason: {"images": len(names), "first": names[:10]} for reason, names in self.kept.items()},
+            "skipped": self.skipped,
+        }
+
+
+@contextmanager
+def saying_where(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while a file is written into one line that names it."""
+    try:
+        yield
+    except (OSError, tarfile.TarError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UnfinishedError(
+            f"cannot write {path}: {reason}; what is whole stays, and the same command goes on from there"
+        ) from error
+
+
+class Manifest:
+    """What is in OUT: a file that is written anew, in one piece, after every shard.
+
+    Args:
+        out: the folder.
+        facts: settings, tools and source, on which every byte of the shards depends.
+        records: the shards that are there, by file name.
+    """
+
+    def __init__(self, out: Path, facts: dict, records: dict[str, dict]) -> None:
+        self.path = out / MANIFEST
+        self.facts, self.records = facts, records
+
+    def save(self, shards: list[Shard], splits: list[Split], fingerprints: dict[str, str] | None = None) -> None:
+        """Write the manifest: of a complete pack, if the fingerprints of its splits are given."""
+        parts = {}
+        for number, split in enumerate(splits):
+            planned = [shard.file for shard in shards if shard.split == number]
+            records = [self.records[file] for file in planned if file in self.records]
+            totals = {key: sum(record[key] for record in records) for key in ("images", "source_bytes", "bytes")}
+            parts[split.name] = {
+                **totals,
+                "classes": len(split.classes),
+                "kept": sum(kept["images"] for record in records for kept in record["kept"].values()),
+                "skipped": sum(len(record["skipped"]) for record in records),
+                "fingerprint": fingerprints[split.name] if fingerprints else None,
+                "num_shards": len(planned),
+                "shards": records,
+            }
+        state = "complete" if fingerprints else "writing"
+        content = {"kind": KIND, "format": FORMAT, "state": state, **self.facts, "splits": parts}
+        with saying_where(self.path):
+            write_atomically(self.path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
+
+
+def read_manifest(out: Path) -> dict | None:
+    """Return the manifest of a folder, or None where there is none.
+
+    Raises:
+        UserError: it is another tool's or another version's.
+    """
+    path = out / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+        is_ours = content["kind"] == KIND
+    except (ValueError, KeyError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise UserError(f"{path} is not of this tool; choose another folder")
+    if content["format"] != FORMAT:
+        raise UserError(
+            f"{path} is of format {content['format']}, and this version writes {FORMAT}; choose another OUT"
+        )
+    return content
+
+
+def records_of(manifest: dict) -> dict[str, dict]:
+    """Return the records of all shards by file name."""
+    return {record["file"]: record for part in manifest["splits"].values() for record in part["shards"]}
+
+
+def prepare_folder(out: Path, *, overwrite: bool) -> dict | None:
+    """Make OUT ready to be written, and return the manifest of the pack to go on with, if there is one.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    manifest = read_manifest(out)
+    # A reader may have left its index there, which is never taken for this pack's once the tars have changed.
+    foreign = [path for path in sorted(out.iterdir()) if path.name != LOCK and not INDEX.fullmatch(path.name)]
+    if manifest is not None:
+        foreign = [path for path in foreign if not OWN_FILES.fullmatch(path.name)]
+    if foreign:
+        raise UserError(f"{out} holds {foreign[0].name}, which is no part of a pack; choose an empty or new folder")
+    if manifest is None:
+        return None
+    # The manifest last: without it a folder of tars is nobody's.
+    for path in sorted(out.iterdir(), key=lambda path: path.name == MANIFEST):
+        if ".tmp." in path.name or (overwrite and path.name != LOCK):
+            path.unlink()
+    return None if overwrite else manifest
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep others from writing to the folder; however this process ends, the lock ends with it.
+
+    Raises:
+        UserError: somebody else is writing to it.
+    """
+    path = out / LOCK
+    with open(path, "a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last holder may have removed the file since it was opened here: then this lock keeps nobody out.
+            is_held = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        except (BlockingIOError, PermissionError, FileNotFoundError):
+            is_held = False
+        if not is_held:
+            raise UserError(f"another process is packing into {out}; wait for it, or choose another folder")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def shards_to_keep(out: Path, manifest: dict | None, facts: dict, *, skip_bad: bool) -> dict[str, dict]:
+    """Return the records of the shards that an earlier run wrote and that are still there.
+
+    Raises:
+        UserError: that run had other settings, tools or images.
+    """
+    if manifest is None:
+        return {}
+    changes = [
+        f"{key} is {new} and was {old}"
+        for topic in ("settings", "tools", "source")
+        for key, old, new in differences(manifest[topic], facts[topic])
+    ]
+    if changes:
+        raise UserError(
+            f"{out} holds a pack that was begun otherwise: {'; '.join(changes[:3])}. To go on give what it was begun "
+            "with; else choose another folder, or start over with --overwrite"
+        )
+    records = records_of(manifest)
+    skipped = [image["name"] for record in records.values() for image in record["skipped"]]
+    if skipped and not skip_bad:
+        raise UserError(
+            f"{out} was begun with --skip-bad and lacks {skipped[0]}; give --skip-bad again, or --overwrite"
+        )
+    return {
+        file: record
+        for file, record in records.items()
+        if (out / file).is_file() and (out / file).stat().st_size == record["bytes"]
+    }
+
+
+def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the key, the old and the new value of everything in which two nested dicts differ."""
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from differences(before, after, f"{prefix}{key} ")
+        elif before != after:
+            yield f"{prefix}{key}", *("none" if value is None else value for value in (before, after))
+
+
+def check_free_space(out: Path, splits: list[Split], shards: list[Shard]) -> None:
+    """Refuse what plainly does not fit; repacked JPEGs take about as much as before.
+
+    Raises:
+        UserError: less than nine tenths of what these shards need is free.
+    """
+    needed = sum(sum(splits[shard.split].sizes[shard.start : shard.stop]) for shard in shards)
+    free = shutil.disk_usage(out).free
+    if free < 0.9 * needed:
+        raise UserError(
+            f"{out} has {size_text(free)} free, and the pack needs about {size_text(needed)}; "
+            "free some space or choose another disk"
+        )
+
+
+def find_jpegtran() -> tuple[str, str]:
+    """Return where jpegtran is, and its version.
+
+    Raises:
+        UserError: there is none, or it is mozjpeg's.
+    """
+    path = shutil.which("jpegtran")
+    if path is None:
+        raise UserError(
+            "--lossless needs jpegtran, which is not on PATH; it comes with libjpeg-turbo (Debian and Ubuntu: "
+            "libjpeg-turbo-progs, Fedora: libjpeg-turbo-utils, conda and Homebrew: libjpeg-turbo, jpeg-turbo)"
+        )
+    command = [path, "-version"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", check=False)
+    version = (done.stderr + done.stdout).strip().splitlines()[:1]
+    if "mozjpeg" in "".join(version):
+        raise UserError(f"{path} is mozjpeg's, which writes progressive JPEGs; put libjpeg-turbo's first on PATH")
+    return path, "".join(version)
+
+
+def choose_conversion(options: argparse.Namespace) -> tuple[Convert, dict, dict]:
+    """Return what is done to each image, and the settings and tool versions that decide its bytes."""
+    libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
+    settings = {"mode": "lossless", "splits": options.splits, "shard_mib": options.shard_mib}
+    tools = {"pillow": pillow_version, "libjpeg of pillow": libjpeg}
+    if options.lossless:
+        path, version = find_jpegtran()
+        return partial(repack_losslessly, jpegtran=path), settings, {**tools, "jpegtran": version}
+    side = "short-side" if options.short_side else "max-side"
+    shape = {"px": options.short_side or options.max_side, "quality": options.quality or 90}
+    return partial(shrink, side=side, **shape), {**settings, "mode": side, **shape}, tools
+
+
+def pack(options: argparse.Namespace) -> None:
+    """Write what is missing of the pack, and say what is there at the end."""
+    convert, settings, tools = choose_conversion(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with locked(options.out):
+        earlier = prepare_folder(options.out, overwrite=options.overwrite)
+        splits = [Split(options.data_path, name) for name in options.splits]
+        facts = {"settings": settings, "tools": tools, "source": {split.name: split.describe() for split in splits}}
+        shards = plan_shards(splits, options.shard_mib * 2**20)
+        records = shards_to_keep(options.out, earlier, facts, skip_bad=options.skip_bad)
+        manifest = Manifest(options.out, facts, records)
+        missing = [shard for shard in shards if shard.file not in records]
+        if options.lossless:
+            check_free_space(options.out, splits, missing)
+        if records:
+            print(f"{options.out} has {len(records)} of {len(shards)} shards already")
+        if missing:
+            manifest.save(shards, splits)
+            write_shards(manifest, shards, splits, convert, options)
+        fingerprints = {split.name: packed_fingerprint(split, manifest.records) for split in splits}
+        manifest.save(shards, splits, fingerprints)
+    summarize(read_manifest(options.out))
+
+
+def write_shards(
+    manifest: Manifest, shards: list[Shard], splits: list[Split], convert: Convert, options: argparse.Namespace
+) -> None:
+    """Write the shards that the manifest lacks, one after the other, of images that workers pack."""
+    missing = [shard for shard in shards if shard.file not in manifest.records]
+    tasks = (
+        (shard.split, start, min(start + IMAGES_PER_TASK, shard.stop))
+        for shard in missing
+        for start in range(shard.start, shard.stop, IMAGES_PER_TASK)
+    )
+    num_images = sum(len(split.names) for split in splits)
+    progress = Progress(num_images, num_images - sum(shard.stop - shard.start for shard in missing))
+    with Workers(options.workers, partial(pack_images, splits, convert)) as workers:
+        results = chain.from_iterable(workers.in_order(tasks))
+        try:
+            for shard in missing:
+                writer = ShardWriter(splits[shard.split], shard, results, progress, skip_bad=options.skip_bad)
+                with saying_where(options.out / shard.file):
+                    write_atomically(options.out / shard.file, writer.write, writer.verify)
+                manifest.records[shard.file] = writer.record()
+                manifest.save(shards, splits)
+        finally:
+            progress.finish()
+
+
+def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
+    """Return the fingerprint of what was packed of a split.
+
+    Raises:
+        UnfinishedError: nothing is left of a class, which would change every later label.
+    """
+    skipped = {
+        image["name"]
+        for file, record in records.items()
+        if file.rpartition("-")[0] == split.name
+        for image in record["skipped"]
+    }
+    names = [name for name in split.names if name not in skipped]
+    lost = set(split.classes) - {name.split("/")[0] for name in names}
+    if lost:
+        raise UnfinishedError(
+            f"no image of {split.root / min(lost)} can be read; replace one, or remove the class folder"
+        )
+    return fingerprint(names)
+
+
+def summarize(manifest: dict) -> None:
+    """Print what a complete pack holds."""
+    for name, part in manifest["splits"].items():
+        share = f"{part['bytes'] / max(part['source_bytes'], 1):.0%}"
+        line = (
+            f"{name}: {part['images']:,} images of {part['classes']:,} classes in {part['num_shards']} shards, "
+            f"{size_text(part['bytes'])}, {share} of {size_text(part['source_bytes'])}"
+        )
+        reasons = {}
+        for record in part["shards"]:
+            for reason, kept in record["kept"].items():
+                reasons[reason] = reasons.get(reason, 0) + kept["images"]
+        for reason, number in reasons.items():
+            line += f"; {number:,} kept as they were ({reason})"
+        if part["skipped"]:
+            line += f"; {part['skipped']:,} left out, listed in {MANIFEST}"
+        print(line)
+
+
+def check_shard(out: Path, record: dict) -> tuple[list[str], list[str]]:
+    """Compare a shard with its record, and decode its images.
+
+    Returns:
+        What is wrong with it, one line each, and the names of its members.
+    """
+    path, problems, names, damaged = out / record["file"], [], [], []
+    try:
+        with open(path, "rb") as file:
+            checksum, size = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+        if size != record["bytes"]:
+            problems.append(f"{path}: {size:,} bytes, and the manifest says {record['bytes']:,}")
+        elif checksum != record["sha256"]:
+            problems.append(f"{path}: its content is not what was written (SHA-256 differs)")
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                names.append(member.name)
+                try:
+                    decode(tar.extractfile(member).read())
+                except Exception as error:
+                    damaged.append(f"{member.name}: {one_line(error)}")
+    except (OSError, tarfile.TarError) as error:
+        problems.append(f"{path}: {one_line(error)}")
+    if damaged:
+        problems.append(f"{path}: {len(damaged)} images cannot be read, the first {damaged[0]}")
+    if len(names) != record["images"]:
+        problems.append(f"{path}: {len(names):,} images, and the manifest says {record['images']:,}")
+    return problems, names
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Check every shard of a pack, and print what is wrong.
+
+    Raises:
+        UserError: there is no pack.
+        UnfinishedError: something is wrong with it.
+    """
+    out = options.out
+    manifest = read_manifest(out)
+    if manifest is None:
+        raise UserError(f"--verify {out}: there is no {MANIFEST} in it")
+    records = records_of(manifest)
+    problems = [] if manifest["state"] == "complete" else [f"{out}: not finished; the command that began it goes on"]
+    others = {path.name for path in out.iterdir()} - {*records, MANIFEST, LOCK}
+    problems += [f"{out / name}: not in the manifest" for name in sorted(others)]
+    names = {split: [] for split in manifest["splits"]}
+    with Workers(options.workers, partial(check_shard, out)) as workers:
+        for record, (found, members) in zip(records.values(), workers.in_order(records.values()), strict=True):
+            print(f"{record['file']}: {'wrong' if found else 'ok'}, {len(members):,} images", flush=True)
+            problems += found
+            split = record["file"].rpartition("-")[0]
+            names[split] += [member.removeprefix(f"{split}/") for member in members]
+    for split, part in manifest["splits"].items():
+        if not problems and fingerprint(names[split]) != part["fingerprint"]:
+            problems.append(f"{out}: the names of {split} are not those that were packed")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        raise UnfinishedError(f"--verify {out}: {len(problems)} things are wrong")
+    summarize(manifest)
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of this tool's options."""
+    parser = config.OneLineParser(
+        prog="python -m scripts.pack",
+        usage="python -m scripts.pack --data-path DIR OUT (--lossless | --short-side PX | --max-side PX) [options]",
+        description="Write an image folder as tar files that load faster.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder for the pack: new, empty, or holding one already")
+    parser.add_argument("--data-path", metavar="DIR", type=Path, help="folder with train/ and val/, one folder a class")
+    parser.add_argument(
+        "--splits",
+        metavar="NAME",
+        nargs="+",
+        default=["train", "val"],
+        help="which of its folders (default: train val)",
+    )
+    modes = parser.add_mutually_exclusive_group(required=True)
+    modes.add_argument("--lossless", action="store_true", help="the same pixels, restart markers added (by jpegtran)")
+    modes.add_argument("--short-side", metavar="PX", type=int, help="shrink so that the shorter side is at most this")
+    modes.add_argument("--max-side", metavar="PX", type=int, help="shrink so that the longer side is at most this")
+    modes.add_argument(
+        "--verify", action="store_true", help="check the pack in OUT: checksums, and every image decodes"
+    )
+    parser.add_argument("--quality", metavar="Q", type=int, help="of JPEGs that are encoded again (default: 90)")
+    parser.add_argument(
+        "--shard-mib",
+        metavar="MIB",
+        type=int,
+        default=512,
+        help="how much of the source goes into one tar (default: 512); shrunk images make it smaller",
+    )
+    parser.add_argument("--workers", metavar="N", type=int, help="processes that pack images (default: one a core)")
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="leave out and list images that cannot be decoded, where else it stops"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="remove the pack in OUT first")
+    return parser
+
+
+def validate(options: argparse.Namespace) -> None:
+    """Fill in what follows from the machine, and refuse what makes no sense.
+
+    Raises:
+        UserError: two options contradict each other, or a value is out of range.
+    """
+    if options.workers is None:
+        options.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    limits = {"--short-side": 65500, "--max-side": 65500, "--quality": 100, "--shard-mib": 2**20, "--workers": 1024}
+    for option, largest in limits.items():
+        value = getattr(options, option[2:].replace("-", "_"))
+        if value is not None and not 1 <= value <= largest:
+            raise UserError(f"{option} {value}: give a number from 1 to {largest}")
+    if options.verify:
+        if options.data_path or options.quality or options.overwrite or options.skip_bad:
+            raise UserError("--verify takes the folder of a pack and --workers, and no other option")
+        return
+    if options.data_path is None:
+        raise UserError("--data-path is needed: the folder that holds train/ and val/ (--help lists the options)")
+    if options.lossless and options.quality is not None:
+        raise UserError("--quality has no meaning with --lossless; leave one of them out")
+    check_folders(options)
+
+
+def check_folders(options: argparse.Namespace) -> None:
+    """Refuse splits that are no folders of their own, and a pack inside of what it packs.
+
+    Raises:
+        UserError: it is so.
+    """
+    if len({*options.splits}) < len(options.splits) or any(
+        "/" in name or name in ("", ".", "..") for name in options.splits
+    ):
+        raise UserError(f"--splits {' '.join(options.splits)}: give names of folders in {options.data_path}, each once")
+    for name in options.splits:
+        if (options.data_path / name).resolve() in (options.out.resolve(), *options.out.resolve().parents):
+            raise UserError(f"{options.out} is inside {options.data_path / name}; choose a folder outside the images")
+
+
+def main() -> None:
+    """Pack or verify as the command line says."""
+    parser = get_args_parser()
+    # As Ctrl-C: a batch system ends a job with it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        options = parser.parse_args()
+        validate(options)
+        (verify if options.verify else pack)(options)
+    except (UserError, ImageError) as error:
+        message, exit_code = str(error), error.exit_code
+    except OSError as error:
+        message, exit_code = str(error), 1
+    except KeyboardInterrupt:
+        message, exit_code = "interrupted; the same command goes on after the last whole shard", 130
+    else:
+        return
+    sys.stdout.flush()
+    sys.stderr.write(f"{parser.prog}: error: {message}\n")
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

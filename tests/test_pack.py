@@ -1,0 +1,528 @@
+"""scripts/pack.py: the same data set in tars, whatever interrupts it."""
+
+import contextlib
+import fcntl
+import io
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+
+import data
+from decode import read_frame
+from tests.conftest import write_images
+from tests.ranks import REPOSITORY, Outcome, run_ranks, strike_at
+
+# CI must not pass without it; who has it not may still run the other tests.
+needs_jpegtran = pytest.mark.skipif(
+    shutil.which("jpegtran") is None and "CI" not in os.environ, reason="jpegtran (libjpeg-turbo) is not installed"
+)
+
+
+def smooth_image(mode: str, size: tuple[int, int], seed: int = 0) -> Image.Image:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (6, 6, 4), dtype=torch.uint8, generator=generator).numpy()
+    image = Image.frombytes("CMYK", (6, 6), pixels.tobytes()) if mode == "CMYK" else Image.fromarray(pixels[..., :3])
+    return image.resize(size, Image.Resampling.BICUBIC).convert(mode)
+
+
+def write_odd_images(folder: Path) -> None:
+    """Write every kind of image file that ImageNet and others hold."""
+    folder.mkdir(parents=True)
+    wide = smooth_image("RGB", (150, 101))
+    wide.save(folder / "progressive.jpg", quality=92, progressive=True, subsampling="4:2:0", comment=b"hello")
+    wide.save(folder / "full_chroma.JPEG", quality=95, subsampling="4:4:4", exif=b"Exif\0\0rotated")
+    wide.save(folder / "half_chroma.jpg", quality=80, subsampling="4:2:2")
+    smooth_image("L", (61, 90)).save(folder / "grey.jpg")
+    smooth_image("CMYK", (70, 80)).save(folder / "cmyk.jpg")
+    smooth_image("RGB", (40, 30)).save(folder / "really_png.JPEG", format="PNG")
+    smooth_image("RGB", (90, 33)).convert("P").save(folder / "palette.png")
+    smooth_image("RGB", (50, 60)).save(folder / ("long_name_" + 100 * "x" + ".webp"))
+    (folder / "deeper").mkdir()
+    smooth_image("RGB", (200, 20)).save(folder / "deeper" / "ünïcode name.jpg")
+
+
+JPEGS = ["progressive.jpg", "full_chroma.JPEG", "half_chroma.jpg", "grey.jpg", "cmyk.jpg", "deeper/ünïcode name.jpg"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """36 ordinary and 9 odd images; a shard of one MiB would hold them all."""
+    folder = write_images(tmp_path_factory.mktemp("source"), {"train": [12, 9], "val": [8, 7]}, size=(96, 64))
+    write_odd_images(folder / "train" / "odd")
+    write_odd_images(folder / "val" / "odd")
+    return folder
+
+
+def pack_process(argv, fault=None, environment=None, largest_file=None, fifo=None):
+    """Run the packer's command line in this process, small tars and all."""
+    from scripts import pack
+
+    if fifo:
+        os.open(fifo, os.O_WRONLY)  # open for as long as this process or one that it forked lives
+    os.environ.update(environment or {})
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    if fault:
+        strike_at(*fault)
+    plan_shards = pack.plan_shards
+    pack.plan_shards = lambda splits, _: plan_shards(splits, 12_000)  # --shard-mib knows whole MiB only
+    sys.argv = ["pack", *map(str, argv)]
+    pack.main()
+
+
+def run(tmp_path: Path, *argv, fault=None, environment=None, largest_file=None, fifo=None) -> Outcome:
+    """Run the packer in a process of its own, and return what became of it."""
+    arguments = (argv, fault, environment, largest_file, fifo)
+    return run_ranks(pack_process, 1, *arguments, log_folder=tmp_path, timeout_s=60)
+
+
+def images_of(folder: Path) -> list[Path]:
+    """Return the image files below a folder, without the index that reading it leaves there."""
+    return sorted(path for path in folder.rglob("*.*") if path.is_file() and not path.name.startswith("."))
+
+
+def pack_losslessly(root: Path, target: Path) -> None:
+    """Pack a split's folder into `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    logs = target.with_name(f"{target.name}-logs")
+    logs.mkdir()
+    run(logs, "--data-path", root.parent, target, "--splits", root.name, "--lossless", "--workers", 1).check()
+
+
+def error_line(outcome: Outcome, exit_code: int) -> str:
+    """Return the one line that a failed run must leave."""
+    assert outcome.codes == [exit_code], outcome.output
+    assert "Traceback" not in outcome.output, outcome.output
+    lines = [line for line in outcome.output.splitlines() if line.startswith("python -m scripts.pack: error: ")]
+    assert len(lines) == 1, outcome.output
+    return lines[0]
+
+
+def extract(out: Path, folder: Path) -> Path:
+    """Unpack every tar by the real tar program."""
+    folder.mkdir()
+    for path in sorted(out.glob("*.tar")):
+        subprocess.run(["tar", "xf", str(path), "-C", str(folder)], check=True)
+    return folder
+
+
+def content(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def lossless(source, tmp_path_factory):
+    """A lossless pack by one worker, and the image folder that tar makes of it."""
+    folder = tmp_path_factory.mktemp("lossless")
+    run(folder, "--data-path", source, folder / "out", "--lossless", "--workers", 1).check()
+    return folder / "out", extract(folder / "out", folder / "extracted")
+
+
+@pytest.fixture(scope="module")
+def short_side(source, tmp_path_factory):
+    """A pack of images of short side 48, and the image folder that tar makes of it."""
+    folder = tmp_path_factory.mktemp("short")
+    run(folder, "--data-path", source, folder / "out", "--short-side", 48, "--workers", 1).check()
+    return folder / "out", extract(folder / "out", folder / "extracted")
+
+
+@pytest.mark.parametrize("kind", [pytest.param("lossless", marks=needs_jpegtran), "short_side"])
+def test_tar_gives_back_image_folders_listing(source, kind, request):
+    out, extracted = request.getfixturevalue(kind)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for split in ("train", "val"):
+        before, after = datasets.ImageFolder(source / split), datasets.ImageFolder(extracted / split)
+        assert after.class_to_idx == before.class_to_idx
+        names = [(os.path.relpath(path, source), label) for path, label in before.samples]
+        assert [(os.path.relpath(path, extracted), label) for path, label in after.samples] == names
+        assert manifest["splits"][split]["fingerprint"] == data.IndexedImageFolder(source / split, None).fingerprint()
+        assert manifest["splits"][split]["images"] == len(names)
+        files = [f"{split}-{number:06d}.tar" for number in range(len(list(out.glob(f"{split}-*"))))]
+        assert len(files) > 1
+        members = [line for file in files for line in listing(out / file)]
+        assert members == [name for name, _ in names]  # in ImageFolder's order
+    assert manifest["state"] == "complete"
+
+
+def listing(path: Path) -> list[str]:
+    command = ["tar", "tf", str(path), "--quoting-style=literal"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def restart_interval(payload: bytes) -> int:
+    place = payload.index(b"\xff\xdd")  # define restart interval: 2 bytes of length, 2 of MCUs
+    return int.from_bytes(payload[place + 4 : place + 6], "big")
+
+
+def assert_a_restart_marker_each_row(payload: bytes) -> None:
+    frame = read_frame(payload)
+    sampling = payload[frame.place + 11]  # of the first component, horizontal and vertical
+    width_px, height_px = (8 * (sampling >> 4), 8 * (sampling & 15)) if frame.num_components > 1 else (8, 8)
+    assert payload[frame.place + 1] in (0xC0, 0xC1)  # not progressive: rows can be cut out
+    assert restart_interval(payload) == math.ceil(frame.width / width_px)
+    rows = math.ceil(frame.height / height_px)
+    scan = payload[payload.rindex(b"\xff\xda") :]
+    assert [scan.count(bytes([0xFF, 0xD0 + number])) for number in range(8)] == [
+        len(range(number, rows - 1, 8)) for number in range(8)
+    ]
+
+
+@needs_jpegtran
+def test_lossless_keeps_every_pixel_and_marks_every_row(source, lossless):
+    out, extracted = lossless
+    for path in images_of(source):
+        copy = extracted / path.relative_to(source)
+        with Image.open(path) as before, Image.open(copy) as after:
+            assert (after.mode, after.size, after.format) == (before.mode, before.size, before.format)
+            assert after.tobytes() == before.tobytes()
+            if before.format == "JPEG":
+                assert_a_restart_marker_each_row(copy.read_bytes())
+            else:
+                assert copy.read_bytes() == path.read_bytes()
+    with Image.open(extracted / "train" / "odd" / "full_chroma.JPEG") as image:
+        assert image.info["exif"] == b"Exif\0\0rotated"
+    kept = {}
+    for shard in json.loads((out / "manifest.json").read_text())["splits"]["val"]["shards"]:
+        for reason, images in shard["kept"].items():
+            kept.setdefault(reason, []).extend(Path(name).name[:7] for name in images["first"])
+    assert kept == {"PNG, not JPEG": ["palette", "really_"], "WEBP, not JPEG": ["long_na"]}
+
+
+@needs_jpegtran
+def test_a_repack_with_other_pixels_is_not_used(source, tmp_path):
+    """A jpegtran that answers with another image: the original stays, which is counted."""
+    liar = tmp_path / "jpegtran"
+    other = tmp_path / "other.jpg"
+    smooth_image("RGB", (96, 64), seed=5).save(other)
+    liar.write_text(f"#!/bin/sh\n[ $1 = -version ] && exec echo 1.0\n/bin/cat >/dev/null\n/bin/cat {other}\n")
+    liar.chmod(0o755)
+    command = ["--data-path", source, tmp_path / "out", "--lossless", "--splits", "val", "--workers", 1]
+    done = run(tmp_path, *command, environment={"PATH": str(tmp_path)}).check()
+    assert "15 kept as they were (other pixels after jpegtran)" in done.output
+    assert "6 kept as they were (another kind of image after jpegtran)" in done.output
+    extracted = extract(tmp_path / "out", tmp_path / "extracted")
+    for path in images_of(source / "val"):
+        assert (extracted / path.relative_to(source)).read_bytes() == path.read_bytes()
+
+
+def psnr(image: Image.Image, other: Image.Image) -> float:
+    difference = numpy.asarray(image, dtype=float) - numpy.asarray(other, dtype=float)
+    return 10 * math.log10(255**2 / max(float((difference**2).mean()), 1e-9))
+
+
+def test_short_side_has_pillows_pixels_and_marks_every_row(source, short_side):
+    _, extracted = short_side
+    sizes = {}
+    for path in images_of(source):
+        copy = extracted / path.relative_to(source)
+        with Image.open(path) as image, Image.open(copy) as after:
+            width, height = image.size
+            if min(width, height) > 48:
+                # As torchvision's Resize: the longer side is rounded down.
+                size = (48, 48 * height // width) if width <= height else (48 * width // height, 48)
+                expected = image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+            else:
+                expected = image.convert("RGB")
+            assert (after.format, after.mode, after.size) == ("JPEG", "RGB", expected.size), path
+            plain = io.BytesIO()
+            expected.save(plain, "JPEG", quality=90)  # 4:2:0 by default; restart markers change no pixel
+            assert after.tobytes() == Image.open(plain).tobytes(), path
+            assert psnr(after, expected) > (20 if path.name == "palette.png" else 30), path  # dithering is noise
+            assert "exif" not in after.info
+            assert "comment" not in after.info
+        assert_a_restart_marker_each_row(copy.read_bytes())
+        sizes[path.name] = expected.size
+    assert sizes["progressive.jpg"] == (71, 48)
+    assert sizes["grey.jpg"] == (48, 70)
+    assert sizes["ünïcode name.jpg"] == (200, 20)
+
+
+def test_max_side_bounds_the_longer_side(source, tmp_path):
+    command = ["--data-path", source, tmp_path / "out", "--max-side", 64, "--splits", "val", "--quality", 50]
+    run(tmp_path, *command, "--workers", 1).check()
+    extracted = extract(tmp_path / "out", tmp_path / "extracted")
+    sizes = {path.name: Image.open(path).size for path in extracted.rglob("*.*")}
+    assert sizes["progressive.jpg"] == (64, 43)
+    assert sizes["grey.jpg"] == (43, 64)
+    assert sizes["really_png.JPEG"] == (40, 30)
+    assert sizes["ünïcode name.jpg"] == (64, 6)
+    assert max(max(size) for size in sizes.values()) == 64
+
+
+def test_noise_is_not_too_much_for_pillows_buffer(tmp_path):
+    noise = torch.randint(0, 2, (300, 300, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)) * 255
+    with pytest.raises(OSError, match="broken data stream"):
+        Image.fromarray(noise.numpy()).save(io.BytesIO(), "JPEG", quality=90, optimize=True)
+    folder = tmp_path / "noise" / "train" / "a"
+    folder.mkdir(parents=True)
+    Image.fromarray(noise.numpy()).save(folder / "noise.png")
+    command = ["--data-path", tmp_path / "noise", tmp_path / "out", "--splits", "train", "--short-side", 300]
+    run(tmp_path, *command, "--workers", 1).check()
+
+
+@needs_jpegtran
+def test_neither_workers_nor_folders_change_a_byte(source, lossless, tmp_path):
+    run(tmp_path, "--data-path", source, tmp_path / "out", "--lossless", "--workers", 3).check()
+    assert content(tmp_path / "out") == content(lossless[0])
+
+
+def wait_for_end_of_writers(reader: int, timeout_s: float = 20) -> None:
+    """Return when no process has the pipe's other end open."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            if os.read(reader, 1) == b"":
+                return
+        time.sleep(0.01)
+    pytest.fail("a process of the packer is still alive")
+
+
+KILLS = [
+    ("tarfile.TarFile.addfile", 1, "before"),  # nothing is written yet
+    ("tarfile.TarFile.addfile", 17, "after"),  # in the middle of a shard
+    ("scripts.pack.ShardWriter.verify", 2, "before"),  # whole, and not in place
+    ("files.os.replace", 4, "after"),  # in place, and not in the manifest (the first is the manifest's own)
+    ("scripts.pack.packed_fingerprint", 1, "before"),  # everything but the last line
+]
+
+
+@pytest.mark.parametrize("fault", KILLS, ids=lambda fault: f"{fault[2]}-{fault[0]}-{fault[1]}")
+def test_killed_and_run_again_it_writes_the_same_bytes(source, short_side, tmp_path, fault):
+    command = ["--data-path", source, tmp_path / "out", "--short-side", 48, "--workers", 2]
+    os.mkfifo(tmp_path / "fifo")
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    killed = run(tmp_path, *command, fault=fault, fifo=str(tmp_path / "fifo"))
+    assert killed.codes == [-signal.SIGKILL], killed.output
+    wait_for_end_of_writers(reader)
+    os.close(reader)
+    out = tmp_path / "out"
+    assert json.loads((out / "manifest.json").read_text())["state"] == "writing"
+    whole = {path.name: path.stat().st_mtime_ns for path in recorded(out)}
+    run(tmp_path, *command).check()
+    assert content(out) == content(short_side[0])
+    assert {name: (out / name).stat().st_mtime_ns for name in whole} == whole  # these were not written again
+
+
+def recorded(out: Path) -> list[Path]:
+    manifest = json.loads((out / "manifest.json").read_text())
+    return [out / shard["file"] for split in manifest["splits"].values() for shard in split["shards"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_says_so_in_one_line_and_leaves_whole_shards_only(source, short_side, tmp_path, number):
+    command = ["--data-path", source, tmp_path / "out", "--short-side", 48, "--workers", 2]
+    stopped = run(tmp_path, *command, fault=("tarfile.TarFile.addfile", 17, "after", number))
+    assert "interrupted; the same command goes on" in error_line(stopped, 130)
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"manifest.json", *(path.name for path in recorded(tmp_path / "out"))}
+    run(tmp_path, *command).check()
+    assert content(tmp_path / "out") == content(short_side[0])
+
+
+def copy_of(pack: Path, tmp_path: Path) -> Path:
+    shutil.copytree(pack, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_complete_pack_is_left_alone_and_a_lost_shard_written_again(source, short_side, tmp_path):
+    out = copy_of(short_side[0], tmp_path)
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    command = ["--data-path", source, out, "--short-side", 48, "--workers", 1]
+    run(tmp_path, *command).check()
+    assert {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")} == before
+    (out / "train-000001.tar").unlink()
+    with open(out / "val-000000.tar", "ab") as file:
+        file.truncate(1000)
+    run(tmp_path, *command).check()
+    assert content(out) == content(short_side[0])
+
+
+REFUSALS = {
+    "other size": (["--short-side", "49"], ["px is 49 and was 48", "--overwrite"]),
+    "other kind": (["--max-side", "48"], ["mode is max-side and was short-side"]),
+    "other quality": (["--short-side", "48", "--quality", "91"], ["quality is 91 and was 90"]),
+    "other splits": (["--short-side", "48", "--splits", "val"], ["splits"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_other_settings_are_refused(source, short_side, tmp_path, case):
+    options, words = REFUSALS[case]
+    out = copy_of(short_side[0], tmp_path)
+    line = error_line(run(tmp_path, "--data-path", source, out, *options), 2)
+    assert all(word in line for word in words), line
+    assert content(out) == content(short_side[0])
+
+
+def test_a_changed_source_is_refused_until_it_may_overwrite(source, short_side, tmp_path):
+    out, changed = copy_of(short_side[0], tmp_path), tmp_path / "changed"
+    shutil.copytree(source, changed)
+    (changed / "val" / "class0" / "image000.jpg").unlink()
+    command = ["--data-path", changed, out, "--short-side", 48, "--workers", 1]
+    assert "val images is 23 and was 24" in error_line(run(tmp_path, *command), 2)
+    run(tmp_path, *command, "--overwrite").check()
+    assert len(datasets.ImageFolder(extract(out, tmp_path / "extracted") / "val")) == 23
+
+
+def test_an_unreadable_image_stops_it_or_is_left_out_and_listed(source, tmp_path):
+    bad, out = tmp_path / "bad", tmp_path / "out"
+    shutil.copytree(source, bad)
+    torn = bad / "train" / "class1" / "image004.jpg"
+    torn.write_bytes(torn.read_bytes()[:900])
+    (bad / "val" / "class0" / "image002.jpg").write_bytes(b"")
+    command = ["--data-path", bad, out, "--short-side", 48, "--workers", 2]
+    assert str(torn) in error_line(run(tmp_path, *command), 1)
+    assert not list(out.glob("*.tmp.*"))
+    done = run(tmp_path, *command, "--skip-bad").check()
+    assert "1 left out" in done.output
+    manifest = json.loads((out / "manifest.json").read_text())
+    skipped = [entry for shard in manifest["splits"]["train"]["shards"] for entry in shard["skipped"]]
+    assert [entry["name"] for entry in skipped] == ["class1/image004.jpg"]
+    assert "truncated" in skipped[0]["reason"]
+    extracted = extract(out, tmp_path / "extracted")
+    assert len(datasets.ImageFolder(extracted / "train")) == 29
+    found = data.IndexedImageFolder(extracted / "train", None).fingerprint()
+    assert manifest["splits"]["train"]["fingerprint"] == found
+    assert "--skip-bad" in error_line(run(tmp_path, *command), 2)  # what lacks images does not pass for whole
+    run(tmp_path, "--verify", out, "--workers", 1).check()
+
+
+def test_a_class_that_would_vanish_is_an_error(source, tmp_path):
+    bad = tmp_path / "bad"
+    shutil.copytree(source / "val", bad / "val")
+    for path in (bad / "val" / "class1").iterdir():
+        path.write_bytes(b"no image")
+    command = ["--data-path", bad, tmp_path / "out", "--short-side", 48, "--splits", "val", "--skip-bad"]
+    assert f"no image of {bad / 'val' / 'class1'} can be read" in error_line(run(tmp_path, *command), 1)
+
+
+def test_without_jpegtran_lossless_says_where_it_comes_from(source, tmp_path):
+    command = ["--data-path", source, tmp_path / "out", "--lossless"]
+    line = error_line(run(tmp_path, *command, environment={"PATH": str(tmp_path)}), 2)
+    assert "needs jpegtran" in line
+    assert "libjpeg-turbo-progs" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half(source, tmp_path):
+    """A limit on the size of a file fails the same write that a full disk fails."""
+    command = ["--data-path", source, tmp_path / "out", "--short-side", 48, "--workers", 2]
+    line = error_line(run(tmp_path, *command, largest_file=8000), 1)
+    assert str(tmp_path / "out" / "train-000000.tar") in line
+    assert "File too large" in line
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
+
+
+def test_a_worker_that_is_killed_is_one_line(source, tmp_path):
+    command = ["--data-path", source, tmp_path / "out", "--short-side", 48, "--workers", 2]
+    line = error_line(run(tmp_path, *command, fault=("scripts.pack.shrink", 5, "before")), 1)
+    assert "a worker process ended unexpectedly" in line
+
+
+@needs_jpegtran
+def test_what_plainly_does_not_fit_is_refused(source, tmp_path):
+    big = tmp_path / "big"
+    shutil.copytree(source, big)
+    with open(big / "val" / "class0" / "image000.jpg", "ab") as file:
+        file.truncate(2 * shutil.disk_usage(tmp_path).free)  # takes no space
+    line = error_line(run(tmp_path, "--data-path", big, tmp_path / "out", "--lossless"), 2)
+    assert "GiB free, and the pack needs about" in line
+
+
+def test_two_packers_do_not_share_a_folder(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    with open(tmp_path / "out" / "pack.lock", "w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        line = error_line(run(tmp_path, "--data-path", source, tmp_path / "out", "--short-side", 48), 2)
+    assert "another process is packing into" in line
+
+
+BAD_COMMANDS = {
+    "foreign folder": ("--data-path {source} {source} --max-side 9", "holds train, which is no part of a pack"),
+    "somebody's tars": ("--data-path {source} {tars} --max-side 9 --overwrite", "holds train-000000.tar, which is no"),
+    "inside": ("--data-path {source} {source}/train/packed --max-side 9", "is inside"),
+    "no mode": ("--data-path {source} {tmp}/out", "one of the arguments --lossless"),
+    "two modes": ("--data-path {source} {tmp}/out --lossless --max-side 9", "not allowed with"),
+    "no data": ("{tmp}/out --max-side 9", "--data-path is needed"),
+    "no folder": ("--data-path {tmp}/nowhere {tmp}/out --max-side 9", "has no train/"),
+    "no such split": ("--data-path {source} {tmp}/out --max-side 9 --splits test", "has no test/"),
+    "quality": ("--data-path {source} {tmp}/out --max-side 9 --quality 101", "from 1 to 100"),
+    "zero": ("--data-path {source} {tmp}/out --max-side 0", "--max-side 0"),
+    "lossless quality": ("--data-path {source} {tmp}/out --lossless --quality 9", "no meaning with --lossless"),
+    "verify nothing": ("--verify {tars}", "there is no manifest.json"),
+    "typing error": ("--data-path {source} {tmp}/out --max-sid 9 --lossless", "--max-side"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COMMANDS)
+def test_bad_input_is_one_line_and_exit_code_2(source, tmp_path, case):
+    command, words = BAD_COMMANDS[case]
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars" / "train-000000.tar").write_bytes(b"precious")
+    argv = command.format(source=source, tmp=tmp_path, tars=tmp_path / "tars").split()
+    assert words in error_line(run(tmp_path, *argv), 2)
+    assert (tmp_path / "tars" / "train-000000.tar").read_bytes() == b"precious"
+
+
+def test_verify_says_what_is_wrong(short_side, tmp_path):
+    out = copy_of(short_side[0], tmp_path)
+    assert run(tmp_path, "--verify", out, "--workers", 2).check().output.count(": ok, ") == len(recorded(out))
+    files = sorted(out.glob("*.tar"))
+    torn, flipped, lost = files[0], files[1], files[2]
+    os.truncate(torn, 3000)
+    payload = bytearray(flipped.read_bytes())
+    payload[1000] ^= 1
+    flipped.write_bytes(payload)
+    lost.unlink()
+    (out / "train-000099.tar").write_bytes(b"")
+    done = run(tmp_path, "--verify", out, "--workers", 2)
+    assert "things are wrong" in error_line(done, 1)
+    for path, words in [
+        (torn, "3,000 bytes, and the manifest says"),
+        (flipped, "its content is not what was written"),
+        (lost, "No such file"),
+        (out / "train-000099.tar", "not in the manifest"),
+    ]:
+        assert any(line.startswith(f"{path}: ") and words in line for line in done.output.splitlines()), done.output
+
+
+def test_the_command_itself_runs_and_explains_itself():
+    command = [sys.executable, "-m", "scripts.pack", "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
+    for word in ["--lossless", "--short-side", "--max-side", "--skip-bad", "tar xf", "examples:"]:
+        assert word in done.stdout
+
+
+def test_a_shard_read_back_otherwise_than_written_is_not_kept(source):
+    """A disk that changes a byte between writing and reading."""
+    from scripts import pack
+
+    split = pack.Split(source, "val")
+    results = iter([pack.Packed(split.read(index)) for index in range(3)])
+    writer = pack.ShardWriter(
+        split, pack.Shard("val-000000.tar", 0, 0, 3), results, pack.Progress(3, 0), skip_bad=False
+    )
+    file = io.BytesIO()
+    writer.write(file)
+    path = source / "rotten.tar"
+    path.write_bytes(file.getvalue())
+    writer.verify(path)
+    rotten = bytearray(file.getvalue())
+    rotten[700] ^= 4
+    path.write_bytes(rotten)
+    with pytest.raises(OSError, match="read back otherwise"):
+        writer.verify(path)
+    path.unlink()
