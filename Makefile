@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DIGITS := $(BIN)/torchrun --standalone --nproc_per_node=2 train.py --recipe digits
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo format lint test test-dist test-slow test-gpu clean
+.PHONY: help setup demo format lint test test-dist test-slow chaos test-gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -44,6 +44,9 @@ test-dist: $(READY)  ## run the tests that start several processes
 
 test-slow: $(READY)  ## run the tests that take long
 	$(BIN)/python -m pytest -m slow
+
+chaos: $(READY)  ## break runs on purpose, 1,300 times, and count what is lost: half an hour
+	$(BIN)/python -m tests.chaos
 
 test-gpu: $(READY)  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

@@ -107,19 +107,22 @@ class Chaos:
             self.problems.append(f"step {before} was safe, and then only {newest}")
         return newest
 
-    def campaign(self, kind: str, number: int, world_size: int, *extra: str, shards: int = 4, **trouble) -> None:
+    def campaign(
+        self, kind: str, number: int, world_size: int | tuple, *extra: str, shards: int = 4, **trouble
+    ) -> None:
         """Break runs until `number` faults of a kind have struck; each run is resumed until it ends, and compared.
 
         Args:
             kind: the count.
             number: how many faults.
-            world_size: processes of a run.
+            world_size: processes of a run; or several, of which each start takes one.
             extra: further options.
             shards: of the global batch.
             trouble: `strike(duration_s)` returns signals as `run_ranks` takes them, or `fault(attempt)` a fault.
         """
-        self.reference(world_size, shards)
-        duration_s = self.duration_s[world_size, shards]
+        sizes = world_size if isinstance(world_size, tuple) else (world_size,)
+        for size in sizes:
+            self.reference(size, shards)
         start, struck, attempts = time.monotonic(), 0, 0
         while struck < number:
             out, safe, is_over = self.folder / f"run{next(self.numbers)}", -1, False
@@ -128,10 +131,12 @@ class Chaos:
                 if attempts > 4 * number + 40:
                     self.problems.append(f"{kind}: only {struck} of {number} faults struck in {attempts} attempts")
                     return
+                size = self.rng.choice(sizes)
+                duration_s = self.duration_s[size, shards]
                 strikes = trouble["strike"](duration_s) if "strike" in trouble and struck < number else []
                 faults = [trouble["fault"](struck)] if "fault" in trouble and struck < number else []
-                outcome = self.train(out, world_size, *extra, shards=shards, strikes=strikes, faults=faults)
-                is_over = status(out).get("state") == "finished" and outcome.codes == [0] * world_size
+                outcome = self.train(out, size, *extra, shards=shards, strikes=strikes, faults=faults)
+                is_over = status(out).get("state") == "finished" and outcome.codes == [0] * size
                 struck += not is_over
                 self.counts[kind] += not is_over
                 safe = self.note_loss(out, safe)
@@ -182,6 +187,10 @@ class Chaos:
         """Ask for a stop at random moments, with no saving but that at the ends of epochs: one process, one of four."""
         self.campaign("signals", number, 1, strike=self.signal_one)
         self.campaign("signals", number_of_ranks, 4, strike=lambda duration_s: self.signal_one(duration_s, 4))
+
+    def resizes(self, number: int) -> None:
+        """Kill a run at random moments, and go on with it on 1, 2 or 4 processes, in random order."""
+        self.campaign("resizes", number, (1, 2, 4), "--checkpoint-steps", "1", strike=self.kill_one)
 
     def bitflips(self, number: int) -> None:
         """Flip single bits of a checkpoint: it must be refused, or hold what it held."""
@@ -278,8 +287,8 @@ def main() -> None:
     """Run all campaigns and print the one line of counts; exit 1 where one is too small or anything was lost."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
     asked = {
-        "kills": 1000, "save-kills": 45, "rank-kills": 100, "all-rank-kills": 10, "signals": 50, "rank-signals": 20,
-        "bitflips": 3000,
+        "kills": 1000, "save-kills": 45, "rank-kills": 100, "all-rank-kills": 10, "resizes": 20, "signals": 50,
+        "rank-signals": 20, "bitflips": 3000,
     }  # fmt: skip
     for name, number in asked.items():
         parser.add_argument(f"--{name}", metavar="N", type=int, default=number, help=f"default {number}")
@@ -292,16 +301,18 @@ def main() -> None:
         chaos.hostile()
         chaos.save_kills(args.save_kills)
         chaos.signals(args.signals, args.rank_signals)
+        chaos.resizes(args.resizes)
         chaos.rank_kills(args.rank_kills, args.all_rank_kills)
         chaos.kills(args.kills)
     counts = {name: chaos.counts[name] for name in ("kills", "save_kills", "rank_kills", "signals", "bitflips")}
+    counts["rank_kills"] += chaos.counts["resizes"]
     bad = {name: chaos.counts[name] for name in ("lost", "different", "executed")}
     for problem in chaos.problems:
         print(problem)
     print("chaos: " + " ".join(f"{name}={number}" for name, number in {**counts, **bad}.items()))
     enough = {
-        "kills": args.kills, "save_kills": args.save_kills, "rank_kills": args.rank_kills + args.all_rank_kills,
-        "signals": args.signals + args.rank_signals, "bitflips": args.bitflips,
+        "kills": args.kills, "save_kills": args.save_kills,
+        "rank_kills": args.rank_kills + args.all_rank_kills + args.resizes, "signals": args.signals + args.rank_signals, "bitflips": args.bitflips,
     }  # fmt: skip
     sys.exit(bool(chaos.problems) or any(bad.values()) or any(counts[name] < enough[name] for name in counts))
 
