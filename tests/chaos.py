@@ -311,9 +311,12 @@ def main() -> None:
         print(problem)
     print("chaos: " + " ".join(f"{name}={number}" for name, number in {**counts, **bad}.items()))
     enough = {
-        "kills": args.kills, "save_kills": args.save_kills,
-        "rank_kills": args.rank_kills + args.all_rank_kills + args.resizes, "signals": args.signals + args.rank_signals, "bitflips": args.bitflips,
-    }  # fmt: skip
+        "kills": args.kills,
+        "save_kills": args.save_kills,
+        "rank_kills": args.rank_kills + args.all_rank_kills + args.resizes,
+        "signals": args.signals + args.rank_signals,
+        "bitflips": args.bitflips,
+    }
     sys.exit(bool(chaos.problems) or any(bad.values()) or any(counts[name] < enough[name] for name in counts))
 
 
