@@ -228,8 +228,7 @@ class CheckpointFolder:
                 self.acquire()
                 if self._own_files(STATE_FILES):
                     raise UserError(f"--output-dir {self.folder}: another run has begun there in the meantime")
-            for path in self._own_files(LEFTOVERS):
-                path.unlink(missing_ok=True)
+            self.tidy()
             if found is None or self.is_elsewhere(resume):
                 self._erase()
             if found is not None:
@@ -237,6 +236,11 @@ class CheckpointFolder:
                 self._adopt(found, run, source / "best.pth", best_payload)
         except OSError as error:
             raise UserError(f"--output-dir {self.folder} cannot be written: {error.strerror or error}") from error
+
+    def tidy(self) -> None:
+        """Remove what a killed process left half done."""
+        for path in self._own_files(LEFTOVERS):
+            path.unlink(missing_ok=True)
 
     def _adopt(self, found: Found, run: RunState, best: Path, best_payload: bytes | None) -> None:
         """Make the checkpoint that is gone on from the newest of this folder, under all its names."""

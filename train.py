@@ -342,6 +342,7 @@ class StepHook:
 
 def report_finished(args, run, manager):
     """Say once more how a finished run ended. Collective: every rank must call it."""
+    utils.call_on_master(manager.files.tidy)
     utils.call_on_master(write_status, manager.folder, "finished", run.step)
     print(result_of(args, run))
 
@@ -482,17 +483,17 @@ def is_restarted():
 
 def open_run(args, manager, run):
     """Make the output folder ready and write down what the run is. Collective: every rank must call it."""
+    start = note_start(manager.folder, run)
     manager.open(args.resume, run)
-    utils.call_on_master(describe_run, args, run, manager.folder)
+    utils.call_on_master(describe_run, args, run, manager.folder, start)
 
 
-def describe_run(args, run, folder):
+def describe_run(args, run, folder, start):
     """Write run.json, what the run is, recipe.toml, which runs it again, and status.json. Rank 0 only.
 
     Raises:
         NoProgressError: a launcher starts it again and again, and it gets nowhere.
     """
-    start = note_start(folder, run)
     write_status(folder, "running", run.step, start=start)
     if start["count"] >= MOST_STARTS and is_restarted():
         reason = f"no progress: start number {start['count']} in a row from step {run.step}"
