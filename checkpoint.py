@@ -302,7 +302,8 @@ def check_fits(state: dict, args: Any, num_classes: int, dataset: Any | None) ->
         return
     pairs = {name: (theirs.get(name), getattr(args, name)) for name in ("seed", "opt", "sync_bn")}
     there, here = state["environment"], describe_environment(args.world_size)
-    if args.sync_bn:  # statistics over all images that the processes compute at once
+    is_compiled = args.compile is not None and args.use_deterministic_algorithms
+    if args.sync_bn or is_compiled:  # statistics over all images that the processes compute at once
         pairs["world size"] = (there["world_size"], here["world_size"])
     if args.use_deterministic_algorithms:
         pairs["CPU threads (OMP_NUM_THREADS)"] = (there["threads"], here["threads"])

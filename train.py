@@ -14,6 +14,7 @@ import config
 import data
 import models
 import optim
+import precision
 import preview
 import utils
 from checkpoint import (
@@ -59,7 +60,7 @@ def train_one_epoch(
         data_loader: yields (image, target) batches: a `DeviceLoader`, or any plain loader.
         device: where the model is.
         epoch: its number, from 0.
-        args: reads print_freq, amp, clip_grad_norm, model_ema_steps and lr_warmup_epochs.
+        args: reads print_freq, amp, amp_dtype, clip_grad_norm, model_ema_steps and lr_warmup_epochs.
         model_ema: the average to move along, or None.
         scaler: of the loss under `--amp`, or None.
         lr_scheduler: sets the learning rate of each step; None leaves it.
@@ -81,6 +82,7 @@ def train_one_epoch(
     batches = metric_logger.timed(data_loader)
     steps_per_epoch = start_step + len(data_loader) // shards.num_local
     steps = range(start_step, steps_per_epoch)
+    autocast = precision.autocast(args, device)
     for step in metric_logger.log_every(steps, args.print_freq, f"Epoch: [{epoch}]", start_step):
         if lr_scheduler:
             lr_scheduler.set_position(epoch, step, steps_per_epoch)
@@ -89,7 +91,7 @@ def train_one_epoch(
         for shard, (image, target) in zip(shards.local, batches, strict=False):
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             with sharded_step.shard(epoch * steps_per_epoch + step, shard):
-                with torch.amp.autocast(device.type, dtype=torch.float16, enabled=args.amp):
+                with autocast:
                     output = model(image)
                     loss = criterion(output, target)
                 scaler.scale(loss * sharded_step.loss_scale).backward()
@@ -305,6 +307,7 @@ def set_up(args):
         print(note)
     torch.use_deterministic_algorithms(args.use_deterministic_algorithms)
     is_repeatable = args.use_deterministic_algorithms or args.test_only
+    precision.set_tf32(is_allowed=args.tf32)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = not is_repeatable, is_repeatable
     device = torch.device(args.device)
     return torch.device(device.type, args.gpu) if args.distributed and device.type != "cpu" else device
@@ -333,9 +336,10 @@ def load_resumed(args, manager):
 
 def take_evaluation_options(args, trained):
     """Evaluate a checkpoint as its run did, but for what the command line says."""
-    for name in ("model", "val_resize_size", "val_crop_size", "interpolation", "backend", "eval_flip"):
-        if name not in args.given and getattr(args, name) != trained[name]:
-            setattr(args, name, trained[name])
+    names = ("model", "val_resize_size", "val_crop_size", "interpolation", "backend", "eval_flip", "amp", "amp_dtype")
+    for name in names:
+        if name not in args.given and getattr(args, name) != trained.get(name):
+            setattr(args, name, trained.get(name))
             print(f"--{name.replace('_', '-')} {trained[name]}: as in the checkpoint")
 
 
@@ -397,7 +401,8 @@ def evaluate_all(args, model, model_ema, criterion, data_loader, device):
     for kind, scored, suffix in [("val", model, ""), ("val_ema", model_ema, "EMA")]:
         if scored is not None:
             scored = models.FlipAverage(scored) if args.eval_flip else scored
-            results[kind] = evaluate(scored, criterion, data_loader, device, log_suffix=suffix)
+            with precision.autocast(args, device):
+                results[kind] = evaluate(scored, criterion, data_loader, device, log_suffix=suffix)
     return results
 
 
@@ -418,17 +423,18 @@ def main(args):
     data_loader = data.build_device_loader(args, dataset, train_sampler, device, num_classes)
     data_loader_test = data.build_device_loader(args, dataset_test, test_sampler, device, num_classes)
 
-    model_without_ddp = models.build_model(args, num_classes, start_weights(args, state)).to(device)
+    model = models.build_model(args, num_classes, start_weights(args, state))
+    model_without_ddp = models.place_model(model, args, device)
     model_ema = models.build_ema(args, model_without_ddp)
     criterion = build_criterion(args)
     if args.test_only:
-        model_ema = models.load_evaluated(model_without_ddp, state)
+        model_ema = models.load_evaluated(args, model_without_ddp, state)
         evaluate_all(args, model_without_ddp, model_ema, criterion, data_loader_test, device)
         return
 
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
     lr_scheduler = optim.build_lr_scheduler(args, optimizer)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp)
+    scaler = precision.build_scaler(args, device)
     model = models.wrap_model(model_without_ddp, args)
     sharded_step = models.ShardedStep(
         model, train_sampler.shards, device=device, seed=args.seed, is_deterministic=args.use_deterministic_algorithms
@@ -439,7 +445,7 @@ def main(args):
         "model": model_without_ddp,
         "optimizer": OptimizerState(optimizer),
         "model_ema": model_ema,
-        "scaler": scaler if args.amp else None,
+        "scaler": scaler if scaler.is_enabled() else None,
         "log_window": window,
     }
     run = RunState(train_sampler.steps_per_epoch, run_facts(args, dataset), parts)
