@@ -1,4 +1,4 @@
-"""Measure speed side by side with torchvision's way, in one run, as ratios: `python -m scripts.benchmark loader`."""
+"""Measure speed side by side with torchvision's way, in one run, as ratios: `python -m scripts.benchmark --help`."""
 
 import argparse
 import json
@@ -19,6 +19,7 @@ from decode import ImageFile
 from errors import UserError
 from presets import resize
 from sampler import TrainSampler, VirtualShards
+from scripts import step_benchmark
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -202,9 +203,11 @@ def main() -> None:
     loader.add_argument("--workers", metavar="N", type=int, default=2, help="loader processes (default: 2)")
     loader.add_argument("--rounds", metavar="N", type=int, default=5, help="interleaved rounds (default: 5)")
     loader.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
+    loader.set_defaults(run=benchmark_loader)
+    step_benchmark.add_commands(commands)
     options = parser.parse_args()
     try:
-        figures = benchmark_loader(options)
+        figures = options.run(options)
     except UserError as error:
         sys.exit(f"{parser.prog}: error: {error}")
     if options.json:

