@@ -134,6 +134,13 @@ class RunState:
         self.best = state["best"]
         self.is_resumed = True
 
+    def result(self, folder: str) -> str:
+        """Return the last lines of a finished run."""
+        return (
+            f"finished {self.epoch + 1} epochs, {self.step} steps; all in {folder}\n"
+            f"best {self.best['metric']} {self.best['value']:.3f}, after step {self.best['step']}"
+        )
+
     def is_finished(self, epochs: int) -> bool:
         """Tell whether nothing is left to do."""
         return self.epoch == epochs - 1 and self.is_evaluated

@@ -19,6 +19,8 @@ from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 import guard
 from decode import DECODERS
 from errors import UserError, did_you_mean
+from models import COMPILE_MODES, MEASURED_MODES
+from precision import AMP_DTYPES
 from presets import IMAGENET_MEAN, IMAGENET_STD
 
 RECIPES_DIR = Path(__file__).parent / "recipes"
@@ -274,7 +276,27 @@ def _add_schedule(group: Any) -> None:
 
 
 def _add_precision(group: Any) -> None:
-    _switch(group, "--amp", "automatic mixed precision in float16 with loss scaling")
+    _switch(group, "--amp", "automatic mixed precision, in training and evaluation")
+    group.add_argument(
+        "--amp-dtype", choices=sorted(AMP_DTYPES),
+        help="what --amp computes in; float16 scales the loss, bfloat16 need not (default: float16)",
+    )  # fmt: skip
+    _switch(
+        group,
+        "--tf32",
+        "float32 matrix products and convolutions with inputs rounded to TF32 (torch's own default: convolutions only)",
+    )
+    _switch(group, "--channels-last", "keep images and weights in NHWC order, which tensor cores are fastest with")
+    group.add_argument(
+        "--compile", metavar="MODE", nargs="?", const="default", choices=COMPILE_MODES,
+        help=f"compile the model, for training and evaluation: {', '.join(COMPILE_MODES)} (default: no; alone: "
+        "default). The same bits then need the same number of processes",
+    )  # fmt: skip
+    _switch(
+        group,
+        "--grad-checkpointing",
+        "keep no activations inside the model's blocks and compute them again: less memory, a third more work",
+    )
     _switch(
         group,
         "--use-deterministic-algorithms",
@@ -333,6 +355,10 @@ def _add_distributed(group: Any) -> None:
         "--world-size", metavar="N", default=1, type=int, help="processes, where a launcher sets RANK but not this"
     )
     group.add_argument("--dist-url", metavar="URL", default="env://", help="where the processes meet")
+    group.add_argument(
+        "--grad-compression", default="none", choices=["bf16", "none"],
+        help="what gradients are rounded to on their way between processes",
+    )  # fmt: skip
     group.add_argument(
         "--dist-timeout", metavar="MIN", default=30, type=float,
         help="minutes that the processes wait for each other in a step",
@@ -566,6 +592,7 @@ def validate(args: argparse.Namespace) -> None:
     _validate_workers(args)
     _validate_resolution(args)
     _validate_optimization(args)
+    _validate_precision(args)
     if args.lr_warmup_epochs >= args.epochs and args.lr_scheduler == "cosineannealinglr":
         raise UserError(
             f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine"
@@ -632,6 +659,21 @@ def _validate_resolution(args: argparse.Namespace) -> None:
         raise UserError(
             f"--model {args.model} takes images of one size; --train-crop-size {args.train_crop_size} and "
             f"--val-crop-size {args.val_crop_size} differ"
+        )
+
+
+def _validate_precision(args: argparse.Namespace) -> None:
+    if args.amp_dtype is not None and not args.amp:
+        raise UserError(f"--amp-dtype {args.amp_dtype} has an effect under --amp only; add --amp, or leave it out")
+    if args.use_deterministic_algorithms and args.compile in MEASURED_MODES:
+        raise UserError(
+            f"--compile {args.compile} chooses kernels by how fast they are on the day, which "
+            "--use-deterministic-algorithms excludes; use --compile default"
+        )
+    if args.use_deterministic_algorithms and args.grad_compression != "none":
+        raise UserError(
+            f"--grad-compression {args.grad_compression} is about DDP's all-reduce, which "
+            "--use-deterministic-algorithms does without; leave one of them out"
         )
 
 

@@ -261,7 +261,8 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader 
 
 def build_batch_transforms(args: Any, num_classes: int) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
     """Return what is done to each batch on the device in training and in evaluation."""
-    normalize = transforms.Normalize(args.mean, args.std, torch.device(args.device))
+    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
+    normalize = transforms.Normalize(args.mean, args.std, torch.device(args.device), memory_format)
     mix = transforms.get_mixup_cutmix(
         mixup_alpha=args.mixup_alpha,
         cutmix_alpha=args.cutmix_alpha,
@@ -278,6 +279,9 @@ def build_batch_transforms(args: Any, num_classes: int) -> tuple[transforms.Batc
 
 class DeviceLoader:
     """Iterate over a loader's uint8 batches as batches that are ready for the model.
+
+    On an NVIDIA GPU the next batch is copied and transformed on a stream of its own, while the model works on the one
+    before it.
 
     Args:
         loader: yields (B, 3, H, W) uint8 and (B,) int64 on the CPU.
@@ -301,6 +305,7 @@ class DeviceLoader:
         self.transform = transform
         self.seed = seed
         self.replaced = []
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def dataset(self) -> Dataset:
@@ -311,6 +316,9 @@ class DeviceLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._batches() if self.stream is None else self._one_ahead()
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         sampler = self.loader.batch_sampler
         is_training = isinstance(sampler, TrainSampler)
         epoch = sampler.epoch if is_training else 0
@@ -323,6 +331,25 @@ class DeviceLoader:
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
             yield self.transform(image, target, rng, epoch)
+
+    def _one_ahead(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each batch once the device has been given the next one to prepare."""
+        batches, ready = self._batches(), None
+        while True:
+            main = torch.cuda.current_stream(self.device)
+            # The next batch may take memory of a batch that was dropped: not before the model, which works on another
+            # stream, is done with all that it was given until then. `record_stream` would do that too, but a host that
+            # runs ahead would take more and more memory.
+            self.stream.wait_stream(main)
+            with torch.cuda.stream(self.stream):
+                following = next(batches, None)
+                is_prepared = self.stream.record_event()
+            if ready is not None:
+                yield ready
+            if following is None:
+                return
+            ready = following
+            main.wait_event(is_prepared)
 
 
 def build_device_loader(

@@ -15,9 +15,9 @@ from errors import UserError, did_you_mean
 # Where a run is, how it is done, watched and kept: no weight depends on these.
 FREE = {
     "allow_change", "best_metric", "cache_dataset", "checkpoint_minutes", "checkpoint_steps", "data_path", "device",
-    "dist_timeout", "dist_url", "dry_run", "keep_every", "keep_last", "list_recipes", "output_dir", "overwrite",
-    "prefetch_factor", "print_freq", "recipe", "resume", "save_per_node", "stall_timeout", "start_epoch",
-    "test_only", "use_v2", "weights", "worker_type", "workers", "world_size",
+    "dist_timeout", "dist_url", "dry_run", "grad_checkpointing", "keep_every", "keep_last", "list_recipes",
+    "output_dir", "overwrite", "prefetch_factor", "print_freq", "recipe", "resume", "save_per_node",
+    "stall_timeout", "start_epoch", "test_only", "use_v2", "weights", "worker_type", "workers", "world_size",
 }  # fmt: skip
 
 # Options without which the state or the position of a checkpoint means nothing, and why.
@@ -32,15 +32,15 @@ FIXED = {
 
 # Options that change the numbers of the steps to come; and two facts that do and are no options.
 ON_REQUEST = {
-    "amp", "augmix_severity", "auto_augment", "backend", "bad_images", "bce_loss", "bce_target_thresh",
-    "bias_weight_decay", "clip_grad_norm", "crop_ramp_epochs", "crop_scale", "cutmix_alpha", "decoder", "dropout",
-    "epochs", "eval_flip", "hflip_prob", "interpolation", "label_smoothing", "layer_decay", "lr", "lr_gamma",
-    "lr_min", "lr_per_step", "lr_scaling", "lr_scheduler", "lr_step_size", "lr_warmup_decay", "lr_warmup_epochs",
-    "lr_warmup_method", "mixup_alpha", "mixup_off_epoch", "mixup_prob", "mixup_switch_prob", "model_ema",
-    "model_ema_decay", "model_ema_steps", "momentum", "norm_weight_decay", "opt_betas", "opt_eps", "ra_magnitude",
-    "ra_reps", "ra_sampler", "random_erase", "seed", "stochastic_depth", "sync_bn", "train_crop_size",
-    "train_crop_size_min", "transformer_embedding_decay", "use_deterministic_algorithms", "val_crop_size",
-    "val_resize_size", "weight_decay",
+    "amp", "amp_dtype", "augmix_severity", "auto_augment", "backend", "bad_images", "bce_loss", "bce_target_thresh",
+    "bias_weight_decay", "channels_last", "clip_grad_norm", "compile", "crop_ramp_epochs", "crop_scale",
+    "cutmix_alpha", "decoder", "dropout", "epochs", "eval_flip", "grad_compression", "hflip_prob", "interpolation",
+    "label_smoothing", "layer_decay", "lr", "lr_gamma", "lr_min", "lr_per_step", "lr_scaling", "lr_scheduler",
+    "lr_step_size", "lr_warmup_decay", "lr_warmup_epochs", "lr_warmup_method", "mixup_alpha", "mixup_off_epoch",
+    "mixup_prob", "mixup_switch_prob", "model_ema", "model_ema_decay", "model_ema_steps", "momentum",
+    "norm_weight_decay", "opt_betas", "opt_eps", "ra_magnitude", "ra_reps", "ra_sampler", "random_erase", "seed",
+    "stochastic_depth", "sync_bn", "tf32", "train_crop_size", "train_crop_size_min", "transformer_embedding_decay",
+    "use_deterministic_algorithms", "val_crop_size", "val_resize_size", "weight_decay",
 }  # fmt: skip
 FACTS = {"data", "threads"}
 
@@ -206,7 +206,8 @@ def _is_free(name: str, args: Any) -> bool:
     if name == "epochs":
         return _why_epochs_matter(args) is None
     if name == "world_size":
-        return not args.sync_bn  # its statistics are over all images that the processes compute at once
+        # Statistics over all images that the processes compute at once; kernels for the shapes of this many.
+        return not args.sync_bn and not (args.compile is not None and args.use_deterministic_algorithms)
     return name in FREE
 
 

@@ -33,7 +33,8 @@ class BinaryCrossEntropy(nn.Module):
         """
         num_classes = output.size(1)
         if target.ndim == 1:
-            target = F.one_hot(target, num_classes)
+            # Not torch's one_hot, which off a GPU reads the classes to check them.
+            target = target[:, None] == torch.arange(num_classes, device=target.device)
         target = target.to(output.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
         if self.target_threshold is not None:
             target = target.gt(self.target_threshold).to(output.dtype)

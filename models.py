@@ -1,7 +1,9 @@
 """Build a model, wrap it for several processes, sum gradients in a fixed order, average weights."""
 
 import copy
+import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -12,13 +14,19 @@ import torch
 import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from errors import UserError, did_you_mean
 from extras import require_timm
 from losses import AUXILIARY_WEIGHTS
 from randomness import FORWARD, seed_device
 from sampler import VirtualShards
+
+# torch.compile's; the last two choose kernels by measuring them.
+COMPILE_MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+MEASURED_MODES = {"max-autotune", "max-autotune-no-cudagraphs"}
 
 
 def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -40,6 +48,8 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
         load_matching(model, weights, f"--weights {args.weights}", build, num_classes)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
+    if args.grad_checkpointing:
+        recompute_blocks(model, args.model, is_compiled=args.compile is not None)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
 
 
@@ -154,6 +164,104 @@ def load_matching(
     print(f"{source}: classifier of {theirs} classes left out, starting a new one of {num_classes} ({', '.join(ends)})")
 
 
+def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) -> None:
+    """Let each block of a model keep its input alone, and compute its activations again in the backward pass.
+
+    A block is a module with a forward pass of its own whose class occurs at least twice: a residual block, a
+    transformer's encoder layer, an inception. Of nested ones the outermost counts.
+
+    Args:
+        model: whose blocks.
+        name: what to call it in a message.
+        is_compiled: whether the model is going to be compiled.
+
+    Raises:
+        UserError: it has none, or some that cannot be compiled this way.
+    """
+    blocks = list(_blocks(model, Counter(map(type, model.modules()))))
+    if not blocks:
+        raise UserError(f"--grad-checkpointing: {name} has no repeated blocks; leave it out")
+    for block in blocks:
+        if is_compiled and any(isinstance(module, nn.modules.batchnorm._NormBase) for module in block.modules()):
+            raise UserError(
+                f"--grad-checkpointing with --compile would move the running statistics of {name} twice a step; "
+                "leave one of them out"
+            )
+        # torch restores the generators for the second pass; running statistics are ours to keep from moving twice.
+        has_buffers = any(True for _ in block.buffers())
+        keep = {"context_fn": partial(_recompute_contexts, block)} if has_buffers and not is_compiled else {}
+        again = partial(checkpoint, block.forward, use_reentrant=False, **keep)
+        block.forward = partial(_recomputed, block.forward, again)
+
+
+def _blocks(module: nn.Module, counts: Mapping[type, int]) -> Iterator[nn.Module]:
+    for child in module.children():
+        # torch's own layers save little, and a row of modules is no block.
+        is_own = not type(child).__module__.startswith(("torch.nn.", "torchvision.ops."))
+        is_composite = is_own and not isinstance(child, nn.Sequential) and any(True for _ in child.children())
+        if is_composite and counts[type(child)] > 1:
+            yield child
+        else:
+            yield from _blocks(child, counts)
+
+
+def _recomputed(forward: Callable[..., Any], again: Callable[..., Any], *args: Any) -> Any:
+    return (again if torch.is_grad_enabled() else forward)(*args)
+
+
+def _recompute_contexts(block: nn.Module) -> tuple[Any, Any]:
+    return nullcontext(), _unmoved(block)
+
+
+@contextmanager
+def _unmoved(module: nn.Module) -> Iterator[None]:
+    """Put a module's buffers back at the end, as they were."""
+    buffers = list(module.buffers())
+    saved = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:  # torch ends the second pass by an exception, once it has what it needs
+        torch._foreach_copy_(buffers, saved)
+
+
+def place_model(model: nn.Module, args: Any, device: torch.device) -> nn.Module:
+    """Move a model to its device, in the memory order that the options ask for, compile it, and return it.
+
+    Raises:
+        UserError: `--compile` cannot be used with accumulation in this mode.
+    """
+    model.to(device, memory_format=torch.channels_last if args.channels_last else torch.preserve_format)
+    return compile_model(model, args)
+
+
+def compile_model(model: nn.Module, args: Any) -> nn.Module:
+    """Compile a model in place where `--compile` says so, so that its state dict keeps its names; return it.
+
+    Each size of image is compiled for itself. A kernel for any size would be slower, and torch would choose it by which
+    sizes the process has met, so that a resumed run would compute with others.
+
+    Raises:
+        UserError: the mode cannot be used with accumulation.
+    """
+    if args.compile is None:
+        return model
+    is_graphed = args.compile in ("reduce-overhead", "max-autotune") and torch.device(args.device).type == "cuda"
+    if is_graphed and not args.test_only and args.num_shards > args.world_size:
+        raise UserError(
+            f"--compile {args.compile} records CUDA graphs, which overwrite the gradients that accumulation keeps; "
+            "use --compile default, or as many processes as shards"
+        )
+    smallest = args.train_crop_size if args.train_crop_size_min is None else args.train_crop_size_min
+    # Sizes of a training crop, mostly 32 px apart; a full and a last batch of evaluation, by the model and its average.
+    num_graphs = (args.train_crop_size - smallest) // 32 + 3 + 2 * 2
+    dynamo = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, num_graphs)
+    # The masks of dropout and stochastic depth are those of an uncompiled model.
+    importlib.import_module("torch._inductor.config").fallback_random = True
+    model.compile(mode=args.compile, dynamic=False)
+    return model
+
+
 def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     """Wrap a model on its device in DDP where gradients are to be summed by DDP's own all-reduce.
 
@@ -170,7 +278,14 @@ def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     parameters = inspect.signature(DistributedDataParallel).parameters
     no_buffers = {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
     device_ids = [args.gpu] if torch.device(args.device).type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, **no_buffers)
+    # With accumulation torch fails at an assertion of its own.
+    is_static = args.num_shards == args.world_size and args.compile is None
+    wrapped = DistributedDataParallel(
+        model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=is_static, **no_buffers
+    )
+    if args.grad_compression == "bf16":
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
 
 
 def broadcast_from_master(tensors: Sequence[Tensor]) -> None:
@@ -362,6 +477,8 @@ class ExponentialMovingAverage(nn.Module):
         self.module = copy.deepcopy(model).requires_grad_(False)
         self.decay = decay
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device="cpu"))
+        self._is_empty = True  # what n_averaged == 0 says, without a tensor to read
+        self.register_load_state_dict_post_hook(lambda average, _: average._note_count())
 
     def forward(self, *args: Any) -> Any:
         """Call the averaged model."""
@@ -370,15 +487,15 @@ class ExponentialMovingAverage(nn.Module):
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards `model`; the first time, onto it."""
-        is_first = self.n_averaged == 0
-        averages, values = list(_state(self.module)), [value.detach() for value in _state(model)]
-        floats = [(a, v) for a, v in zip(averages, values, strict=True) if a.is_floating_point() and not is_first]
-        if floats:
-            torch._foreach_lerp_([a for a, _ in floats], [v for _, v in floats], 1.0 - self.decay)
-        for average, value in zip(averages, values, strict=True):
-            if is_first or not average.is_floating_point():
-                average.copy_(value)
+        pairs = list(zip(_state(self.module), (value.detach() for value in _state(model)), strict=True))
+        averaged = [pair for pair in pairs if pair[0].is_floating_point() and not self._is_empty]
+        copied = [pair for pair in pairs if not pair[0].is_floating_point() or self._is_empty]
+        if averaged:
+            torch._foreach_lerp_(*map(list, zip(*averaged, strict=True)), 1.0 - self.decay)
+        if copied:
+            torch._foreach_copy_(*map(list, zip(*copied, strict=True)))
         self.n_averaged += 1
+        self._is_empty = False
 
     def restart(self, model: nn.Module) -> None:
         """Begin as a copy of `model`."""
@@ -388,6 +505,10 @@ class ExponentialMovingAverage(nn.Module):
     def reset(self) -> None:
         """Forget: the next update starts the average anew. torchvision does so throughout the warm-up."""
         self.n_averaged.zero_()
+        self._is_empty = True
+
+    def _note_count(self) -> None:
+        self._is_empty = bool(self.n_averaged == 0)
 
 
 def _state(model: nn.Module) -> Iterator[Tensor]:
@@ -404,10 +525,12 @@ def build_ema(args: Any, model: nn.Module) -> ExponentialMovingAverage | None:
     if not args.model_ema or args.test_only:
         return None
     adjust = args.global_batch_size * args.model_ema_steps / args.epochs
-    return ExponentialMovingAverage(model, decay=1.0 - min(1.0, (1.0 - args.model_ema_decay) * adjust))
+    model_ema = ExponentialMovingAverage(model, decay=1.0 - min(1.0, (1.0 - args.model_ema_decay) * adjust))
+    compile_model(model_ema.module, args)
+    return model_ema
 
 
-def load_evaluated(model: nn.Module, state: dict | None) -> ExponentialMovingAverage | None:
+def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> ExponentialMovingAverage | None:
     """Load the weights of a checkpoint to evaluate, if there is one, and return the average that it holds, if any."""
     if state is None:
         return None
@@ -416,6 +539,7 @@ def load_evaluated(model: nn.Module, state: dict | None) -> ExponentialMovingAve
         return None
     model_ema = ExponentialMovingAverage(model, decay=0.0)
     model_ema.load_state_dict(state["model_ema"])
+    compile_model(model_ema.module, args)
     return model_ema
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import socket
 import sys
 import time
@@ -14,16 +13,18 @@ import config
 import data
 import models
 import optim
+import precision
 import preview
 import utils
 from checkpoint import OptimizerState, RunState, load_weights
 from config import get_args_parser
-from errors import ImageError, LoaderKilledError, NonFiniteError, NoProgressError, PreemptedError, UserError
+from errors import ImageError, LoaderKilledError, NoProgressError, PreemptedError, UserError
 from files import write_atomically
 from guard import check_data, check_options, run_facts
+from hook import StepHook
 from losses import build_criterion
-from monitor import MOST_STARTS, LogWindow, Monitor, non_finite_loss, note_start, write_status
-from preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
+from monitor import MOST_STARTS, LogWindow, Monitor, note_start, write_status
+from preemption import PreemptionGuard
 from sampler import EvalSampler, RASampler, TrainSampler, VirtualShards
 from store import CheckpointManager
 
@@ -54,7 +55,7 @@ def train_one_epoch(
         data_loader: yields (image, target) batches: a `DeviceLoader`, or any plain loader.
         device: where the model is.
         epoch: its number, from 0.
-        args: reads print_freq, amp, clip_grad_norm, model_ema_steps and lr_warmup_epochs.
+        args: reads print_freq, amp, amp_dtype, clip_grad_norm, model_ema_steps and lr_warmup_epochs.
         model_ema: the average to move along, or None.
         scaler: of the loss under `--amp`, or None.
         lr_scheduler: sets the learning rate of each step; None leaves it.
@@ -76,6 +77,7 @@ def train_one_epoch(
     batches = metric_logger.timed(data_loader)
     steps_per_epoch = start_step + len(data_loader) // shards.num_local
     steps = range(start_step, steps_per_epoch)
+    autocast = precision.autocast(args, device)
     for step in metric_logger.log_every(steps, args.print_freq, f"Epoch: [{epoch}]", start_step):
         if lr_scheduler:
             lr_scheduler.set_position(epoch, step, steps_per_epoch)
@@ -84,7 +86,7 @@ def train_one_epoch(
         for shard, (image, target) in zip(shards.local, batches, strict=False):
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             with sharded_step.shard(epoch * steps_per_epoch + step, shard):
-                with torch.amp.autocast(device.type, dtype=torch.float16, enabled=args.amp):
+                with autocast:
                     output = model(image)
                     loss = criterion(output, target)
                 scaler.scale(loss * sharded_step.loss_scale).backward()
@@ -181,187 +183,22 @@ def load_data(traindir, valdir, args):
     return dataset, dataset_test, train_sampler, test_sampler
 
 
-class StepHook:
-    """What surrounds the steps of a run: counts them, logs, saves, and ends it well.
+def begin_run(args, state, parts, dataset, sampler):
+    """Return the state of the run: resumed, where there is a checkpoint.
 
-    Args:
-        args: reads checkpoint_steps, output_dir, global_batch_size and world_size.
-        run: the state that is moved and saved.
-        window: the log window, part of that state.
-        monitor: where log lines go.
-        manager: where checkpoints go.
-        model: the bare model, looked at before it is saved.
-        guard: knows of signals.
-        sampler: knows the images of a step.
+    Raises:
+        UserError: the options contradict the checkpoint.
     """
-
-    def __init__(self, args, run, window, monitor, manager, model, guard, sampler):
-        self.args, self.run, self.window = args, run, window
-        self.monitor, self.manager, self.model = monitor, manager, model
-        self.guard, self.sampler = guard, sampler
-        self.finite = FiniteWatch(next(model.parameters()).device)
-        self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
-        self.saved = self.position  # nothing to save yet
-        self.start_line(wait_s=0.0)
-
-    def __enter__(self):
-        self.watchdog.start()
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        self.watchdog.end()
-        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
-            raise LoaderKilledError(str(error)) from error
-
-    def describe(self):
-        """Say what is being worked on, for whoever looks into a hang."""
-        if self.run.steps == self.run.steps_per_epoch:
-            return f"evaluating after step {self.run.step}"
-        return f"{self.run.step} steps done, images of the next: {self.sampler.indices_at(self.run.steps)}"
-
-    def note_stall(self, reason):
-        """Record that the run hangs and is ended."""
-        self.monitor.status("failed", reason)
-
-    @property
-    def position(self):
-        """Where the run is: what a save is of."""
-        return self.run.step, self.run.is_evaluated
-
-    def start_line(self, wait_s):
-        """Measure rates from now on; at the start of an epoch too, or its first line would include an evaluation."""
-        self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), self.run.step, wait_s
-
-    def __call__(self, metric_logger, results, grad_norm):
-        """Count a step; log and save if that is due. Collective: every rank must call it."""
-        for result in results:
-            self.window.update(self.run.step, *result)
-        self.finite.note(self.run.step, [loss for loss, *_ in results])
-        self.run.advance()
-        self.watchdog.beat()
-        verdict = self.guard.agree(is_save_due=self.manager.is_due(), bad_step=self.finite.first_bad())
-        if verdict.bad_step is not None:
-            raise NonFiniteError(non_finite_loss(verdict.bad_step))
-        if metric_logger.is_line_due:
-            self.log(metric_logger, grad_norm)
-        is_epoch_over = self.run.steps == self.run.steps_per_epoch
-        is_due = self.args.checkpoint_steps and self.run.step % self.args.checkpoint_steps == 0
-        if (is_due or verdict.is_save_due) and not is_epoch_over and not verdict.stop:
-            self.save()
-        if verdict.stop:
-            self.stop(verdict.stop)
-
-    def check(self):
-        """Stop before the next step or evaluation if a signal asks for it. Collective: every rank must call it."""
-        verdict = self.guard.agree()
-        if verdict.stop:
-            self.stop(verdict.stop)
-
-    def stop(self, cause):
-        """Save what is not saved yet, and leave the loop. Collective: every rank must call it.
-
-        Raises:
-            PreemptedError: always; says what was agreed.
-        """
-        ranks = f"all {self.args.world_size} ranks" if self.args.world_size > 1 else "the run"
-        done = f"{cause}: {ranks} stopped after step {self.run.step}"
-        start = time.perf_counter()
-        if self.saved == self.position:
-            raise PreemptedError(f"{done}, which is saved" if self.run.step else f"{done}; nothing to save yet")
-        self.save(is_last=True)
-        raise PreemptedError(f"{done}, saved in {time.perf_counter() - start:.1f} s")
-
-    def watched(self, data_loader):
-        """Return a loader that every rank leaves in the same round when a signal asks for it."""
-        return WatchedLoader(data_loader, self.guard, self.stop, self.watchdog.beat)
-
-    def log(self, metric_logger, grad_norm):
-        """Write the means over all images since the last line. Collective: every rank must call it."""
-        self.window.gather()
-        means, n = self.window.read()
-        elapsed_s = time.perf_counter() - self.line_s
-        images = (self.run.step - self.line_step) * self.args.global_batch_size
-        for name, value in means.items():
-            metric_logger.meters[name].update(value, n)
-        metric_logger.meters.setdefault("img/s", utils.SmoothedValue(fmt="{value:.1f}")).update(images / elapsed_s)
-        self.monitor.write(
-            "train",
-            self.run.step,
-            self.run.epoch,
-            **means,
-            lr=metric_logger.lr.value,
-            grad_norm=float(grad_norm),
-            images_per_s=images / elapsed_s,
-            data_wait=(metric_logger.wait_s - self.line_wait_s) / elapsed_s,
-            memory_gib=peak_memory_gib(),
-            world_size=self.args.world_size,
-        )
-        self.say_who_waits((metric_logger.wait_s - self.line_wait_s) / elapsed_s)
-        self.start_line(metric_logger.wait_s)
-
-    def say_who_waits(self, data_wait):
-        """Name the process that waits for its data much longer than the others, and so makes them wait. Collective."""
-        waits = torch.cat(utils.all_gather(torch.tensor([data_wait])))
-        longest, median = float(waits.max()), float(waits.median())
-        if longest > median + 0.1:
-            print(
-                f"slowest: rank {int(waits.argmax())} waits for data {longest:.0%} of the time, the median rank "
-                f"{median:.0%}; look at its machine's disk and cores"
-            )
-
-    def save(self, *, is_last=False):
-        """Save the run, or end it if its weights are not finite. Collective: every rank must call it.
-
-        Args:
-            is_last: whether nothing comes after, so that a failing save fails the run.
-        """
-        self.window.gather()
-        # Equal on all ranks, and so is the answer.
-        if not optim.all_finite(self.model.parameters()):
-            raise NonFiniteError(f"the weights after step {self.run.step} are not finite; the last checkpoint is kept")
-        self.monitor.sync()
-        if self.manager.save(self.run, is_last=is_last):
-            self.saved = self.position
-        self.watchdog.beat()
-
-    def take_results(self, results):
-        """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
-        for kind, result in results.items():
-            self.monitor.write(kind, self.run.step, self.run.epoch, **result)
-        # An average is trained for its own sake: where there is one, it is what "best" is about.
-        kind = "val_ema" if "val_ema" in results else "val"
-        metric = self.args.best_metric
-        self.run.note_result(f"{kind}/{metric}", results[kind][metric])
-        self.save(is_last=self.run.is_finished(self.args.epochs))
-
-    def finish(self):
-        """Say how the run ended."""
-        print(result_of(self.args, self.run))
-        self.monitor.status("finished")
+    run = RunState(sampler.steps_per_epoch, run_facts(args, dataset), parts)
+    run.resume(state, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
+    return run
 
 
 def report_finished(args, run, manager):
     """Say once more how a finished run ended. Collective: every rank must call it."""
     utils.call_on_master(manager.files.tidy)
     utils.call_on_master(write_status, manager.folder, "finished", run.step)
-    print(result_of(args, run))
-
-
-def result_of(args, run):
-    """Return the last lines of a finished run."""
-    best = run.best
-    return (
-        f"finished {run.epoch + 1} epochs, {run.step} steps; all in {args.output_dir}\n"
-        f"best {best['metric']} {best['value']:.3f}, after step {best['step']}"
-    )
-
-
-def peak_memory_gib():
-    """Return the most memory that this process has used: the GPU's where there is one, else its own."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    print(run.result(args.output_dir))
 
 
 def set_up(args):
@@ -387,6 +224,7 @@ def set_up(args):
         print(note)
     torch.use_deterministic_algorithms(args.use_deterministic_algorithms)
     is_repeatable = args.use_deterministic_algorithms or args.test_only
+    precision.set_tf32(is_allowed=args.tf32)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = not is_repeatable, is_repeatable
     device = torch.device(args.device)
     return torch.device(device.type, args.gpu) if args.distributed and device.type != "cpu" else device, guard
@@ -432,9 +270,10 @@ def go_on_after_restart(args, manager):
 
 def take_evaluation_options(args, trained):
     """Evaluate a checkpoint as its run did, but for what the command line says."""
-    for name in ("model", "val_resize_size", "val_crop_size", "interpolation", "backend", "eval_flip"):
-        if name not in args.given and getattr(args, name) != trained[name]:
-            setattr(args, name, trained[name])
+    names = ("model", "val_resize_size", "val_crop_size", "interpolation", "backend", "eval_flip", "amp", "amp_dtype")
+    for name in names:
+        if name not in args.given and getattr(args, name) != trained.get(name):
+            setattr(args, name, trained.get(name))
             print(f"--{name.replace('_', '-')} {trained[name]}: as in the checkpoint")
 
 
@@ -511,7 +350,8 @@ def evaluate_all(args, model, model_ema, criterion, data_loader, device):
     for kind, scored, suffix in [("val", model, ""), ("val_ema", model_ema, "EMA")]:
         if scored is not None:
             scored = models.FlipAverage(scored) if args.eval_flip else scored
-            results[kind] = evaluate(scored, criterion, data_loader, device, log_suffix=suffix)
+            with precision.autocast(args, device):
+                results[kind] = evaluate(scored, criterion, data_loader, device, log_suffix=suffix)
     return results
 
 
@@ -535,17 +375,18 @@ def main(args):
     data_loader = data.build_device_loader(args, dataset, train_sampler, device, num_classes)
     data_loader_test = data.build_device_loader(args, dataset_test, test_sampler, device, num_classes)
 
-    model_without_ddp = models.build_model(args, num_classes, start_weights(args, state)).to(device)
+    model = models.build_model(args, num_classes, start_weights(args, state))
+    model_without_ddp = models.place_model(model, args, device)
     model_ema = models.build_ema(args, model_without_ddp)
     criterion = build_criterion(args)
     if args.test_only:
-        model_ema = models.load_evaluated(model_without_ddp, state)
+        model_ema = models.load_evaluated(args, model_without_ddp, state)
         evaluate_all(args, model_without_ddp, model_ema, criterion, data_loader_test, device)
         return
 
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
     lr_scheduler = optim.build_lr_scheduler(args, optimizer)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp)
+    scaler = precision.build_scaler(args, device)
     model = models.wrap_model(model_without_ddp, args)
     sharded_step = models.ShardedStep(
         model, train_sampler.shards, device=device, seed=args.seed, is_deterministic=args.use_deterministic_algorithms
@@ -556,11 +397,10 @@ def main(args):
         "model": model_without_ddp,
         "optimizer": OptimizerState(optimizer),
         "model_ema": model_ema,
-        "scaler": scaler if args.amp else None,
+        "scaler": scaler if scaler.is_enabled() else None,
         "log_window": window,
     }
-    run = RunState(train_sampler.steps_per_epoch, run_facts(args, dataset), parts)
-    run.resume(state, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
+    run = begin_run(args, state, parts, dataset, train_sampler)
     if run.is_finished(args.epochs):
         report_finished(args, run, manager)
         return

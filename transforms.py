@@ -9,19 +9,32 @@ import random
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 class Normalize:
-    """Turn (B, C, H, W) uint8 into float32 with the given mean and standard deviation of each channel."""
+    """Turn (B, C, H, W) uint8 into float32 with the given mean and standard deviation of each channel.
 
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+    Args:
+        mean: of each channel, of values from 0 to 1.
+        std: likewise.
+        device: where the images are.
+        memory_format: of the result.
+    """
+
+    def __init__(
+        self,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        device: torch.device,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
         self.mean = torch.tensor(mean, device=device).view(-1, 1, 1)
         self.std = torch.tensor(std, device=device).view(-1, 1, 1)
+        self.memory_format = memory_format
 
     def __call__(self, image: Tensor) -> Tensor:
         """Divide by 255 first, then normalise: the order, and so the bits, of torchvision's presets."""
-        image = image.to(torch.float32, memory_format=torch.contiguous_format)
+        image = image.to(torch.float32, memory_format=self.memory_format)
         return image.div_(255).sub_(self.mean).div_(self.std)
 
 
@@ -62,7 +75,7 @@ class RandomErasing:
             rng: where each image's box comes from, in the order of the batch.
         """
         height, width = image.shape[-2:]
-        boxes = torch.tensor([self.draw_box(height, width, rng) for _ in image], device=image.device)
+        boxes = to_device(torch.tensor([self.draw_box(height, width, rng) for _ in image]), image.device)
         top, left, box_height, box_width = boxes[:, :, None].unbind(1)
         y, x = torch.arange(height, device=image.device), torch.arange(width, device=image.device)
         rows = (y >= top) & (y < top + box_height)
@@ -70,9 +83,15 @@ class RandomErasing:
         return image.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to a device without waiting for it, which takes memory that does not move."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
 def _soft_targets(target: Tensor, num_classes: int, share: float) -> Tensor:
     """Return (B, num_classes) targets of which `share` is the image's own and the rest its neighbour's."""
-    one_hot = F.one_hot(target, num_classes).to(torch.float32)
+    # Not torch's one_hot, which off a GPU reads the classes to check them.
+    one_hot = (target[:, None] == torch.arange(num_classes, device=target.device)).to(torch.float32)
     return one_hot * share + one_hot.roll(1, 0) * (1.0 - share)
 
 

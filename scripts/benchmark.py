@@ -1,4 +1,4 @@
-"""Measure speed side by side with torchvision's way, in one run, as ratios: `python -m scripts.benchmark loader`."""
+"""Measure speed side by side with torchvision's way, in one run, as ratios: `python -m scripts.benchmark --help`."""
 
 import argparse
 import importlib.util
@@ -26,6 +26,7 @@ from decode import ImageFile
 from errors import UserError
 from presets import ClassificationPresetEval, ClassificationPresetTrain, resize
 from sampler import SampleKey, TrainSampler, VirtualShards
+from scripts import step_benchmark
 
 EPOCHS_A_ROUND = 2
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -316,9 +317,11 @@ def main() -> None:
     command.add_argument("--batch-size", metavar="N", type=int, default=50, help="images a batch (default: 50)")
     command.add_argument("--rounds", metavar="N", type=int, default=5, help="interleaved rounds (default: 5)")
     command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
+    command.set_defaults(run=benchmark_loader)
+    step_benchmark.add_commands(commands)
     options = parser.parse_args()
     try:
-        figures = benchmark_loader(options)
+        figures = options.run(options)
     except UserError as error:
         sys.exit(f"{parser.prog}: error: {error}")
     if options.json:

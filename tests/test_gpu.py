@@ -1,11 +1,22 @@
-"""On a GPU: killed and resumed equals undisturbed, and a step's loss is the CPU's."""
+"""On a GPU: equal bits after a kill, no waiting for the device, batches prepared aside, and numbers near the CPU's."""
 
 import json
 
 import pytest
 import torch
+import torchvision
+from torch import nn
 
+import config
+import data
+import losses
+import models
+import monitor
+import optim
+import precision
+import train
 from checkpoint import load_checkpoint
+from sampler import EvalSampler, TrainSampler, VirtualShards
 from tests.ranks import run_ranks, train_rank
 
 pytestmark = [
@@ -19,28 +30,211 @@ OPTIONS = """
     --use-deterministic-algorithms
 """.split()
 
+# Each is to end in the same bits after a kill.
+PRECISIONS = ["", "--tf32", "--amp", "--amp --amp-dtype bfloat16 --channels-last", "--channels-last --compile"]
+
 
 def run(image_folder, tmp_path, name, *argv, faults=()):
     arguments = ["--data-path", str(image_folder), "--output-dir", str(tmp_path / name), *OPTIONS, *argv]
     return run_ranks(train_rank, 1, arguments, list(faults), log_folder=tmp_path, timeout_s=300)
 
 
-def test_killed_and_resumed_equals_undisturbed(image_folder, tmp_path):
-    run(image_folder, tmp_path, "whole").check()
+@pytest.mark.parametrize("argv", PRECISIONS)
+def test_killed_and_resumed_equals_undisturbed(image_folder, tmp_path, argv):
+    argv = argv.split()
+    run(image_folder, tmp_path, "whole", *argv).check()
     faults = [(0, "torch.optim.SGD.step", 5, "after")]
-    killed = run(image_folder, tmp_path, "killed", "--checkpoint-steps", "2", faults=faults)
+    killed = run(image_folder, tmp_path, "killed", *argv, "--checkpoint-steps", "2", faults=faults)
     assert killed.codes == [-9], killed.output
-    run(image_folder, tmp_path, "killed", "--resume", "auto").check()
+    run(image_folder, tmp_path, "killed", *argv, "--resume", "auto").check()
     whole, resumed = (load_checkpoint(tmp_path / name / "checkpoint.pth", name) for name in ("whole", "killed"))
     for part in ("model", "model_ema"):
         for name, value in whole[part].items():
             assert torch.equal(resumed[part][name], value), name
 
 
-def test_the_first_loss_is_the_cpus(image_folder, tmp_path):
-    losses = []
-    for device in ("cpu", "cuda"):
-        run(image_folder, tmp_path, device, "--device", device, "--epochs", "1").check()
-        losses.append(json.loads((tmp_path / device / "metrics.jsonl").read_text().splitlines()[0])["loss"])
-    # float32 sums of some thousand terms in another order
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+# float32 adds some thousand terms in another order; TF32 and float16 have 11 bits of fraction, bfloat16 8.
+@pytest.mark.parametrize(
+    ("argv", "tolerance"),
+    [
+        ("", 1e-4), ("--channels-last", 1e-4), ("--compile", 1e-4), ("--tf32", 5e-3), ("--amp", 5e-3),
+        ("--amp --amp-dtype bfloat16", 4e-2),
+    ],
+)  # fmt: skip
+def test_the_first_loss_is_the_cpus(image_folder, tmp_path, argv, tolerance):
+    found = []
+    for device, extra in (("cpu", []), ("cuda", argv.split())):
+        run(image_folder, tmp_path, device, "--device", device, "--epochs", "1", *extra).check()
+        found.append(json.loads((tmp_path / device / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+    assert found[0] == pytest.approx(found[1], rel=tolerance)
+
+
+def build_loader(args, device, num_images, *, is_training=True):
+    dataset = data.SyntheticImages(num_images, args.train_crop_size, 10)
+    if is_training:
+        sampler = TrainSampler(num_images, VirtualShards(args.global_batch_size, args.num_shards))
+    else:
+        sampler = EvalSampler(num_images, args.batch_size)
+    return data.build_device_loader(args, dataset, sampler, device, 10)
+
+
+def options(*argv, size_px=64):
+    args = config.parse_args(
+        ["--synthetic", "--batch-size", "8", "--global-batch-size", "16", "--train-crop-size", str(size_px), *argv]
+    )
+    args.device, args.workers, args.num_shards = "cuda", 0, 2
+    return args
+
+
+MIXED = "--random-erase 0.5 --mixup-alpha 0.2 --cutmix-alpha 1".split()
+
+
+@pytest.mark.parametrize("argv", [[], ["--channels-last"]])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_prepared_on_a_stream_of_their_own_are_the_cpus(argv, workers):
+    """While the model's stream is kept busy, so that a missing wait would show."""
+    args = options(*MIXED, *argv)
+    args.workers = workers
+    loader = build_loader(args, torch.device("cuda"), 160)
+    args.device = "cpu"
+    expected = list(build_loader(args, torch.device("cpu"), 160))
+    busy = torch.randn(2048, 2048, device="cuda")
+    found = []
+    for image, target in loader:
+        for _ in range(20):
+            busy = busy @ busy / 2048
+        found.append((image * 1.0, target * 1))  # read on the model's stream, after that work
+    torch.cuda.synchronize()
+    assert len(found) == len(expected) == 20
+    for (image, target), (their_image, their_target) in zip(found, expected, strict=True):
+        # Division and rounding to the nearest are IEEE's on both; mixing may contract a multiplication and an addition.
+        torch.testing.assert_close(image.cpu(), their_image, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(target.cpu(), their_target, rtol=1e-6, atol=1e-6)
+        assert image.stride() == their_image.stride()
+
+
+def test_memory_of_batches_does_not_grow_while_the_host_runs_ahead():
+    args = options(*MIXED, size_px=224)
+    busy = torch.randn(4096, 4096, device="cuda")
+    peaks = []
+    for num_images in (16 * 4, 16 * 40):
+        loader = build_loader(args, torch.device("cuda"), num_images)
+        torch.cuda.reset_peak_memory_stats()
+        for image, _ in loader:
+            busy = busy @ busy / 4096
+            image.sum()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= peaks[0] * 1.05
+
+
+def train_some(args, num_steps, on_step, criterion=None):
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
+    model = models.place_model(model, args, device)
+    model_ema = models.build_ema(args, model)
+    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    shards = VirtualShards(args.global_batch_size, args.num_shards)
+    train.train_one_epoch(
+        model, criterion or losses.build_criterion(args), optimizer,
+        build_loader(args, device, num_steps * args.global_batch_size), device, 0, args, model_ema,
+        precision.build_scaler(args, device), optim.build_lr_scheduler(args, optimizer),
+        models.ShardedStep(model, shards, device=device), on_step,
+    )  # fmt: skip
+    return model
+
+
+class Watch:
+    """Forbids waiting for the device between the lines of steps 5 and 20, by torch's own check."""
+
+    def __init__(self):
+        self.window = monitor.LogWindow(2)
+        self.step = 0
+
+    def __call__(self, metric_logger, results, grad_norm):
+        for result in results:
+            self.window.update(self.step, *result)
+        self.step += 1
+        # The first steps compile, choose kernels and allocate.
+        torch.cuda.set_sync_debug_mode("error" if 6 < self.step < 20 else "default")
+        if metric_logger.is_line_due:
+            self.window.gather()
+
+
+@pytest.fixture
+def any_waiting():
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "", "--amp", "--amp --opt adamw", "--amp --amp-dtype bfloat16 --opt rmsprop --channels-last",
+        "--opt adamw --grad-checkpointing --bce-loss", "--amp --amp-dtype bfloat16 --channels-last --compile",
+    ],
+)  # fmt: skip
+def test_no_step_between_two_lines_waits_for_the_device(argv, any_waiting):
+    common = "--print-freq 20 --model-ema --model-ema-steps 2 --clip-grad-norm 1 --lr-warmup-epochs 1"
+    watch = Watch()
+    train_some(options(*MIXED, *common.split(), *argv.split()), 21, watch)
+    assert watch.step == 21
+
+
+def test_negative_control_a_waiting_step_is_caught(any_waiting):
+    class ReadingLoss(nn.CrossEntropyLoss):
+        def forward(self, output, target):
+            loss = super().forward(output, target)
+            loss.item()
+            return loss
+
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        train_some(options("--print-freq", "20"), 21, Watch(), ReadingLoss())
+
+
+def test_tf32_rounds_convolutions_and_products_and_nothing_does_without_it():
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs a GPU with TF32")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    matrix = torch.randn(512, 512, device="cuda", generator=generator)
+    image, weight = (
+        torch.randn(size, device="cuda", generator=generator) for size in [(8, 64, 32, 32), (64, 64, 3, 3)]
+    )
+    functions = [lambda t: matrix.to(t) @ matrix.to(t), lambda t: nn.functional.conv2d(image.to(t), weight.to(t))]
+    for function in functions:
+        exact = function(torch.float64)
+        errors = []
+        for is_allowed in (True, False):
+            precision.set_tf32(is_allowed=is_allowed)
+            errors.append(float((function(torch.float32).double() - exact).norm() / exact.norm()))
+        assert errors[1] < 1e-5 < 1e-4 < errors[0] < 1e-2
+    precision.set_tf32(is_allowed=False)
+
+
+def test_fused_kernels_train_as_the_loop_over_parameters_does():
+    for opt in ("sgd", "sgd_nesterov", "adamw"):
+        results = []
+        for device in ("cpu", "cuda"):
+            torch.manual_seed(0)
+            parameter = nn.Parameter(torch.randn(1000).to(device))
+            args = config.parse_args(["--synthetic", "--opt", opt, "--lr", "0.01"])
+            optimizer = optim.build_optimizer(args, [{"params": [parameter], "weight_decay": 0.01}])
+            assert bool(optimizer.defaults["fused"]) == (device == "cuda")
+            for number in range(10):
+                parameter.grad = torch.sin(torch.arange(1000.0) + number).to(device)
+                optimizer.step()
+            results.append(parameter.detach().cpu())
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)  # ten updates, each rounded to 24 bits
+
+
+def test_recomputed_blocks_hold_less_memory():
+    peaks = []
+    for extra in ([], ["--grad-checkpointing"]):
+        args = options("--model", "resnet50", "--print-freq", "100", *extra, size_px=128)
+        model = models.place_model(models.build_model(args, 10), args, torch.device("cuda")).train()
+        torch.cuda.reset_peak_memory_stats()
+        model(torch.randn(32, 3, 128, 128, device="cuda")).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        del model
+    assert peaks[1] < 0.75 * peaks[0]

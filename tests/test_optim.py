@@ -210,8 +210,37 @@ def test_optimizers_have_torchvisions_constants(opt):
     optimizer = optim.build_optimizer(options_of(opt=opt, lr=0.2, momentum=0.8, weight_decay=0.01), groups())
     expected = REFERENCE_OPTIMIZERS[opt](groups())
     assert type(optimizer) is type(expected)
-    assert optimizer.defaults == expected.defaults
+    kernels = {"foreach": True, "fused": expected.defaults.get("fused")}
+    assert optimizer.defaults == {
+        **expected.defaults,
+        **{name: kernels[name] for name in kernels.keys() & expected.defaults},
+    }
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("opt", REFERENCE_OPTIMIZERS)
+def test_all_parameters_at_once_have_the_bits_of_one_after_the_other(opt):
+    def train(build):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [
+            nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(64, 3, 7, 7), (1000,), (17,)]
+        ]
+        optimizer = build([{"params": parameters, "weight_decay": 0.01}])
+        for _ in range(5):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        return parameters
+
+    def one_after_the_other(groups):
+        optimizer = REFERENCE_OPTIMIZERS[opt](groups)
+        for group in optimizer.param_groups:
+            group["foreach"] = False
+        return optimizer
+
+    ours = train(lambda groups: optim.build_optimizer(options_of(opt=opt, lr=0.2, momentum=0.8), groups))
+    theirs = train(one_after_the_other)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def with_gradients(scale):

@@ -29,13 +29,13 @@ class Runs:
         self.images = images
         self.folder = folder
 
-    def run(self, name, world_size, *extra, faults=(), shards=4):
+    def run(self, name, world_size, *extra, faults=(), shards=4, timeout_s=120):
         out = self.folder / name
         logs = self.folder / f"{name}-logs"
         logs.mkdir(exist_ok=True)
         batch = ["--batch-size", str(8 // shards), "--global-batch-size", str(8 // shards * shards)]
         argv = ["--data-path", str(self.images), "--output-dir", str(out), *OPTIONS, *batch, *map(str, extra)]
-        return run_ranks(train_rank, world_size, argv, list(faults), log_folder=logs)
+        return run_ranks(train_rank, world_size, argv, list(faults), log_folder=logs, timeout_s=timeout_s)
 
     def final(self, name):
         """Return everything that a run ended with, as {name: tensor or number}."""

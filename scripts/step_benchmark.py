@@ -1,0 +1,524 @@
+"""Measure a training step against its limit and against torchvision's way, and how it scales over processes."""
+
+import argparse
+import copy
+import io
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode
+
+import config
+import data
+import losses
+import models
+import monitor
+import optim
+import precision
+import train
+import utils
+from errors import UserError
+from sampler import TrainSampler, VirtualShards
+
+# Dense peaks, TFLOP/s, by the name that torch gives the device: NVIDIA's data sheets and white papers of A100 (2020),
+# V100 (2017), L4 (2023), H100 SXM (2022) and H200 SXM (2024); those that print a figure "with sparsity" are halved.
+# "float32" is without tensor cores.
+_A100 = {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
+_V100 = {"float32": 15.7, "float16": 125.0}
+_HOPPER_SXM = {"float32": 66.9, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4}
+PEAK_TFLOPS = {
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    "NVIDIA H200": _HOPPER_SXM,
+    "NVIDIA L4": {"float32": 30.3, "tf32": 60.0, "float16": 121.0, "bfloat16": 121.0},
+    "Tesla V100-SXM2-16GB": _V100,
+    "Tesla V100-SXM2-32GB": _V100,
+}
+
+NUM_CLASSES = 1000
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+class Step:
+    """One model with everything that a step of it needs, built as train.py builds it.
+
+    Args:
+        args: the options of the run, of one process.
+        device: where it is.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device = args, device
+        model = models.build_model(args, NUM_CLASSES)
+        self.model = models.place_model(model, args, device)
+        self.model_ema = models.build_ema(args, self.model)
+        self.criterion = losses.build_criterion(args)
+        self.optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, self.model))
+        self.scaler = precision.build_scaler(args, device)
+        self.shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
+
+
+class OurLoop:
+    """The real `train_one_epoch` from the real loader, with the rates of a schedule and a log window as a run has.
+
+    Args:
+        args: as `Step`.
+        device: as `Step`.
+        num_steps: steps that a call runs.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, num_steps: int) -> None:
+        self.step, self.num_steps = Step(args, device), num_steps
+        dataset = data.SyntheticImages(num_steps * args.global_batch_size, args.train_crop_size, NUM_CLASSES)
+        sampler = TrainSampler(len(dataset), self.step.shards)
+        self.loader = data.build_device_loader(args, dataset, sampler, device, NUM_CLASSES)
+        self.scheduler = optim.build_lr_scheduler(args, self.step.optimizer)
+        self.wrapped = models.wrap_model(self.step.model, args)
+        self.sharded_step = models.ShardedStep(self.wrapped, self.step.shards, device=device)
+        self.window = monitor.LogWindow(self.step.shards.num_local)
+
+    def note(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
+        """Do what a run's hook does with a step: keep its numbers, and read them when a line is due."""
+        for result in results:
+            self.window.update(0, *result)
+        if metric_logger.is_line_due:
+            self.window.gather()
+            for name, value in self.window.read()[0].items():
+                metric_logger.meters[name].update(value)
+            float(grad_norm)
+
+    def __call__(self) -> int:
+        """Train; return the number of images."""
+        step = self.step
+        with redirect_stdout(io.StringIO()):
+            train.train_one_epoch(
+                self.wrapped, step.criterion, step.optimizer, self.loader, step.device, 0, step.args, step.model_ema,
+                step.scaler, self.scheduler, self.sharded_step, self.note,
+            )  # fmt: skip
+        synchronize(step.device)
+        return self.num_steps * step.args.global_batch_size
+
+
+class BareStep:
+    """The same arithmetic on a batch that is there already: passes, accumulation, clipping, update and average.
+
+    Nothing is loaded, counted, seeded, scheduled or logged, and nothing is read.
+
+    Args:
+        args: as `Step`.
+        device: as `Step`.
+        num_steps: steps that a call runs.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, num_steps: int) -> None:
+        self.step, self.num_steps = Step(args, device), num_steps
+        size = args.train_crop_size
+        memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
+        image = torch.randn(args.batch_size, 3, size, size, device=device).to(memory_format=memory_format)
+        self.batch = image, torch.arange(args.batch_size, device=device) % NUM_CLASSES
+        self.autocast = precision.autocast(args, device)
+
+    def __call__(self) -> int:
+        """Train; return the number of images."""
+        step, args = self.step, self.step.args
+        step.model.train()
+        for number in range(self.num_steps):
+            step.optimizer.zero_grad()
+            for _ in step.shards.local:
+                self._passes(1.0 / step.shards.num_local)
+            step.scaler.unscale_(step.optimizer)
+            if args.clip_grad_norm is not None:
+                nn.utils.clip_grad_norm_(step.model.parameters(), args.clip_grad_norm)
+            step.scaler.step(step.optimizer)
+            step.scaler.update()
+            if step.model_ema and number % args.model_ema_steps == 0:
+                step.model_ema.update_parameters(step.model)
+        synchronize(step.device)
+        return self.num_steps * args.global_batch_size
+
+    def _passes(self, loss_scale: float) -> None:
+        image, target = self.batch
+        with self.autocast:
+            loss = self.step.criterion(self.step.model(image), target)
+        self.step.scaler.scale(loss * loss_scale).backward()
+
+
+class FloatImages(Dataset):
+    """Made-up images as torchvision's presets give them: float32, normalised, in the process that loads them.
+
+    They cost nothing to make, which is more than fair to torchvision's way.
+
+    Args:
+        num_images: the size of the set.
+        size_px: side of an image.
+    """
+
+    def __init__(self, num_images: int, size_px: int) -> None:
+        self.num_images = num_images
+        self.pool = torch.randn(data.SyntheticImages.POOL, 3, size_px, size_px)
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return one image and its class."""
+        slot = index % len(self.pool)
+        return self.pool[slot], slot % NUM_CLASSES
+
+
+class TorchvisionsWay:
+    """A plain loop written as torchvision's reference script writes it: NCHW, uncompiled, three numbers read a step.
+
+    Without accumulation, which that script does not have.
+
+    Args:
+        args: as `Step`; channels_last, compile and the global batch are not taken over.
+        device: as `Step`.
+        num_steps: steps that a call runs.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, num_steps: int) -> None:
+        args = copy.copy(args)
+        args.channels_last, args.compile, args.global_batch_size, args.num_shards = False, None, args.batch_size, 1
+        self.step, self.num_steps = Step(args, device), num_steps
+        is_cuda = device.type == "cuda"
+        dataset = FloatImages(num_steps * args.batch_size, args.train_crop_size)
+        self.loader = DataLoader(
+            dataset, args.batch_size, shuffle=True, num_workers=args.workers, pin_memory=is_cuda,
+            persistent_workers=args.workers > 0,
+        )  # fmt: skip
+        # torchvision leaves the kernels to torch's defaults.
+        kernels = {"foreach": None, "fused": None}
+        for group in self.step.optimizer.param_groups:
+            group.update({name: value for name, value in kernels.items() if name in group})
+        self.step.optimizer._step_supports_amp_scaling = False
+
+    def __call__(self) -> int:
+        """Train; return the number of images."""
+        step, args = self.step, self.step.args
+        step.model.train()
+        logger = utils.MetricLogger()
+        for number, (image, target) in enumerate(self.loader):
+            image, target = image.to(step.device), target.to(step.device)
+            with precision.autocast(args, step.device):
+                output = step.model(image)
+                loss = step.criterion(output, target)
+            step.optimizer.zero_grad()
+            step.scaler.scale(loss).backward()
+            if args.clip_grad_norm is not None:
+                step.scaler.unscale_(step.optimizer)
+                nn.utils.clip_grad_norm_(step.model.parameters(), args.clip_grad_norm)
+            step.scaler.step(step.optimizer)
+            step.scaler.update()
+            if step.model_ema and number % args.model_ema_steps == 0:
+                step.model_ema.update_parameters(step.model)
+            correct1, correct5 = utils.accuracy(output, target, topk=(1, 5))
+            logger.update(loss=loss.item(), acc1=correct1.item(), acc5=correct5.item())
+        synchronize(step.device)
+        return self.num_steps * args.batch_size
+
+
+def interleave(
+    ways: dict[str, Callable[[], int]], rounds: int, device: torch.device
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Run every way once a round, in random order, after a round that is not counted.
+
+    Returns:
+        Each way's images per second in each round, and the most memory, GiB, that a GPU used in it.
+    """
+    rates, memory = {name: [] for name in ways}, {}
+    order, rng = list(ways), random.Random(0)
+    for round_number in range(rounds + 1):
+        rng.shuffle(order)
+        for name in order:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            start = time.perf_counter()
+            num_images = ways[name]()
+            if round_number:
+                rates[name].append(num_images / (time.perf_counter() - start))
+            if device.type == "cuda":
+                memory[name] = torch.cuda.max_memory_allocated(device) / 2**30
+        print(f"round {round_number} of {rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr)
+    return rates, memory
+
+
+def summarize(rates: dict[str, list[float]], name: str) -> dict[str, dict[str, float]]:
+    """Return the median rate of every way, and the median and quartiles of what `name` is of it, round by round."""
+    summary = {}
+    for other, values in rates.items():
+        ratios = sorted(ours / theirs for ours, theirs in zip(rates[name], values, strict=True))
+        quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        summary[other] = {
+            "images_per_s": statistics.median(values),
+            "ratio": statistics.median(ratios),
+            "ratio_quartiles": [quartiles[0], quartiles[2]],
+            "ratio_range": [ratios[0], ratios[-1]],
+        }
+    return summary
+
+
+def count_flops(args: argparse.Namespace) -> int:
+    """Return the floating-point operations of the forward and backward pass of one image, two a multiply-add."""
+    args = copy.copy(args)
+    args.compile, args.grad_checkpointing = None, False  # what is computed again does not count as progress
+    # A model in evaluation mode computes the same, and a batch of one is enough for it.
+    model = models.build_model(args, NUM_CLASSES).eval()
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(torch.randn(1, 3, args.train_crop_size, args.train_crop_size)).sum().backward()
+    return counter.get_total_flops()
+
+
+def peak_tflops(args: argparse.Namespace, device: torch.device) -> float | None:
+    """Return what the device could do at most in the precision of the options, in 10^12 operations a second."""
+    if device.type != "cuda":
+        return None
+    known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device), {})
+    number_format = (args.amp_dtype or "float16") if args.amp else "tf32" if args.tf32 else "float32"
+    return known.get(number_format)
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return what a timing depends on beside the options."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    return {"device": name, "torch": str(torch.__version__), "threads": torch.get_num_threads()}
+
+
+SWITCHES = ["--amp", "--tf32", "--channels-last", "--grad-checkpointing"]
+
+
+def training_args(options: argparse.Namespace, *extra: str) -> argparse.Namespace:
+    """Return the options of the run that is measured: recipe-like, and one process."""
+    argv = ["--synthetic", "--lr-warmup-epochs", "1", "--lr-scheduler", "cosineannealinglr", "--lr", "0.01"]
+    argv += ["--model", options.model, "--batch-size", str(options.batch_size), "--epochs", "100", "--lr-per-step"]
+    argv += ["--train-crop-size", str(options.train_crop_size), "--val-crop-size", str(options.train_crop_size)]
+    argv += ["--workers", str(options.workers), "--opt", options.opt, *extra]
+    argv += [switch for switch in SWITCHES if getattr(options, switch[2:].replace("-", "_"))]
+    for name in ("device", "amp_dtype", "compile"):
+        if getattr(options, name) is not None:
+            argv.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
+    args = config.parse_args(argv)
+    config.derive(args)
+    args.global_batch_size = args.global_batch_size or args.batch_size
+    args.num_shards = args.global_batch_size // args.batch_size
+    args.distributed, args.rank, args.world_size = False, 0, 1
+    return args
+
+
+# The second variant: what a modern recipe adds to a step.
+MODERN = ["--model-ema", "--model-ema-steps", "4", "--clip-grad-norm", "1.0"]
+
+
+def benchmark_step(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure our loop against the bare step and torchvision's way, plain and with all that a step may have."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "json")}
+    figures: dict[str, Any] = {"options": given, "ratios": {}}
+    for variant, extra in [
+        ("plain", []),
+        ("ema_clip_accumulation", [*MODERN, "--global-batch-size", str(2 * options.batch_size)]),
+    ]:
+        args = training_args(options, *extra)
+        device = torch.device(args.device)
+        precision.set_tf32(is_allowed=args.tf32)
+        torch.backends.cudnn.benchmark = True
+        steps = max(options.steps // args.num_shards, 1)
+        ways = {"loop": OurLoop(args, device, steps), "bare": BareStep(args, device, steps)}
+        ways["torchvision"] = TorchvisionsWay(args, device, steps * args.num_shards)
+        rates, memory = interleave(ways, options.rounds, device)
+        summary = summarize(rates, "loop")
+        flops, peak = count_flops(args), peak_tflops(args, device)
+        rate = summary["loop"]["images_per_s"]
+        figures[variant] = {
+            "rates": rates,
+            "summary": summary,
+            "memory_gib": memory,
+            "process_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            "gflop_per_image": flops / 1e9,
+            "achieved_tflops": rate * flops / 1e12,
+            "mfu": None if peak is None else rate * flops / 1e12 / peak,
+        }
+        show_step(variant, figures[variant], peak)
+        suffix = "" if variant == "plain" else f"_{variant}"
+        figures["ratios"] |= {f"loop_vs_{way}{suffix}": summary[way]["ratio"] for way in ("bare", "torchvision")}
+        del ways
+    return figures | {"machine": describe(device)}
+
+
+def show_step(variant: str, figures: dict[str, Any], peak: float | None) -> None:
+    """Print one comparison."""
+    print(f"\n{variant.replace('_', ', ')}: images/s, and our loop as a multiple of each (quartiles; range)")
+    for name, row in figures["summary"].items():
+        low, high = row["ratio_quartiles"]
+        least, most = row["ratio_range"]
+        memory = f"   {figures['memory_gib'][name]:.2f} GiB" if figures["memory_gib"] else ""
+        print(
+            f"  {name:<12}{row['images_per_s']:9.1f}   x{row['ratio']:.3f} "
+            f"({low:.3f} to {high:.3f}; {least:.3f} to {most:.3f}){memory}"
+        )
+    mfu = "unknown: no peak known for this device" if figures["mfu"] is None else f"{figures['mfu']:.1%} of {peak:g}"
+    print(
+        f"  {figures['gflop_per_image']:.2f} GFLOP an image, {figures['achieved_tflops']:.3f} TFLOP/s; MFU {mfu}; "
+        f"this process at most {figures['process_memory_gib']:.2f} GiB"
+    )
+
+
+def scaling_rank(options: argparse.Namespace) -> None:
+    """Measure one process of several, started by torchrun; rank 0 prints the figures. Collective."""
+    args = training_args(options)
+    args.world_size = int(os.environ["WORLD_SIZE"])
+    utils.init_distributed_mode(args)
+    args.num_shards = args.world_size
+    args.global_batch_size = args.batch_size * args.world_size
+    device = torch.device(torch.device(args.device).type, args.gpu) if args.device != "cpu" else torch.device("cpu")
+    precision.set_tf32(is_allowed=args.tf32)
+    loop = OurLoop(args, device, options.steps)
+    alone = copy.copy(args)
+    alone.global_batch_size, alone.num_shards, alone.rank, alone.world_size = args.batch_size, 1, 0, 1
+    bare = BareStep(alone, device, options.steps)
+    gradients = torch.zeros(sum(parameter.numel() for parameter in loop.step.model.parameters()), device=device)
+    ways = {
+        "step_s": loop,
+        "compute_s": bare,
+        "data_s": lambda: sum(len(image) for image, _ in loop.loader),
+        "all_reduce_s": lambda: [dist.all_reduce(gradients) for _ in range(options.steps)],
+    }
+    seconds = {name: [] for name in ways}
+    for _ in range(options.rounds + 1):
+        for name, way in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            way()
+            synchronize(device)
+            seconds[name].append((time.perf_counter() - start) / options.steps)
+    if utils.is_main_process():
+        figures: dict[str, Any] = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+        figures |= {"nproc": args.world_size, "batch_size": args.batch_size, "machine": describe(device)}
+        figures |= {"gradient_bytes": gradients.numel() * gradients.element_size(), "seconds": seconds}
+        Path(options.json).write_text(json.dumps(figures))
+    utils.shut_down()
+
+
+def run_scaling(options: argparse.Namespace, nproc: int, folder: Path) -> dict[str, Any]:
+    """Start torchrun on `nproc` processes and return what rank 0 measured.
+
+    Raises:
+        UserError: a process failed; the last lines of its output.
+    """
+    path = folder / f"{nproc}.json"
+    passed = {**vars(options), "json": str(path)}
+    passed.pop("run", None)
+    threads = options.threads or max(len(os.sched_getaffinity(0)) // max(options.nproc), 1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    done = subprocess.run(
+        [*command, "-m", "scripts.step_benchmark", json.dumps(passed)], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parent.parent, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+    )  # fmt: skip
+    if done.returncode:
+        raise UserError(f"benchmark scaling failed on {nproc} processes:\n" + "\n".join(done.stderr.splitlines()[-15:]))
+    return json.loads(path.read_text())
+
+
+ASSUMPTIONS = """\
+a step takes data + compute + whatever of the all-reduce the backward pass (2/3 of compute) does not hide:
+  best:  data + compute/3 + max(2/3 compute, all-reduce); worst: data + compute + all-reduce
+  compute and data are those of the largest measured number of processes: as many more cores, disks and GPUs are assumed
+  all-reduce = 2 (N - 1) / N x gradient bytes / bandwidth, a ring's; bandwidth is that of the largest measured number,
+  which says nothing of a network between machines"""
+
+
+def predict(measured: list[dict[str, Any]], nproc: int) -> dict[str, float]:
+    """Return the bandwidth and the bounds of images/s that the model above gives for `nproc` processes."""
+    last = measured[-1]
+    compute, data_s, size = last["compute_s"], last["data_s"], last["gradient_bytes"]
+    volume = 2 * (last["nproc"] - 1) / last["nproc"] * size
+    bandwidth = volume / last["all_reduce_s"] if volume else float("inf")
+    reduce_s = 2 * (nproc - 1) / nproc * size / bandwidth
+    best = data_s + compute / 3 + max(2 / 3 * compute, reduce_s)
+    images = nproc * last["batch_size"]
+    return {
+        "nproc": nproc,
+        "bandwidth_gb_per_s": bandwidth / 1e9,
+        "images_per_s_best": images / best,
+        "images_per_s_worst": images / (data_s + compute + reduce_s),
+    }
+
+
+def benchmark_scaling(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure 1 to N processes with torchrun, print where the time goes, and predict more of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        measured = [run_scaling(options, nproc, Path(folder)) for nproc in sorted(options.nproc)]
+    base = measured[0]["batch_size"] / measured[0]["step_s"]  # images/s a process
+    print("processes  images/s  efficiency   ms a step: step = data + compute + the rest   all-reduce alone")
+    for row in measured:
+        row["images_per_s"] = row["nproc"] * row["batch_size"] / row["step_s"]
+        row["efficiency"] = row["images_per_s"] / row["nproc"] / base
+        step, data_ms, compute, reduce = (1e3 * row[f"{name}_s"] for name in ("step", "data", "compute", "all_reduce"))
+        print(
+            f"{row['nproc']:9d}  {row['images_per_s']:8.1f}  {row['efficiency']:10.2f}   {step:.1f} = {data_ms:.1f} + "
+            f"{compute:.1f} + {step - data_ms - compute:.1f}   {reduce:.1f}"
+        )
+    print(ASSUMPTIONS)
+    checks = [predict(measured, row["nproc"]) for row in measured]
+    more = [predict(measured, measured[-1]["nproc"] * factor) for factor in (2, 4, 8)]
+    for row in [*checks, *more]:
+        print(
+            f"{row['nproc']:4d} processes: {row['images_per_s_worst']:.1f} to {row['images_per_s_best']:.1f} images/s"
+        )
+    return {"measured": measured, "model_of_measured": checks, "predicted": more, "assumptions": ASSUMPTIONS}
+
+
+def add_commands(commands: Any) -> None:
+    """Register `step` and `scaling` with the subparsers of scripts/benchmark.py; `options.run` is what to call."""
+    step = commands.add_parser("step", help="a training step, against its limit and torchvision's loop")
+    scaling = commands.add_parser("scaling", help="1 to N processes, and a model of more")
+    for command, steps, rounds in [(step, 10, 7), (scaling, 10, 3)]:
+        command.add_argument("--model", default="resnet18", help="as train.py's (default: resnet18)")
+        command.add_argument("--train-crop-size", metavar="PX", type=int, default=224, help="default: 224")
+        command.add_argument("--batch-size", metavar="N", type=int, default=64, help="images a process (default: 64)")
+        command.add_argument("--device", help="default: the accelerator that is there, else cpu")
+        command.add_argument("--workers", metavar="N", type=int, default=0, help="loader processes (default: 0)")
+        command.add_argument("--steps", metavar="N", type=int, default=steps, help=f"a round (default: {steps})")
+        command.add_argument(
+            "--rounds", metavar="N", type=int, default=rounds, help=f"default: {rounds}, and a warm-up"
+        )
+        command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
+        for switch in SWITCHES:
+            command.add_argument(switch, action="store_true", help="as train.py's")
+        command.add_argument("--amp-dtype", choices=sorted(precision.AMP_DTYPES), help="as train.py's")
+        command.add_argument("--compile", nargs="?", const="default", choices=models.COMPILE_MODES, help="likewise")
+        command.add_argument("--opt", default="sgd", help="likewise (default: sgd)")
+    step.add_argument("--threads", metavar="N", type=int, help="CPU threads (default: torch's)")
+    scaling.add_argument("--nproc", metavar="N", type=int, nargs="+", default=[1, 2], help="default: 1 2")
+    scaling.add_argument("--threads", metavar="N", type=int, help="of each process (default: cores / the largest N)")
+    step.set_defaults(run=benchmark_step)
+    scaling.set_defaults(run=benchmark_scaling)
+
+
+if __name__ == "__main__":
+    scaling_rank(argparse.Namespace(**json.loads(sys.argv[1])))

@@ -1,0 +1,441 @@
+"""The step: its precision and speed options change no number beyond their rounding, and no step reads a tensor."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import config
+import data
+import losses
+import models
+import monitor
+import optim
+import precision
+import train
+from checkpoint import OptimizerState, RunState
+from errors import UserError
+from sampler import TrainSampler, VirtualShards
+from tests.test_same_bits import FLAG, Runs, assert_same, differing
+
+CPU = torch.device("cpu")
+
+
+def options(*argv):
+    return config.parse_args(["--synthetic", "64", "--device", "cpu", "--workers", "0", "--lr", "0.005", *argv])
+
+
+def small_model(seed=0):
+    """A ResNet of four blocks: every kind of layer that a large one has."""
+    torch.manual_seed(seed)
+    return torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
+
+
+def random_batches(count, batch_size=32, size_px=32):
+    """Made-up batches whose classes can be told from their images' colours."""
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randint(10, (count, batch_size), generator=generator)
+    image = torch.randn(count, batch_size, 3, size_px, size_px, generator=generator)
+    batches = list(zip(image + target[:, :, None, None, None] / 3, target, strict=True))
+    return [batches[index % 4] for index in range(count)]
+
+
+def losses_of(args, batches, model=None):
+    """Train a step on each batch as a run with these options does; return the losses and the model."""
+    model = models.place_model(small_model() if model is None else model, args, CPU)
+    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    found = []
+    train.train_one_epoch(
+        model, nn.CrossEntropyLoss(), optimizer, batches, CPU, 0, args, scaler=precision.build_scaler(args, CPU),
+        on_step=lambda logger, results, norm: found.append(results[0][0]),
+    )  # fmt: skip
+    return torch.stack(found), model
+
+
+# How far each option may be from plain float32: after one step, relative to a parameter's change; and over the losses
+# of 20 steps, which fall from 2.4 to 0.06 and amplify rounding on their way. float32 has 24 bits of fraction, float16
+# 11 and bfloat16 8, and gradients of the first layers have gone through all the others.
+TOLERANCES = {
+    "--channels-last": (1e-3, 0.05),
+    "--amp": (0.15, 0.2),
+    "--amp --amp-dtype bfloat16": (0.4, 0.25),
+}
+
+
+def written_out(batches, dtype=None):
+    """The steps written out, with a loop over the parameters: losses, the model after one step and after all."""
+    model = small_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-4, foreach=False)
+    found, first = [], None
+    for image, target in batches:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            loss = nn.functional.cross_entropy(model(image), target)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+        first = copy.deepcopy(model) if first is None else first
+    return torch.stack(found), first, model
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return written_out(random_batches(20))
+
+
+def assert_near_plain(argv, plain, step_tolerance, curve_tolerance):
+    args, batches = options(*argv), random_batches(20)
+    curve, first_step, _ = plain
+    start = small_model().state_dict()
+    _, ours = losses_of(args, batches[:1])
+    for name, value in first_step.named_parameters():
+        change = value - start[name]
+        difference = (ours.get_parameter(name) - value).norm()
+        assert difference <= step_tolerance * change.norm(), name
+    found, _ = losses_of(args, batches)
+    assert curve[-5:].mean() < 0.1 * curve[:5].mean()  # there is something to compare: it learns
+    torch.testing.assert_close(found.float(), curve, rtol=0, atol=curve_tolerance)
+
+
+def test_the_loop_has_the_bits_of_the_steps_written_out(plain):
+    found, model = losses_of(options(), random_batches(20))
+    assert torch.equal(found, plain[0])
+    assert differing(model.state_dict(), plain[2].state_dict()) == []
+
+
+def test_so_it_has_in_bfloat16():
+    batches = random_batches(6)
+    expected, _, reference = written_out(batches, torch.bfloat16)
+    found, model = losses_of(options("--amp", "--amp-dtype", "bfloat16"), batches)
+    assert torch.equal(found, expected)
+    assert differing(model.state_dict(), reference.state_dict()) == []
+
+
+@pytest.mark.parametrize(
+    "argv", ["--channels-last", "--amp --amp-dtype bfloat16", pytest.param("--amp", marks=pytest.mark.slow)]
+)
+def test_a_step_and_20_losses_are_those_of_plain_float32(argv, plain):
+    assert_near_plain(argv.split(), plain, *TOLERANCES[argv])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argv", ["--compile", "--compile --channels-last"])
+def test_a_compiled_step_and_20_losses_are_those_of_plain_float32(argv, plain):
+    assert_near_plain(argv.split(), plain, 1e-2, 0.1)  # BatchNorm's sums are formed in another order
+
+
+def test_amp_computes_in_its_own_type_and_scales_the_loss_in_float16_only():
+    types = []
+    model = nn.Conv2d(3, 4, 1)
+    model.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
+    for argv in ["", "--amp", "--amp --amp-dtype float16", "--amp --amp-dtype bfloat16"]:
+        args = options(*argv.split())
+        with precision.autocast(args, CPU):
+            model(torch.randn(1, 3, 2, 2))
+        assert precision.build_scaler(args, CPU).is_enabled() == (types[-1] == torch.float16)
+    assert types == [torch.float32, torch.float16, torch.float16, torch.bfloat16]
+
+
+def test_evaluation_computes_in_the_precision_of_training():
+    class Scorer(nn.Linear):
+        def forward(self, image):
+            types.append(super().forward(image).dtype)
+            return super().forward(image)
+
+    types = []
+    dataset = torch.utils.data.TensorDataset(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+    for argv in ([], ["--amp", "--amp-dtype", "bfloat16"]):
+        train.evaluate_all(options(*argv), Scorer(3, 5), None, nn.CrossEntropyLoss(), loader, CPU)
+    assert types == [torch.float32] * 2 + [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_tf32_governs_convolutions_and_matrix_products(is_allowed):
+    precision.set_tf32(is_allowed=is_allowed)
+    assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is is_allowed
+    assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--amp-dtype bfloat16", "has an effect under --amp only"),
+        ("--compile max-autotune --use-deterministic-algorithms", "chooses kernels by how fast they are"),
+        ("--grad-compression bf16 --use-deterministic-algorithms", "does without"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(argv, message):
+    with pytest.raises(UserError, match=message):
+        options(*argv.split())
+
+
+def test_recomputation_that_cannot_be_is_refused():
+    for argv, message in [("vgg11", "no repeated blocks"), ("resnet18 --compile", "running statistics")]:
+        with pytest.raises(UserError, match=message):
+            models.build_model(options("--grad-checkpointing", "--model", *argv.split()), 3)
+
+
+def small_vit():
+    torch.manual_seed(0)
+    model = torchvision.models.VisionTransformer(32, 8, 4, 2, 16, 128, dropout=0.3, attention_dropout=0.2)
+    nn.init.normal_(model.heads.head.weight)
+    return model
+
+
+def small_efficientnet():
+    """Stochastic depth, dropout and BatchNorm."""
+    torch.manual_seed(0)
+    layer = torchvision.models.efficientnet.MBConvConfig
+    settings = [layer(2, 3, 1, 8, 8, 2), layer(2, 3, 2, 8, 16, 2)]
+    return torchvision.models.EfficientNet(settings, dropout=0.3, stochastic_depth_prob=0.5, last_channel=32)
+
+
+@pytest.mark.parametrize("build", [small_vit, small_efficientnet])
+def test_recomputed_blocks_give_the_same_bits_and_hold_less(build):
+    def count(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    kept, results, saved = [], [], []
+    for is_recomputed in (False, True):
+        model = build()
+        if is_recomputed:
+            models.recompute_blocks(model, "it")
+        average = models.ExponentialMovingAverage(model, decay=0.5)
+        step = models.ShardedStep(model, VirtualShards(8, 2), device=CPU)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        kept.clear()
+        for number in range(2):
+            optimizer.zero_grad()
+            for shard, (image, target) in enumerate(random_batches(2, 4)):
+                with step.shard(number, shard), torch.amp.autocast("cpu", torch.bfloat16):
+                    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+                        loss = nn.functional.cross_entropy(model(image), target)
+                    loss.backward()
+            optimizer.step()
+            average.update_parameters(model)
+        results.append({**model.state_dict(), **{f"average.{k}": v for k, v in average.state_dict().items()}})
+        results[-1]["scores"] = average.eval()(image).detach()
+        saved.append(sum(kept))
+    assert differing(*results) == []
+    assert saved[1] < saved[0] / 2
+
+
+# Functions by which Python reads a tensor, and the operators beneath them.
+READERS = {
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__bool__,
+    torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.nonzero, torch.nonzero,
+}  # fmt: skip
+READING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_consecutive", "_unique2"}
+
+
+class HostReadError(AssertionError):
+    pass
+
+
+class NoFunctionReads(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in READERS:
+            raise HostReadError(f"{function.__name__} of a tensor")
+        return function(*args, **(kwargs or {}))
+
+
+class NoOperatorReads(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in READING:
+            raise HostReadError(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+class Batches(list):
+    """What a loader yields, loaded beforehand: a loader's own tensors are the host's to read."""
+
+
+@contextmanager
+def nothing():
+    yield
+
+
+def train_without_reads(args, criterion=None):
+    """Run 13 real steps, with the run's hook, forbidding reads but where a line is due; return the steps watched."""
+    model = models.place_model(small_model(), args, CPU)
+    model_ema = models.build_ema(args, model)
+    shards = VirtualShards(args.global_batch_size, args.num_shards)
+    sampler = TrainSampler(13 * args.global_batch_size, shards)
+    generator = torch.Generator().manual_seed(0)
+    size = (args.batch_size, 3, args.train_crop_size, args.train_crop_size)
+    loader = Batches(
+        (torch.randint(256, size, generator=generator, dtype=torch.uint8), torch.randint(10, size[:1]))
+        for _ in range(13 * shards.num_local)
+    )
+    loader.batch_sampler = sampler
+    transform = data.build_batch_transforms(args, 10)[0]
+    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    if "fused" in optimizer.defaults:  # as on a GPU: the others read the loss scaler's verdict, or a step count
+        optimizer = type(optimizer)(optim.build_parameter_groups(args, model), lr=args.lr, fused=True)
+    window = monitor.LogWindow(shards.num_local)
+    run = RunState(13, {"args": {}}, {"model": model, "optimizer": OptimizerState(optimizer), "log_window": window})
+    run.start_epoch(0)
+    silent = monitor.Monitor(None, run)
+    hook = train.StepHook(args, run, window, silent, None, model)
+    watch = [nothing()]
+    watched = []
+
+    def begin(module, inputs):  # the first thing that a step does with the device
+        if not isinstance(watch[0], NoOperatorReads):
+            watch[:] = [NoOperatorReads(), NoFunctionReads()]
+            for mode in watch:
+                mode.__enter__()
+        watched.append(run.step)
+
+    def end():
+        if isinstance(watch[0], NoOperatorReads):
+            for mode in reversed(watch):
+                mode.__exit__(None, None, None)
+            watch[:] = [nothing()]
+
+    def on_step(metric_logger, *results):
+        if metric_logger.is_line_due:
+            end()
+        hook(metric_logger, *results)
+
+    model.register_forward_pre_hook(begin)
+    try:
+        train.train_one_epoch(
+            model, criterion or losses.build_criterion(args), optimizer,
+            data.DeviceLoader(loader, CPU, transform, 0), CPU, 0, args, model_ema, precision.build_scaler(args, CPU),
+            optim.build_lr_scheduler(args, optimizer), models.ShardedStep(model, shards, device=CPU), on_step,
+        )  # fmt: skip
+    finally:
+        end()
+    return watched
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "",
+        "--amp",
+        "--amp --amp-dtype bfloat16 --opt rmsprop --channels-last --grad-checkpointing",
+        "--opt adamw --use-deterministic-algorithms --bce-loss --freeze",
+    ],
+)
+def test_no_step_between_two_lines_reads_a_tensor(argv):
+    args = options(
+        "--print-freq", "5", "--model-ema", "--model-ema-steps", "2", "--clip-grad-norm", "1", "--batch-size", "4",
+        "--global-batch-size", "8", "--train-crop-size", "32", "--random-erase", "0.5", "--mixup-alpha", "0.2",
+        "--cutmix-alpha", "1", "--lr-warmup-epochs", "1", *argv.split(),
+    )  # fmt: skip
+    args.num_shards = 2
+    watched = train_without_reads(args)
+    assert watched == [step for step in range(13) for _ in range(2)]
+
+
+class ReadingLoss(nn.CrossEntropyLoss):
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def forward(self, output, target):
+        loss = super().forward(output, target)
+        self.read(loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda t: t.item(), float, bool, lambda t: t.tolist(), lambda t: t.cpu(), lambda t: t[None].nonzero(),
+     lambda t: nn.utils.clip_grad_norm_([nn.Parameter(t)], 1.0, error_if_nonfinite=bool(t > 0))],
+    ids=["item", "float", "bool", "tolist", "cpu", "nonzero", "comparison"],
+)  # fmt: skip
+def test_negative_control_a_read_in_a_step_is_caught(read):
+    args = options("--print-freq", "5", "--batch-size", "4", "--global-batch-size", "4", "--train-crop-size", "32")
+    args.num_shards = 1
+    with pytest.raises(HostReadError):
+        train_without_reads(args, ReadingLoss(read))
+
+
+@pytest.fixture(scope="module")
+def runs(image_folder, tmp_path_factory):
+    return Runs(image_folder, tmp_path_factory.mktemp("precision"))
+
+
+FAST = "--amp --amp-dtype bfloat16 --channels-last".split()
+
+
+@pytest.fixture(scope="module")
+def kept(runs):
+    runs.run("kept", 2, FLAG).check()
+
+
+def test_same_bits_at_another_world_size_in_bfloat16_and_nhwc(runs, kept):
+    runs.run("two", 2, FLAG, *FAST).check()
+    runs.run("one", 1, FLAG, *FAST).check()
+    assert_same(runs, "one", "two")
+    assert differing(runs.final("two"), runs.final("kept")) != []  # the options reach the step
+
+
+def test_same_bits_with_recomputed_blocks_killed_and_resumed_at_another_world_size(runs, kept):
+    killed = runs.run("again", 2, FLAG, "--grad-checkpointing", faults=[(0, "torch.optim.SGD.step", 5, "after")])
+    assert killed.codes[0] == -9
+    runs.run("again", 1, FLAG, "--grad-checkpointing", "--resume", "auto").check()
+    assert_same(runs, "again", "kept")
+
+
+@pytest.mark.slow
+def test_compiled_in_bfloat16_killed_and_resumed_same_bits_and_another_world_size_is_refused(runs):
+    options = [FLAG, *FAST, "--compile", "--model", "squeezenet1_1", "--train-crop-size", 64, "--val-crop-size", 64]
+    options += ["--val-resize-size", 64, "--norm-weight-decay", 0.1, "--lr", 0.01]
+    runs.run("compiled", 2, *options, timeout_s=600).check()
+    killed = runs.run("compiled-killed", 2, *options, faults=[(0, "torch.optim.SGD.step", 5, "after")], timeout_s=600)
+    assert killed.codes[0] == -9, killed.output
+    refused = runs.run("compiled-killed", 1, *options, "--resume", "auto")
+    assert refused.codes == [2]
+    assert "world size 2 in the checkpoint, 1 now" in refused.output
+    runs.run("compiled-killed", 2, *options, "--resume", "auto", timeout_s=600).check()
+    assert_same(runs, "compiled-killed", "compiled")
+    assert not any("_orig_mod" in name for name in runs.final("compiled"))
+
+
+def test_gradients_that_travel_in_bfloat16_are_near_those_in_float32(runs):
+    runs.run("float32", 2).check()
+    runs.run("compressed", 2, "--grad-compression", "bf16").check()
+    ours, theirs = runs.metrics("compressed"), runs.metrics("float32")
+    assert ours[0]["loss"] == theirs[0]["loss"]  # the first forward pass has the same weights
+    assert ours[0]["grad_norm"] != theirs[0]["grad_norm"]
+    assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=2**-8)  # bfloat16's 8 bits
+
+
+def test_the_memory_order_of_restored_momenta_is_the_parameters():
+    optimizers = []
+    for argv in ([], ["--channels-last"]):
+        model = models.place_model(nn.Conv2d(3, 4, 3), options(*argv), CPU)
+        optimizer = optim.build_optimizer(options(), [{"params": list(model.parameters()), "weight_decay": 0.0}])
+        model(torch.randn(2, 3, 5, 5)).sum().backward()
+        optimizer.step()
+        optimizers.append((model, optimizer))
+    (_, plain), (model, ours) = optimizers
+    OptimizerState(ours).load_state_dict(plain.state_dict())
+    expected = plain.state[plain.param_groups[0]["params"][0]]["momentum_buffer"]
+    restored = ours.state[model.weight]["momentum_buffer"]
+    assert torch.equal(restored, expected)
+    assert restored.stride() == model.weight.stride() != expected.stride()
+
+
+def test_as_many_sizes_are_compiled_as_a_run_may_meet():
+    import torch._dynamo
+
+    before = torch._dynamo.config.recompile_limit
+    try:
+        args = options("--compile", "--train-crop-size", "448")
+        args.train_crop_size_min, args.num_shards = 96, 1  # 96, 128 ... 448 px: 12 sizes, and 4 for evaluation
+        models.compile_model(nn.Linear(1, 1), args)
+        assert torch._dynamo.config.recompile_limit >= 16
+    finally:
+        torch._dynamo.config.recompile_limit = before

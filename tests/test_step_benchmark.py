@@ -1,0 +1,97 @@
+"""scripts/step_benchmark.py: what is compared does the same work, and the models behind the figures are right."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from scripts import step_benchmark
+from tests.ranks import REPOSITORY
+
+CPU = torch.device("cpu")
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    step_benchmark.add_commands(parser.add_subparsers())
+    small = ["--model", "squeezenet1_1", "--train-crop-size", "32", "--batch-size", "2", "--device", "cpu"]
+    return parser.parse_args([argv[0], *small, "--steps", "2", "--rounds", "1", *argv[1:]])
+
+
+def test_a_step_is_measured_with_every_ratio():
+    figures = step_benchmark.benchmark_step(parse("step", "--amp", "--amp-dtype", "bfloat16", "--channels-last"))
+    assert set(figures["ratios"]) == {
+        "loop_vs_bare", "loop_vs_torchvision", "loop_vs_bare_ema_clip_accumulation",
+        "loop_vs_torchvision_ema_clip_accumulation",
+    }  # fmt: skip
+    rates = figures["plain"]["rates"]
+    assert figures["ratios"]["loop_vs_bare"] == pytest.approx(rates["loop"][0] / rates["bare"][0])
+    json.dumps(figures)
+
+
+def test_the_bare_step_makes_the_updates_of_the_loop():
+    """On the same batches, the loop and its limit end in the same weights and average: nothing is left out of it."""
+    args = step_benchmark.training_args(parse("step"), *step_benchmark.MODERN, "--global-batch-size", "4")
+    args.lr_warmup_epochs, args.lr_per_step, args.lr_scheduler, args.dropout = 0, False, "steplr", 0.0
+    loop, bare = (build(args, CPU, 2) for build in (step_benchmark.OurLoop, step_benchmark.BareStep))
+    loop.loader = [bare.batch] * 4
+    assert loop() == bare() == 8
+    for name, value in bare.step.model.state_dict().items():
+        torch.testing.assert_close(loop.step.model.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    for name, value in bare.step.model_ema.state_dict().items():
+        torch.testing.assert_close(loop.step.model_ema.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_torchvisions_way_takes_its_own_options():
+    args = step_benchmark.training_args(parse("step", "--channels-last"), "--global-batch-size", "4")
+    theirs = step_benchmark.TorchvisionsWay(args, CPU, 3)
+    assert theirs() == 6
+    assert next(theirs.step.model.parameters()).is_contiguous()
+    assert args.channels_last
+
+
+SIZES = "--train-crop-size 224 --val-crop-size 224".split()
+
+
+@pytest.mark.parametrize(("model", "gmac"), [("resnet18", 1.814), ("resnet50", 4.089), ("vit_b_16", 17.564)])
+def test_operations_are_those_that_torchvision_publishes(model, gmac):
+    """Its tables count multiply-adds of the forward pass (weights.meta["_ops"]); backward passes double them."""
+    args = step_benchmark.training_args(parse("step"), "--model", model, *SIZES)
+    flops = step_benchmark.count_flops(args) / 1e9
+    # The first layer needs no gradient of its input, and torchvision counts some attention otherwise.
+    assert flops == pytest.approx(2 * 3 * gmac, rel=0.05)
+
+
+def test_the_model_of_scaling_is_its_formula():
+    row = {"nproc": 2, "batch_size": 10, "compute_s": 0.3, "data_s": 0.1, "all_reduce_s": 0.5, "gradient_bytes": 1e9}
+    # 2 x 1/2 x 1 GB in 0.5 s; of four: 2 x 3/4 x 1 GB at 2 GB/s = 0.75 s
+    found = step_benchmark.predict([row], 4)
+    assert found["bandwidth_gb_per_s"] == pytest.approx(2.0)
+    assert found["images_per_s_best"] == pytest.approx(40 / (0.1 + 0.1 + 0.75))
+    assert found["images_per_s_worst"] == pytest.approx(40 / (0.1 + 0.3 + 0.75))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_scaling_starts_real_processes(tmp_path):
+    path = tmp_path / "figures.json"
+    argv = "scaling --model squeezenet1_1 --train-crop-size 32 --batch-size 2 --device cpu --steps 2 --rounds 1".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.benchmark", *argv, "--nproc", "1", "2", "--json", str(path)],
+        capture_output=True, text=True, timeout=240, check=False, cwd=REPOSITORY,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(path.read_text())
+    assert [row["nproc"] for row in figures["measured"]] == [1, 2]
+    assert figures["measured"][0]["efficiency"] == 1.0
+    assert [row["nproc"] for row in figures["predicted"]] == [4, 8, 16]
+    assert "ring" in done.stdout
+
+
+def test_peaks_are_of_known_devices_only():
+    assert step_benchmark.peak_tflops(argparse.Namespace(amp=False), CPU) is None
+    for peaks in step_benchmark.PEAK_TFLOPS.values():
+        assert peaks["float32"] < peaks["float16"]
