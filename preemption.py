@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import itertools
 import os
 import signal
 import socket
@@ -69,11 +70,12 @@ class PreemptionGuard:
             bad_step: the first step that this rank knows to be not finite.
         """
         bad = NEVER if bad_step is None else -bad_step
-        # Over gloo, from and to the host: the device is not waited for.
-        votes = torch.tensor([self.signal << 32 | utils.get_rank() if self.signal else 0, int(is_save_due), bad])
+        votes = [self.signal << 32 | utils.get_rank() if self.signal else 0, int(is_save_due), bad]
         if utils.is_dist_avail_and_initialized():
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        stop, save, bad = votes.tolist()
+            on_host = torch.tensor(votes)  # over gloo: no device is waited for
+            dist.all_reduce(on_host, op=dist.ReduceOp.MAX)
+            votes = on_host.tolist()
+        stop, save, bad = votes
         name = signal.Signals(stop >> 32).name if stop else ""
         if stop and utils.get_world_size() > 1:
             name += f" on rank {stop & 0xFFFFFFFF}"
@@ -147,28 +149,32 @@ class FiniteWatch:
         device: where the losses are.
     """
 
+    NUM_FLAGS = 64  # on the way at once
+
     def __init__(self, device: torch.device) -> None:
         self.device_type = device.type
-        self._pending = deque()  # (step, flag on the host, event or None)
+        self._flags = torch.ones(self.NUM_FLAGS, dtype=torch.bool, pin_memory=device.type == "cuda")
+        self._on_host = self._flags.numpy()  # the same memory
+        self._pending = deque()  # (step, place of its flag, event or None)
+        self._places = itertools.cycle(range(self.NUM_FLAGS))
 
     def note(self, step: int, values: Sequence[torch.Tensor]) -> None:
         """Take the losses of a step, and whatever else must be finite: scalar tensors on the device."""
         if self.device_type not in ("cpu", "cuda"):
             return  # reading would wait; the log lines and the saves look, too
+        if len(self._pending) == self.NUM_FLAGS:
+            return  # nobody asks; the losses are looked at again when a line is due
+        place = next(self._places)
         is_finite = torch.stack([value.detach() for value in values]).isfinite().all()
-        event = None
-        if self.device_type == "cuda":
-            host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            is_finite = host.copy_(is_finite, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append((step, is_finite, event))
+        self._flags[place].copy_(is_finite, non_blocking=True)
+        event = torch.cuda.current_stream().record_event() if self.device_type == "cuda" else None
+        self._pending.append((step, place, event))
 
     def first_bad(self) -> int | None:
         """Return the first step, of those whose flag has arrived, that was not finite."""
         while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
-            step, is_finite, _ = self._pending.popleft()
-            if not is_finite.numpy():
+            step, place, _ = self._pending.popleft()
+            if not self._on_host[place]:
                 return step
         return None
 

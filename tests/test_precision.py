@@ -20,7 +20,10 @@ import precision
 import train
 from checkpoint import OptimizerState, RunState
 from errors import UserError
+from hook import StepHook
+from preemption import PreemptionGuard
 from sampler import TrainSampler, VirtualShards
+from store import CheckpointManager
 from tests.test_same_bits import FLAG, Runs, assert_same, differing
 
 CPU = torch.device("cpu")
@@ -262,7 +265,7 @@ def nothing():
     yield
 
 
-def train_without_reads(args, criterion=None):
+def train_without_reads(args, tmp_path, criterion=None):
     """Run 13 real steps, with the run's hook, forbidding reads but where a line is due; return the steps watched."""
     model = models.place_model(small_model(), args, CPU)
     model_ema = models.build_ema(args, model)
@@ -283,7 +286,8 @@ def train_without_reads(args, criterion=None):
     run = RunState(13, {"args": {}}, {"model": model, "optimizer": OptimizerState(optimizer), "log_window": window})
     run.start_epoch(0)
     silent = monitor.Monitor(None, run)
-    hook = train.StepHook(args, run, window, silent, None, model)
+    manager = CheckpointManager(tmp_path)
+    hook = StepHook(args, run, window, silent, manager, model, PreemptionGuard(is_installed=False), sampler)
     watch = [nothing()]
     watched = []
 
@@ -326,14 +330,14 @@ def train_without_reads(args, criterion=None):
         "--opt adamw --use-deterministic-algorithms --bce-loss --freeze",
     ],
 )
-def test_no_step_between_two_lines_reads_a_tensor(argv):
+def test_no_step_between_two_lines_reads_a_tensor(argv, tmp_path):
     args = options(
         "--print-freq", "5", "--model-ema", "--model-ema-steps", "2", "--clip-grad-norm", "1", "--batch-size", "4",
         "--global-batch-size", "8", "--train-crop-size", "32", "--random-erase", "0.5", "--mixup-alpha", "0.2",
         "--cutmix-alpha", "1", "--lr-warmup-epochs", "1", *argv.split(),
     )  # fmt: skip
     args.num_shards = 2
-    watched = train_without_reads(args)
+    watched = train_without_reads(args, tmp_path)
     assert watched == [step for step in range(13) for _ in range(2)]
 
 
@@ -354,11 +358,11 @@ class ReadingLoss(nn.CrossEntropyLoss):
      lambda t: nn.utils.clip_grad_norm_([nn.Parameter(t)], 1.0, error_if_nonfinite=bool(t > 0))],
     ids=["item", "float", "bool", "tolist", "cpu", "nonzero", "comparison"],
 )  # fmt: skip
-def test_negative_control_a_read_in_a_step_is_caught(read):
+def test_negative_control_a_read_in_a_step_is_caught(read, tmp_path):
     args = options("--print-freq", "5", "--batch-size", "4", "--global-batch-size", "4", "--train-crop-size", "32")
     args.num_shards = 1
     with pytest.raises(HostReadError):
-        train_without_reads(args, ReadingLoss(read))
+        train_without_reads(args, tmp_path, ReadingLoss(read))
 
 
 @pytest.fixture(scope="module")
