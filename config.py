@@ -281,11 +281,11 @@ def _add_precision(group: Any) -> None:
         "--amp-dtype", choices=sorted(AMP_DTYPES),
         help="what --amp computes in; float16 scales the loss, bfloat16 need not (default: float16)",
     )  # fmt: skip
-    _switch(
-        group,
-        "--tf32",
-        "float32 matrix products and convolutions with inputs rounded to TF32 (torch's own default: convolutions only)",
-    )
+    group.add_argument(
+        "--tf32", action=argparse.BooleanOptionalAction,
+        help="float32 matrix products and convolutions of NVIDIA GPUs with inputs rounded to TF32, or neither "
+        "(default: convolutions only, as torch has it)",
+    )  # fmt: skip
     _switch(group, "--channels-last", "keep images and weights in NHWC order, which tensor cores are fastest with")
     group.add_argument(
         "--compile", metavar="MODE", nargs="?", const="default", choices=COMPILE_MODES,

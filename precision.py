@@ -7,11 +7,14 @@ import torch
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def set_tf32(*, is_allowed: bool) -> None:
+def set_tf32(*, is_allowed: bool | None) -> None:
     """Let float32 convolutions and matrix products of NVIDIA GPUs round their inputs to TF32, or forbid both.
 
-    torch's own default is neither: TF32 in convolutions, float32 in matrix products.
+    Args:
+        is_allowed: None leaves torch's own default, and so torchvision's numbers and speed: convolutions only.
     """
+    if is_allowed is None:
+        return
     # The newer `fp32_precision` would do, but inductor before torch 2.15 still reads these and then refuses to compile
     # (pytorch/pytorch#166387); writing these sets the newer ones too.
     torch.backends.cuda.matmul.allow_tf32 = is_allowed

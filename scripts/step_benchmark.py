@@ -298,7 +298,7 @@ def peak_tflops(args: argparse.Namespace, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device), {})
-    number_format = (args.amp_dtype or "float16") if args.amp else "tf32" if args.tf32 else "float32"
+    number_format = (args.amp_dtype or "float16") if args.amp else "float32" if args.tf32 is False else "tf32"
     return known.get(number_format)
 
 
