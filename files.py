@@ -121,7 +121,9 @@ def retry(read: Callable[[], T], path: Path, tries: int = 3) -> T:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return a file's content; raises as `retry`."""
+    """Return a file's content; raises as `retry`, and IsADirectoryError for whatever else is no file."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for, for ever
+        raise IsADirectoryError(errno.EISDIR, "is not a file", str(path))
     return retry(path.read_bytes, path)
 
 
@@ -134,7 +136,7 @@ def find_os_error(error: BaseException) -> OSError | None:
 
 def explain_failure(error: OSError, folder: Path, num_bytes: int) -> str:
     """Say in a few words, with numbers, why that many bytes could not be written to a folder."""
-    needs = f"needs {num_bytes / 1e6:.1f} MB"
+    needs = f"needs {num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else "needs little"
     if error.errno == errno.ENOSPC:
         return f"disk full on {mount_point(folder)} ({needs}, {free_bytes(folder) / 1e6:.1f} MB free)"
     if error.errno == errno.EDQUOT:

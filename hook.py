@@ -143,7 +143,8 @@ class StepHook:
             memory_gib=peak_memory_gib(),
             world_size=self.args.world_size,
         )
-        self.say_who_waits((metric_logger.wait_s - self.line_wait_s) / elapsed_s)
+        if self.run.step - self.line_step > 1:  # the first step of an epoch waits for the loaders to start
+            self.say_who_waits((metric_logger.wait_s - self.line_wait_s) / elapsed_s)
         self.start_line(metric_logger.wait_s)
 
     def say_who_waits(self, data_wait: float) -> None:

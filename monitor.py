@@ -38,7 +38,8 @@ def non_finite_loss(step: int) -> str:
 def note_start(folder: Path, run: RunState) -> dict:
     """Return from where a run starts, and the how many-th start in a row from there this is."""
     position = [run.step, run.is_evaluated]
-    before = read_status(folder).get("start", {})
+    before = read_status(folder).get("start")
+    before = before if isinstance(before, dict) else {}
     return {"position": position, "count": before.get("count", 0) + 1 if before.get("position") == position else 1}
 
 
@@ -226,7 +227,9 @@ def write_status(folder: Path, state: str, step: int, reason: str = "", start: d
         reason: why it stopped.
         start: what `note_start` returned; by default, what the file says already.
     """
-    start = start or read_status(folder).get("start", {"position": [step, False], "count": 1})
+    start = start or read_status(folder).get("start")
+    if not isinstance(start, dict) or {"position", "count"} - start.keys():
+        start = {"position": [step, False], "count": 1}
     is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
     status = {
         "state": state,

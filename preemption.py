@@ -11,14 +11,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import utils
+from errors import UserError
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# The last two come from a terminal that is closed, or a key; torchrun passes them on.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 NEVER = -(1 << 62)
 PR_SET_PDEATHSIG = 1
 
@@ -46,11 +49,14 @@ class PreemptionGuard:
         if not is_installed:
             return
         for number in SIGNALS:
-            signal.signal(number, self._note)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                signal.signal(number, self._note)
         # Without it the ranks of a killed agent train on, and write, beside those of its successor. Not so for a run
         # from a shell, which may well go on after the shell.
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent(signal.SIGTERM)
+            if is_orphan():
+                raise UserError("the torchrun that started this process is gone; start again")
 
     def _note(self, number: int, frame: Any) -> None:
         # A terminal's Ctrl-C comes twice under torchrun: from the terminal and from the agent.
@@ -59,7 +65,8 @@ class PreemptionGuard:
         if not self.signal and os.environ.get("LOCAL_RANK", "0") == "0":
             name = signal.Signals(number).name
             more = "; once more to stop at once" if number == signal.SIGINT else ""
-            os.write(2, f"{name}: stopping after this step{more}\n".encode())
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"{name}: stopping after this step{more}\n".encode())
         self.signal = self.signal or number
 
     def agree(self, *, is_save_due: bool = False, bad_step: int | None = None) -> Verdict:
@@ -86,6 +93,17 @@ def end_with_parent(number: int) -> None:
     """Have the kernel send this process a signal when its parent ends, however that ends; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+
+
+def is_orphan() -> bool:
+    """Tell whether the torchrun that started this process died while Python was importing, before any signal was set.
+
+    Then process 1 is the parent, and no torchrun, which runs in Python too: in a container it may well be process 1.
+    """
+    try:
+        return os.getppid() == 1 and os.readlink("/proc/1/exe") != os.readlink("/proc/self/exe")
+    except OSError:
+        return False
 
 
 def start_worker(worker: int) -> None:

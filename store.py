@@ -157,7 +157,8 @@ class CheckpointFolder:
             try:
                 return _load(path, str(path))
             except FileNotFoundError:
-                continue
+                if path.is_symlink():
+                    self.damaged.append((path, f"{path} is a link to nothing"))
             except IsADirectoryError:
                 self.damaged.append((path, f"{path} is not a file"))
             except (OtherFormatError, StorageError):
@@ -179,7 +180,8 @@ class CheckpointFolder:
         The two linked names hold what is left where somebody removed the numbered ones.
         """
         numbered, newest = self.numbered(), self.folder / "checkpoint.pth"
-        if newest.exists() and not any(os.path.samefile(newest, path) for path in numbered):
+        files = [path for path in numbered if path.is_file()]
+        if newest.is_file() and not any(os.path.samefile(newest, path) for path in files):
             step = _step_of(newest)
             if step is not None and all(step > _step_in(path) for path in numbered):
                 return [newest, *numbered]
@@ -229,13 +231,28 @@ class CheckpointFolder:
                 if self._own_files(STATE_FILES):
                     raise UserError(f"--output-dir {self.folder}: another run has begun there in the meantime")
             self.tidy()
+            self._check_names()
             if found is None or self.is_elsewhere(resume):
                 self._erase()
             if found is not None:
                 source = Path(resume).parent if self.is_elsewhere(resume) else self.folder
                 self._adopt(found, run, source / "best.pth", best_payload)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageError(f"--output-dir: {explain_failure(error, self.folder, 0)}") from error
             raise UserError(f"--output-dir {self.folder} cannot be written: {error.strerror or error}") from error
+
+    def _check_names(self) -> None:
+        """Check that nothing else has the name of one of our files.
+
+        Raises:
+            UserError: a folder has, or a file the name of our folder.
+        """
+        for name in ("checkpoint.pth", "best.pth", "metrics.jsonl", "recipe.toml", "run.json", "status.json"):
+            if (self.folder / name).is_dir() and not (self.folder / name).is_symlink():
+                raise UserError(f"--output-dir {self.folder}: {name} is a folder; move it away")
+        if (self.folder / "tb").exists() and not (self.folder / "tb").is_dir():
+            raise UserError(f"--output-dir {self.folder}: tb is a file; move it away")
 
     def tidy(self) -> None:
         """Remove what a killed process left half done."""

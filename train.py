@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -18,8 +19,8 @@ import preview
 import utils
 from checkpoint import OptimizerState, RunState, load_weights
 from config import get_args_parser
-from errors import ImageError, LoaderKilledError, NoProgressError, PreemptedError, UserError
-from files import write_atomically
+from errors import ImageError, LoaderKilledError, NoProgressError, PreemptedError, StorageError, UserError
+from files import explain_failure, write_atomically
 from guard import check_data, check_options, run_facts
 from hook import StepHook
 from losses import build_criterion
@@ -332,7 +333,16 @@ def describe_run(args, run, folder, start):
 
     Raises:
         NoProgressError: a launcher starts it again and again, and it gets nowhere.
+        StorageError: the files cannot be written.
     """
+    try:
+        write_description(args, run, folder, start)
+    except OSError as error:
+        raise StorageError(f"--output-dir {folder}: {explain_failure(error, folder, 0)}; nothing was begun") from error
+
+
+def write_description(args, run, folder, start):
+    """Do what `describe_run` says, but for the words about a disk that fails."""
     write_status(folder, "running", run.step, start=start)
     if start["count"] >= MOST_STARTS and is_restarted():
         reason = f"no progress: start number {start['count']} in a row from step {run.step}"
@@ -449,7 +459,11 @@ def cli():
         utils.leave(error, error.exit_code, is_agreed=False)
     except KeyboardInterrupt:
         utils.leave(KeyboardInterrupt("interrupted; --resume auto goes on from the last checkpoint"), 1)
+    except Exception:
+        traceback.print_exc()
+        utils.end_process(1)
     utils.shut_down()
+    utils.end_process(0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -360,7 +361,8 @@ def setup_for_distributed(is_master: bool) -> None:
 
     def print_on_master(*args: Any, force: bool = False, **kwargs: Any) -> None:
         if is_master or force:
-            original(*args, **kwargs)
+            with suppress(OSError):  # a terminal that is gone is no reason to lose a run
+                original(*args, **kwargs)
 
     print_on_master.original = original
     builtins.print = print_on_master
@@ -466,13 +468,23 @@ def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
     if rank != 0 and is_agreed:
         time.sleep(10)
         is_silent = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
-    sys.stdout.flush()
     where = f" on rank {rank}" if rank != 0 else ""
     # Not print, which is silent on this rank.
     if not is_silent:
-        sys.stderr.write(f"train.py: error{where}: {error}\n")
-    sys.stderr.flush()
-    # Not sys.exit: tearing down a process group whose other members are gone can abort and hide the exit code.
+        with suppress(OSError):
+            sys.stderr.write(f"train.py: error{where}: {error}\n")
+    end_process(exit_code)
+
+
+def end_process(exit_code: int) -> None:
+    """End this process at once, and its loader processes with it.
+
+    Not by sys.exit: tearing down a process group whose other members are gone can abort and hide the exit code, and
+    Python would wait for loader processes that are in the middle of something.
+    """
+    with suppress(OSError):  # the terminal may be gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(exit_code)
 
 

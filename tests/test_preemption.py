@@ -61,6 +61,7 @@ PLACES = {
     "before the first step": ([("torch.optim.SGD.step", 1, "before", TERM)], 1),
     "in an epoch": ([("torch.optim.SGD.step", 5, "after", USR1)], 5),
     "in an evaluation": ([("models.ExponentialMovingAverage.forward", 1, "before", TERM)], 3),
+    "a closed terminal": ([("torch.optim.SGD.step", 4, "after", signal.SIGHUP)], 4),
     "Ctrl-C": ([("torch.optim.SGD.step", 2, "after", INT)], 2),
     "twice": ([("torch.optim.SGD.step", 2, "before", TERM), ("torch.optim.SGD.zero_grad", 2, "after", TERM)], 2),
 }
@@ -223,6 +224,57 @@ def test_a_killed_loader_process_is_named_as_such(runs):
     assert outcome.output.count("most likely it was out of memory: use fewer --workers") == 1
     assert "Traceback" not in outcome.output
     assert runs.status("loader")["state"] == "failed"
+
+
+def raise_in_a_step(argv, faults):
+    """Train, and raise what nobody expects in the second step, as running out of a GPU's memory would."""
+    step, calls = torch.optim.SGD.step, []
+
+    def step_or_raise(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return step(self, *args, **kwargs)
+
+    torch.optim.SGD.step = step_or_raise
+    train_rank(argv, faults)
+
+
+def test_an_unexpected_error_ends_the_process_at_once_with_its_traceback(runs):
+    start = time.monotonic()
+    outcome = runs.run("raised", 1, "--workers", 2, target=raise_in_a_step)
+    assert outcome.codes == [1], outcome.output
+    assert time.monotonic() - start < 20
+    assert "RuntimeError: out of memory" in outcome.output
+    assert "train_one_epoch" in outcome.output
+    assert runs.status("raised")["state"] == "failed"
+    runs.run("raised", 1).check()  # which needs the lock
+    runs.check_same("raised")
+
+
+def lose_the_terminal(argv, faults):
+    """Train with a terminal that goes away: each write fails from the second step on."""
+    step, calls = torch.optim.SGD.step, []
+
+    def step_and_lose(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            full = os.open("/dev/full", os.O_WRONLY)
+            os.dup2(full, 1)
+            os.dup2(full, 2)
+        return step(self, *args, **kwargs)
+
+    torch.optim.SGD.step = step_and_lose
+    train_rank(argv, faults)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_terminal_that_is_gone_costs_no_run(runs):
+    hup = [(0, "torch.optim.SGD.zero_grad", 4, "after", signal.SIGHUP)]
+    runs.run("terminal", 1, target=lose_the_terminal, faults=hup).check()
+    assert runs.status("terminal")["state"] == "preempted"
+    runs.run("terminal", 1).check()
+    runs.check_same("terminal")
 
 
 def watch_rank(lengths, rounds_at_stop, folder):
