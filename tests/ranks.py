@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -103,12 +104,14 @@ def run_ranks(
         while strikes and time.monotonic() - start > strikes[0][0]:
             _, rank, number = strikes.pop(0)
             if processes[rank].is_alive():
-                os.kill(processes[rank].pid, number)
+                with suppress(ProcessLookupError):  # ended between the two lines
+                    os.kill(processes[rank].pid, number)
         is_late = time.monotonic() > deadline
         if is_late or any(process.exitcode not in (None, 0) for process in processes):
             for process in processes:
                 if process.is_alive():
-                    os.kill(process.pid, signal.SIGKILL if is_late else signal.SIGTERM)
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL if is_late else signal.SIGTERM)
                     process.join(5)
                     process.kill()
             break
