@@ -38,7 +38,8 @@ class Frame(NamedTuple):
         height: px.
         width: px.
         block_rows: rows of pixels that a row of blocks makes, which are decoded together.
-        margin: rows of blocks beside those of a pixel that it may depend on: one where chroma is smoothed vertically.
+        margin: rows of blocks beside those of a pixel that it may depend on: one where chroma is smoothed vertically,
+            and two more in a progressive file, whose blocks are smoothed where its scans leave coefficients out.
         num_components: 1 grey, 3 colour, 4 CMYK.
         coded: where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise.
         exif: of the segment that may say how to turn the image; 0 if there is none.
@@ -55,7 +56,7 @@ class Frame(NamedTuple):
 
 
 def read_frame(payload: bytes) -> Frame | None:
-    """Return the frame of a JPEG, or None where the file is another or an unusual one."""
+    """Return the frame of a JPEG, or None where the file is another, an unusual one, or one that is cut off."""
     if payload[:2] != b"\xff\xd8":
         return None
     place, start_of_frame, interval, exif = 2, 0, 0, 0
@@ -83,12 +84,16 @@ def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> F
     across, down = max(value >> 4 for value in samplings or b"\0"), max(value & 15 for value in samplings or b"\0")
     if precision != 8 or not (height and width and across and down):
         return None
+    # Coded rows hold no such bytes, but the thumbnail in a header does. A file that is cut off is left to the plain way:
+    # whether it can be read must not depend on which rows are wanted. Behind the end there may be anything.
+    if not payload.endswith(_END_OF_IMAGE) and payload.find(_END_OF_IMAGE, scan) < 0:
+        return None
     # Blocks of a grey image go one by one whatever its sampling says, so that only the plain one has rows of one block.
     has_rows = kind != _PROGRESSIVE and payload[scan + 4] == num_components
     has_rows = has_rows and (num_components > 1 or across == down == 1)
     has_rows = has_rows and interval == -(-width // (8 * across))
     coded = scan + 2 + int.from_bytes(payload[scan + 2 : scan + 4], "big") if has_rows else 0
-    margin = int(down > 1 or kind == _PROGRESSIVE)
+    margin = int(down > 1) + 2 * int(kind == _PROGRESSIVE)
     return Frame(place, height, width, 8 * down, margin, num_components, coded, exif)
 
 
@@ -110,8 +115,7 @@ def shorten(payload: bytes, frame: Frame, bottom: int) -> Part:
     if rows >= frame.height:
         return Part(payload, 0, frame.height)
     head, tail = payload[: frame.place + 5], payload[frame.place + 7 :]
-    # A second end, for files that are cut off below what is needed.
-    return Part(b"".join([head, rows.to_bytes(2, "big"), tail, _END_OF_IMAGE]), 0, rows)
+    return Part(b"".join([head, rows.to_bytes(2, "big"), tail]), 0, rows)
 
 
 def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None:

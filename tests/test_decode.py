@@ -93,9 +93,6 @@ def test_a_jpeg_is_decoded_no_further_than_the_box():
     assert shorten(payload, frame, 100).payload is payload
     full = FILES["4:4:4"]
     assert shorten(full, read_frame(full), 20).height == 24
-    # Damage below what is needed is not even seen.
-    torn = payload[: len(payload) * 2 // 3]
-    assert torch.equal(ImageFile(torn, PillowDecoder()).decode(0, 0, 10, 150), plain(payload)[:, :10])
 
 
 @pytest.mark.parametrize(
@@ -204,13 +201,72 @@ def test_damaged_restart_markers_take_the_ordinary_path():
         assert torch.equal(ImageFile(damaged, PillowDecoder()).decode(0, 0, 208, 96), plain(damaged))
 
 
+def scans(payload):
+    """Return where the scans of a JPEG begin."""
+    return [place for place in range(len(payload)) if payload[place : place + 2] == b"\xff\xda"]
+
+
+def with_thumbnail():
+    exif = Image.Exif()
+    exif[0x010E] = encoded(picture(16, 16), "JPEG").decode("latin-1")  # an end of image in the header
+    return encoded(picture(), "JPEG", exif=exif)
+
+
+ENDING = {
+    "plain": FILES["4:2:0"],
+    "grey": FILES["grey"],
+    "progressive": FILES["progressive"],
+    "restart markers": ROWS["4:2:0 96 x 208"],
+    "restart blocks": FILES["restart blocks"],
+    "thumbnail": with_thumbnail(),
+}
+
+
 @pytest.mark.parametrize("decoder", ["pillow", pytest.param("torchcodec", marks=has_torchcodec)])
-@pytest.mark.parametrize("payload", [FILES["4:2:0"], ROWS["4:2:0 96 x 208"]])
-def test_a_file_that_ends_too_early_is_pillows_error(payload, decoder):
-    torn = payload[: len(payload) // 2]
-    file = ImageFile(torn, decode.DECODERS[decoder]())
-    with pytest.raises(OSError, match="truncated"):
-        file.decode(0, 0, *file.size[::-1])
+@pytest.mark.parametrize("kind", ENDING)
+def test_a_file_that_is_cut_off_is_pillows_error_whatever_the_box(kind, decoder):
+    payload, decoder = ENDING[kind], decode.DECODERS[decoder]()
+    first = scans(payload)[0]
+    # In the middle, in the last rows, within the end, and where all but the end is there.
+    for end in [first + 40, (first + len(payload)) // 2, *range(len(payload) - 60, len(payload), 7), -2, -1]:
+        torn = payload[:end]
+        file = ImageFile(torn, decoder)
+        width, height = file.size
+        for box in [(0, 0, height, width), (0, 0, 1, 1), (0, 3, 20, 20), (40, 0, 30, 30), (height - 5, 0, 5, 5)]:
+            try:
+                expected = plain(torn)
+            except OSError as error:
+                with pytest.raises(OSError, match="truncated") as found:
+                    file.decode(*box)
+                assert str(found.value) == str(error)
+            else:
+                top, left, rows, columns = box
+                assert torch.equal(file.decode(*box), expected[:, top : top + rows, left : left + columns])
+
+
+@pytest.mark.parametrize("kind", ENDING)
+def test_what_follows_the_end_of_a_file_changes_nothing(kind):
+    for trailing in (b"\0" * 500, b"\n", b"more\xff\xd3\xff\xd9 and more"):
+        payload = ENDING[kind] + trailing
+        assert read_frame(payload)
+        assert torch.equal(ImageFile(payload, PillowDecoder()).decode(5, 5, 20, 20), plain(payload)[:, 5:25, 5:25])
+
+
+@pytest.mark.parametrize("decoder", ["pillow", pytest.param("torchcodec", marks=has_torchcodec)])
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+def test_progressive_files_that_lack_scans_are_smoothed_as_in_the_whole(subsampling, decoder):
+    payload = encoded(picture(64, 160), "JPEG", progressive=True, quality=30, subsampling=subsampling)
+    decoder, num_different = decode.DECODERS[decoder](), 0
+    for end in scans(payload)[1:]:
+        partial = payload[:end] + b"\xff\xd9"
+        frame = read_frame(partial)
+        whole = decoder.decode(decode.Part(partial, 0, 160), frame, (0, 0, 64, 160)).permute(2, 0, 1)
+        if isinstance(decoder, PillowDecoder):
+            assert torch.equal(whole, plain(partial))
+        num_different += not torch.equal(whole, plain(payload))
+        for bottom in range(1, 160, 3):
+            assert torch.equal(ImageFile(partial, decoder).decode(0, 0, bottom, 64), whole[:, :bottom])
+    assert num_different > 3
 
 
 def test_bombs_are_left_to_pillow(monkeypatch):
