@@ -384,4 +384,6 @@ class _Span(NamedTuple):
         # The filter's reach on either side of a pixel, and one more for what is rounded.
         reach = math.ceil(max(scale, 1.0) * (1 if mode == "bilinear" else 2)) + 1
         begin = max(math.floor(cut * scale) - reach, 0)
-        return cls(begin, min(math.ceil((cut + crop_size) * scale) + reach, size), cut)
+        end = min(math.ceil((cut + crop_size) * scale) + reach, size)
+        # A part that is enlarged by less than a pixel keeps its size, and torch then copies it: the whole side it is.
+        return cls(begin, size if end * new_size // size == end else end, cut)
