@@ -7,13 +7,14 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy
 import PIL
 import torch
-from PIL import Image, features
+from PIL import Image, UnidentifiedImageError, features
 from torch import Tensor
 
 from extras import require_torchcodec
@@ -84,8 +85,8 @@ def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> F
     across, down = max(value >> 4 for value in samplings or b"\0"), max(value & 15 for value in samplings or b"\0")
     if precision != 8 or not (height and width and across and down):
         return None
-    # Coded rows hold no such bytes, but the thumbnail in a header does. A file that is cut off is left to the plain way:
-    # whether it can be read must not depend on which rows are wanted. Behind the end there may be anything.
+    # Whether a file that is cut off can be read must not depend on which rows are wanted, so it is left to Pillow.
+    # Coded rows hold no such bytes, though the thumbnail in a header does; behind the end there may be anything.
     if not payload.endswith(_END_OF_IMAGE) and payload.find(_END_OF_IMAGE, scan) < 0:
         return None
     # Blocks of a grey image go one by one whatever its sampling says, so that only the plain one has rows of one block.
@@ -172,6 +173,63 @@ class _QuietStderr:
 def _quiet_stderr() -> _QuietStderr:
     """Return the one of this process; C has one stderr."""
     return _QuietStderr()
+
+
+class _WhileDecoding(threading.local):
+    """What stands for the text of a warning in a filter, and matches any one of a thread that is decoding.
+
+    Filters are the whole process's, and `warnings.catch_warnings` would change them under other threads' feet.
+    """
+
+    active = False
+
+    def match(self, text: str) -> bool:
+        """Return whether the filter applies, as a compiled pattern would."""
+        return self.active
+
+
+_WHILE_DECODING = _WhileDecoding()
+_NO_BOMB_WARNING = ("ignore", _WHILE_DECODING, Image.DecompressionBombWarning, None, 0)
+
+
+@contextlib.contextmanager
+def _without_bomb_warning() -> Iterator[None]:
+    """Keep Pillow from warning of images that are large, though below its limit."""
+    if _NO_BOMB_WARNING not in warnings.filters:  # another's `catch_warnings` may have taken it out
+        warnings.filters.insert(0, _NO_BOMB_WARNING)
+    _WHILE_DECODING.active = True
+    try:
+        yield
+    finally:
+        _WHILE_DECODING.active = False
+
+
+def _open(payload: bytes) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(payload))
+    except UnidentifiedImageError as error:  # names an object in memory
+        reason = "it is no image of a kind that Pillow knows" if payload else "the file is empty"
+        raise UnidentifiedImageError(reason) from error
+
+
+def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None) -> Image.Image:
+    """Decode any image with Pillow and return it, or a box of it, in RGB: what torchvision's loader makes of it.
+
+    Args:
+        payload: the file's bytes.
+        box: left, top, right, bottom, px.
+
+    Raises:
+        OSError: it is no image, or damaged; damage may also raise SyntaxError, ValueError, struct.error and others.
+    """
+    with _without_bomb_warning():
+        image = _open(payload)
+        image.load()
+        if box is not None and box != (0, 0, *image.size):
+            image = image.crop(box)
+        if isinstance(image.info.get("transparency"), bytes):
+            del image.info["transparency"]  # which RGB has not, and convert() would warn of
+        return image.convert("RGB")
 
 
 class PillowDecoder:
@@ -279,7 +337,8 @@ class ImageFile:
             self.size = (frame.width, frame.height)
         else:
             self.frame = None
-            self.size = Image.open(io.BytesIO(payload)).size
+            with _without_bomb_warning():
+                self.size = _open(payload).size
 
     @property
     def has_rows(self) -> bool:
@@ -297,10 +356,8 @@ class ImageFile:
                 return self._decode_part(top, left, height, width).permute(2, 0, 1)
             except (OSError, RuntimeError, ValueError):
                 pass  # damaged in some way; Pillow then says in which, or makes of it what it can
-        image = Image.open(io.BytesIO(self.payload))
-        if (width, height) != image.size:
-            image = image.crop((left, top, left + width, top + height))
-        return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1)
+        image = decode_plainly(self.payload, (left, top, left + width, top + height))
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
 
     def _decode_part(self, top: int, left: int, height: int, width: int) -> Tensor:
         frame, bottom = self.frame, top + height

@@ -5,7 +5,6 @@ them; the presets take their keyword arguments, as torchvision's do, and leave t
 """
 
 import importlib
-import io
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.functional import pil_to_tensor
 
-from decode import DECODERS, ImageFile
+from decode import DECODERS, ImageFile, decode_plainly
 from errors import UserError
 from extras import require_timm
 
@@ -127,7 +126,7 @@ class _Preset:
             generator: what box and flip are drawn from, where `takes_generator`; by default the process's.
         """
         if self.fast_mode is None:
-            return self(Image.open(io.BytesIO(payload)).convert("RGB"))
+            return self(decode_plainly(payload))
         return self._load_fast(ImageFile(payload, self.decoder), generator or torch.default_generator)
 
     def _load_fast(self, file: ImageFile, generator: torch.Generator) -> torch.Tensor:

@@ -233,15 +233,11 @@ def test_a_file_that_is_cut_off_is_pillows_error_whatever_the_box(kind, decoder)
         file = ImageFile(torn, decoder)
         width, height = file.size
         for box in [(0, 0, height, width), (0, 0, 1, 1), (0, 3, 20, 20), (40, 0, 30, 30), (height - 5, 0, 5, 5)]:
-            try:
-                expected = plain(torn)
-            except OSError as error:
-                with pytest.raises(OSError, match="truncated") as found:
-                    file.decode(*box)
-                assert str(found.value) == str(error)
-            else:
-                top, left, rows, columns = box
-                assert torch.equal(file.decode(*box), expected[:, top : top + rows, left : left + columns])
+            with pytest.raises(OSError, match="truncated") as expected:
+                plain(torn)
+            with pytest.raises(OSError, match="truncated") as found:
+                file.decode(*box)
+            assert str(found.value) == str(expected.value)
 
 
 @pytest.mark.parametrize("kind", ENDING)
@@ -320,6 +316,54 @@ def test_decoding_prints_nothing_and_hides_nothing(tmp_path):
     lines = done.stderr.splitlines()
     assert lines[:-1] == ["seen"] * 297
     assert lines[-1].startswith("later")
+
+
+WARNING = """
+import io, sys, threading, warnings
+import torch
+from PIL import Image
+from presets import ClassificationPresetEval
+paths, preset = sys.argv[1:], ClassificationPresetEval(crop_size=24, resize_size=32)
+exact = ClassificationPresetEval(crop_size=24, resize_size=32, backend="pil")
+def load(preset):
+    for path in paths:
+        with open(path, "rb") as file:
+            preset.load(file.read())
+Image.MAX_IMAGE_PIXELS = 10000  # of 16500
+threads = [threading.Thread(target=load, args=[preset]) for preset in (preset, exact)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+with warnings.catch_warnings():
+    warnings.resetwarnings()
+    load(preset)
+print("now", file=sys.stderr)
+Image.open(paths[0])
+"""
+
+
+def test_no_warning_of_an_image_that_is_read_well_and_of_others_all(tmp_path):
+    transparent = picture().quantize(16)
+    files = {"palette.png": encoded(transparent, "PNG", transparency=bytes(range(16))), "large.jpg": FILES["4:2:0"]}
+    for name, payload in files.items():
+        (tmp_path / name).write_bytes(payload)
+    command = [sys.executable, "-c", WARNING, *(str(tmp_path / name) for name in files)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=REPOSITORY)
+    before, _, after = done.stderr.partition("now\n")
+    assert before == ""
+    assert "DecompressionBombWarning" in after
+    found = ImageFile(files["palette.png"], PillowDecoder()).decode(3, 4, 50, 60)
+    assert torch.equal(found, plain(encoded(transparent, "PNG"))[:, 3:53, 4:64])
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"), [(b"", "the file is empty"), (b"hello", "it is no image of a kind that Pillow knows")]
+)
+@pytest.mark.parametrize("backend", [None, "pil"])
+def test_what_is_no_image_is_said_without_an_address(payload, message, backend):
+    with pytest.raises(OSError, match=f"^{message}$"):
+        ClassificationPresetEval(crop_size=24, backend=backend).load(payload)
 
 
 def test_a_decoder_describes_itself_in_plain_words():

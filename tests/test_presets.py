@@ -208,9 +208,7 @@ def test_images_of_nearly_the_size_they_are_resized_to_are_torchvisions(resize_s
     small = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=generator).numpy()
     interpolation = InterpolationMode[mode]
     oracle = tv.Compose([tv.Resize(resize_size, interpolation), tv.CenterCrop(crop_size), tv.PILToTensor()])
-    preset = presets.ClassificationPresetEval(
-        crop_size=crop_size, resize_size=resize_size, interpolation=interpolation
-    )
+    preset = presets.ClassificationPresetEval(crop_size=crop_size, resize_size=resize_size, interpolation=interpolation)
     shorts = range(resize_size - 3, resize_size + 4)
     sizes = [(short, long) for short in shorts for long in (short, short + 1, short * 4 // 3, short * 9 // 5)]
     for number, (short, long) in enumerate(sizes):
