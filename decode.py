@@ -7,13 +7,14 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy
 import PIL
 import torch
-from PIL import Image, features
+from PIL import Image, UnidentifiedImageError, features
 from torch import Tensor
 
 from extras import require_torchcodec
@@ -38,7 +39,8 @@ class Frame(NamedTuple):
         height: px.
         width: px.
         block_rows: rows of pixels that a row of blocks makes, which are decoded together.
-        margin: rows of blocks beside those of a pixel that it may depend on: one where chroma is smoothed vertically.
+        margin: rows of blocks beside those of a pixel that it may depend on: one where chroma is smoothed vertically,
+            and two more in a progressive file, whose blocks are smoothed where its scans leave coefficients out.
         num_components: 1 grey, 3 colour, 4 CMYK.
         coded: where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise.
         exif: of the segment that may say how to turn the image; 0 if there is none.
@@ -55,7 +57,7 @@ class Frame(NamedTuple):
 
 
 def read_frame(payload: bytes) -> Frame | None:
-    """Return the frame of a JPEG, or None where the file is another or an unusual one."""
+    """Return the frame of a JPEG, or None where the file is another, an unusual one, or one that is cut off."""
     if payload[:2] != b"\xff\xd8":
         return None
     place, start_of_frame, interval, exif = 2, 0, 0, 0
@@ -83,12 +85,16 @@ def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> F
     across, down = max(value >> 4 for value in samplings or b"\0"), max(value & 15 for value in samplings or b"\0")
     if precision != 8 or not (height and width and across and down):
         return None
+    # Whether a file that is cut off can be read must not depend on which rows are wanted, so it is left to Pillow.
+    # Coded rows hold no such bytes, though the thumbnail in a header does; behind the end there may be anything.
+    if not payload.endswith(_END_OF_IMAGE) and payload.find(_END_OF_IMAGE, scan) < 0:
+        return None
     # Blocks of a grey image go one by one whatever its sampling says, so that only the plain one has rows of one block.
     has_rows = kind != _PROGRESSIVE and payload[scan + 4] == num_components
     has_rows = has_rows and (num_components > 1 or across == down == 1)
     has_rows = has_rows and interval == -(-width // (8 * across))
     coded = scan + 2 + int.from_bytes(payload[scan + 2 : scan + 4], "big") if has_rows else 0
-    margin = int(down > 1 or kind == _PROGRESSIVE)
+    margin = int(down > 1) + 2 * int(kind == _PROGRESSIVE)
     return Frame(place, height, width, 8 * down, margin, num_components, coded, exif)
 
 
@@ -110,8 +116,7 @@ def shorten(payload: bytes, frame: Frame, bottom: int) -> Part:
     if rows >= frame.height:
         return Part(payload, 0, frame.height)
     head, tail = payload[: frame.place + 5], payload[frame.place + 7 :]
-    # A second end, for files that are cut off below what is needed.
-    return Part(b"".join([head, rows.to_bytes(2, "big"), tail, _END_OF_IMAGE]), 0, rows)
+    return Part(b"".join([head, rows.to_bytes(2, "big"), tail]), 0, rows)
 
 
 def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None:
@@ -168,6 +173,63 @@ class _QuietStderr:
 def _quiet_stderr() -> _QuietStderr:
     """Return the one of this process; C has one stderr."""
     return _QuietStderr()
+
+
+class _WhileDecoding(threading.local):
+    """What stands for the text of a warning in a filter, and matches any one of a thread that is decoding.
+
+    Filters are the whole process's, and `warnings.catch_warnings` would change them under other threads' feet.
+    """
+
+    active = False
+
+    def match(self, text: str) -> bool:
+        """Return whether the filter applies, as a compiled pattern would."""
+        return self.active
+
+
+_WHILE_DECODING = _WhileDecoding()
+_NO_BOMB_WARNING = ("ignore", _WHILE_DECODING, Image.DecompressionBombWarning, None, 0)
+
+
+@contextlib.contextmanager
+def _without_bomb_warning() -> Iterator[None]:
+    """Keep Pillow from warning of images that are large, though below its limit."""
+    if _NO_BOMB_WARNING not in warnings.filters:  # another's `catch_warnings` may have taken it out
+        warnings.filters.insert(0, _NO_BOMB_WARNING)
+    _WHILE_DECODING.active = True
+    try:
+        yield
+    finally:
+        _WHILE_DECODING.active = False
+
+
+def _open(payload: bytes) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(payload))
+    except UnidentifiedImageError as error:  # names an object in memory
+        reason = "it is no image of a kind that Pillow knows" if payload else "the file is empty"
+        raise UnidentifiedImageError(reason) from error
+
+
+def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None) -> Image.Image:
+    """Decode any image with Pillow and return it, or a box of it, in RGB: what torchvision's loader makes of it.
+
+    Args:
+        payload: the file's bytes.
+        box: left, top, right, bottom, px.
+
+    Raises:
+        OSError: it is no image, or damaged; damage may also raise SyntaxError, ValueError, struct.error and others.
+    """
+    with _without_bomb_warning():
+        image = _open(payload)
+        image.load()
+        if box is not None and box != (0, 0, *image.size):
+            image = image.crop(box)
+        if isinstance(image.info.get("transparency"), bytes):
+            del image.info["transparency"]  # which RGB has not, and convert() would warn of
+        return image.convert("RGB")
 
 
 class PillowDecoder:
@@ -275,7 +337,8 @@ class ImageFile:
             self.size = (frame.width, frame.height)
         else:
             self.frame = None
-            self.size = Image.open(io.BytesIO(payload)).size
+            with _without_bomb_warning():
+                self.size = _open(payload).size
 
     @property
     def has_rows(self) -> bool:
@@ -293,10 +356,8 @@ class ImageFile:
                 return self._decode_part(top, left, height, width).permute(2, 0, 1)
             except (OSError, RuntimeError, ValueError):
                 pass  # damaged in some way; Pillow then says in which, or makes of it what it can
-        image = Image.open(io.BytesIO(self.payload))
-        if (width, height) != image.size:
-            image = image.crop((left, top, left + width, top + height))
-        return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1)
+        image = decode_plainly(self.payload, (left, top, left + width, top + height))
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
 
     def _decode_part(self, top: int, left: int, height: int, width: int) -> Tensor:
         frame, bottom = self.frame, top + height

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import os
 import re
 import stat
@@ -17,6 +18,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import ImageError, UserError
 from files import locked, write_atomically
+
+# What scripts/pack.py writes beside its shards, and how that says whose it is.
+PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
 
 # What was changed less than this before it was read may have been changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
@@ -96,7 +100,7 @@ def find_splits(root: Path) -> list[Split]:
     """Return the forms in which a split is there, the one to use first: a folder, shards, one tar.
 
     Raises:
-        UserError: a folder cannot be listed, or a shard is missing between others.
+        UserError: a folder cannot be listed, a shard is missing between others, or a pack is not whole.
     """
     has_folders, within = _look_into(root)
     _, beside = _look_into(root.parent)
@@ -134,7 +138,42 @@ def _shards(name: str, tars: tuple[Path, ...]) -> tuple[Path, ...]:
         if int(numbered.fullmatch(tar.name)[1]) != expected:
             missing = tar.with_name(f"{name}-{expected:06d}.tar")
             raise UserError(f"{missing} is missing, but {tar.name} is there; --data-path needs every shard of a set")
+    if shards:
+        _check_manifest(name, shards)
     return shards
+
+
+def _check_manifest(name: str, shards: tuple[Path, ...]) -> None:
+    """Compare the shards of a split with the manifest beside them; one of another tool says nothing about them.
+
+    Raises:
+        UserError: the pack is not finished, or lacks a shard; the manifest cannot be read.
+    """
+    path = shards[0].with_name(PACK_MANIFEST)
+    try:
+        manifest = json.loads(path.read_bytes())
+        if (manifest["kind"], manifest["format"]) != (PACK_KIND, PACK_FORMAT) or name not in manifest["splits"]:
+            return
+        is_whole = manifest["state"] == "complete"
+        listed = [record["file"] for record in manifest["splits"][name]["shards"]]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError):  # no JSON, or other JSON
+        return
+    if not is_whole:
+        raise UserError(
+            f"{path.parent} is a pack that is still being written, or was interrupted; run the scripts.pack command "
+            "that began it again, which goes on where it stopped"
+        )
+    there = {shard.name for shard in shards}
+    missing = [file for file in listed if file not in there]
+    if missing:
+        raise UserError(
+            f"{path.with_name(missing[0])} is missing: {len(missing)} of the {len(listed)} shards that {path.name} "
+            "lists are not there; --data-path needs every shard of a set"
+        )
 
 
 def check_split(root: Path) -> list[Split]:

@@ -5,7 +5,6 @@ them; the presets take their keyword arguments, as torchvision's do, and leave t
 """
 
 import importlib
-import io
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.functional import pil_to_tensor
 
-from decode import DECODERS, ImageFile
+from decode import DECODERS, ImageFile, decode_plainly
 from errors import UserError
 from extras import require_timm
 
@@ -127,7 +126,7 @@ class _Preset:
             generator: what box and flip are drawn from, where `takes_generator`; by default the process's.
         """
         if self.fast_mode is None:
-            return self(Image.open(io.BytesIO(payload)).convert("RGB"))
+            return self(decode_plainly(payload))
         return self._load_fast(ImageFile(payload, self.decoder), generator or torch.default_generator)
 
     def _load_fast(self, file: ImageFile, generator: torch.Generator) -> torch.Tensor:
@@ -384,4 +383,6 @@ class _Span(NamedTuple):
         # The filter's reach on either side of a pixel, and one more for what is rounded.
         reach = math.ceil(max(scale, 1.0) * (1 if mode == "bilinear" else 2)) + 1
         begin = max(math.floor(cut * scale) - reach, 0)
-        return cls(begin, min(math.ceil((cut + crop_size) * scale) + reach, size), cut)
+        end = min(math.ceil((cut + crop_size) * scale) + reach, size)
+        # A part that is enlarged by less than a pixel keeps its size, and torch then copies it: the whole side it is.
+        return cls(begin, size if end * new_size // size == end else end, cut)

@@ -26,11 +26,11 @@ from PIL import __version__ as pillow_version
 import config
 from errors import ImageError, UserError
 from files import write_atomically
-from index import open_index
+from index import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, open_index
 from scripts.workers import Progress, UnfinishedError, Workers, size_text
 
-KIND, FORMAT = "touchstone pack", 1
-MANIFEST, LOCK = "manifest.json", "pack.lock"
+KIND, FORMAT = PACK_KIND, PACK_FORMAT
+MANIFEST, LOCK = PACK_MANIFEST, "pack.lock"
 
 # Every name that this tool gives to a file in OUT; `--overwrite` removes these and nothing else.
 OWN_FILES = re.compile(r"(manifest\.json|[^/]+-\d{6}\.tar)(\.tmp\.\d+)?|pack\.lock")

@@ -93,9 +93,6 @@ def test_a_jpeg_is_decoded_no_further_than_the_box():
     assert shorten(payload, frame, 100).payload is payload
     full = FILES["4:4:4"]
     assert shorten(full, read_frame(full), 20).height == 24
-    # Damage below what is needed is not even seen.
-    torn = payload[: len(payload) * 2 // 3]
-    assert torch.equal(ImageFile(torn, PillowDecoder()).decode(0, 0, 10, 150), plain(payload)[:, :10])
 
 
 @pytest.mark.parametrize(
@@ -204,13 +201,68 @@ def test_damaged_restart_markers_take_the_ordinary_path():
         assert torch.equal(ImageFile(damaged, PillowDecoder()).decode(0, 0, 208, 96), plain(damaged))
 
 
+def scans(payload):
+    """Return where the scans of a JPEG begin."""
+    return [place for place in range(len(payload)) if payload[place : place + 2] == b"\xff\xda"]
+
+
+def with_thumbnail():
+    exif = Image.Exif()
+    exif[0x010E] = encoded(picture(16, 16), "JPEG").decode("latin-1")  # an end of image in the header
+    return encoded(picture(), "JPEG", exif=exif)
+
+
+ENDING = {
+    "plain": FILES["4:2:0"],
+    "grey": FILES["grey"],
+    "progressive": FILES["progressive"],
+    "restart markers": ROWS["4:2:0 96 x 208"],
+    "restart blocks": FILES["restart blocks"],
+    "thumbnail": with_thumbnail(),
+}
+
+
 @pytest.mark.parametrize("decoder", ["pillow", pytest.param("torchcodec", marks=has_torchcodec)])
-@pytest.mark.parametrize("payload", [FILES["4:2:0"], ROWS["4:2:0 96 x 208"]])
-def test_a_file_that_ends_too_early_is_pillows_error(payload, decoder):
-    torn = payload[: len(payload) // 2]
-    file = ImageFile(torn, decode.DECODERS[decoder]())
-    with pytest.raises(OSError, match="truncated"):
-        file.decode(0, 0, *file.size[::-1])
+@pytest.mark.parametrize("kind", ENDING)
+def test_a_file_that_is_cut_off_is_pillows_error_whatever_the_box(kind, decoder):
+    payload, decoder = ENDING[kind], decode.DECODERS[decoder]()
+    first = scans(payload)[0]
+    # In the middle, in the last rows, within the end, and where all but the end is there.
+    for end in [first + 40, (first + len(payload)) // 2, *range(len(payload) - 60, len(payload), 7), -2, -1]:
+        torn = payload[:end]
+        file = ImageFile(torn, decoder)
+        width, height = file.size
+        for box in [(0, 0, height, width), (0, 0, 1, 1), (0, 3, 20, 20), (40, 0, 30, 30), (height - 5, 0, 5, 5)]:
+            with pytest.raises(OSError, match="truncated") as expected:
+                plain(torn)
+            with pytest.raises(OSError, match="truncated") as found:
+                file.decode(*box)
+            assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("kind", ENDING)
+def test_what_follows_the_end_of_a_file_changes_nothing(kind):
+    for trailing in (b"\0" * 500, b"\n", b"more\xff\xd3\xff\xd9 and more"):
+        payload = ENDING[kind] + trailing
+        assert read_frame(payload)
+        assert torch.equal(ImageFile(payload, PillowDecoder()).decode(5, 5, 20, 20), plain(payload)[:, 5:25, 5:25])
+
+
+@pytest.mark.parametrize("decoder", ["pillow", pytest.param("torchcodec", marks=has_torchcodec)])
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+def test_progressive_files_that_lack_scans_are_smoothed_as_in_the_whole(subsampling, decoder):
+    payload = encoded(picture(64, 160), "JPEG", progressive=True, quality=30, subsampling=subsampling)
+    decoder, num_different = decode.DECODERS[decoder](), 0
+    for end in scans(payload)[1:]:
+        partial = payload[:end] + b"\xff\xd9"
+        frame = read_frame(partial)
+        whole = decoder.decode(decode.Part(partial, 0, 160), frame, (0, 0, 64, 160)).permute(2, 0, 1)
+        if isinstance(decoder, PillowDecoder):
+            assert torch.equal(whole, plain(partial))
+        num_different += not torch.equal(whole, plain(payload))
+        for bottom in range(1, 160, 3):
+            assert torch.equal(ImageFile(partial, decoder).decode(0, 0, bottom, 64), whole[:, :bottom])
+    assert num_different > 3
 
 
 def test_bombs_are_left_to_pillow(monkeypatch):
@@ -264,6 +316,54 @@ def test_decoding_prints_nothing_and_hides_nothing(tmp_path):
     lines = done.stderr.splitlines()
     assert lines[:-1] == ["seen"] * 297
     assert lines[-1].startswith("later")
+
+
+WARNING = """
+import io, sys, threading, warnings
+import torch
+from PIL import Image
+from presets import ClassificationPresetEval
+paths, preset = sys.argv[1:], ClassificationPresetEval(crop_size=24, resize_size=32)
+exact = ClassificationPresetEval(crop_size=24, resize_size=32, backend="pil")
+def load(preset):
+    for path in paths:
+        with open(path, "rb") as file:
+            preset.load(file.read())
+Image.MAX_IMAGE_PIXELS = 10000  # of 16500
+threads = [threading.Thread(target=load, args=[preset]) for preset in (preset, exact)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+with warnings.catch_warnings():
+    warnings.resetwarnings()
+    load(preset)
+print("now", file=sys.stderr)
+Image.open(paths[0])
+"""
+
+
+def test_no_warning_of_an_image_that_is_read_well_and_of_others_all(tmp_path):
+    transparent = picture().quantize(16)
+    files = {"palette.png": encoded(transparent, "PNG", transparency=bytes(range(16))), "large.jpg": FILES["4:2:0"]}
+    for name, payload in files.items():
+        (tmp_path / name).write_bytes(payload)
+    command = [sys.executable, "-c", WARNING, *(str(tmp_path / name) for name in files)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=REPOSITORY)
+    before, _, after = done.stderr.partition("now\n")
+    assert before == ""
+    assert "DecompressionBombWarning" in after
+    found = ImageFile(files["palette.png"], PillowDecoder()).decode(3, 4, 50, 60)
+    assert torch.equal(found, plain(encoded(transparent, "PNG"))[:, 3:53, 4:64])
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"), [(b"", "the file is empty"), (b"hello", "it is no image of a kind that Pillow knows")]
+)
+@pytest.mark.parametrize("backend", [None, "pil"])
+def test_what_is_no_image_is_said_without_an_address(payload, message, backend):
+    with pytest.raises(OSError, match=f"^{message}$"):
+        ClassificationPresetEval(crop_size=24, backend=backend).load(payload)
 
 
 def test_a_decoder_describes_itself_in_plain_words():

@@ -2,9 +2,12 @@
 
 import hashlib
 import io
+import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -16,7 +19,8 @@ from torchvision import datasets
 import index
 from errors import ImageError, UserError
 from files import locked
-from tests.ranks import run_ranks
+from tests.conftest import write_images
+from tests.ranks import REPOSITORY, run_ranks
 
 
 @pytest.fixture
@@ -422,6 +426,49 @@ def test_a_missing_shard_is_named(folder, tmp_path):
     (tmp_path / "packed" / "train-000001.tar").unlink()
     with pytest.raises(UserError, match=r"train-000001\.tar is missing, but train-000002\.tar is there"):
         index.open_index(tmp_path / "packed" / "train")
+
+
+@pytest.fixture(scope="module")
+def written_pack(tmp_path_factory):
+    """Two shards of train and one of val, with their manifest, as the packer writes them."""
+    source, out = (tmp_path_factory.mktemp(name) for name in ("source", "pack"))
+    write_images(source, {"train": [5, 4], "val": [2, 2]})
+    for path in source.rglob("*.jpg"):
+        os.truncate(path, 200_000)  # what follows the end of an image counts when files are divided into shards
+    command = [sys.executable, "-m", "scripts.pack", "--data-path", source, out, "--short-side", "32"]
+    options = ["--shard-mib", "1", "--workers", "1"]
+    subprocess.run([*command, *options], cwd=REPOSITORY, check=True, timeout=120, capture_output=True)
+    return out
+
+
+def test_a_missing_shard_at_the_end_of_a_pack_is_named(written_pack, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    out = tmp_path / "pack"
+    shutil.copytree(written_pack, out)
+    *_, last = sorted(out.glob("train-*.tar"))
+    assert len(index.open_index(out / "train")) == 9
+    last.unlink()
+    with pytest.raises(UserError, match=rf"{last} is missing: 1 of the 2 shards that manifest\.json"):
+        index.open_index(out / "train")
+    assert len(index.open_index(out / "val")) == 4
+    # The pack of another split, or another tool's file, says nothing about these.
+    manifest = json.loads((out / "manifest.json").read_text())
+    foreign = [{**manifest, "kind": "another"}, {**manifest, "splits": {}}, [], 1, {"kind": manifest["kind"]}]
+    for content in [*(json.dumps(value).encode() for value in foreign), b"no JSON", b"\xff"]:
+        (out / "manifest.json").write_bytes(content)
+        assert 0 < len(index.open_index(out / "train")) < 9
+
+
+def test_an_unfinished_pack_is_refused(written_pack, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    out = tmp_path / "pack"
+    shutil.copytree(written_pack, out)
+    manifest = out / "manifest.json"
+    assert manifest.read_text().count('"state": "complete"') == 1
+    manifest.write_text(manifest.read_text().replace('"state": "complete"', '"state": "writing"'))
+    for split in ("train", "val"):
+        with pytest.raises(UserError, match="is still being written, or was interrupted; run the"):
+            index.open_index(out / split)
 
 
 @pytest.mark.parametrize("change", ["truncated", "overwritten", "removed"])

@@ -199,6 +199,30 @@ def test_the_central_cut_is_torchvisions_whatever_is_left_undecoded(size, mode, 
         assert difference.mean() < 0.003
 
 
+@pytest.mark.parametrize("mode", ["BILINEAR", "BICUBIC"])
+@pytest.mark.parametrize(
+    ("resize_size", "crop_size"), [(256, 224), (232, 224), (288, 288), (320, 299), (475, 456), (40, 32)]
+)
+def test_images_of_nearly_the_size_they_are_resized_to_are_torchvisions(resize_size, crop_size, mode):
+    generator = torch.Generator().manual_seed(resize_size)
+    small = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=generator).numpy()
+    interpolation = InterpolationMode[mode]
+    oracle = tv.Compose([tv.Resize(resize_size, interpolation), tv.CenterCrop(crop_size), tv.PILToTensor()])
+    preset = presets.ClassificationPresetEval(crop_size=crop_size, resize_size=resize_size, interpolation=interpolation)
+    shorts = range(resize_size - 3, resize_size + 4)
+    sizes = [(short, long) for short in shorts for long in (short, short + 1, short * 4 // 3, short * 9 // 5)]
+    for number, (short, long) in enumerate(sizes):
+        options = [{}, {"progressive": True}, {"restart_marker_rows": 1}][number % 3]
+        for size in {(short, long), (long, short)}:
+            image = Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+            payload = encoded(image, **options)
+            difference = (preset.load(payload).int() - oracle(Image.open(io.BytesIO(payload))).int()).abs()
+            # Both round twice, with weights of another precision: one pixel of a few 100,000 is off by two levels.
+            assert difference.max() <= 2, (size, options)
+            assert (difference > 1).sum() <= (1 if mode == "BILINEAR" else 50), (size, options)
+            assert difference.float().mean() < 0.05, (size, options)
+
+
 def test_a_mirrored_image_is_the_same_with_one_thread_and_with_more():
     image = torch.randint(0, 256, (5, 7, 3), dtype=torch.uint8).permute(2, 0, 1)
     expected = presets.mirror(image)
