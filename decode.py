@@ -87,7 +87,7 @@ def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> F
         return None
     # Whether a file that is cut off can be read must not depend on which rows are wanted, so it is left to Pillow.
     # Coded rows hold no such bytes, though the thumbnail in a header does; behind the end there may be anything.
-    if not payload.endswith(_END_OF_IMAGE) and payload.find(_END_OF_IMAGE, scan) < 0:
+    if payload.rfind(_END_OF_IMAGE, scan) < 0:
         return None
     # Blocks of a grey image go one by one whatever its sampling says, so that only the plain one has rows of one block.
     has_rows = kind != _PROGRESSIVE and payload[scan + 4] == num_components
