@@ -259,10 +259,12 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader 
     )
 
 
-def build_batch_transforms(args: Any, num_classes: int) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
-    """Return what is done to each batch on the device in training and in evaluation."""
+def build_batch_transforms(
+    args: Any, num_classes: int, device: torch.device | None = None
+) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
+    """Return what is done to each batch on the device (by default `--device`) in training and in evaluation."""
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    normalize = transforms.Normalize(args.mean, args.std, torch.device(args.device), memory_format)
+    normalize = transforms.Normalize(args.mean, args.std, device or torch.device(args.device), memory_format)
     mix = transforms.get_mixup_cutmix(
         mixup_alpha=args.mixup_alpha,
         cutmix_alpha=args.cutmix_alpha,
@@ -358,7 +360,7 @@ def build_device_loader(
     """Return what iterates over a set, transformed for training if the sampler is a training one; None for no set."""
     if dataset is None:
         return None
-    train_transform, eval_transform = build_batch_transforms(args, num_classes)
+    train_transform, eval_transform = build_batch_transforms(args, num_classes, device)
     transform = train_transform if isinstance(sampler, TrainSampler) else eval_transform
     return DeviceLoader(build_loader(dataset, sampler, args), device, transform, args.seed)
 

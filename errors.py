@@ -63,7 +63,7 @@ class LoaderKilledError(Exception):
     def __str__(self) -> str:
         cause = super().__str__().strip()
         if "Bus error" in cause:
-            advice = "most likely shared memory is full: a larger /dev/shm (docker run --ipc=host), or fewer --workers"
+            advice = "most likely shared memory is full: more memory for it, or fewer --workers"
         else:
             advice = "most likely it was out of memory: use fewer --workers, or look into the system's log"
         return f"a loader process was killed ({cause}); {advice}"

@@ -90,10 +90,13 @@ def describe_data(dataset: Any) -> dict:
 
 def describe_environment(args: Any) -> dict[str, Any]:
     """Return what a run's numbers may depend on beside its options: versions, code revision, threads, processes."""
-    revision = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
+    try:
+        revision = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+        ).stdout.strip()  # fmt: skip
+    except OSError:  # a machine without git
+        revision = None
     return {
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
@@ -208,6 +211,10 @@ def _is_free(name: str, args: Any) -> bool:
     if name == "world_size":
         # Statistics over all images that the processes compute at once; kernels for the shapes of this many.
         return not args.sync_bn and not (args.compile is not None and args.use_deterministic_algorithms)
+    if name == "grad_checkpointing":
+        return args.compile is None  # which fuses otherwise then
+    if name == "weights":
+        return args.model not in ("googlenet", "inception_v3")  # whose input is scaled as weights by name want it
     return name in FREE
 
 

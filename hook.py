@@ -22,7 +22,7 @@ class StepHook:
     """What surrounds the steps of a run: counts them, logs, saves, and ends it well.
 
     Args:
-        args: reads checkpoint_steps, output_dir, global_batch_size and world_size.
+        args: reads checkpoint_steps, output_dir, global_batch_size, world_size, stall_timeout, best_metric and epochs.
         run: the state that is moved and saved.
         window: the log window, part of that state.
         monitor: where log lines go.
@@ -57,7 +57,7 @@ class StepHook:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
         self.watchdog.end()
-        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
             raise LoaderKilledError(str(error)) from error
 
     def describe(self) -> str:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +56,8 @@ def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
     options = {}
     if args.model in AUXILIARY_WEIGHTS:
         # Naming what is the default anyway avoids a FutureWarning. Published weights expect inputs scaled to [-1, 1].
-        is_published = bool(args.weights) and not Path(args.weights).is_file()
+        published = torchvision.models.get_model_weights(args.model).__members__
+        is_published = bool(args.weights) and args.weights.rpartition(".")[2] in published
         options = {"init_weights": True, "aux_logits": True, "transform_input": is_published}
     elif args.model.startswith("vit_"):
         options = {"image_size": args.val_crop_size}
@@ -268,12 +268,14 @@ def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     With `--use-deterministic-algorithms`, `PairwiseGradientSum` sums them, and the bare model is returned, with rank
     0's weights. Collective: every rank must call it.
     """
+    if args.grad_compression != "none" and args.world_size == 1:
+        print(f"--grad-compression {args.grad_compression} has no effect: one process sends no gradients")
     if not args.distributed:
         return model
     if args.use_deterministic_algorithms:
         broadcast_from_master([*model.parameters(), *model.buffers()])
         return model
-    # Nothing reads a buffer in training but what shard 0 writes, so no step needs them broadcast; `evaluate`'s caller
+    # Nothing reads a buffer in training but what shard 0 writes, so no step needs them broadcast; `evaluate`
     # does it. torch 2.13 renamed the switch.
     parameters = inspect.signature(DistributedDataParallel).parameters
     no_buffers = {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
@@ -458,7 +460,8 @@ class FlipAverage(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return the mean of both scores."""
-        return (self.model(image) + self.model(image.flip(-1))) / 2
+        # A copy, since a compiled model may put its second output where the first one is (CUDA graphs).
+        return (self.model(image).clone() + self.model(image.flip(-1))) / 2
 
 
 class ExponentialMovingAverage(nn.Module):

@@ -237,8 +237,12 @@ class StallWatchdog:
     def _give_up(self) -> None:
         reason = f"nothing happened for {self.timeout_s:g} s (--stall-timeout)"
         where = f"rank {utils.get_rank()} on {socket.gethostname()}"
-        os.write(2, f"{where}: {reason}; {self.describe()}; Python stacks of this rank:\n".encode())
-        faulthandler.dump_traceback(all_threads=True)
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, f"{where}: {reason}; {self.describe()}; Python stacks of this rank:\n".encode())
+            faulthandler.dump_traceback(all_threads=True)
+        # On the side: a disk that does not answer may be what hangs.
+        last_words = threading.Thread(target=self.on_stall, args=(reason,), daemon=True)
+        last_words.start()
         time.sleep(self.LINGER_S)
-        self.on_stall(reason)
+        last_words.join(self.LINGER_S)
         os._exit(1)

@@ -232,7 +232,8 @@ class ProgressivePreset:
         progress = min(max((epoch - self.first) / (self.last - self.first), 0.0), 1.0)
         if progress in (0.0, 1.0):
             return self.largest if progress else self.smallest
-        return round((self.smallest + (self.largest - self.smallest) * progress) / 32) * 32
+        size = round((self.smallest + (self.largest - self.smallest) * progress) / 32) * 32
+        return min(max(size, self.smallest), self.largest)
 
     def at(self, epoch: int) -> ClassificationPresetTrain:
         """Return the preset of an epoch."""

@@ -252,29 +252,47 @@ def load_resumed(args, manager):
         return state
     manager.check(args.resume, overwrite=args.overwrite)
     if state is not None:
+        if "weights" not in args.given:  # of which two models take how they scale their input
+            args.weights = state["args"]["weights"]
         check_options(state, args)
     set_shards(args, state)
     return state
 
 
+def describe_launch():
+    """Return what the processes that one torchrun starts and restarts have in common; None without torchrun."""
+    agent = os.environ.get("TORCHELASTIC_RUN_ID")
+    return agent and f"{agent} {socket.gethostname()} {os.getppid()}"
+
+
 def go_on_after_restart(args, manager):
     """Where torchrun restarts the processes, go on with what they saved before, whatever the first start was told.
 
-    Collective: every rank must call it.
+    What another torchrun left in the folder is not theirs. Collective: every rank must call it.
     """
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or args.test_only:
-        return
-    if utils.call_on_master(lambda: b"saved" if manager.files.numbered() else None):
+
+    def has_saved():
+        try:
+            record = json.loads((manager.folder / "run.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        is_ours = isinstance(record, dict) and record.get("launch") not in (None, "")
+        return b"yes" if is_ours and record["launch"] == describe_launch() and manager.files.numbered() else None
+
+    if utils.call_on_master(has_saved):
         print(f"restarted by torchrun: going on from the newest checkpoint in {manager.folder}")
         args.resume, args.overwrite = "auto", False
 
 
 def take_evaluation_options(args, trained):
     """Evaluate a checkpoint as its run did, but for what the command line says."""
-    names = ("model", "val_resize_size", "val_crop_size", "interpolation", "backend", "eval_flip", "amp", "amp_dtype")
+    names = [
+        "model", "weights", "val_resize_size", "val_crop_size", "interpolation", "backend", "decoder", "eval_flip",
+        "amp", "amp_dtype", "tf32", "label_smoothing", "bce_loss", "bce_target_thresh",
+    ]  # fmt: skip
     for name in names:
-        if name not in args.given and getattr(args, name) != trained.get(name):
-            setattr(args, name, trained.get(name))
+        if name not in args.given and name in trained and getattr(args, name) != trained[name]:
+            setattr(args, name, trained[name])
             print(f"--{name.replace('_', '-')} {trained[name]}: as in the checkpoint")
 
 
@@ -344,12 +362,12 @@ def describe_run(args, run, folder, start):
 def write_description(args, run, folder, start):
     """Do what `describe_run` says, but for the words about a disk that fails."""
     write_status(folder, "running", run.step, start=start)
-    if start["count"] >= MOST_STARTS and is_restarted():
+    if start["count"] > MOST_STARTS and is_restarted():
         reason = f"no progress: start number {start['count']} in a row from step {run.step}"
         write_status(folder, "failed", run.step, reason)
         raise NoProgressError(f"{reason}; not trying again by itself: look into the log, then start it by hand")
     record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
-    record |= run.facts
+    record |= {"launch": describe_launch(), **run.facts}
     write_atomically(folder / "run.json", lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
     write_atomically(folder / "recipe.toml", lambda file: file.write(config.write_recipe(args).encode()))
 
@@ -371,7 +389,7 @@ def main(args):
     Raises:
         UserError: something that was given cannot be used.
     """
-    device, guard = set_up(args)
+    device, preemption = set_up(args)
     manager = CheckpointManager(
         Path(args.output_dir), keep_last=args.keep_last, keep_every=args.keep_every, minutes=args.checkpoint_minutes,
         save_per_node=args.save_per_node,
@@ -418,7 +436,7 @@ def main(args):
     del state
     with (
         Monitor.of_run(args.output_dir, run) as monitor,
-        StepHook(args, run, window, monitor, manager, model_without_ddp, guard, train_sampler) as hook,
+        StepHook(args, run, window, monitor, manager, model_without_ddp, preemption, train_sampler) as hook,
     ):
         for epoch in range(run.epoch, args.epochs):
             hook.check()

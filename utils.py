@@ -257,7 +257,7 @@ def is_main_process() -> bool:
 
 
 def save_on_master(*args: Any, **kwargs: Any) -> None:
-    """Call `torch.save` on rank 0. Checkpoints go through `checkpoint.CheckpointManager`, which can be killed."""
+    """Call `torch.save` on rank 0. Checkpoints go through `store.CheckpointManager`, which can be killed."""
     if is_main_process():
         torch.save(*args, **kwargs)
 
@@ -437,8 +437,10 @@ def init_distributed_mode(args: Any) -> None:
     # What a launcher has set up counts; --dist-url is for where there is none.
     url = "env://" if "MASTER_ADDR" in os.environ else args.dist_url
     store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
-    # torchrun's store outlives a restart, with the addresses of the dead in it: each attempt has keys of its own.
-    store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # torchrun's store outlives a restart, with the addresses of the dead in it: each attempt has keys of its own. On
+    # several nodes each torchrun has a count of its own, and so they cannot.
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=store,

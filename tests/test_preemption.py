@@ -121,12 +121,25 @@ def test_three_starts_in_vain_are_not_requeued_and_an_automatic_fourth_is_refuse
 
 def test_torchruns_restart_goes_on_from_what_was_saved_and_erases_nothing(runs):
     def restarted(rank, world_size, port):
-        return {**torchrun_environment(rank, world_size, port), "TORCHELASTIC_RESTART_COUNT": "1"}
+        environment = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "7"}
+        return {**torchrun_environment(rank, world_size, port), **environment}
 
-    runs.run("restart", 2, faults=[(1, "torch.optim.SGD.step", 2, "after", TERM)]).check()
+    stop = [(1, "torch.optim.SGD.step", 2, "after", TERM)]
+    runs.run("restart", 2, launcher=restarted, faults=stop).check()
     outcome = runs.run("restart", 2, "--resume", "", "--overwrite", launcher=restarted).check()
     assert outcome.output.count("restarted by torchrun: going on from the newest checkpoint") == 1
     runs.check_same("restart")
+
+
+def test_a_restart_does_not_take_another_launchs_run_for_its_own(runs):
+    def restarted(rank, world_size, port):
+        environment = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "8"}
+        return {**torchrun_environment(rank, world_size, port), **environment}
+
+    runs.run("foreign", 2, faults=[(1, "torch.optim.SGD.step", 2, "after", TERM)]).check()
+    outcome = runs.run("foreign", 2, "--resume", "", launcher=restarted)
+    assert outcome.codes[0] == 2, outcome.output
+    assert outcome.output.count("holds a run already") == 1
 
 
 def break_a_loss(argv, faults):

@@ -7,6 +7,7 @@ import torch
 
 import monitor
 from checkpoint import load_checkpoint
+from tests.chaos import flatten
 from tests.ranks import run_ranks, train_rank
 
 # BatchNorm, dropout, momentum, EMA, random crops and flips, an augmentation policy, repeated augmentation, erasing,
@@ -45,14 +46,6 @@ class Runs:
     def metrics(self, name):
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
         return [{k: v for k, v in json.loads(line).items() if k not in monitor.MACHINE_FIELDS} for line in lines]
-
-
-def flatten(value, name=""):
-    if isinstance(value, dict):
-        return {k: v for key, item in value.items() for k, v in flatten(item, f"{name}/{key}").items()}
-    if isinstance(value, (list, tuple)):
-        return {k: v for key, item in enumerate(value) for k, v in flatten(item, f"{name}/{key}").items()}
-    return {name: value}
 
 
 def differing(ours, theirs):
