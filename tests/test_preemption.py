@@ -29,6 +29,7 @@ class Runs:
 
     def __init__(self, images, folder):
         self.images, self.folder = images, folder
+        self.agents = []
 
     def argv(self, name, *extra):
         return ["--data-path", str(self.images), "--output-dir", str(self.folder / name), *OPTIONS, *map(str, extra)]
@@ -51,7 +52,9 @@ class Runs:
 def runs(image_folder, tmp_path_factory):
     runs = Runs(image_folder, tmp_path_factory.mktemp("runs"))
     runs.run("undisturbed", 1).check()
-    return runs
+    yield runs
+    for agent in runs.agents:
+        agent.kill()  # those of a test that failed; their ranks end with them
 
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
@@ -349,7 +352,9 @@ def start_torchrun(runs, name, *extra, options=()):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
     command += [str(REPOSITORY / "train.py"), *runs.argv(name, *extra)]
     log = open(runs.folder / f"{name}.log", "w")  # noqa: SIM115
-    return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=REPOSITORY)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runs.agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=REPOSITORY))
+    return runs.agents[-1]
 
 
 # Long enough to be struck in the middle; the same images and options else.
