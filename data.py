@@ -20,7 +20,7 @@ from index import check_split, open_index
 from loader import ProcessLoader, ThreadLoader, collate
 from preemption import start_worker
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
-from randomness import AUGMENTATION, MIXING, fold_seed, seed_host
+from randomness import AUGMENTATION, MIXING, Draws, fold_seed, seed_host
 from sampler import SampleKey, TrainSampler
 
 
@@ -30,7 +30,7 @@ class IndexedImageFolder(Dataset):
     Args:
         root: the folder; where there is none, its tars beside it (`index.find_splits`).
         transform: a preset, whose `load` makes a (3, H, W) uint8 tensor of a file's bytes; where keys are `SampleKey`s,
-            its `at` gives the preset of an epoch. It draws from the generator that it is given or from the process's.
+            its `at` gives the preset of an epoch. It draws from what it is given or from the process's generators.
         seed: the run's, the first part of the address of every draw.
 
     Raises:
@@ -73,15 +73,15 @@ class IndexedImageFolder(Dataset):
 
     def _load(self, key: int | SampleKey) -> tuple[Tensor, int]:
         """Return one image and its class; raises whatever comes of a file that cannot be read or is no image."""
-        number, transform, generator = key, self.transform, None
+        number, transform, draws = key, self.transform, None
         if isinstance(key, SampleKey):
             number, transform = key.index, transform.at(key.epoch)
             address = (AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
-            if transform.takes_generator:
-                generator = torch.Generator().manual_seed(fold_seed(*address))
+            if transform.takes_draws:
+                draws = Draws(*address)
             else:
                 seed_host(*address)
-        return transform.load(self.index.read(number), generator), self.index.label(number)
+        return transform.load(self.index.read(number), draws), self.index.label(number)
 
 
 class LenientImageFolder(IndexedImageFolder):

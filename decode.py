@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import io
+import itertools
 import os
 import re
 import threading
@@ -26,6 +27,7 @@ _IGNORED = 0xEF  # an application's segment that nobody reads
 _END_OF_IMAGE = b"\xff\xd9"
 
 _RESTART = re.compile(rb"\xff[\xd0-\xd7]")  # in coded rows, where a zero follows any other 0xFF
+_RESTART_CODES = bytes(range(0xD0, 0xD8)) * 1024  # of as many rows of blocks as 65,535 px can have
 
 # Segments that a decoder takes or skips as a whole; with any other one the file is left to the plain way.
 _SEGMENTS = {_HUFFMAN_TABLES, _QUANTIZATION, _RESTART_INTERVAL, _COMMENT, *range(0xE0, 0xF0)}
@@ -123,20 +125,20 @@ def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None
     """Return a JPEG of the rows from `top` to `bottom` and little more, cut out at the restart markers.
 
     Each row of blocks is coded on its own between two markers, so no pixel of it changes; the markers are numbered anew
-    from 0 to 7, over and over. None where the markers are not those that the header promises.
+    from 0 to 7, over and over. None where those down to `bottom` are not the ones that the header promises.
     """
-    places = [match.start() for match in _RESTART.finditer(payload, frame.coded)]
     num_rows = -(-frame.height // frame.block_rows)
-    if bytes(payload[place + 1] for place in places) != bytes(0xD0 | row & 7 for row in range(num_rows - 1)):
-        return None
     first = max(top // frame.block_rows - frame.margin, 0)
     last = min((bottom - 1) // frame.block_rows + frame.margin, num_rows - 1)
+    places = [match.start() for match in itertools.islice(_RESTART.finditer(payload, frame.coded), last + 1)]
+    if bytes([payload[place + 1] for place in places]) != _RESTART_CODES[: min(last + 1, num_rows - 1)]:
+        return None
     begin = places[first - 1] + 2 if first else frame.coded
     end = places[last] if last < num_rows - 1 else len(payload)
     rows = min((last + 1) * frame.block_rows, frame.height) - first * frame.block_rows
     body = bytearray(payload[begin:end])
     for row, place in enumerate(places[first:last]):
-        body[place - begin + 1] = 0xD0 | row & 7
+        body[place - begin + 1] = _RESTART_CODES[row]
     pieces = [payload[: frame.place + 5], rows.to_bytes(2, "big"), payload[frame.place + 7 : frame.coded], body]
     return Part(b"".join([*pieces, _END_OF_IMAGE]), first * frame.block_rows, rows)
 
@@ -238,7 +240,7 @@ class PillowDecoder:
     stops_early = True
 
     def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
-        """Decode a part of a JPEG and return the (height, width, 3) uint8 pixels of a box of it.
+        """Decode a part of a JPEG and return a box of it, (3, height, width) uint8, a view of channels-last pixels.
 
         Args:
             part: the JPEG.
@@ -253,7 +255,7 @@ class PillowDecoder:
         image = Image.frombytes(mode, (frame.width, part.height), part.payload, "jpeg", mode, "")
         if box != (0, 0, *image.size):
             image = image.crop(box)
-        return torch.from_numpy(numpy.array(image if mode == "RGB" else image.convert("RGB")))
+        return torch.from_numpy(numpy.array(image if mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
 
     @staticmethod
     def describe() -> dict[str, str]:
@@ -280,7 +282,7 @@ class TorchcodecDecoder:
         return TorchcodecDecoder, ()
 
     def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
-        """Decode a part of a JPEG and return the (height, width, 3) uint8 pixels of a box of it.
+        """Decode a part of a JPEG and return a box of it, (3, height, width) uint8, a view of channels-last pixels.
 
         Args:
             part: the JPEG.
@@ -297,8 +299,7 @@ class TorchcodecDecoder:
         with self.quiet:
             image = self.torchcodec.decoders.decode_jpeg(source)
         left, top, right, bottom = box
-        # numpy, because torch would copy with threads of its own in each loader thread.
-        return torch.from_numpy(numpy.ascontiguousarray(image.permute(1, 2, 0).numpy()[top:bottom, left:right]))
+        return image[:, top:bottom, left:right]
 
     def describe(self) -> dict[str, str]:
         """Return what the pixels depend on, as plain values."""
@@ -349,11 +350,11 @@ class ImageFile:
         """Decode a box, px.
 
         Returns:
-            (3, height, width) uint8, a channels-last view, with exactly the decoder's pixels of the whole file.
+            (3, height, width) uint8, a view of channels-last pixels, exactly the decoder's of the whole file.
         """
         if self.frame is not None:
             try:
-                return self._decode_part(top, left, height, width).permute(2, 0, 1)
+                return self._decode_part(top, left, height, width)
             except (OSError, RuntimeError, ValueError):
                 pass  # damaged in some way; Pillow then says in which, or makes of it what it can
         image = decode_plainly(self.payload, (left, top, left + width, top + height))

@@ -216,6 +216,10 @@ class ImageIndex:
         self.starts = arrays["starts"]
         self.places = arrays.get("places")
         self.labels = numpy.repeat(arrays["folder_labels"], numpy.diff(self.starts))
+        self.tars = []  # of each its path, and the mtime_ns and size that it was scanned with
+        if self.places is not None:
+            states = zip(self.watched, arrays["states"].tolist(), strict=True)
+            self.tars = [(os.path.join(root.parent, tar), mtime_ns, size) for tar, (mtime_ns, _, size) in states]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -240,13 +244,7 @@ class ImageIndex:
         """Return what messages call an image."""
         if self.places is None:
             return os.path.join(self.root, self.name(number))
-        return f"{self.name(number)} in {self._tar(number)[0]}"
-
-    def _tar(self, number: int) -> tuple[str, int, int]:
-        """Return the path of the tar that holds an image, and the mtime_ns and size that it was scanned with."""
-        tar = self.places[number, 0]
-        mtime_ns, _, size = self.arrays["states"][tar].tolist()
-        return os.path.join(self.root.parent, self.watched[tar]), mtime_ns, size
+        return f"{self.name(number)} in {self.tars[self.places[number, 0]][0]}"
 
     def read(self, number: int) -> bytes:
         """Return the bytes of an image's file; a read that fails is tried again three times.
@@ -268,14 +266,15 @@ class ImageIndex:
         if self.places is None:
             with open(os.path.join(self.root, self.name(number)), "rb", buffering=0) as file:
                 return file.readall()
-        path, mtime_ns, size = self._tar(number)
+        tar_number, *place = self.places[number].tolist()
+        tar_path, *state = self.tars[tar_number]
         try:
-            tar = _open_tar(path, mtime_ns, size)
+            tar = _open_tar(tar_path, *state)
         except _FINAL_ERRORS as error:
             raise ImageError(f"cannot read image {self.path(number)}: {error.strerror}") from error
-        content = tar.read(*self.places[number, 1:].tolist())
+        content = tar.read(*place)
         # After the read, which is then known to be of the tar that was scanned.
-        if content is None or tar.state() != (mtime_ns, size):
+        if content is None or tar.state() != state:
             raise ImageError(
                 f"cannot read image {self.path(number)}: the tar has changed since it was scanned; start again"
             )
@@ -308,9 +307,9 @@ class _Tar:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
 
-    def state(self) -> tuple[int, int]:
+    def state(self) -> list[int]:
         status = os.fstat(self.descriptor)
-        return status.st_mtime_ns, status.st_size
+        return [status.st_mtime_ns, status.st_size]
 
     def read(self, offset: int, size: int) -> bytes | None:
         """Return `size` bytes from `offset` on, or None where the tar ends before."""

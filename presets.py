@@ -20,6 +20,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from decode import DECODERS, ImageFile, decode_plainly
 from errors import UserError
 from extras import require_timm
+from randomness import Draws, TorchDraws, unit
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -50,14 +51,19 @@ def mirror(image: torch.Tensor) -> torch.Tensor:
 
 
 def _as_batch(image: torch.Tensor) -> torch.Tensor:
-    """Return a (1, 3, H, W) view. The stride of the first dimension, of no other use, tells torch the memory format."""
-    return image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    """Return (1, 3, H, W). The stride of the first dimension, of no other use, tells torch the memory format."""
+    if torch.get_num_threads() > 1:
+        # In a loader thread, where torch would copy a part of an image with threads of its own.
+        image = torch.from_numpy(numpy.ascontiguousarray(image.permute(1, 2, 0).numpy())).permute(2, 0, 1)
+    strides = image.stride()
+    return image.as_strided((1, *image.shape), (image.shape[1] * strides[1], *strides))
 
 
 class CropBox:
-    """Draw the box of torchvision's `RandomResizedCrop`: the same one from the same state of a generator.
+    """Draw the box of torchvision's `RandomResizedCrop`: from a torch generator the same one, and as many numbers.
 
-    torchvision draws from the process's generator only, and takes three times as long.
+    But for a pixel once in some 100,000 boxes: torchvision rounds to float32 on the way, as the processor at hand does
+    it. It draws from the process's generator only, and takes several times as long.
 
     Args:
         scale: smallest and largest share of the image's area.
@@ -67,19 +73,18 @@ class CropBox:
     def __init__(self, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3)) -> None:
         self.scale = scale
         self.ratio = ratio
-        self.log_ratio = torch.log(torch.tensor(ratio)).tolist()
+        self.log_ratio = (math.log(ratio[0]), math.log(ratio[1]))
 
-    def draw(self, height: int, width: int, generator: torch.Generator) -> tuple[int, int, int, int]:
+    def draw(self, height: int, width: int, draws: Draws | TorchDraws) -> tuple[int, int, int, int]:
         """Return (top, left, height, width) of a box in an image, px."""
-        drawn = torch.empty(1)
         for _ in range(10):
-            area = height * width * drawn.uniform_(*self.scale, generator=generator).item()
-            ratio = drawn.uniform_(*self.log_ratio, generator=generator).exp_().item()
+            area_bits, ratio_bits = draws.pair()
+            area = height * width * _between(*self.scale, unit(area_bits))
+            ratio = math.exp(_between(*self.log_ratio, unit(ratio_bits)))
             box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < box_width <= width and 0 < box_height <= height:
-                top = torch.randint(height - box_height + 1, (1,), generator=generator).item()
-                left = torch.randint(width - box_width + 1, (1,), generator=generator).item()
-                return top, left, box_height, box_width
+                top_bits, left_bits = draws.pair()
+                return top_bits % (height - box_height + 1), left_bits % (width - box_width + 1), box_height, box_width
         # Ten boxes did not fit: as much of the centre as the ratios allow.
         box_height, box_width = height, width
         if width / height < self.ratio[0]:
@@ -89,11 +94,15 @@ class CropBox:
         return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
+def _between(low: float, high: float, share: float) -> float:
+    return low + (high - low) * share
+
+
 class _Preset:
     """A list of transforms from a PIL image to a (3, H, W) uint8 tensor, and a faster way to nearly the same pixels."""
 
-    # Whether `load` draws from the generator that it is given, and from nothing else.
-    takes_generator = False
+    # Whether `load` draws from what it is given, and from nothing else.
+    takes_draws = False
 
     def __init__(
         self,
@@ -118,26 +127,26 @@ class _Preset:
         """Return the image as (3, crop_size, crop_size) uint8, drawing from the process's generators."""
         return self.transforms(image)
 
-    def load(self, payload: bytes, generator: torch.Generator | None = None) -> torch.Tensor:
+    def load(self, payload: bytes, draws: Draws | None = None) -> torch.Tensor:
         """Return a file's image as (3, crop_size, crop_size) uint8, decoding no more of it than is needed.
 
         Args:
             payload: the file's bytes.
-            generator: what box and flip are drawn from, where `takes_generator`; by default the process's.
+            draws: what box and flip are drawn from, where `takes_draws`; by default torch's process-wide generator.
         """
         if self.fast_mode is None:
             return self(decode_plainly(payload))
-        return self._load_fast(ImageFile(payload, self.decoder), generator or torch.default_generator)
+        return self._load_fast(ImageFile(payload, self.decoder), draws or TorchDraws())
 
-    def _load_fast(self, file: ImageFile, generator: torch.Generator) -> torch.Tensor:
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         raise NotImplementedError
 
 
 class ClassificationPresetTrain(_Preset):
     """Random crop and flip, then the augmentation policy, with torchvision's defaults, boxes and flips.
 
-    Draws in torchvision's order from torch's process-wide generator or the one that `load` is given; policies draw from
-    the process-wide ones only. `data.py` seeds them for each image.
+    Draws in torchvision's order from torch's process-wide generator, or from what `load` is given; policies draw from
+    the process-wide ones only. `data.py` seeds either for each image.
 
     Args:
         crop_size: side of the square that comes out, px.
@@ -187,14 +196,14 @@ class ClassificationPresetTrain(_Preset):
         self.hflip_prob = hflip_prob
         self.policy = policy
         self.random_erase_prob = random_erase_prob
-        self.takes_generator = self.fast_mode is not None and policy is None
+        self.takes_draws = self.fast_mode is not None and policy is None
 
-    def _load_fast(self, file: ImageFile, generator: torch.Generator) -> torch.Tensor:
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
-        pixels = file.decode(*self.box.draw(height, width, generator))
+        pixels = file.decode(*self.box.draw(height, width, draws))
+        if self.hflip_prob > 0 and draws.uniform() < self.hflip_prob:
+            pixels = mirror(pixels)  # before the resize, which would copy the box anyway
         pixels = resize(pixels, self.crop_size, self.crop_size, self.fast_mode)
-        if self.hflip_prob > 0 and torch.rand(1, generator=generator) < self.hflip_prob:
-            pixels = mirror(pixels)
         if self.policy is None:
             return pixels
         return pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
@@ -223,9 +232,9 @@ class ProgressivePreset:
         self._presets = {}
 
     @property
-    def takes_generator(self) -> bool:
-        """Whether the presets draw from the generator that they are given, and from nothing else."""
-        return self.at(0).takes_generator
+    def takes_draws(self) -> bool:
+        """Whether the presets draw from what they are given, and from nothing else."""
+        return self.at(0).takes_draws
 
     def size_at(self, epoch: int) -> int:
         """Return the crop size of an epoch, px."""
@@ -335,14 +344,14 @@ class ClassificationPresetEval(_Preset):
         super().__init__(steps, backend, interpolation, mean, std, decoder)
         self.crop_size = crop_size
         self.resize_size = resize_size
-        self.takes_generator = True  # and draws nothing
+        self.takes_draws = True  # and draws nothing
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         """Return torchvision's size of a resized image: the shorter side exactly, the longer one rounded down."""
         longer = int(self.resize_size * max(width, height) / min(width, height))
         return (longer, self.resize_size) if height >= width else (self.resize_size, longer)
 
-    def _load_fast(self, file: ImageFile, generator: torch.Generator) -> torch.Tensor:
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
         resized = self._resized(height, width)
         if min(resized) < self.crop_size:  # what is missing is padded

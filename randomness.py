@@ -6,13 +6,14 @@ cannot change a draw. The one exception is the order of an epoch, which torchvis
 """
 
 import random
+from collections.abc import Iterable
 
 import torch
 
 # One purpose a draw; two purposes at the same address draw unrelated numbers.
 AUGMENTATION, MIXING, FORWARD = 1, 2, 3
 
-_MASK = (1 << 64) - 1
+_MASK, _STEP = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
 
 def fold_seed(*address: int) -> int:
@@ -21,13 +22,67 @@ def fold_seed(*address: int) -> int:
     `seed + epoch + index` collides at once, and torch's CPU generator uses the low 32 bits of a seed only; so mix in 64
     bits first (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
     """
+    return _fold(address) & 0xFFFFFFFF
+
+
+def _fold(address: Iterable[int]) -> int:
     state = 0
     for number in address:
-        state = (state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state & 0xFFFFFFFF
+        state = _splitmix64(state ^ (number & _MASK))
+    return state
+
+
+def _splitmix64(state: int) -> int:
+    state = state + _STEP & _MASK
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+    return state ^ state >> 31
+
+
+class Draws:
+    """The random numbers at an address, from splitmix64: a few of them cost less than to seed a generator.
+
+    Args:
+        address: of the numbers; other ones at another address.
+    """
+
+    def __init__(self, *address: int) -> None:
+        self.state = _fold(address)
+
+    def pair(self) -> tuple[int, int]:
+        """Draw two 32-bit numbers."""
+        bits = _splitmix64(self.state)
+        self.state = self.state + _STEP & _MASK
+        return bits >> 32, bits & 0xFFFFFFFF
+
+    def uniform(self) -> float:
+        """Draw a number in [0, 1)."""
+        return unit(self.pair()[0])
+
+
+class TorchDraws:
+    """The random numbers of a torch generator on the CPU, just as torch's own functions would use them up.
+
+    Args:
+        generator: by default the process's.
+    """
+
+    def __init__(self, generator: torch.Generator = torch.default_generator) -> None:
+        self.generator = generator
+
+    def pair(self) -> tuple[int, int]:
+        """Draw two 32-bit numbers, each of which torch would make one number of."""
+        bits = torch.empty(1, dtype=torch.int64).random_(-(1 << 63), None, generator=self.generator).item()
+        return bits >> 32 & 0xFFFFFFFF, bits & 0xFFFFFFFF
+
+    def uniform(self) -> float:
+        """Draw what `torch.rand` would."""
+        return torch.empty(1).uniform_(generator=self.generator).item()
+
+
+def unit(bits: int) -> float:
+    """Return the number in [0, 1) that torch makes of 32 bits for a float32."""
+    return (bits & 0xFFFFFF) / (1 << 24)
 
 
 def seed_host(*address: int) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import itertools
 import json
+import math
 import random
 import statistics
 import sys
@@ -25,9 +26,13 @@ import loader
 from decode import ImageFile
 from errors import UserError
 from presets import ClassificationPresetEval, ClassificationPresetTrain, resize
+from randomness import Draws
 from sampler import SampleKey, TrainSampler, VirtualShards
 from scripts import step_benchmark
 
+# What is done of a way before it is another's turn. Other users of the cores come and go within seconds, and would
+# otherwise be measured too.
+IMAGES_A_TURN = 100
 EPOCHS_A_ROUND = 2
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -42,23 +47,29 @@ def torchvisions_preset(*, is_training: bool) -> transforms.Compose:
     return transforms.Compose(steps + to_float)
 
 
-def compare(ways: dict[str, Callable[[], int]], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Run each way once a round, in random order, and return its images per second of each round.
+def compare(
+    ways: dict[str, Callable[[int], int]], num_turns: int, rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Run the ways by turns, in random order, and return each one's images per second of each round.
 
     Args:
-        ways: each does its work and returns how many images that was.
-        rounds: how often.
+        ways: each loads the images of a turn and returns how many.
+        num_turns: of a round.
+        rounds: how often all images are loaded.
         clock: process_time for one thread, perf_counter for several processes.
     """
     rates = {name: [] for name in ways}
     order, rng = list(ways), random.Random(0)
     for round_number in range(rounds + 1):
-        rng.shuffle(order)
-        for name in order:
-            start = clock()
-            num_images = ways[name]()
-            if round_number:  # the first warms the page cache and the processes
-                rates[name].append(num_images / (clock() - start))
+        num_images, spent_s = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0.0)
+        for turn in range(num_turns):
+            rng.shuffle(order)
+            for name in order:
+                start = clock()
+                num_images[name] += ways[name](turn)
+                spent_s[name] += clock() - start
+        for name in ways if round_number else ():  # the first warms the page cache and the processes
+            rates[name].append(num_images[name] / spent_s[name])
         print(f"round {round_number} of {rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr)
     return rates
 
@@ -117,26 +128,24 @@ def one_thread(options: argparse.Namespace, ways: dict[str, Way], split: str) ->
     theirs = datasets.ImageFolder(options.data_path / split, torchvisions_preset(is_training=split == "train"))
     epochs = itertools.count()
 
-    def run(dataset: torch.utils.data.Dataset) -> Callable[[], int]:
-        def load() -> int:
-            torch.manual_seed(0)
-            for index in range(len(dataset)):
-                dataset[index]
-            return len(dataset)
+    def run(dataset: torch.utils.data.Dataset, key_of: Callable[[int, int], int | SampleKey]) -> Callable[[int], int]:
+        def load(turn: int) -> int:
+            epoch, first = next(epochs), turn * IMAGES_A_TURN
+            images = range(first, min(first + IMAGES_A_TURN, len(dataset)))
+            for index in images:
+                dataset[key_of(index, epoch)]
+            return len(images)
 
         return load
 
-    def run_ours(dataset: data.IndexedImageFolder) -> Callable[[], int]:
-        def load() -> int:
-            epoch = next(epochs)
-            for index in range(len(dataset)):
-                dataset[SampleKey(index, epoch, 0) if split == "train" else index]
-            return len(dataset)
+    def sample_key(index: int, epoch: int) -> int | SampleKey:
+        return SampleKey(index, epoch, 0) if split == "train" else index
 
-        return load
-
-    runs = {"torchvision": run(theirs), **{name: run_ours(way.dataset(split)) for name, way in ways.items()}}
-    return summarize(compare(runs, options.rounds, time.process_time), "torchvision")
+    torch.manual_seed(0)
+    runs = {"torchvision": run(theirs, lambda index, _: index)}
+    runs |= {name: run(way.dataset(split), sample_key) for name, way in ways.items()}
+    num_turns = math.ceil(len(theirs) / IMAGES_A_TURN)
+    return summarize(compare(runs, num_turns, options.rounds, time.process_time), "torchvision")
 
 
 def end_to_end(options: argparse.Namespace, ways: dict[str, Way]) -> dict[str, dict[str, float]]:
@@ -157,20 +166,20 @@ def end_to_end(options: argparse.Namespace, ways: dict[str, Way]) -> dict[str, d
         sampler = TrainSampler(len(dataset), VirtualShards(options.batch_size, 1))
         loaders[name] = data.build_loader(dataset, sampler, way.args)
 
-    def run(loader: Iterable) -> Callable[[], int]:
-        def load() -> int:
-            return sum(len(image.clone()) for _ in range(EPOCHS_A_ROUND) for image, *_ in loader)
+    def run(loader: Iterable) -> Callable[[int], int]:
+        def load(_: int) -> int:
+            return sum(len(image.clone()) for image, *_ in loader)
 
         return load
 
     runs = {name: run(loader) for name, loader in loaders.items()}
-    return summarize(compare(runs, options.rounds, time.perf_counter), "torchvision")
+    return summarize(compare(runs, EPOCHS_A_ROUND, options.rounds, time.perf_counter), "torchvision")
 
 
 class StageClock:
     """A training preset that does nothing but take the time of its stages, in CPU time."""
 
-    takes_generator = True
+    takes_draws = True
 
     def __init__(self, preset: ClassificationPresetTrain) -> None:
         self.preset = preset
@@ -180,11 +189,11 @@ class StageClock:
         """Return the preset of an epoch: this one."""
         return self
 
-    def load(self, payload: bytes, generator: torch.Generator) -> torch.Tensor:
+    def load(self, payload: bytes, draws: Draws) -> torch.Tensor:
         """Return the crop of a file."""
         marks = [time.process_time()]
         file = ImageFile(payload, self.preset.decoder)
-        box = self.preset.box.draw(*file.size[::-1], generator)
+        box = self.preset.box.draw(*file.size[::-1], draws)
         marks.append(time.process_time())
         pixels = file.decode(*box)
         marks.append(time.process_time())
@@ -220,7 +229,7 @@ class Comparison:
         self.exact = transforms.Compose(torchvisions_preset(is_training=is_training).transforms[:3])
         self.total, self.count, self.largest = 0, 0, 0
 
-    def load(self, payload: bytes, generator: torch.Generator | None = None) -> torch.Tensor:
+    def load(self, payload: bytes, draws: None = None) -> torch.Tensor:
         """Return our pixels."""
         torch.manual_seed(self.count)
         expected = self.exact(Image.open(io.BytesIO(payload)).convert("RGB"))
@@ -262,6 +271,12 @@ def benchmark_loader(options: argparse.Namespace) -> dict:
     if options.decoder is None:
         has_torchcodec = importlib.util.find_spec("torchcodec") is not None
         options.decoder = ["pillow", "torchcodec"] if has_torchcodec else ["pillow"]
+    for split in ("train", "val"):
+        if not (options.data_path / split).is_dir():
+            raise UserError(
+                f"--data-path {options.data_path} has no folder {split}/, which torchvision's way needs; tars are "
+                "measured beside it with --pack NAME=DIR"
+            )
     ways = ways_of(options)
     figures = {
         "train": one_thread(options, ways, "train"),
@@ -323,7 +338,7 @@ def main() -> None:
     try:
         figures = options.run(options)
     except UserError as error:
-        sys.exit(f"{parser.prog}: error: {error}")
+        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

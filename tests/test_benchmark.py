@@ -31,3 +31,11 @@ def test_a_pack_is_given_with_a_name(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
     assert done.returncode == 2
     assert "folder: expected NAME=DIR" in done.stderr
+
+
+def test_a_folder_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):
+    command = [sys.executable, "-m", "scripts.benchmark", "loader", "--data-path", str(tmp_path / "no")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert str(tmp_path / "no") in done.stderr
