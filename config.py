@@ -141,6 +141,11 @@ def _add_data(group: Any) -> None:
         "--decoder", choices=sorted(DECODERS), default="pillow",
         help="what decodes JPEGs: torchcodec is an optional extra, faster, and may differ by a grey level",
     )  # fmt: skip
+    group.add_argument(
+        "--decode-device", choices=["cpu", "cuda"], default="cpu",
+        help="cuda = the GPU decodes, crops and resizes JPEGs (TorchCodec's nvJPEG), or it is said why it cannot; its "
+        "pixels differ from the CPU's by some grey levels",
+    )  # fmt: skip
     _switch(group, "--use-v2", "accepted as torchvision's; changes no number here")
 
 
@@ -562,6 +567,9 @@ def _without_effect(args: argparse.Namespace) -> list[str]:
     if args.decoder != "pillow" and not _is_fast(args):
         lines.append(f"--decoder {args.decoder} has no effect: exact pixels and rare interpolations take Pillow's")
         args.decoder = "pillow"
+    if args.decode_device != "cpu" and _needs_pixels(args):
+        lines.append(f"--decode-device {args.decode_device} has no effect: {_needs_pixels(args)}")
+        args.decode_device = "cpu"
     if args.synthetic is not None and args.data_path is not None:
         lines.append(f"--synthetic: --data-path {args.data_path} is not read")
     for name, meaning in [
@@ -626,6 +634,11 @@ def _validate_checkpoint(args: argparse.Namespace) -> None:
 def _validate_bad_images(args: argparse.Namespace) -> None:
     if args.bad_images == "skip" and args.test_only:
         raise UserError("--bad-images skip is about training; in evaluation give --bad-images error, or leave it out")
+    if args.bad_images == "skip" and args.decode_device != "cpu":
+        raise UserError(
+            f"--bad-images skip: with --decode-device {args.decode_device} an image is found bad when it is too late "
+            "to take another one; give one of them"
+        )
     if args.bad_images == "skip" and args.synthetic is not None:
         raise UserError("--bad-images skip has no effect on --synthetic images; leave it out")
 
@@ -713,6 +726,15 @@ def _validate_interpolation(args: argparse.Namespace) -> None:
 def _is_fast(args: argparse.Namespace) -> bool:
     """Return whether images are loaded the fast way, by --decoder and with draws from generators of their own."""
     return args.backend is None and args.interpolation in ("bilinear", "bicubic")
+
+
+def _needs_pixels(args: argparse.Namespace) -> str:
+    """Return why images must be decoded where they are loaded, or nothing."""
+    if args.synthetic is not None:
+        return "made-up images are not decoded"
+    if args.auto_augment is not None:
+        return f"--auto-augment {args.auto_augment} works on images on the CPU"
+    return "" if _is_fast(args) else "exact pixels and rare interpolations are Pillow's or torchvision's, on the CPU"
 
 
 def _validate_workers(args: argparse.Namespace) -> None:

@@ -3,6 +3,8 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torchvision.transforms import InterpolationMode
 
 import transforms
 import utils
+from encoded import EncodedBatch, EncodedCrop, UndecodableError, find_obstacle
 from errors import ImageError, UserError
 from index import check_split, open_index
 from loader import ProcessLoader, ThreadLoader, collate
@@ -68,8 +71,12 @@ class IndexedImageFolder(Dataset):
             raise
         except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on damaged files
             number = key.index if isinstance(key, SampleKey) else key
-            reason, name = str(error) or type(error).__name__, self.classes[self.index.label(number)]
-            raise ImageError(f"cannot read image {self.index.path(number)} (class {name}): {reason}") from error
+            raise self.error(number, str(error) or type(error).__name__) from error
+
+    def error(self, number: int, reason: str) -> ImageError:
+        """Return the error that says why an image cannot be read."""
+        name = self.classes[self.index.label(number)]
+        return ImageError(f"cannot read image {self.index.path(number)} (class {name}): {reason}")
 
     def _load(self, key: int | SampleKey) -> tuple[Tensor, int]:
         """Return one image and its class; raises whatever comes of a file that cannot be read or is no image."""
@@ -81,7 +88,10 @@ class IndexedImageFolder(Dataset):
                 draws = Draws(*address)
             else:
                 seed_host(*address)
-        return transform.load(self.index.read(number), draws), self.index.label(number)
+        image = transform.load(self.index.read(number), draws)
+        if isinstance(image, EncodedCrop):
+            image = image._replace(number=number)
+        return image, self.index.label(number)
 
 
 class LenientImageFolder(IndexedImageFolder):
@@ -195,6 +205,7 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
         random_erase_prob=args.random_erase,
         backend=args.backend,
         decoder=args.decoder,
+        leaves_decoding=args.decode_device != "cpu",
     )
     train = build_train(crop_size=args.train_crop_size)
     if args.crop_ramp_epochs is not None:
@@ -212,6 +223,7 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
         interpolation=interpolation,
         backend=args.backend,
         decoder=args.decoder,
+        leaves_decoding=args.decode_device != "cpu",
     )
     return train, evaluation
 
@@ -240,22 +252,35 @@ def collate_lenient(
     return *collate([(image, label) for image, label, _ in samples], *empty), replaced
 
 
+def collate_encoded(samples: list[tuple[Tensor | EncodedCrop, int]], *_: Callable) -> tuple[EncodedBatch, Tensor]:
+    """Put images that the device decodes, and those that it cannot, into one batch."""
+    return EncodedBatch([image for image, _ in samples]), torch.tensor([label for _, label in samples])
+
+
 def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader | ProcessLoader | ThreadLoader:
-    """Return a loader of uint8 batches in the sampler's order; its processes live as long as it does."""
+    """Return a loader of uint8 batches, or encoded ones, in the sampler's order; its processes live as long as it."""
+    is_encoded = args.decode_device != "cpu"
     common = {
         "collate_fn": collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
         "pin_memory": torch.device(args.device).type == "cuda",
     }
+    if is_encoded:
+        common = {"collate_fn": collate_encoded}
     if not args.workers:
         return DataLoader(dataset, batch_sampler=batch_sampler, **common)
     common |= {"num_workers": args.workers, "prefetch_factor": args.prefetch_factor}
     if args.worker_type == "thread":
         return ThreadLoader(dataset, batch_sampler, **common)
-    if sys.platform == "linux":
+    if sys.platform == "linux" and not is_encoded:  # which are of any size
         largest = args.batch_size * 3 * max(args.train_crop_size, args.val_crop_size) ** 2
         return ProcessLoader(dataset, batch_sampler, **common, batch_bytes=largest, worker_init_fn=start_worker)
     return DataLoader(
-        dataset, batch_sampler=batch_sampler, persistent_workers=True, worker_init_fn=start_worker, **common
+        dataset,
+        batch_sampler=batch_sampler,
+        persistent_workers=True,
+        worker_init_fn=start_worker,
+        multiprocessing_context="fork" if sys.platform == "linux" else None,
+        **common,
     )
 
 
@@ -283,13 +308,14 @@ class DeviceLoader:
     """Iterate over a loader's uint8 batches as batches that are ready for the model.
 
     On an NVIDIA GPU the next batch is copied and transformed on a stream of its own, while the model works on the one
-    before it.
+    before it. Encoded batches are decoded in a thread of their own, one ahead as well, since that keeps the host busy.
 
     Args:
-        loader: yields (B, 3, H, W) uint8 and (B,) int64 on the CPU.
+        loader: yields (B, 3, H, W) uint8 or an `EncodedBatch`, and (B,) int64 on the CPU.
         device: where the batches go.
         transform: what is done to them there.
         seed: the run's; a training batch's draws are addressed by it, the step and the shard.
+        is_encoded: the batches are encoded ones.
 
     Attributes:
         replaced: the images that others stood in for, of the batches of this epoch that were taken so far.
@@ -301,11 +327,14 @@ class DeviceLoader:
         device: torch.device,
         transform: transforms.BatchTransform,
         seed: int = 0,
+        *,
+        is_encoded: bool = False,
     ) -> None:
         self.loader = loader
         self.device = device
         self.transform = transform
         self.seed = seed
+        self.is_encoded = is_encoded
         self.replaced = []
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -318,7 +347,7 @@ class DeviceLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._batches() if self.stream is None else self._one_ahead()
+        return self._batches() if self.stream is None and not self.is_encoded else self._one_ahead()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         sampler = self.loader.batch_sampler
@@ -330,28 +359,41 @@ class DeviceLoader:
             # Not where they are loaded: loader processes run ahead, and into steps that are never made.
             self.replaced += [number for numbers in replaced for number in numbers.tolist()]
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
-            image = image.to(self.device, non_blocking=True)
+            image = self._decode(image) if self.is_encoded else image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
             yield self.transform(image, target, rng, epoch)
 
+    def _decode(self, batch: EncodedBatch) -> Tensor:
+        try:
+            return batch.decode(self.device)
+        except UndecodableError as error:
+            raise self.dataset.error(error.number, str(error)) from error
+
+    def _prepare(self, batches: Iterator) -> tuple[tuple[Tensor, Tensor] | None, torch.cuda.Event | None]:
+        """Return the next batch, or None, and when it will be ready on the device."""
+        if self.stream is None:
+            return next(batches, None), None
+        with torch.cuda.stream(self.stream):
+            return next(batches, None), self.stream.record_event()
+
     def _one_ahead(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each batch once the device has been given the next one to prepare."""
+        """Yield each batch once the device, or a thread, has been given the next one to prepare."""
         batches, ready = self._batches(), None
-        while True:
-            main = torch.cuda.current_stream(self.device)
-            # The next batch may take memory of a batch that was dropped: not before the model, which works on another
-            # stream, is done with all that it was given until then. `record_stream` would do that too, but a host that
-            # runs ahead would take more and more memory.
-            self.stream.wait_stream(main)
-            with torch.cuda.stream(self.stream):
-                following = next(batches, None)
-                is_prepared = self.stream.record_event()
-            if ready is not None:
-                yield ready
-            if following is None:
-                return
-            ready = following
-            main.wait_event(is_prepared)
+        with ThreadPoolExecutor(1, "decoder") if self.is_encoded else nullcontext() as thread:
+            while True:
+                if self.stream is not None:
+                    # The next batch may take memory of a batch that was dropped: not before the model, which works on
+                    # another stream, is done with all that it was given until then. `record_stream` would do that too,
+                    # but a host that runs ahead would take more and more memory.
+                    self.stream.wait_stream(torch.cuda.current_stream(self.device))
+                following = self._prepare(batches) if thread is None else thread.submit(self._prepare, batches)
+                if ready is not None:
+                    yield ready
+                ready, is_prepared = following if thread is None else following.result()
+                if ready is None:
+                    return
+                if is_prepared is not None:
+                    torch.cuda.current_stream(self.device).wait_event(is_prepared)
 
 
 def build_device_loader(
@@ -362,7 +404,18 @@ def build_device_loader(
         return None
     train_transform, eval_transform = build_batch_transforms(args, num_classes, device)
     transform = train_transform if isinstance(sampler, TrainSampler) else eval_transform
-    return DeviceLoader(build_loader(dataset, sampler, args), device, transform, args.seed)
+    loader = build_loader(dataset, sampler, args)
+    return DeviceLoader(loader, device, transform, args.seed, is_encoded=args.decode_device != "cpu")
+
+
+def settle_decode_device(args: Any, device: torch.device) -> None:
+    """Leave the decoding to the CPU where a process's device cannot do it. Collective: every rank must call it."""
+    if args.decode_device == "cpu":
+        return
+    obstacles = [obstacle for obstacle in utils.gather_plain(find_obstacle(device)) if obstacle is not None]
+    if obstacles:
+        print(f"--decode-device {args.decode_device}: {obstacles[0]}; images are decoded on the CPU, by {args.decoder}")
+        args.decode_device = "cpu"
 
 
 def report_replaced(data_loader: DeviceLoader, epoch: int) -> None:

@@ -143,6 +143,14 @@ def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None
     return Part(b"".join([*pieces, _END_OF_IMAGE]), first * frame.block_rows, rows)
 
 
+def without_turning(payload: bytes, frame: Frame) -> bytearray:
+    """Return a copy of a JPEG that TorchCodec does not turn as its EXIF data says; nor do Pillow and torchvision."""
+    payload = bytearray(payload)
+    if frame.exif:
+        payload[frame.exif + 1] = _IGNORED
+    return payload
+
+
 class _QuietStderr:
     """Hold back what C libraries print to stderr while a decoder runs, in any number of threads.
 
@@ -292,10 +300,7 @@ class TorchcodecDecoder:
         Raises:
             RuntimeError: the file is damaged.
         """
-        source = bytearray(part.payload)
-        if frame.exif:
-            source[frame.exif + 1] = _IGNORED  # it would turn the image, which neither Pillow nor torchvision does
-        source = torch.frombuffer(source, dtype=torch.uint8)
+        source = torch.frombuffer(without_turning(part.payload, frame), dtype=torch.uint8)
         with self.quiet:
             image = self.torchcodec.decoders.decode_jpeg(source)
         left, top, right, bottom = box
@@ -360,9 +365,19 @@ class ImageFile:
         image = decode_plainly(self.payload, (left, top, left + width, top + height))
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
 
+    def encoded(self, top: int, height: int) -> Part | None:
+        """Return a JPEG that holds some rows, for decoders of the device; None where only Pillow decodes this file."""
+        if self.frame is None:
+            return None
+        part = self._cut_rows(top, top + height) or Part(self.payload, 0, self.frame.height)
+        return part._replace(payload=without_turning(part.payload, self.frame))
+
+    def _cut_rows(self, top: int, bottom: int) -> Part | None:
+        return cut_rows(self.payload, self.frame, top, bottom) if self.frame.coded else None
+
     def _decode_part(self, top: int, left: int, height: int, width: int) -> Tensor:
         frame, bottom = self.frame, top + height
-        part = cut_rows(self.payload, frame, top, bottom) if frame.coded else None
+        part = self._cut_rows(top, bottom)
         if part is None:
             part = shorten(self.payload, frame, bottom if self.decoder.stops_early else frame.height)
         return self.decoder.decode(part, frame, (left, top - part.first, left + width, bottom - part.first))

@@ -10,6 +10,7 @@ import torch
 import torchvision
 
 import decode
+import encoded
 from errors import UserError, did_you_mean
 
 # Where a run is, how it is done, watched and kept: no weight depends on these.
@@ -33,8 +34,8 @@ FIXED = {
 # Options that change the numbers of the steps to come; and two facts that do and are no options.
 ON_REQUEST = {
     "amp", "amp_dtype", "augmix_severity", "auto_augment", "backend", "bad_images", "bce_loss", "bce_target_thresh",
-    "bias_weight_decay", "channels_last", "clip_grad_norm", "compile", "crop_ramp_epochs", "crop_scale",
-    "cutmix_alpha", "decoder", "dropout", "epochs", "eval_flip", "grad_compression", "hflip_prob", "interpolation",
+    "bias_weight_decay", "channels_last", "clip_grad_norm", "compile", "crop_ramp_epochs", "crop_scale", "cutmix_alpha",
+    "decode_device", "decoder", "dropout", "epochs", "eval_flip", "grad_compression", "hflip_prob", "interpolation",
     "label_smoothing", "layer_decay", "lr", "lr_gamma", "lr_min", "lr_per_step", "lr_scaling", "lr_scheduler",
     "lr_step_size", "lr_warmup_decay", "lr_warmup_epochs", "lr_warmup_method", "mixup_alpha", "mixup_off_epoch",
     "mixup_prob", "mixup_switch_prob", "model_ema", "model_ema_decay", "model_ema_steps", "momentum",
@@ -100,7 +101,7 @@ def describe_environment(args: Any) -> dict[str, Any]:
     return {
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
-        "decoder": " ".join(decode.describe(args.decoder).values()),
+        "decoder": " ".join(decode.describe(args.decoder).values()) + encoded.describe(args.decode_device),
         "python": platform.python_version(),
         "revision": revision or None,
         "threads": torch.get_num_threads(),

@@ -18,6 +18,7 @@ from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.functional import pil_to_tensor
 
 from decode import DECODERS, ImageFile, decode_plainly
+from encoded import EncodedCrop
 from errors import UserError
 from extras import require_timm
 from randomness import Draws, TorchDraws, unit
@@ -103,6 +104,7 @@ class _Preset:
 
     # Whether `load` draws from what it is given, and from nothing else.
     takes_draws = False
+    leaves_decoding = False
 
     def __init__(
         self,
@@ -127,19 +129,38 @@ class _Preset:
         """Return the image as (3, crop_size, crop_size) uint8, drawing from the process's generators."""
         return self.transforms(image)
 
-    def load(self, payload: bytes, draws: Draws | None = None) -> torch.Tensor:
+    def load(self, payload: bytes, draws: Draws | None = None) -> torch.Tensor | EncodedCrop:
         """Return a file's image as (3, crop_size, crop_size) uint8, decoding no more of it than is needed.
 
         Args:
             payload: the file's bytes.
             draws: what box and flip are drawn from, where `takes_draws`; by default torch's process-wide generator.
+
+        Returns:
+            The pixels; where they are left to the device, and it can decode the file, what it needs to know.
         """
         if self.fast_mode is None:
             return self(decode_plainly(payload))
         return self._load_fast(ImageFile(payload, self.decoder), draws or TorchDraws())
 
-    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor | EncodedCrop:
         raise NotImplementedError
+
+    def _leave(
+        self,
+        file: ImageFile,
+        box: tuple[int, int, int, int],
+        resized: tuple[int, int],
+        cut: tuple[int, int] = (0, 0),
+        *,
+        is_mirrored: bool = False,
+    ) -> EncodedCrop | None:
+        """Return what the device is to do with a file, if it is asked to and can."""
+        part = file.encoded(box[0], box[2]) if self.leaves_decoding else None
+        if part is None:
+            return None
+        box = (box[0] - part.first, *box[1:])
+        return EncodedCrop(part.payload, box, resized, cut, self.crop_size, self.fast_mode, is_mirrored)
 
 
 class ClassificationPresetTrain(_Preset):
@@ -163,6 +184,7 @@ class ClassificationPresetTrain(_Preset):
         backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's.
         decoder: what decodes JPEGs in that way: pillow or torchcodec.
+        leaves_decoding: `load` leaves it to the device, and returns what `encoded.py` needs for it.
         use_v2: accepted as torchvision's; both its versions draw and compute the same here.
     """
 
@@ -181,6 +203,7 @@ class ClassificationPresetTrain(_Preset):
         random_erase_prob: float = 0.0,
         backend: str | None = None,
         decoder: str = "pillow",
+        leaves_decoding: bool = False,
         use_v2: bool = False,
     ) -> None:
         scale = (crop_scale, 1.0)
@@ -197,11 +220,17 @@ class ClassificationPresetTrain(_Preset):
         self.policy = policy
         self.random_erase_prob = random_erase_prob
         self.takes_draws = self.fast_mode is not None and policy is None
+        self.leaves_decoding = leaves_decoding and policy is None
 
-    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor | EncodedCrop:
         width, height = file.size
-        pixels = file.decode(*self.box.draw(height, width, draws))
-        if self.hflip_prob > 0 and draws.uniform() < self.hflip_prob:
+        box = self.box.draw(height, width, draws)
+        is_mirrored = self.hflip_prob > 0 and draws.uniform() < self.hflip_prob
+        left = self._leave(file, box, (self.crop_size, self.crop_size), is_mirrored=is_mirrored)
+        if left is not None:
+            return left
+        pixels = file.decode(*box)
+        if is_mirrored:
             pixels = mirror(pixels)  # before the resize, which would copy the box anyway
         pixels = resize(pixels, self.crop_size, self.crop_size, self.fast_mode)
         if self.policy is None:
@@ -324,6 +353,7 @@ class ClassificationPresetEval(_Preset):
         backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's.
         decoder: what decodes JPEGs in that way: pillow or torchcodec.
+        leaves_decoding: `load` leaves it to the device, and returns what `encoded.py` needs for it.
         use_v2: accepted as torchvision's; changes nothing.
     """
 
@@ -337,6 +367,7 @@ class ClassificationPresetEval(_Preset):
         interpolation: InterpolationMode = InterpolationMode.BILINEAR,
         backend: str | None = None,
         decoder: str = "pillow",
+        leaves_decoding: bool = False,
         use_v2: bool = False,
     ) -> None:
         self.cut = transforms.CenterCrop(crop_size)
@@ -345,13 +376,14 @@ class ClassificationPresetEval(_Preset):
         self.crop_size = crop_size
         self.resize_size = resize_size
         self.takes_draws = True  # and draws nothing
+        self.leaves_decoding = leaves_decoding
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         """Return torchvision's size of a resized image: the shorter side exactly, the longer one rounded down."""
         longer = int(self.resize_size * max(width, height) / min(width, height))
         return (longer, self.resize_size) if height >= width else (self.resize_size, longer)
 
-    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor | EncodedCrop:
         width, height = file.size
         resized = self._resized(height, width)
         if min(resized) < self.crop_size:  # what is missing is padded
@@ -362,6 +394,9 @@ class ClassificationPresetEval(_Preset):
             _Span.of(size, new_size, self.crop_size, self.fast_mode)
             for size, new_size in zip((height, width), resized, strict=True)
         )
+        left = self._leave(file, (0, 0, height, width), resized, (rows.cut, columns.cut))
+        if left is not None:
+            return left
         pixels = self._decode(file, rows, columns)
         # The little more keeps a whole number of pixels from being rounded down to the next.
         scale_factor = ((resized[0] + 1e-6) / height, (resized[1] + 1e-6) / width)

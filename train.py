@@ -228,7 +228,10 @@ def set_up(args):
     precision.set_tf32(is_allowed=args.tf32)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = not is_repeatable, is_repeatable
     device = torch.device(args.device)
-    return torch.device(device.type, args.gpu) if args.distributed and device.type != "cpu" else device, guard
+    if args.distributed and device.type != "cpu":
+        device = torch.device(device.type, args.gpu)
+    data.settle_decode_device(args, device)
+    return device, guard
 
 
 def load_resumed(args, manager):

@@ -15,9 +15,15 @@ import monitor
 import optim
 import precision
 import train
-from checkpoint import load_checkpoint
+from checkpoint import OptimizerState, RunState, load_checkpoint
+from encoded import EncodedBatch, find_obstacle
+from hook import StepHook
+from preemption import PreemptionGuard
+from presets import ClassificationPresetEval, ClassificationPresetTrain
 from sampler import EvalSampler, TrainSampler, VirtualShards
+from store import CheckpointManager
 from tests.ranks import run_ranks, train_rank
+from tests.test_decode import FILES, ROWS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +38,7 @@ OPTIONS = """
 
 # Each is to end in the same bits after a kill.
 PRECISIONS = ["", "--tf32", "--amp", "--amp --amp-dtype bfloat16 --channels-last", "--channels-last --compile"]
+OTHERS = ["--decode-device cuda --workers 2"]
 
 
 def run(image_folder, tmp_path, name, *argv, faults=()):
@@ -39,7 +46,7 @@ def run(image_folder, tmp_path, name, *argv, faults=()):
     return run_ranks(train_rank, 1, arguments, list(faults), log_folder=tmp_path, timeout_s=300)
 
 
-@pytest.mark.parametrize("argv", PRECISIONS)
+@pytest.mark.parametrize("argv", [*PRECISIONS, *OTHERS])
 def test_killed_and_resumed_equals_undisturbed(image_folder, tmp_path, argv):
     argv = argv.split()
     run(image_folder, tmp_path, "whole", *argv).check()
@@ -128,38 +135,61 @@ def test_memory_of_batches_does_not_grow_while_the_host_runs_ahead():
     assert peaks[1] <= peaks[0] * 1.05
 
 
-def train_some(args, num_steps, on_step, criterion=None):
+@pytest.mark.parametrize(
+    "preset",
+    [
+        ClassificationPresetTrain(crop_size=64, leaves_decoding=True),
+        ClassificationPresetEval(crop_size=64, resize_size=72, leaves_decoding=True),
+    ],
+)
+def test_jpegs_that_the_gpu_decodes_are_nearly_the_cpus(preset):
     device = torch.device("cuda", torch.cuda.current_device())
+    obstacle = find_obstacle(device)
+    if obstacle is not None:
+        pytest.skip(obstacle)
+    images = []
+    for payload in [*FILES.values(), *ROWS.values()]:
+        torch.manual_seed(len(images))
+        images.append(preset.load(payload))
+    found, expected = EncodedBatch(images).decode(device), EncodedBatch(images).decode(torch.device("cpu"))
+    assert found.device == device
+    assert found.stride() == expected.stride()
+    difference = (found.cpu().float() - expected.float()).abs().mean((1, 2, 3))
+    # nvJPEG may enlarge the planes of colour without smoothing.
+    assert difference.max() < 8
+    assert difference.mean() < 3
+
+
+def train_watched(args, tmp_path, criterion=None, num_steps=21):
+    """Train with the run's own hook, and torch's check for waiting between the lines of steps 1 and 20."""
+    device = torch.device(args.device)
     torch.manual_seed(0)
     model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
     model = models.place_model(model, args, device)
-    model_ema = models.build_ema(args, model)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     shards = VirtualShards(args.global_batch_size, args.num_shards)
-    train.train_one_epoch(
-        model, criterion or losses.build_criterion(args), optimizer,
-        build_loader(args, device, num_steps * args.global_batch_size), device, 0, args, model_ema,
-        precision.build_scaler(args, device), optim.build_lr_scheduler(args, optimizer),
-        models.ShardedStep(model, shards, device=device), on_step,
-    )  # fmt: skip
-    return model
+    loader = build_loader(args, device, num_steps * args.global_batch_size)
+    window = monitor.LogWindow(shards.num_local)
+    parts = {"model": model, "optimizer": OptimizerState(optimizer), "log_window": window}
+    run_state = RunState(num_steps, {"args": {}}, parts)
+    run_state.start_epoch(0)
+    silent, manager = monitor.Monitor(None, run_state), CheckpointManager(tmp_path)
+    guard = PreemptionGuard(is_installed=False)
+    hook = StepHook(args, run_state, window, silent, manager, model, guard, loader.loader.batch_sampler)
 
-
-class Watch:
-    """Forbids waiting for the device between the lines of steps 5 and 20, by torch's own check."""
-
-    def __init__(self):
-        self.window = monitor.LogWindow(2)
-        self.step = 0
-
-    def __call__(self, metric_logger, results, grad_norm):
-        for result in results:
-            self.window.update(self.step, *result)
-        self.step += 1
-        # The first steps compile, choose kernels and allocate.
-        torch.cuda.set_sync_debug_mode("error" if 6 < self.step < 20 else "default")
+    def on_step(metric_logger, *results):
         if metric_logger.is_line_due:
-            self.window.gather()
+            torch.cuda.set_sync_debug_mode("default")
+        hook(metric_logger, *results)
+        # The first steps compile, choose kernels and allocate.
+        torch.cuda.set_sync_debug_mode("error" if 6 <= run_state.step < 20 else "default")
+
+    train.train_one_epoch(
+        model, criterion or losses.build_criterion(args), optimizer, loader, device, 0, args,
+        models.build_ema(args, model), precision.build_scaler(args, device),
+        optim.build_lr_scheduler(args, optimizer), models.ShardedStep(model, shards, device=device), on_step,
+    )  # fmt: skip
+    return run_state.step
 
 
 @pytest.fixture
@@ -175,14 +205,12 @@ def any_waiting():
         "--opt adamw --grad-checkpointing --bce-loss", "--amp --amp-dtype bfloat16 --channels-last --compile",
     ],
 )  # fmt: skip
-def test_no_step_between_two_lines_waits_for_the_device(argv, any_waiting):
+def test_no_step_between_two_lines_waits_for_the_device(argv, tmp_path, any_waiting):
     common = "--print-freq 20 --model-ema --model-ema-steps 2 --clip-grad-norm 1 --lr-warmup-epochs 1"
-    watch = Watch()
-    train_some(options(*MIXED, *common.split(), *argv.split()), 21, watch)
-    assert watch.step == 21
+    assert train_watched(options(*MIXED, *common.split(), *argv.split()), tmp_path) == 21
 
 
-def test_negative_control_a_waiting_step_is_caught(any_waiting):
+def test_negative_control_a_waiting_step_is_caught(tmp_path, any_waiting):
     class ReadingLoss(nn.CrossEntropyLoss):
         def forward(self, output, target):
             loss = super().forward(output, target)
@@ -190,7 +218,7 @@ def test_negative_control_a_waiting_step_is_caught(any_waiting):
             return loss
 
     with pytest.raises(RuntimeError, match="synchroniz"):
-        train_some(options("--print-freq", "20"), 21, Watch(), ReadingLoss())
+        train_watched(options("--print-freq", "20"), tmp_path, ReadingLoss())
 
 
 def test_tf32_rounds_convolutions_and_products_and_nothing_does_without_it():

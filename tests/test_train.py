@@ -289,6 +289,7 @@ def test_imports_only_point_down():
         {"errors", "precision", "randomness"},
         {"extras", "files", "lock", "losses", "utils", "transforms", "sampler"},
         {"decode"},
+        {"encoded"},
         {"presets", "optim", "models", "checkpoint", "guard", "index", "preemption"},
         {"config", "loader", "store"},
         {"data", "monitor"},

@@ -1,0 +1,159 @@
+"""JPEGs that the device decodes: what a loader hands over instead of pixels, and what becomes of it there."""
+
+import io
+from typing import NamedTuple
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from decode import decode_plainly
+from errors import UserError
+from extras import require_torchcodec
+
+
+class EncodedCrop(NamedTuple):
+    """An image that is to be decoded, resized and cut on the device.
+
+    Attributes:
+        payload: a JPEG, whole or some of its rows.
+        box: top, left, height and width of what is resized, px.
+        resized: its height and width after that.
+        cut: top and left of the crop in what is resized, px.
+        size: side of the crop, px.
+        mode: of the resize, bilinear or bicubic.
+        is_mirrored: left to right.
+        number: of the image in its data set.
+    """
+
+    payload: bytes | bytearray
+    box: tuple[int, int, int, int]
+    resized: tuple[int, int]
+    cut: tuple[int, int]
+    size: int
+    mode: str
+    is_mirrored: bool = False
+    number: int = -1
+
+
+class UndecodableError(Exception):
+    """Neither the device nor Pillow can decode an image.
+
+    Args:
+        number: of the image in its data set.
+        reason: what Pillow says.
+    """
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(reason)
+        self.number = number
+
+
+class EncodedBatch:
+    """The images of a batch as a loader hands them over: JPEGs, and where there is none, pixels.
+
+    Args:
+        images: of one size; a (3, size, size) uint8 tensor stands for an image that only the CPU can decode.
+    """
+
+    def __init__(self, images: list[EncodedCrop | Tensor]) -> None:
+        # One tensor of bytes for all: a tensor that goes from one process to another takes a file descriptor.
+        self.crops, pieces = [], []
+        for image in images:
+            if isinstance(image, Tensor):
+                pieces.append(numpy.ascontiguousarray(image.permute(1, 2, 0).numpy()).ravel())
+                self.size = image.shape[-1]
+            else:
+                pieces.append(numpy.frombuffer(image.payload, numpy.uint8))
+                self.size = image.size
+            self.crops.append(None if isinstance(image, Tensor) else image._replace(payload=b""))
+        self.lengths = [len(piece) for piece in pieces]
+        self.payload = torch.from_numpy(numpy.concatenate(pieces))
+
+    def __len__(self) -> int:
+        return len(self.crops)
+
+    def decode(self, device: torch.device) -> Tensor:
+        """Decode, resize and cut the images on a device.
+
+        Returns:
+            (B, 3, size, size) uint8, in channels-last order, there.
+
+        Raises:
+            UndecodableError: one of them is damaged.
+        """
+        pieces = self.payload.split(self.lengths)
+        jpegs = [piece for piece, crop in zip(pieces, self.crops, strict=True) if crop is not None]
+        decoded = iter(_decode_all(jpegs, [crop for crop in self.crops if crop is not None], device))
+        batch = torch.empty((len(self), self.size, self.size, 3), dtype=torch.uint8, device=device)
+        for place, piece, crop in zip(batch, pieces, self.crops, strict=True):
+            if crop is None:
+                place.copy_(piece.view(place.shape), non_blocking=True)
+            else:
+                place.copy_(_crop(next(decoded), crop).permute(1, 2, 0))
+        return batch.permute(0, 3, 1, 2)
+
+
+def _crop(pixels: Tensor, crop: EncodedCrop) -> Tensor:
+    """Resize a box of (3, H, W) uint8 with antialiasing and cut the crop out of it: (3, size, size) float32."""
+    top, left, height, width = crop.box
+    part = pixels[None, :, top : top + height, left : left + width].float()
+    # torch resizes uint8 on the CPU only. Columns first, and rounded in between, as Pillow does it: what bicubic
+    # weights shoot beyond 0 and 255 is cut off twice.
+    for size in ((height, crop.resized[1]), crop.resized):
+        part = F.interpolate(part, size, mode=crop.mode, antialias=True, align_corners=False)
+        part = part.add_(0.5).floor_().clamp_(0, 255)  # a half goes up
+    top, left = crop.cut
+    part = part[0, :, top : top + crop.size, left : left + crop.size]
+    return part.flip(-1) if crop.is_mirrored else part
+
+
+def _decode_all(jpegs: list[Tensor], crops: list[EncodedCrop], device: torch.device) -> list[Tensor]:
+    """Return the (3, H, W) uint8 pixels of JPEGs on a device, decoded in one call; those that fail there, by Pillow."""
+    if not jpegs:
+        return []
+    decode_jpeg = require_torchcodec("--decode-device").decoders.decode_jpeg
+    try:
+        return decode_jpeg(jpegs, mode="RGB", device=device)
+    except RuntimeError:  # one of them, and it does not say which
+        return [_decode_one(decode_jpeg, *one, device) for one in zip(jpegs, crops, strict=True)]
+
+
+def _decode_one(decode_jpeg: object, jpeg: Tensor, crop: EncodedCrop, device: torch.device) -> Tensor:
+    try:
+        return decode_jpeg([jpeg], mode="RGB", device=device)[0]
+    except RuntimeError:
+        try:
+            image = decode_plainly(jpeg.numpy().tobytes())
+        except Exception as error:  # damage is of many kinds to Pillow
+            raise UndecodableError(crop.number, str(error) or type(error).__name__) from error
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).to(device)
+
+
+def describe(decode_device: str) -> str:
+    """Return what the pixels of images that are decoded on a device depend on; nothing for the CPU."""
+    if decode_device == "cpu":
+        return ""
+    return f", nvJPEG by torchcodec {require_torchcodec('--decode-device').__version__}"
+
+
+def find_obstacle(device: torch.device) -> str | None:
+    """Return why a device cannot decode JPEGs, or None: it was given one."""
+    if device.type != "cuda":
+        return f"--device {device.type} decodes none"
+    try:
+        torchcodec = require_torchcodec("--decode-device cuda")
+    except UserError as error:
+        return str(error).removeprefix("--decode-device cuda").lstrip(": ")
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), (200, 100, 50)).save(file, "JPEG", quality=95)
+    try:
+        jpeg = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        found = torchcodec.decoders.decode_jpeg([jpeg], mode="RGB", device=device)[0].float().mean((1, 2)).tolist()
+    except Exception as error:  # made without CUDA, a driver too old, no nvJPEG ...
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return f"TorchCodec {torchcodec.__version__} cannot use it ({reason[0]})"
+    is_right = all(abs(value - expected) < 5 for value, expected in zip(found, (200, 100, 50), strict=True))
+    return None if is_right else f"TorchCodec {torchcodec.__version__} decodes a plain image to {found}"
