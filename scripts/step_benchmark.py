@@ -446,7 +446,7 @@ def run_scaling(options: argparse.Namespace, nproc: int, folder: Path) -> dict[s
 
 ASSUMPTIONS = """\
 a step takes data + compute + whatever of the all-reduce the backward pass (2/3 of compute) does not hide:
-  best:  data + compute/3 + max(2/3 compute, all-reduce); worst: data + compute + all-reduce
+  best:  data + compute/3 + max(2/3 compute, all-reduce); worst: data + compute + all-reduce + what else was measured
   compute and data are those of the largest measured number of processes: as many more cores, disks and GPUs are assumed
   all-reduce = 2 (N - 1) / N x gradient bytes / bandwidth, a ring's; bandwidth is that of the largest measured number,
   which says nothing of a network between machines"""
@@ -460,12 +460,14 @@ def predict(measured: list[dict[str, Any]], nproc: int) -> dict[str, float]:
     bandwidth = volume / last["all_reduce_s"] if volume else float("inf")
     reduce_s = 2 * (nproc - 1) / nproc * size / bandwidth
     best = data_s + compute / 3 + max(2 / 3 * compute, reduce_s)
+    # The loop's own part, and where the all-reduce takes cores from the passes, what they lose.
+    else_s = max(last["step_s"] - data_s - compute - last["all_reduce_s"], 0)
     images = nproc * last["batch_size"]
     return {
         "nproc": nproc,
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "images_per_s_best": images / best,
-        "images_per_s_worst": images / (data_s + compute + reduce_s),
+        "images_per_s_worst": images / (data_s + compute + reduce_s + else_s),
     }
 
 

@@ -66,12 +66,16 @@ def test_operations_are_those_that_torchvision_publishes(model, gmac):
 
 
 def test_the_model_of_scaling_is_its_formula():
-    row = {"nproc": 2, "batch_size": 10, "compute_s": 0.3, "data_s": 0.1, "all_reduce_s": 0.5, "gradient_bytes": 1e9}
+    row = {"nproc": 2, "batch_size": 10, "step_s": 1.2, "data_s": 0.1, "compute_s": 0.3, "all_reduce_s": 0.5}
+    row["gradient_bytes"] = 1e9
     # 2 x 1/2 x 1 GB in 0.5 s; of four: 2 x 3/4 x 1 GB at 2 GB/s = 0.75 s
     found = step_benchmark.predict([row], 4)
     assert found["bandwidth_gb_per_s"] == pytest.approx(2.0)
     assert found["images_per_s_best"] == pytest.approx(40 / (0.1 + 0.1 + 0.75))
-    assert found["images_per_s_worst"] == pytest.approx(40 / (0.1 + 0.3 + 0.75))
+    assert found["images_per_s_worst"] == pytest.approx(40 / (0.1 + 0.3 + 0.75 + 0.3))
+    assert step_benchmark.predict([row], 2)["images_per_s_worst"] == pytest.approx(20 / 1.2)  # what was measured
+    hidden = row | {"step_s": 0.6}
+    assert step_benchmark.predict([hidden], 4)["images_per_s_worst"] == pytest.approx(40 / (0.1 + 0.3 + 0.75))
 
 
 @pytest.mark.slow
