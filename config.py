@@ -634,7 +634,7 @@ def _validate_checkpoint(args: argparse.Namespace) -> None:
 def _validate_bad_images(args: argparse.Namespace) -> None:
     if args.bad_images == "skip" and args.test_only:
         raise UserError("--bad-images skip is about training; in evaluation give --bad-images error, or leave it out")
-    if args.bad_images == "skip" and args.decode_device != "cpu":
+    if args.bad_images == "skip" and args.decode_device != "cpu" and not _needs_pixels(args):
         raise UserError(
             f"--bad-images skip: with --decode-device {args.decode_device} an image is found bad when it is too late "
             "to take another one; give one of them"
@@ -724,7 +724,7 @@ def _validate_interpolation(args: argparse.Namespace) -> None:
 
 
 def _is_fast(args: argparse.Namespace) -> bool:
-    """Return whether images are loaded the fast way, by --decoder and with draws from generators of their own."""
+    """Return whether images are loaded the fast way, by --decoder and with draws of their own."""
     return args.backend is None and args.interpolation in ("bilinear", "bicubic")
 
 

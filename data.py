@@ -3,8 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.models import WeightsEnum
 from torchvision.transforms import InterpolationMode
 
+import guard
 import transforms
 import utils
 from encoded import EncodedBatch, EncodedCrop, UndecodableError, find_obstacle
@@ -304,6 +304,15 @@ def build_batch_transforms(
     )
 
 
+class _AtOnce(Executor):
+    """Does what is submitted to it before anything else."""
+
+    def submit(self, function: Callable, *args: Any) -> Future:
+        done = Future()
+        done.set_result(function(*args))
+        return done
+
+
 class DeviceLoader:
     """Iterate over a loader's uint8 batches as batches that are ready for the model.
 
@@ -347,15 +356,17 @@ class DeviceLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._batches() if self.stream is None and not self.is_encoded else self._one_ahead()
+        # Here and not in the thread that decodes: loader processes end with the thread that has started them.
+        batches = self._batches(iter(self.loader))
+        return batches if self.stream is None and not self.is_encoded else self._one_ahead(batches)
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, loaded: Iterator[tuple]) -> Iterator[tuple[Tensor, Tensor]]:
         sampler = self.loader.batch_sampler
         is_training = isinstance(sampler, TrainSampler)
         epoch = sampler.epoch if is_training else 0
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
         self.replaced = []
-        for (image, target, *replaced), (step, shard) in zip(self.loader, addresses, strict=True):
+        for (image, target, *replaced), (step, shard) in zip(loaded, addresses, strict=True):
             # Not where they are loaded: loader processes run ahead, and into steps that are never made.
             self.replaced += [number for numbers in replaced for number in numbers.tolist()]
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
@@ -376,20 +387,20 @@ class DeviceLoader:
         with torch.cuda.stream(self.stream):
             return next(batches, None), self.stream.record_event()
 
-    def _one_ahead(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _one_ahead(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each batch once the device, or a thread, has been given the next one to prepare."""
-        batches, ready = self._batches(), None
-        with ThreadPoolExecutor(1, "decoder") if self.is_encoded else nullcontext() as thread:
+        ready = None
+        with ThreadPoolExecutor(1, "decoder") if self.is_encoded else _AtOnce() as executor:
             while True:
                 if self.stream is not None:
                     # The next batch may take memory of a batch that was dropped: not before the model, which works on
                     # another stream, is done with all that it was given until then. `record_stream` would do that too,
                     # but a host that runs ahead would take more and more memory.
                     self.stream.wait_stream(torch.cuda.current_stream(self.device))
-                following = self._prepare(batches) if thread is None else thread.submit(self._prepare, batches)
+                following = executor.submit(self._prepare, batches)
                 if ready is not None:
                     yield ready
-                ready, is_prepared = following if thread is None else following.result()
+                ready, is_prepared = following.result()
                 if ready is None:
                     return
                 if is_prepared is not None:
@@ -408,9 +419,23 @@ def build_device_loader(
     return DeviceLoader(loader, device, transform, args.seed, is_encoded=args.decode_device != "cpu")
 
 
-def settle_decode_device(args: Any, device: torch.device) -> None:
-    """Leave the decoding to the CPU where a process's device cannot do it. Collective: every rank must call it."""
+def settle_decode_device(args: Any, device: torch.device, resumed: dict | None = None) -> None:
+    """Leave the decoding to the CPU where a process's device cannot do it. Collective: every rank must call it.
+
+    A run that the CPU has decoded for stays with it, unless `--allow-change decode-device` is given; of one that began
+    on the device, `guard.check_options` refuses to go on without it.
+
+    Args:
+        args: the options; `decode_device` is set to what is done.
+        device: of this process.
+        resumed: the checkpoint that the run goes on from.
+    """
     if args.decode_device == "cpu":
+        return
+    there = args.decode_device if resumed is None else resumed["args"].get("decode_device", "cpu")
+    if there == "cpu" and "decode_device" not in guard.parse_allowed(args.allow_change, vars(args)):
+        print("--decode-device cpu: as in the checkpoint")
+        args.decode_device = "cpu"
         return
     obstacles = [obstacle for obstacle in utils.gather_plain(find_obstacle(device)) if obstacle is not None]
     if obstacles:

@@ -125,7 +125,8 @@ def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None
     """Return a JPEG of the rows from `top` to `bottom` and little more, cut out at the restart markers.
 
     Each row of blocks is coded on its own between two markers, so no pixel of it changes; the markers are numbered anew
-    from 0 to 7, over and over. None where those down to `bottom` are not the ones that the header promises.
+    from 0 to 7, over and over. None where those down to `bottom` are not the ones that the header promises; what is
+    damaged below, which Pillow would refuse as a whole, is not seen.
     """
     num_rows = -(-frame.height // frame.block_rows)
     first = max(top // frame.block_rows - frame.margin, 0)
@@ -366,7 +367,10 @@ class ImageFile:
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
 
     def encoded(self, top: int, height: int) -> Part | None:
-        """Return a JPEG that holds some rows, for decoders of the device; None where only Pillow decodes this file."""
+        """Return a JPEG that holds some rows: those alone that they need, where there are restart markers.
+
+        For decoders of the device; None where the file is one for Pillow alone.
+        """
         if self.frame is None:
             return None
         part = self._cut_rows(top, top + height) or Part(self.payload, 0, self.frame.height)

@@ -1,6 +1,7 @@
 """JPEGs that the device decodes: what a loader hands over instead of pixels, and what becomes of it there."""
 
 import io
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy
@@ -13,6 +14,9 @@ from decode import decode_plainly
 from errors import UserError
 from extras import require_torchcodec
 
+# What decoding fails of when nothing is wrong with the image: it must not come out as another decoder's.
+_NOT_THE_IMAGE = (torch.OutOfMemoryError, torch.AcceleratorError)
+
 
 class EncodedCrop(NamedTuple):
     """An image that is to be decoded, resized and cut on the device.
@@ -20,7 +24,7 @@ class EncodedCrop(NamedTuple):
     Attributes:
         payload: a JPEG, whole or some of its rows.
         box: top, left, height and width of what is resized, px.
-        resized: its height and width after that.
+        scale: of its height and of its width, by the resize.
         cut: top and left of the crop in what is resized, px.
         size: side of the crop, px.
         mode: of the resize, bilinear or bicubic.
@@ -30,7 +34,7 @@ class EncodedCrop(NamedTuple):
 
     payload: bytes | bytearray
     box: tuple[int, int, int, int]
-    resized: tuple[int, int]
+    scale: tuple[float, float]
     cut: tuple[int, int]
     size: int
     mode: str
@@ -59,18 +63,12 @@ class EncodedBatch:
     """
 
     def __init__(self, images: list[EncodedCrop | Tensor]) -> None:
-        # One tensor of bytes for all: a tensor that goes from one process to another takes a file descriptor.
-        self.crops, pieces = [], []
-        for image in images:
-            if isinstance(image, Tensor):
-                pieces.append(numpy.ascontiguousarray(image.permute(1, 2, 0).numpy()).ravel())
-                self.size = image.shape[-1]
-            else:
-                pieces.append(numpy.frombuffer(image.payload, numpy.uint8))
-                self.size = image.size
-            self.crops.append(None if isinstance(image, Tensor) else image._replace(payload=b""))
+        self.size = images[0].shape[-1] if isinstance(images[0], Tensor) else images[0].size
+        self.crops = [None if isinstance(image, Tensor) else image._replace(payload=b"") for image in images]
+        pieces = [_bytes_of(image) for image in images]
         self.lengths = [len(piece) for piece in pieces]
-        self.payload = torch.from_numpy(numpy.concatenate(pieces))
+        # No tensor: those go from one process to another through /dev/shm, which containers keep small.
+        self.payload = numpy.concatenate(pieces)
 
     def __len__(self) -> int:
         return len(self.crops)
@@ -84,7 +82,7 @@ class EncodedBatch:
         Raises:
             UndecodableError: one of them is damaged.
         """
-        pieces = self.payload.split(self.lengths)
+        pieces = torch.from_numpy(self.payload).split(self.lengths)
         jpegs = [piece for piece, crop in zip(pieces, self.crops, strict=True) if crop is not None]
         decoded = iter(_decode_all(jpegs, [crop for crop in self.crops if crop is not None], device))
         batch = torch.empty((len(self), self.size, self.size, 3), dtype=torch.uint8, device=device)
@@ -96,14 +94,20 @@ class EncodedBatch:
         return batch.permute(0, 3, 1, 2)
 
 
+def _bytes_of(image: EncodedCrop | Tensor) -> numpy.ndarray:
+    if isinstance(image, Tensor):
+        return numpy.ascontiguousarray(image.permute(1, 2, 0).numpy()).ravel()
+    return numpy.frombuffer(image.payload, numpy.uint8)
+
+
 def _crop(pixels: Tensor, crop: EncodedCrop) -> Tensor:
     """Resize a box of (3, H, W) uint8 with antialiasing and cut the crop out of it: (3, size, size) float32."""
     top, left, height, width = crop.box
     part = pixels[None, :, top : top + height, left : left + width].float()
     # torch resizes uint8 on the CPU only. Columns first, and rounded in between, as Pillow does it: what bicubic
     # weights shoot beyond 0 and 255 is cut off twice.
-    for size in ((height, crop.resized[1]), crop.resized):
-        part = F.interpolate(part, size, mode=crop.mode, antialias=True, align_corners=False)
+    for scale in ((1.0, crop.scale[1]), (crop.scale[0], 1.0)):
+        part = F.interpolate(part, scale_factor=scale, mode=crop.mode, antialias=True, align_corners=False)
         part = part.add_(0.5).floor_().clamp_(0, 255)  # a half goes up
     top, left = crop.cut
     part = part[0, :, top : top + crop.size, left : left + crop.size]
@@ -117,13 +121,17 @@ def _decode_all(jpegs: list[Tensor], crops: list[EncodedCrop], device: torch.dev
     decode_jpeg = require_torchcodec("--decode-device").decoders.decode_jpeg
     try:
         return decode_jpeg(jpegs, mode="RGB", device=device)
+    except _NOT_THE_IMAGE:
+        raise
     except RuntimeError:  # one of them, and it does not say which
         return [_decode_one(decode_jpeg, *one, device) for one in zip(jpegs, crops, strict=True)]
 
 
-def _decode_one(decode_jpeg: object, jpeg: Tensor, crop: EncodedCrop, device: torch.device) -> Tensor:
+def _decode_one(decode_jpeg: Callable, jpeg: Tensor, crop: EncodedCrop, device: torch.device) -> Tensor:
     try:
         return decode_jpeg([jpeg], mode="RGB", device=device)[0]
+    except _NOT_THE_IMAGE:
+        raise
     except RuntimeError:
         try:
             image = decode_plainly(jpeg.numpy().tobytes())
@@ -152,6 +160,8 @@ def find_obstacle(device: torch.device) -> str | None:
     try:
         jpeg = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
         found = torchcodec.decoders.decode_jpeg([jpeg], mode="RGB", device=device)[0].float().mean((1, 2)).tolist()
+    except _NOT_THE_IMAGE:
+        raise
     except Exception as error:  # made without CUDA, a driver too old, no nvJPEG ...
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return f"TorchCodec {torchcodec.__version__} cannot use it ({reason[0]})"

@@ -148,7 +148,7 @@ class ProcessLoader:
 class ThreadLoader:
     """Load batches in threads of this process, each straight into its place.
 
-    For data sets that draw from generators of their own and decoders that let go of the interpreter.
+    For data sets that make draws of their own and decoders that let go of the interpreter.
 
     Args:
         dataset: yields (image, class) samples.

@@ -27,6 +27,9 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
+# Added to a size before it is made a scale, which keeps a whole number of pixels from being rounded down to the next.
+_LITTLE = 1e-6
+
 # What torch resizes in uint8 with antialiasing; Pillow does the others.
 _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
 
@@ -63,8 +66,9 @@ def _as_batch(image: torch.Tensor) -> torch.Tensor:
 class CropBox:
     """Draw the box of torchvision's `RandomResizedCrop`: from a torch generator the same one, and as many numbers.
 
-    But for a pixel once in some 100,000 boxes: torchvision rounds to float32 on the way, as the processor at hand does
-    it. It draws from the process's generator only, and takes several times as long.
+    But for one box in 10,000 to 300,000, of large images more often: torchvision rounds to float32 on the way, as the
+    processor at hand does it, and where a side is rounded to another pixel the box lies elsewhere. It draws from the
+    process's generator only, and takes several times as long.
 
     Args:
         scale: smallest and largest share of the image's area.
@@ -150,7 +154,7 @@ class _Preset:
         self,
         file: ImageFile,
         box: tuple[int, int, int, int],
-        resized: tuple[int, int],
+        scale: tuple[float, float],
         cut: tuple[int, int] = (0, 0),
         *,
         is_mirrored: bool = False,
@@ -160,7 +164,7 @@ class _Preset:
         if part is None:
             return None
         box = (box[0] - part.first, *box[1:])
-        return EncodedCrop(part.payload, box, resized, cut, self.crop_size, self.fast_mode, is_mirrored)
+        return EncodedCrop(part.payload, box, scale, cut, self.crop_size, self.fast_mode, is_mirrored)
 
 
 class ClassificationPresetTrain(_Preset):
@@ -226,7 +230,8 @@ class ClassificationPresetTrain(_Preset):
         width, height = file.size
         box = self.box.draw(height, width, draws)
         is_mirrored = self.hflip_prob > 0 and draws.uniform() < self.hflip_prob
-        left = self._leave(file, box, (self.crop_size, self.crop_size), is_mirrored=is_mirrored)
+        scale = ((self.crop_size + _LITTLE) / box[2], (self.crop_size + _LITTLE) / box[3])
+        left = self._leave(file, box, scale, is_mirrored=is_mirrored)
         if left is not None:
             return left
         pixels = file.decode(*box)
@@ -394,13 +399,12 @@ class ClassificationPresetEval(_Preset):
             _Span.of(size, new_size, self.crop_size, self.fast_mode)
             for size, new_size in zip((height, width), resized, strict=True)
         )
-        left = self._leave(file, (0, 0, height, width), resized, (rows.cut, columns.cut))
+        scale = ((resized[0] + _LITTLE) / height, (resized[1] + _LITTLE) / width)
+        left = self._leave(file, (0, 0, rows.end, columns.end), scale, (rows.cut, columns.cut))
         if left is not None:
             return left
         pixels = self._decode(file, rows, columns)
-        # The little more keeps a whole number of pixels from being rounded down to the next.
-        scale_factor = ((resized[0] + 1e-6) / height, (resized[1] + 1e-6) / width)
-        pixels = F.interpolate(_as_batch(pixels), scale_factor=scale_factor, mode=self.fast_mode, antialias=True)[0]
+        pixels = F.interpolate(_as_batch(pixels), scale_factor=scale, mode=self.fast_mode, antialias=True)[0]
         return pixels[:, rows.cut : rows.cut + self.crop_size, columns.cut : columns.cut + self.crop_size]
 
     @staticmethod

@@ -230,11 +230,10 @@ def set_up(args):
     device = torch.device(args.device)
     if args.distributed and device.type != "cpu":
         device = torch.device(device.type, args.gpu)
-    data.settle_decode_device(args, device)
     return device, guard
 
 
-def load_resumed(args, manager):
+def load_resumed(args, manager, device):
     """Return the checkpoint that `--resume` means, or None, with the run's shards set accordingly.
 
     Changes nothing in the output folder but who holds its lock. Collective: every rank must call it.
@@ -252,8 +251,10 @@ def load_resumed(args, manager):
         if state is not None:
             manager.say_damaged()
             take_evaluation_options(args, state["args"])
+        data.settle_decode_device(args, device)
         return state
     manager.check(args.resume, overwrite=args.overwrite)
+    data.settle_decode_device(args, device, state)
     if state is not None:
         if "weights" not in args.given:  # of which two models take how they scale their input
             args.weights = state["args"]["weights"]
@@ -290,8 +291,8 @@ def go_on_after_restart(args, manager):
 def take_evaluation_options(args, trained):
     """Evaluate a checkpoint as its run did, but for what the command line says."""
     names = [
-        "model", "weights", "val_resize_size", "val_crop_size", "interpolation", "backend", "decoder", "eval_flip",
-        "amp", "amp_dtype", "tf32", "label_smoothing", "bce_loss", "bce_target_thresh",
+        "model", "weights", "val_resize_size", "val_crop_size", "interpolation", "backend", "decoder", "decode_device",
+        "eval_flip", "amp", "amp_dtype", "tf32", "label_smoothing", "bce_loss", "bce_target_thresh",
     ]  # fmt: skip
     for name in names:
         if name not in args.given and name in trained and getattr(args, name) != trained[name]:
@@ -397,7 +398,7 @@ def main(args):
         Path(args.output_dir), keep_last=args.keep_last, keep_every=args.keep_every, minutes=args.checkpoint_minutes,
         save_per_node=args.save_per_node,
     )  # fmt: skip
-    state = load_resumed(args, manager)
+    state = load_resumed(args, manager, device)
     traindir, valdir = (os.path.join(args.data_path or "", split) for split in ("train", "val"))
     dataset, dataset_test, train_sampler, test_sampler = load_data(traindir, valdir, args)
     num_classes = len(dataset_test.classes)

@@ -143,7 +143,11 @@ def one_thread(options: argparse.Namespace, ways: dict[str, Way], split: str) ->
 
     torch.manual_seed(0)
     runs = {"torchvision": run(theirs, lambda index, _: index)}
-    runs |= {name: run(way.dataset(split), sample_key) for name, way in ways.items()}
+    ours = {name: way.dataset(split) for name, way in ways.items()}
+    for name, dataset in ours.items():
+        if len(dataset) != len(theirs):
+            raise UserError(f"{name}: {len(dataset)} images in {split}, where --data-path has {len(theirs)}")
+    runs |= {name: run(dataset, sample_key) for name, dataset in ours.items()}
     num_turns = math.ceil(len(theirs) / IMAGES_A_TURN)
     return summarize(compare(runs, num_turns, options.rounds, time.process_time), "torchvision")
 
@@ -277,6 +281,9 @@ def benchmark_loader(options: argparse.Namespace) -> dict:
                 f"--data-path {options.data_path} has no folder {split}/, which torchvision's way needs; tars are "
                 "measured beside it with --pack NAME=DIR"
             )
+    for name, folder in options.pack:
+        if not folder.is_dir():
+            raise UserError(f"--pack {name}={folder}: there is no such folder")
     ways = ways_of(options)
     figures = {
         "train": one_thread(options, ways, "train"),
@@ -314,6 +321,13 @@ def named_folder(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
+def positive(text: str) -> int:
+    """Read a number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return int(text)
+
+
 def main() -> None:
     """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmark", description=__doc__)
@@ -330,7 +344,7 @@ def main() -> None:
     command.add_argument("--workers", metavar="N", type=int, default=2, help="loader workers (default: 2)")
     command.add_argument("--worker-type", choices=["process", "thread"], default="process", help="what they are")
     command.add_argument("--batch-size", metavar="N", type=int, default=50, help="images a batch (default: 50)")
-    command.add_argument("--rounds", metavar="N", type=int, default=5, help="interleaved rounds (default: 5)")
+    command.add_argument("--rounds", metavar="N", type=positive, default=5, help="interleaved rounds (default: 5)")
     command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     command.set_defaults(run=benchmark_loader)
     step_benchmark.add_commands(commands)

@@ -103,6 +103,19 @@ def test_batches_are_the_loaders_whoever_reads_the_files(image_folder, is_traini
         assert len(resumed) == 2
 
 
+@pytest.mark.parametrize("argv", [["--workers", "2"], ["--workers", "2", "--worker-type", "thread"]])
+def test_epochs_follow_one_another_also_one_that_was_left(image_folder, argv):
+    args = arguments(image_folder, *argv)
+    dataset, _ = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), args)
+    sampler = TrainSampler(len(dataset), VirtualShards(8, 2), seed=3)
+    loader = data.build_device_loader(args, dataset, sampler, CPU, 3)
+    first = list(loader)
+    for image, _ in loader:
+        assert torch.equal(image, first[0][0])
+        break
+    assert all(torch.equal(image, again) for (image, _), (again, _) in zip(first, loader, strict=True))
+
+
 def broken(payload):
     """Return a JPEG whose Huffman tables say more than they hold, which no decoder reads."""
     place = payload.index(b"\xff\xc4")
@@ -152,6 +165,32 @@ def test_where_the_device_decodes_nothing_the_cpu_does_and_says_so(started, imag
     ours, theirs = (load_checkpoint(folder / "checkpoint.pth", "it") for folder in (tmp_path / "out", started.out))
     assert ours["args"]["decode_device"] == "cpu"
     assert all(torch.equal(value, theirs["model"][name]) for name, value in ours["model"].items())
+
+
+def test_a_shortage_of_memory_is_not_taken_for_a_bad_image(monkeypatch):
+    from torchcodec import decoders
+
+    def run_out(jpegs, **options):
+        raise torch.OutOfMemoryError("out of memory")
+
+    images = [ClassificationPresetEval(crop_size=24, resize_size=32, leaves_decoding=True).load(FILES["4:2:0"])]
+    monkeypatch.setattr(decoders, "decode_jpeg", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        EncodedBatch(images).decode(CPU)
+
+
+def test_a_resumed_run_decodes_where_it_began(capsys):
+    def settled(there, *argv):
+        args = config.parse_args(["--data-path", "x", "--device", "cpu", "--decode-device", "cuda", *argv])
+        data.settle_decode_device(args, CPU, {"args": {} if there is None else {"decode_device": there}})
+        return args.decode_device, capsys.readouterr().out
+
+    for there in ("cpu", None):
+        assert settled(there) == ("cpu", "--decode-device cpu: as in the checkpoint\n")
+    for there, argv in [("cuda", []), ("cpu", ["--resume", "auto", "--allow-change", "decode-device"])]:
+        decode_device, output = settled(there, *argv)
+        assert decode_device == "cpu"  # and then the guard has its say
+        assert "--device cpu decodes none" in output
 
 
 def test_options_that_need_pixels_are_said_to_win():
