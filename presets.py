@@ -231,9 +231,9 @@ class ClassificationPresetTrain(_Preset):
         box = self.box.draw(height, width, draws)
         is_mirrored = self.hflip_prob > 0 and draws.uniform() < self.hflip_prob
         scale = ((self.crop_size + _LITTLE) / box[2], (self.crop_size + _LITTLE) / box[3])
-        left = self._leave(file, box, scale, is_mirrored=is_mirrored)
-        if left is not None:
-            return left
+        encoded = self._leave(file, box, scale, is_mirrored=is_mirrored)
+        if encoded is not None:
+            return encoded
         pixels = file.decode(*box)
         if is_mirrored:
             pixels = mirror(pixels)  # before the resize, which would copy the box anyway
@@ -400,9 +400,9 @@ class ClassificationPresetEval(_Preset):
             for size, new_size in zip((height, width), resized, strict=True)
         )
         scale = ((resized[0] + _LITTLE) / height, (resized[1] + _LITTLE) / width)
-        left = self._leave(file, (0, 0, rows.end, columns.end), scale, (rows.cut, columns.cut))
-        if left is not None:
-            return left
+        encoded = self._leave(file, (0, 0, rows.end, columns.end), scale, (rows.cut, columns.cut))
+        if encoded is not None:
+            return encoded
         pixels = self._decode(file, rows, columns)
         pixels = F.interpolate(_as_batch(pixels), scale_factor=scale, mode=self.fast_mode, antialias=True)[0]
         return pixels[:, rows.cut : rows.cut + self.crop_size, columns.cut : columns.cut + self.crop_size]
