@@ -68,6 +68,7 @@ def _enter(target, environment: dict[str, str], log: str, arguments: tuple) -> N
     os.dup2(descriptor, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have everything below it ignore
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.update(environment)
