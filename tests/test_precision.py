@@ -331,9 +331,10 @@ def train_without_reads(args, tmp_path, criterion=None):
     ],
 )
 def test_no_step_between_two_lines_reads_a_tensor(argv, tmp_path):
+    # 32 px: at 16 torch 2.15's bfloat16 gradient of a 3 x 3 convolution of one pixel is now and then not finite.
     args = options(
         "--print-freq", "5", "--model-ema", "--model-ema-steps", "2", "--clip-grad-norm", "1", "--batch-size", "4",
-        "--global-batch-size", "8", "--train-crop-size", "16", "--random-erase", "0.5", "--mixup-alpha", "0.2",
+        "--global-batch-size", "8", "--train-crop-size", "32", "--random-erase", "0.5", "--mixup-alpha", "0.2",
         "--cutmix-alpha", "1", "--lr-warmup-epochs", "1", *argv.split(),
     )  # fmt: skip
     args.num_shards = 2
