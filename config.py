@@ -567,8 +567,8 @@ def _without_effect(args: argparse.Namespace) -> list[str]:
     if args.decoder != "pillow" and not _is_fast(args):
         lines.append(f"--decoder {args.decoder} has no effect: exact pixels and rare interpolations take Pillow's")
         args.decoder = "pillow"
-    if args.decode_device != "cpu" and _needs_pixels(args):
-        lines.append(f"--decode-device {args.decode_device} has no effect: {_needs_pixels(args)}")
+    if args.decode_device != "cpu" and (reason := _needs_pixels(args)):
+        lines.append(f"--decode-device {args.decode_device} has no effect: {reason}")
         args.decode_device = "cpu"
     if args.synthetic is not None and args.data_path is not None:
         lines.append(f"--synthetic: --data-path {args.data_path} is not read")

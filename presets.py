@@ -27,9 +27,6 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-# Added to a size before it is made a scale, which keeps a whole number of pixels from being rounded down to the next.
-_LITTLE = 1e-6
-
 # What torch resizes in uint8 with antialiasing; Pillow does the others.
 _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
 
@@ -61,6 +58,14 @@ def _as_batch(image: torch.Tensor) -> torch.Tensor:
         image = torch.from_numpy(numpy.ascontiguousarray(image.permute(1, 2, 0).numpy())).permute(2, 0, 1)
     strides = image.stride()
     return image.as_strided((1, *image.shape), (image.shape[1] * strides[1], *strides))
+
+
+def _scale(size: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
+    """Return what height and width are multiplied by.
+
+    With a little more, which keeps a whole number of pixels from being rounded down to the next.
+    """
+    return (resized[0] + 1e-6) / size[0], (resized[1] + 1e-6) / size[1]
 
 
 class CropBox:
@@ -154,7 +159,8 @@ class _Preset:
         self,
         file: ImageFile,
         box: tuple[int, int, int, int],
-        scale: tuple[float, float],
+        size: tuple[int, int],
+        resized: tuple[int, int],
         cut: tuple[int, int] = (0, 0),
         *,
         is_mirrored: bool = False,
@@ -164,7 +170,7 @@ class _Preset:
         if part is None:
             return None
         box = (box[0] - part.first, *box[1:])
-        return EncodedCrop(part.payload, box, scale, cut, self.crop_size, self.fast_mode, is_mirrored)
+        return EncodedCrop(part.payload, box, _scale(size, resized), cut, self.crop_size, self.fast_mode, is_mirrored)
 
 
 class ClassificationPresetTrain(_Preset):
@@ -230,8 +236,7 @@ class ClassificationPresetTrain(_Preset):
         width, height = file.size
         box = self.box.draw(height, width, draws)
         is_mirrored = self.hflip_prob > 0 and draws.uniform() < self.hflip_prob
-        scale = ((self.crop_size + _LITTLE) / box[2], (self.crop_size + _LITTLE) / box[3])
-        encoded = self._leave(file, box, scale, is_mirrored=is_mirrored)
+        encoded = self._leave(file, box, box[2:], (self.crop_size, self.crop_size), is_mirrored=is_mirrored)
         if encoded is not None:
             return encoded
         pixels = file.decode(*box)
@@ -399,12 +404,13 @@ class ClassificationPresetEval(_Preset):
             _Span.of(size, new_size, self.crop_size, self.fast_mode)
             for size, new_size in zip((height, width), resized, strict=True)
         )
-        scale = ((resized[0] + _LITTLE) / height, (resized[1] + _LITTLE) / width)
-        encoded = self._leave(file, (0, 0, rows.end, columns.end), scale, (rows.cut, columns.cut))
+        box, size, cut = (0, 0, rows.end, columns.end), (height, width), (rows.cut, columns.cut)
+        encoded = self._leave(file, box, size, resized, cut)
         if encoded is not None:
             return encoded
         pixels = self._decode(file, rows, columns)
-        pixels = F.interpolate(_as_batch(pixels), scale_factor=scale, mode=self.fast_mode, antialias=True)[0]
+        scale_factor = _scale(size, resized)
+        pixels = F.interpolate(_as_batch(pixels), scale_factor=scale_factor, mode=self.fast_mode, antialias=True)[0]
         return pixels[:, rows.cut : rows.cut + self.crop_size, columns.cut : columns.cut + self.crop_size]
 
     @staticmethod
