@@ -107,14 +107,29 @@ def is_orphan() -> bool:
 
 
 def start_worker(worker: int) -> None:
-    """Prepare a loader process: it ends with its parent, and never by a signal that its parent is to act on.
+    """Prepare a loader process: it ends with its parent, or when its parent says so, and by no signal from elsewhere.
 
     torchrun and terminals signal the whole process group; a loader that died of it would take the run along before
     anything is saved (docs/research/RELIABILITY.md, finding 3).
     """
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told, daemon=True, name="end when told").start()
     end_with_parent(signal.SIGKILL)
+
+
+def _end_when_told() -> None:
+    """End this process on a SIGTERM of its parent.
+
+    Torch sends it to a process that does not end by itself, as when its loader is collected as a part of a cycle, and
+    Python to those that are still there at exit: both would wait forever for one that ignores it.
+    """
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 class WatchedLoader:

@@ -1,5 +1,6 @@
 """Fixtures: generated images, and two ways to run train.py on several processes."""
 
+import faulthandler
 import os
 import re
 import subprocess
@@ -14,6 +15,11 @@ from tests.ranks import REPOSITORY
 
 # The number of threads changes the order of sums, and so bits.
 torch.set_num_threads(1)
+
+
+def pytest_unconfigure():
+    """Have a Python that does not end after the last test say where it waits, and fail, before CI's time is up."""
+    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
 
 
 def write_images(folder: Path, counts: dict[str, list[int]], size: tuple[int, int] = (40, 32)) -> Path:

@@ -1,6 +1,10 @@
 """loader.py: the samples in the sampler's order, whoever loads them, and memory that is used again."""
 
+import gc
+import multiprocessing
+import subprocess
 import threading
+import time
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from torch.utils.data import Dataset
 
 from errors import ImageError
 from loader import ProcessLoader, ThreadLoader, collate
+from preemption import start_worker
 
 
 class Numbers(Dataset):
@@ -88,3 +93,26 @@ def test_an_image_that_cannot_be_read_is_raised_in_its_turn():
         next(batches)
     assert str(caught.value) == "cannot read image 7"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does():
+    before = set(multiprocessing.active_children())
+    loader = ProcessLoader(
+        Numbers(), Batches(20), num_workers=1, prefetch_factor=2, batch_bytes=3 * 3 * 4 * 7, worker_init_fn=start_worker
+    )
+    batches = iter(loader)
+    next(batches)
+    (process,) = set(multiprocessing.active_children()) - before
+    subprocess.run(["kill", "-TERM", str(process.pid)], check=True)  # as a launcher does to all
+    assert sum(1 for _ in batches) == 19
+    assert process.is_alive()
+    # Of a loader that is collected as a part of a cycle torch says so by SIGTERM alone, five seconds later.
+    cycle = [loader, batches]
+    cycle.append(cycle)
+    del loader, batches, cycle
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while process.is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.exitcode == 0
