@@ -41,8 +41,8 @@ class Frame(NamedTuple):
         height: px.
         width: px.
         block_rows: rows of pixels that a row of blocks makes, which are decoded together.
-        margin: rows of blocks beside those of a pixel that it may depend on: one where chroma is smoothed vertically,
-            and two more in a progressive file, whose blocks are smoothed where its scans leave coefficients out.
+        margin: rows of pixels above and below a pixel that it may depend on: one where chroma is smoothed vertically,
+            and two rows of blocks in a progressive file, which are smoothed where its scans leave coefficients out.
         num_components: 1 grey, 3 colour, 4 CMYK.
         coded: where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise.
         exif: of the segment that may say how to turn the image; 0 if there is none.
@@ -96,14 +96,18 @@ def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> F
     has_rows = has_rows and (num_components > 1 or across == down == 1)
     has_rows = has_rows and interval == -(-width // (8 * across))
     coded = scan + 2 + int.from_bytes(payload[scan + 2 : scan + 4], "big") if has_rows else 0
-    margin = int(down > 1) + 2 * int(kind == _PROGRESSIVE)
-    return Frame(place, height, width, 8 * down, margin, num_components, coded, exif)
+    block_rows = 8 * down
+    margin = int(down > 1) + 2 * block_rows * int(kind == _PROGRESSIVE)
+    return Frame(place, height, width, block_rows, margin, num_components, coded, exif)
 
 
 class Part(NamedTuple):
-    """A JPEG that holds some rows of another one: its bytes, which row of the whole is its first, and its height."""
+    """A JPEG that holds some rows of another one: its bytes, which row of the whole is its first, and its height.
 
-    payload: bytes
+    What is other bytes than the whole is a bytearray, and belongs to whoever asked for it.
+    """
+
+    payload: bytes | bytearray
     first: int
     height: int
 
@@ -114,11 +118,16 @@ def shorten(payload: bytes, frame: Frame, bottom: int) -> Part:
     The header's height is set to the end of a row of blocks; no pixel above `bottom` changes
     (docs/research/LOADING.md, 8).
     """
-    rows = (-(-bottom // frame.block_rows) + frame.margin) * frame.block_rows
+    rows = -(-(bottom + frame.margin) // frame.block_rows) * frame.block_rows
     if rows >= frame.height:
         return Part(payload, 0, frame.height)
-    head, tail = payload[: frame.place + 5], payload[frame.place + 7 :]
-    return Part(b"".join([head, rows.to_bytes(2, "big"), tail]), 0, rows)
+    shorter = bytearray(payload)
+    _set_height(shorter, frame, rows)
+    return Part(shorter, 0, rows)
+
+
+def _set_height(jpeg: bytearray, frame: Frame, rows: int) -> None:
+    jpeg[frame.place + 5 : frame.place + 7] = rows.to_bytes(2, "big")
 
 
 def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None:
@@ -129,24 +138,30 @@ def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None
     damaged below, which Pillow would refuse as a whole, is not seen.
     """
     num_rows = -(-frame.height // frame.block_rows)
-    first = max(top // frame.block_rows - frame.margin, 0)
-    last = min((bottom - 1) // frame.block_rows + frame.margin, num_rows - 1)
+    first = max(top - frame.margin, 0) // frame.block_rows
+    last = min((bottom - 1 + frame.margin) // frame.block_rows, num_rows - 1)
     places = [match.start() for match in itertools.islice(_RESTART.finditer(payload, frame.coded), last + 1)]
     if bytes([payload[place + 1] for place in places]) != _RESTART_CODES[: min(last + 1, num_rows - 1)]:
         return None
     begin = places[first - 1] + 2 if first else frame.coded
     end = places[last] if last < num_rows - 1 else len(payload)
     rows = min((last + 1) * frame.block_rows, frame.height) - first * frame.block_rows
-    body = bytearray(payload[begin:end])
+    view = memoryview(payload)
+    jpeg = bytearray().join([view[: frame.coded], view[begin:end], _END_OF_IMAGE])
+    _set_height(jpeg, frame, rows)
+    number = frame.coded - begin + 1
     for row, place in enumerate(places[first:last]):
-        body[place - begin + 1] = _RESTART_CODES[row]
-    pieces = [payload[: frame.place + 5], rows.to_bytes(2, "big"), payload[frame.place + 7 : frame.coded], body]
-    return Part(b"".join([*pieces, _END_OF_IMAGE]), first * frame.block_rows, rows)
+        jpeg[number + place] = _RESTART_CODES[row]
+    return Part(jpeg, first * frame.block_rows, rows)
 
 
-def without_turning(payload: bytes, frame: Frame) -> bytearray:
-    """Return a copy of a JPEG that TorchCodec does not turn as its EXIF data says; nor do Pillow and torchvision."""
-    payload = bytearray(payload)
+def without_turning(payload: bytes | bytearray, frame: Frame) -> bytearray:
+    """Return a JPEG that TorchCodec does not turn as its EXIF data says; nor do Pillow and torchvision.
+
+    A bytearray is changed, bytes are copied.
+    """
+    if isinstance(payload, bytes):
+        payload = bytearray(payload)
     if frame.exif:
         payload[frame.exif + 1] = _IGNORED
     return payload

@@ -86,13 +86,13 @@ def test_a_jpeg_is_decoded_no_further_than_the_box():
     payload = FILES["4:2:0"]
     frame = read_frame(payload)
     assert (frame.height, frame.width, frame.block_rows) == (110, 150, 16)
-    shorter = shorten(payload, frame, 20)
-    # Blocks of 16 rows: two for the box and one below it, which smooth chroma looks at.
-    assert shorter.height == 48
-    assert Image.open(io.BytesIO(shorter.payload)).size == (150, 48)
+    for bottom, height in [(20, 32), (31, 32), (32, 48), (33, 48)]:  # of 32, smooth chroma looks at the row below
+        shorter = shorten(payload, frame, bottom)
+        assert shorter.height == height
+        assert Image.open(io.BytesIO(shorter.payload)).size == (150, height)
     assert shorten(payload, frame, 100).payload is payload
     full = FILES["4:4:4"]
-    assert shorten(full, read_frame(full), 20).height == 24
+    assert [shorten(full, read_frame(full), bottom).height for bottom in (20, 24, 25)] == [24, 24, 32]
 
 
 @pytest.mark.parametrize(
@@ -161,15 +161,17 @@ def test_rows_between_restart_markers_decode_to_the_same_bits_alone(kind, decode
     width, height = file.size
     whole = decoder.decode(decode.Part(payload, 0, height), frame, (0, 0, width, height))
     assert whole.shape == (3, height, width)
-    for top in range(0, height, 7):
-        for bottom in {top + 1, min(top + 20, height), height}:
+    rows = frame.block_rows
+    tops = [top for top in range(height) if top % 7 == 0 or top % rows in (0, 1, rows - 1)]
+    for top in tops:
+        for bottom in {top + 1, *(end for end in (top + 17, top + 2 * rows, height) if end <= height)}:
             found = file.decode(top, 3, bottom - top, width - 5)
             assert torch.equal(found, whole[:, top:bottom, 3:-2])
-    rows = frame.block_rows
     if height > 6 * rows:
-        part = cut_rows(payload, frame, 3 * rows, 4 * rows)
-        # The rows that chroma is smoothed with on either side, and no others.
-        assert (part.first, part.height) == ((3 - frame.margin) * rows, (1 + 2 * frame.margin) * rows)
+        # The rows of blocks that chroma is smoothed with on either side, where it is, and no others.
+        for top, bottom, beside in [(3 * rows, 4 * rows, frame.margin), (3 * rows + 1, 4 * rows - 1, 0)]:
+            part = cut_rows(payload, frame, top, bottom)
+            assert (part.first, part.height) == ((3 - beside) * rows, (1 + 2 * beside) * rows)
         assert len(part.payload) < len(payload)
         assert Image.open(io.BytesIO(part.payload)).size == (width, part.height)
 
