@@ -288,8 +288,9 @@ def build_batch_transforms(
     args: Any, num_classes: int, device: torch.device | None = None
 ) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
     """Return what is done to each batch on the device (by default `--device`) in training and in evaluation."""
+    device = device or torch.device(args.device)
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    normalize = transforms.Normalize(args.mean, args.std, device or torch.device(args.device), memory_format)
+    normalize = transforms.Normalize(args.mean, args.std, device, memory_format)
     mix = transforms.get_mixup_cutmix(
         mixup_alpha=args.mixup_alpha,
         cutmix_alpha=args.cutmix_alpha,
@@ -298,9 +299,12 @@ def build_batch_transforms(
         switch_prob=args.mixup_switch_prob,
     )
     erase = transforms.RandomErasing(args.random_erase) if args.random_erase > 0 else None
+    # Of no use on a CPU, and not in the thread that decodes: the model is compiled at the same time.
+    is_compiled = args.compile is not None and device.type == "cuda" and args.decode_device == "cpu"
+    backend = "inductor" if is_compiled else None
     return (
-        transforms.BatchTransform(normalize, erase, mix, args.mixup_off_epoch),
-        transforms.BatchTransform(normalize),
+        transforms.BatchTransform(normalize, erase, mix, args.mixup_off_epoch, backend=backend),
+        transforms.BatchTransform(normalize, backend=backend),
     )
 
 

@@ -255,7 +255,8 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     # Sizes of a training crop, mostly 32 px apart; a full and a last batch of evaluation, by the model and its average.
     num_graphs = (args.train_crop_size - smallest) // 32 + 3 + 2 * 2
     dynamo = importlib.import_module("torch._dynamo.config")
-    dynamo.recompile_limit = max(dynamo.recompile_limit, num_graphs)
+    # What is done to a batch is compiled for each way of mixing too: mixup, cutmix or neither.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 3 * num_graphs)
     # The masks of dropout and stochastic depth are those of an uncompiled model.
     importlib.import_module("torch._inductor.config").fallback_random = True
     model.compile(mode=args.compile, dynamic=False)

@@ -67,20 +67,21 @@ class RandomErasing:
                 return top, left, box_height, box_width
         return 0, 0, 0, 0
 
-    def __call__(self, image: Tensor, rng: random.Random) -> Tensor:
-        """Erase in place.
-
-        Args:
-            image: (B, C, H, W) float, normalised.
-            rng: where each image's box comes from, in the order of the batch.
-        """
+    def draw(self, image: Tensor, rng: random.Random) -> Tensor:
+        """Draw a box for each image of a (B, C, H, W) batch, in its order: (B, 4) int64, on the CPU."""
         height, width = image.shape[-2:]
-        boxes = to_device(torch.tensor([self.draw_box(height, width, rng) for _ in image]), image.device)
+        return torch.tensor([self.draw_box(height, width, rng) for _ in range(len(image))])
+
+    @staticmethod
+    def erase(image: Tensor, boxes: Tensor) -> Tensor:
+        """Return (B, C, H, W) normalised floats with (B, 4) boxes erased."""
+        height, width = image.shape[-2:]
         top, left, box_height, box_width = boxes[:, :, None].unbind(1)
         y, x = torch.arange(height, device=image.device), torch.arange(width, device=image.device)
         rows = (y >= top) & (y < top + box_height)
         columns = (x >= left) & (x < left + box_width)
-        return image.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
+        # Not masked_fill, which loses the channels-last order of memory where it is compiled (torch 2.15).
+        return torch.where((rows[:, :, None] & columns[:, None, :])[:, None], 0.0, image)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -88,11 +89,26 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
-def _soft_targets(target: Tensor, num_classes: int, share: float) -> Tensor:
+def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor) -> Tensor:
     """Return (B, num_classes) targets of which `share` is the image's own and the rest its neighbour's."""
     # Not torch's one_hot, which off a GPU reads the classes to check them.
     one_hot = (target[:, None] == torch.arange(num_classes, device=target.device)).to(torch.float32)
-    return one_hot * share + one_hot.roll(1, 0) * (1.0 - share)
+    return one_hot * share + one_hot.roll(1, 0) * rest
+
+
+# What a mixing draws goes to the device as numbers of one small tensor: as plain ones they would be part of a compiled
+# transform, which would have to be compiled anew for every batch.
+def pack_share(share: float) -> Tensor:
+    """Return what `RandomMixUp.mix` takes: the share of the image itself and that of its neighbour."""
+    return torch.tensor([share, 1.0 - share])
+
+
+def pack_box(box: tuple[int, int, int, int], height: int, width: int) -> Tensor:
+    """Return what `RandomCutMix.mix` takes for a rectangle (left, top, right, bottom), px: it, and both shares."""
+    left, top, right, bottom = box
+    # The share that is really left: a rectangle is cut off at the image's edges.
+    share = 1.0 - (right - left) * (bottom - top) / (height * width)
+    return torch.tensor([*map(float, box), share, 1.0 - share])
 
 
 class RandomMixUp:
@@ -107,23 +123,24 @@ class RandomMixUp:
         self.num_classes = num_classes
         self.alpha = alpha
 
-    def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+    def draw(self, image: Tensor, rng: random.Random) -> Tensor:
+        """Draw for a batch, of any shape, what `mix` takes, on the CPU."""
+        return pack_share(rng.betavariate(self.alpha, self.alpha))
+
+    def mix(self, image: Tensor, target: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Mix a batch.
 
         Args:
             image: (B, C, H, W) float, normalised.
             target: (B,) int64 class indices.
-            rng: where the share comes from.
+            drawn: what `draw` returned, on their device.
 
         Returns:
             The mixed image and (B, num_classes) float targets whose rows sum to 1.
         """
-        return self.mix(image, target, rng.betavariate(self.alpha, self.alpha))
-
-    def mix(self, image: Tensor, target: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """Mix a batch of which each image keeps `share`."""
-        mixed = image.roll(1, 0).mul_(1.0 - share).add_(image.mul(share))
-        return mixed, _soft_targets(target, self.num_classes, share)
+        share, rest = drawn.unbind()
+        mixed = image.roll(1, 0).mul_(rest).add_(image.mul(share))
+        return mixed, _soft_targets(target, self.num_classes, share, rest)
 
 
 class RandomCutMix:
@@ -138,8 +155,8 @@ class RandomCutMix:
         self.num_classes = num_classes
         self.alpha = alpha
 
-    def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
-        """Mix a batch; as `RandomMixUp`."""
+    def draw(self, image: Tensor, rng: random.Random) -> Tensor:
+        """Draw for a (B, C, H, W) batch what `mix` takes, on the CPU."""
         height, width = image.shape[-2:]
         share = rng.betavariate(self.alpha, self.alpha)
         centre_x, centre_y = rng.randrange(width), rng.randrange(height)
@@ -147,17 +164,15 @@ class RandomCutMix:
         half_width, half_height = int(half * width), int(half * height)
         left, right = max(centre_x - half_width, 0), min(centre_x + half_width, width)
         top, bottom = max(centre_y - half_height, 0), min(centre_y + half_height, height)
-        return self.mix(image, target, (left, top, right, bottom))
+        return pack_box((left, top, right, bottom), height, width)
 
-    def mix(self, image: Tensor, target: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
-        """Mix a batch with the rectangle (left, top, right, bottom), in px, from each neighbour."""
-        left, top, right, bottom = box
-        height, width = image.shape[-2:]
-        mixed = image.clone()
-        mixed[..., top:bottom, left:right] = image.roll(1, 0)[..., top:bottom, left:right]
-        # The share that is really left: a rectangle is cut off at the image's edges.
-        share = 1.0 - (right - left) * (bottom - top) / (height * width)
-        return mixed, _soft_targets(target, self.num_classes, share)
+    def mix(self, image: Tensor, target: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix a batch; as `RandomMixUp`."""
+        left, top, right, bottom, share, rest = drawn.unbind()
+        y, x = (torch.arange(side, device=image.device) for side in image.shape[-2:])
+        rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
+        mixed = torch.where(rows[:, None] & columns, image.roll(1, 0), image)
+        return mixed, _soft_targets(target, self.num_classes, share, rest)
 
 
 class RandomMix:
@@ -178,13 +193,13 @@ class RandomMix:
         self.prob = prob
         self.switch_prob = switch_prob
 
-    def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
-        """Mix a batch, or leave it and its class indices as they are; as `RandomMixUp`."""
+    def draw(self, image: Tensor, rng: random.Random) -> tuple[RandomMixUp | RandomCutMix, Tensor] | None:
+        """Draw which one is to mix a (B, C, H, W) batch, and what its `mix` takes; None where neither is."""
         is_mixed, is_cut = rng.random() < self.prob, rng.random() < self.switch_prob
         if not is_mixed:
-            return image, target
-        mix = self.cutmix if self.mixup is None or (is_cut and self.cutmix is not None) else self.mixup
-        return mix(image, target, rng)
+            return None
+        mixer = self.cutmix if self.mixup is None or (is_cut and self.cutmix is not None) else self.mixup
+        return mixer, mixer.draw(image, rng)
 
 
 def get_mixup_cutmix(
@@ -204,6 +219,7 @@ class BatchTransform:
         erase: what erases, or None.
         mix: what mixes image and target, or None.
         mix_off_epoch: the first epoch without mixing; None for never.
+        backend: of `torch.compile`, to do all of it in few kernels; None for one after the other.
     """
 
     def __init__(
@@ -212,17 +228,38 @@ class BatchTransform:
         erase: RandomErasing | None = None,
         mix: RandomMix | None = None,
         mix_off_epoch: int | None = None,
+        backend: str | None = None,
     ) -> None:
         self.normalize = normalize
         self.erase = erase
         self.mix = mix
         self.mix_off_epoch = math.inf if mix_off_epoch is None else mix_off_epoch
+        self.apply = self._apply
+        if backend is not None:
+            # Images are divided as when it is not compiled, which on a GPU is not the default.
+            options = {"eager_numerics.division_rounding": True} if backend == "inductor" else None
+            self.apply = torch.compile(self._apply, backend=backend, options=options, dynamic=False)
 
     def __call__(self, image: Tensor, target: Tensor, rng: random.Random, epoch: int = 0) -> tuple[Tensor, Tensor]:
         """Transform (B, C, H, W) uint8 and (B,) int64 on the device, drawing from `rng`."""
-        image = self.normalize(image)
+        boxes = mixer = drawn = None
         if self.erase is not None:
-            image = self.erase(image, rng)
-        if self.mix is not None and epoch < self.mix_off_epoch:
-            image, target = self.mix(image, target, rng)
-        return image, target
+            boxes = to_device(self.erase.draw(image, rng), image.device)
+        if self.mix is not None and epoch < self.mix_off_epoch and (mixing := self.mix.draw(image, rng)):
+            mixer, drawn = mixing[0], to_device(mixing[1], image.device)
+        image, target = self.apply(image, target, boxes, mixer, drawn)
+        # As it is already; compiled by torch 2.11, an image that came in another order of memory may not be.
+        return image.contiguous(memory_format=self.normalize.memory_format), target
+
+    def _apply(
+        self,
+        image: Tensor,
+        target: Tensor,
+        boxes: Tensor | None,
+        mixer: RandomMixUp | RandomCutMix | None,
+        drawn: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        image = self.normalize(image)
+        if boxes is not None:
+            image = self.erase.erase(image, boxes)
+        return (image, target) if mixer is None else mixer.mix(image, target, drawn)

@@ -97,7 +97,7 @@ def options(*argv, size_px=64):
 MIXED = "--random-erase 0.5 --mixup-alpha 0.2 --cutmix-alpha 1".split()
 
 
-@pytest.mark.parametrize("argv", [[], ["--channels-last"]])
+@pytest.mark.parametrize("argv", [[], ["--channels-last"], ["--channels-last", "--compile"]])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_prepared_on_a_stream_of_their_own_are_the_cpus(argv, workers):
     """While the model's stream is kept busy, so that a missing wait would show."""

@@ -77,10 +77,11 @@ def mixed_share(prob, switch_prob, batches=2000):
     # An image of one pixel cannot be cut, only replaced or blended.
     image, target = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1).expand(2, 1, 4, 4), torch.tensor([0, 1])
     for seed in range(batches):
-        mixed, targets = mix(image, target, random.Random(seed))
-        if targets.ndim == 1:
+        drawn = mix.draw(image, random.Random(seed))
+        if drawn is None:
             kinds["none"] += 1
         else:
+            mixed, _ = drawn[0].mix(image, target, drawn[1])
             kinds["cutmix" if set(mixed.unique().tolist()) <= {0.0, 1.0} else "mixup"] += 1
     return {name: count / batches for name, count in kinds.items()}
 

@@ -20,6 +20,14 @@ def batch(size=6, height=20, width=14):
     return image, torch.randint(0, NUM_CLASSES, (size,), generator=generator)
 
 
+def mix(mixer, image, target, rng):
+    """Mix a batch with the next draws, by one way or one of two, or neither."""
+    if isinstance(mixer, transforms.RandomMix):
+        drawn = mixer.draw(image, rng)
+        return drawn[0].mix(image, target, drawn[1]) if drawn else (image, target)
+    return mixer.mix(image, target, mixer.draw(image, rng))
+
+
 def v2_result(oracle, image, target, **drawn):
     """Apply one of v2's transforms with given draws instead of its own."""
     parameters = {"labels": target, "batch_size": len(target), **drawn}
@@ -31,7 +39,7 @@ def v2_result(oracle, image, target, **drawn):
 def test_mixup_is_torchvisions_for_the_same_share(share, size):
     image, target = batch(size)
     expected = v2_result(v2.MixUp(num_classes=NUM_CLASSES), image, target, lam=share)
-    mixed = transforms.RandomMixUp(num_classes=NUM_CLASSES).mix(image, target, share)
+    mixed = transforms.RandomMixUp(num_classes=NUM_CLASSES).mix(image, target, transforms.pack_share(share))
     assert torch.equal(mixed[0], expected[0])
     assert torch.equal(mixed[1], expected[1])
     assert mixed[1].dtype == torch.float32
@@ -43,7 +51,7 @@ def test_cutmix_is_torchvisions_for_the_same_box(box):
     left, top, right, bottom = box
     share = 1.0 - (right - left) * (bottom - top) / (14 * 20)
     expected = v2_result(v2.CutMix(num_classes=NUM_CLASSES), image, target, box=box, lam_adjusted=share)
-    mixed = transforms.RandomCutMix(num_classes=NUM_CLASSES).mix(image, target, box)
+    mixed = transforms.RandomCutMix(num_classes=NUM_CLASSES).mix(image, target, transforms.pack_box(box, 20, 14))
     assert torch.equal(mixed[0], expected[0])
     assert torch.equal(mixed[1], expected[1])
 
@@ -53,7 +61,7 @@ def test_mixing_changes_neither_the_batch_nor_the_sum_of_a_target(build):
     image, target = batch()
     image_before, target_before = image.clone(), target.clone()
     for seed in range(50):
-        mixed, soft = build(num_classes=NUM_CLASSES, alpha=0.4)(image, target, random.Random(seed))
+        mixed, soft = mix(build(num_classes=NUM_CLASSES, alpha=0.4), image, target, random.Random(seed))
         assert mixed.shape == image.shape
         assert soft.shape == (6, NUM_CLASSES)
         # share + (1 - share), each rounded to float32 once
@@ -66,7 +74,7 @@ def test_cutmix_targets_count_the_pixels():
     image = torch.arange(4.0)[:, None, None, None].expand(4, 3, 20, 14)
     target = torch.arange(4)
     for seed in range(100):
-        mixed, soft = transforms.RandomCutMix(num_classes=4)(image, target, random.Random(seed))
+        mixed, soft = mix(transforms.RandomCutMix(num_classes=4), image, target, random.Random(seed))
         own = (mixed == image).double().mean((1, 2, 3))
         # 280 pixels: their share is rounded to float32 once.
         torch.testing.assert_close(soft.diagonal().double(), own, rtol=0, atol=2**-24)
@@ -84,9 +92,9 @@ def assert_same_mean(ours, theirs):
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_mixup_draws_from_beta(alpha):
     image, target = torch.tensor([1.0, 0.0])[:, None, None, None], torch.tensor([0, 1])
-    mix = transforms.RandomMixUp(num_classes=2, alpha=alpha)
+    mixer = transforms.RandomMixUp(num_classes=2, alpha=alpha)
     rng = random.Random(1)
-    shares = [mix(image, target, rng)[1][0, 0].item() for _ in range(2000)]
+    shares = [mix(mixer, image, target, rng)[1][0, 0].item() for _ in range(2000)]
     torch.manual_seed(1)
     theirs = torch.distributions.Beta(alpha, alpha).sample((2000,)).tolist()
     assert_same_mean(shares, theirs)
@@ -105,8 +113,8 @@ def test_cutmix_draws_boxes_as_torchvision():
 
 def drawn_cutmix_box(seed):
     image = torch.tensor([0.0, 1.0])[:, None, None, None].expand(2, 1, 20, 14)
-    mix = transforms.RandomCutMix(num_classes=2, alpha=0.7)
-    return box_of(mix(image, torch.tensor([0, 1]), random.Random(seed))[0][0, 0] == 1)
+    mixer = transforms.RandomCutMix(num_classes=2, alpha=0.7)
+    return box_of(mix(mixer, image, torch.tensor([0, 1]), random.Random(seed))[0][0, 0] == 1)
 
 
 def box_of(mask):
@@ -121,10 +129,10 @@ def box_of(mask):
 
 @pytest.mark.parametrize(("mixup_alpha", "cutmix_alpha", "share"), [(0.0, 1.0, 0.0), (1.0, 0.0, 1.0), (1.0, 1.0, 0.5)])
 def test_mixup_and_cutmix_take_turns_at_equal_odds(mixup_alpha, cutmix_alpha, share):
-    mix = transforms.get_mixup_cutmix(mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha, num_classes=2)
+    either = transforms.get_mixup_cutmix(mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha, num_classes=2)
     image, target = torch.tensor([0.0, 1.0])[:, None, None, None].expand(2, 1, 4, 4), torch.tensor([0, 1])
     # mixup blends the two values, cutmix never does
-    mixed = [mix(image, target, random.Random(seed))[0] for seed in range(1000)]
+    mixed = [mix(either, image, target, random.Random(seed))[0] for seed in range(1000)]
     num_blended = sum(not ((pixels == 0) | (pixels == 1)).all() for pixels in mixed)
     # five standard deviations of a thousand throws
     assert abs(num_blended - 1000 * share) <= 5 * math.sqrt(1000 * share * (1 - share))
@@ -178,7 +186,7 @@ def test_a_box_that_never_fits_erases_nothing():
     erase = transforms.RandomErasing(p=1.0, scale=(1.0, 1.0), ratio=(1.0, 1.0))
     assert erase.draw_box(10, 10, random.Random(0)) == (0, 0, 0, 0)
     image = torch.ones(2, 3, 10, 10)
-    assert torch.equal(erase(image.clone(), random.Random(0)), image)
+    assert torch.equal(erase.erase(image.clone(), erase.draw(image, random.Random(0))), image)
 
 
 def test_exactly_the_drawn_boxes_are_zero():
@@ -187,9 +195,8 @@ def test_exactly_the_drawn_boxes_are_zero():
     for one in expected:
         top, left, height, width = erase.draw_box(20, 14, rng)
         one[:, top : top + height, left : left + width] = 0
-    erased = erase(image, random.Random(6))
+    erased = erase.erase(image, erase.draw(image, random.Random(6)))
     assert torch.equal(erased, expected)
-    assert erased is image
     assert 0 < (erased == 0).sum() < erased.numel()
 
 
@@ -201,11 +208,12 @@ def test_odds_of_an_erased_box(p):
     assert abs(erased - count * p) <= 5 * math.sqrt(count * p * (1 - p))
 
 
-def build_all():
+def build_all(memory_format=torch.contiguous_format, backend=None):
     return transforms.BatchTransform(
-        transforms.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.1), torch.device("cpu")),
+        transforms.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.1), torch.device("cpu"), memory_format),
         transforms.RandomErasing(0.5),
-        transforms.get_mixup_cutmix(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=NUM_CLASSES),
+        transforms.get_mixup_cutmix(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=NUM_CLASSES, prob=0.7),
+        backend=backend,
     )
 
 
@@ -230,8 +238,9 @@ def test_batches_are_normalised_then_erased_then_mixed():
     normalise = tv.Compose([tv.ConvertImageDtype(torch.float), tv.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.1))])
     for seed in range(10):
         rng = random.Random(seed)
-        erased = transform.erase(torch.stack([normalise(image) for image in pixels]), rng)
-        expected = transform.mix(erased, target, rng)
+        expected = torch.stack([normalise(image) for image in pixels])
+        expected = transform.erase.erase(expected, transform.erase.draw(expected, rng))
+        expected = mix(transform.mix, expected, target, rng)
         image, soft = transform(pixels, target, random.Random(seed))
         assert torch.equal(image, expected[0])
         assert torch.equal(soft, expected[1])
@@ -257,3 +266,21 @@ def test_batches_come_out_in_nchw_order_as_torchvisions_whatever_order_they_came
     for seed in range(5):
         image, _ = build_all()(pixels, target, random.Random(seed))
         assert image.is_contiguous()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_it_gives_the_same_bits_and_is_compiled_once_for_each_way_of_mixing(backend, memory_format):
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    plain = build_all(memory_format)
+    compiled = build_all(memory_format, backend)
+    pixels, target = pixels_and_target()
+    for seed in range(40):
+        expected, found = (transform(pixels, target, random.Random(seed)) for transform in (plain, compiled))
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert found[0].is_contiguous(memory_format=memory_format)
+    assert counters["stats"]["unique_graphs"] == 3  # mixup, cutmix, neither
+    torch.compiler.reset()
