@@ -144,7 +144,7 @@ def _add_data(group: Any) -> None:
     group.add_argument(
         "--decode-device", choices=["cpu", "cuda"], default="cpu",
         help="cuda = the GPU decodes, crops and resizes JPEGs (TorchCodec's nvJPEG), or it is said why it cannot; its "
-        "pixels differ from the CPU's by some grey levels",
+        "pixels differ from the CPU's by some grey levels; what it cannot decode, the CPU does",
     )  # fmt: skip
     _switch(group, "--use-v2", "accepted as torchvision's; changes no number here")
 

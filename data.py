@@ -332,6 +332,7 @@ class DeviceLoader:
 
     Attributes:
         replaced: the images that others stood in for, of the batches of this epoch that were taken so far.
+        refused: those that the device could not decode, likewise.
     """
 
     def __init__(
@@ -348,7 +349,7 @@ class DeviceLoader:
         self.transform = transform
         self.seed = seed
         self.is_encoded = is_encoded
-        self.replaced = []
+        self.replaced, self.refused = [], []
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -369,7 +370,7 @@ class DeviceLoader:
         is_training = isinstance(sampler, TrainSampler)
         epoch = sampler.epoch if is_training else 0
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
-        self.replaced = []
+        self.replaced, self.refused = [], []
         for (image, target, *replaced), (step, shard) in zip(loaded, addresses, strict=True):
             # Not where they are loaded: loader processes run ahead, and into steps that are never made.
             self.replaced += [number for numbers in replaced for number in numbers.tolist()]
@@ -380,9 +381,11 @@ class DeviceLoader:
 
     def _decode(self, batch: EncodedBatch) -> Tensor:
         try:
-            return batch.decode(self.device)
+            image = batch.decode(self.device)
         except UndecodableError as error:
             raise self.dataset.error(error.number, str(error)) from error
+        self.refused += batch.refused
+        return image
 
     def _prepare(self, batches: Iterator) -> tuple[tuple[Tensor, Tensor] | None, torch.cuda.Event | None]:
         """Return the next batch, or None, and when it will be ready on the device."""
@@ -447,19 +450,27 @@ def settle_decode_device(args: Any, device: torch.device, resumed: dict | None =
         args.decode_device = "cpu"
 
 
-def report_replaced(data_loader: DeviceLoader, epoch: int) -> None:
-    """Say which images of an epoch others stood in for. Collective: every rank must call it."""
-    dataset = data_loader.dataset
-    if not isinstance(dataset, LenientImageFolder):
-        return
-    numbers = torch.cat(utils.all_gather(torch.tensor(data_loader.replaced, dtype=torch.int64)))
-    images = numbers.unique().tolist()
+def report_images(data_loader: DeviceLoader, epoch: int) -> None:
+    """Say which images of an epoch others stood in for, and which ones the device could not decode.
+
+    Collective: every rank must call it.
+    """
+    if isinstance(data_loader.dataset, LenientImageFolder):
+        _report(data_loader, epoch, data_loader.replaced, "could not be read and were replaced")
+    if data_loader.is_encoded:
+        what = (
+            f"were not decoded on {data_loader.device.type} but by Pillow, and the others of their batches one by one"
+        )
+        _report(data_loader, epoch, data_loader.refused, what)
+
+
+def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str) -> None:
+    samples = torch.cat(utils.all_gather(torch.tensor(numbers, dtype=torch.int64)))
+    images = samples.unique().tolist()
     if not images:
         return
     first_step = data_loader.loader.batch_sampler.start_step
     since = f" since step {first_step}" if first_step else ""
-    paths = ", ".join(dataset.index.path(number) for number in images[:3]) + (", ..." if len(images) > 3 else "")
-    print(
-        f"Epoch: [{epoch}] {len(images)} images could not be read and were replaced{since} "
-        f"({len(numbers)} samples): {paths}"
-    )
+    index = data_loader.dataset.index
+    paths = ", ".join(index.path(number) for number in images[:3]) + (", ..." if len(images) > 3 else "")
+    print(f"Epoch: [{epoch}] {len(images)} images {what}{since} ({len(samples)} samples): {paths}")

@@ -60,6 +60,9 @@ class EncodedBatch:
 
     Args:
         images: of one size; a (3, size, size) uint8 tensor stands for an image that only the CPU can decode.
+
+    Attributes:
+        refused: the images, by their numbers, that the device could not decode after all.
     """
 
     def __init__(self, images: list[EncodedCrop | Tensor]) -> None:
@@ -69,6 +72,7 @@ class EncodedBatch:
         self.lengths = [len(piece) for piece in pieces]
         # No tensor: those go from one process to another through /dev/shm, which containers keep small.
         self.payload = numpy.concatenate(pieces)
+        self.refused = []
 
     def __len__(self) -> int:
         return len(self.crops)
@@ -84,7 +88,8 @@ class EncodedBatch:
         """
         pieces = torch.from_numpy(self.payload).split(self.lengths)
         jpegs = [piece for piece, crop in zip(pieces, self.crops, strict=True) if crop is not None]
-        decoded = iter(_decode_all(jpegs, [crop for crop in self.crops if crop is not None], device))
+        self.refused = []
+        decoded = iter(_decode_all(jpegs, [crop for crop in self.crops if crop is not None], device, self.refused))
         batch = torch.empty((len(self), self.size, self.size, 3), dtype=torch.uint8, device=device)
         for place, piece, crop in zip(batch, pieces, self.crops, strict=True):
             if crop is None:
@@ -114,8 +119,13 @@ def _crop(pixels: Tensor, crop: EncodedCrop) -> Tensor:
     return part.flip(-1) if crop.is_mirrored else part
 
 
-def _decode_all(jpegs: list[Tensor], crops: list[EncodedCrop], device: torch.device) -> list[Tensor]:
-    """Return the (3, H, W) uint8 pixels of JPEGs on a device, decoded in one call; those that fail there, by Pillow."""
+def _decode_all(
+    jpegs: list[Tensor], crops: list[EncodedCrop], device: torch.device, refused: list[int]
+) -> list[Tensor]:
+    """Return the (3, H, W) uint8 pixels of JPEGs on a device, decoded in one call.
+
+    Those that fail there are decoded by Pillow, and their numbers added to `refused`.
+    """
     if not jpegs:
         return []
     decode_jpeg = require_torchcodec("--decode-device").decoders.decode_jpeg
@@ -124,15 +134,18 @@ def _decode_all(jpegs: list[Tensor], crops: list[EncodedCrop], device: torch.dev
     except _NOT_THE_IMAGE:
         raise
     except RuntimeError:  # one of them, and it does not say which
-        return [_decode_one(decode_jpeg, *one, device) for one in zip(jpegs, crops, strict=True)]
+        return [_decode_one(decode_jpeg, *one, device, refused) for one in zip(jpegs, crops, strict=True)]
 
 
-def _decode_one(decode_jpeg: Callable, jpeg: Tensor, crop: EncodedCrop, device: torch.device) -> Tensor:
+def _decode_one(
+    decode_jpeg: Callable, jpeg: Tensor, crop: EncodedCrop, device: torch.device, refused: list[int]
+) -> Tensor:
     try:
         return decode_jpeg([jpeg], mode="RGB", device=device)[0]
     except _NOT_THE_IMAGE:
         raise
     except RuntimeError:
+        refused.append(crop.number)
         try:
             image = decode_plainly(jpeg.numpy().tobytes())
         except Exception as error:  # damage is of many kinds to Pillow

@@ -455,7 +455,7 @@ def main(args):
                     lr_scheduler, sharded_step, hook, first_step,
                 )  # fmt: skip
                 hook.save()
-                data.report_replaced(data_loader, epoch)
+                data.report_images(data_loader, epoch)
             if not run.is_evaluated:
                 watched = hook.watched(data_loader_test)
                 results = evaluate_all(args, model_without_ddp, model_ema, criterion, watched, device)

@@ -217,7 +217,7 @@ def test_what_was_replaced_in_the_batches_that_were_taken_is_reported(damaged_fo
     batches = iter(loader)
     next(batches)
     capsys.readouterr()
-    data.report_replaced(loader, 1)
+    data.report_images(loader, 1)
     expected = [str(damaged_folder / "train" / dataset.index.name(number)) for number in (4, 5, 28) if number in used]
     assert len(expected) == 2
     count = f"{len(expected)} images could not be read and were replaced since step 1 ({len(expected)} samples)"

@@ -131,13 +131,9 @@ def test_an_image_that_nobody_can_decode_is_named(image_folder, tmp_path):
             batches(folder, *argv)
 
 
-def test_a_batch_with_an_image_that_the_device_refuses_is_decoded_one_by_one(monkeypatch):
+def refuse(monkeypatch, odd):
+    """Have the device refuse a JPEG, and every batch that it is in."""
     from torchcodec import decoders
-
-    preset = ClassificationPresetEval(crop_size=24, resize_size=32, leaves_decoding=True)
-    images = [preset.load(FILES[kind])._replace(number=number) for number, kind in enumerate(["4:2:0", "grey", "EXIF"])]
-    expected = EncodedBatch(images).decode(CPU)
-    odd = images[1].payload
 
     def refuse_one(jpegs, **options):
         if any(jpeg.numpy().tobytes() == bytes(odd) for jpeg in jpegs):
@@ -146,12 +142,37 @@ def test_a_batch_with_an_image_that_the_device_refuses_is_decoded_one_by_one(mon
 
     decode_jpeg = decoders.decode_jpeg
     monkeypatch.setattr(decoders, "decode_jpeg", refuse_one)
-    assert (EncodedBatch(images).decode(CPU).int() - expected.int()).abs().max() <= 1
-    images[1] = images[1]._replace(payload=broken(bytes(odd)))
-    odd = images[1].payload
+
+
+def test_a_batch_with_an_image_that_the_device_refuses_is_decoded_one_by_one(monkeypatch):
+    preset = ClassificationPresetEval(crop_size=24, resize_size=32, leaves_decoding=True)
+    images = [preset.load(FILES[kind])._replace(number=number) for number, kind in enumerate(["4:2:0", "grey", "EXIF"])]
+    expected = EncodedBatch(images).decode(CPU)
+    refuse(monkeypatch, images[1].payload)
+    batch = EncodedBatch(images)
+    assert (batch.decode(CPU).int() - expected.int()).abs().max() <= 1
+    assert batch.refused == [1]
+    images[1] = images[1]._replace(payload=broken(bytes(images[1].payload)))
+    refuse(monkeypatch, images[1].payload)
     with pytest.raises(UndecodableError) as caught:
         EncodedBatch(images).decode(CPU)
     assert caught.value.number == 1
+
+
+def test_what_the_device_refuses_is_said_at_the_end_of_the_epoch(image_folder, monkeypatch, capsys):
+    args = arguments(image_folder, "--workers", "0")
+    dataset, _ = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), args)
+    sampler = TrainSampler(len(dataset), VirtualShards(8, 2), seed=3)
+    loader = data.build_device_loader(args, dataset, sampler, CPU, 3)
+    number = next(iter(sampler))[0].index
+    refuse(monkeypatch, dataset.index.read(number))
+    for _ in range(2):  # counted anew in each epoch
+        list(loader)
+    capsys.readouterr()
+    data.report_images(loader, 1)
+    line = capsys.readouterr().out
+    assert line.startswith("Epoch: [1] 1 images were not decoded on cpu but by Pillow, ")
+    assert line.endswith(f"(1 samples): {dataset.index.path(number)}\n")
 
 
 def test_where_the_device_decodes_nothing_the_cpu_does_and_says_so(started, image_folder, tmp_path):
