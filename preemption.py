@@ -3,6 +3,7 @@
 import ctypes
 import faulthandler
 import itertools
+import multiprocessing
 import os
 import signal
 import socket
@@ -110,24 +111,28 @@ def start_worker(worker: int) -> None:
     """Prepare a loader process: it ends with its parent, or when its parent says so, and by no signal from elsewhere.
 
     torchrun and terminals signal the whole process group; a loader that died of it would take the run along before
-    anything is saved (docs/research/RELIABILITY.md, finding 3).
+    anything is saved (docs/research/RELIABILITY.md, finding 3). Off Linux it dies of anybody's SIGTERM.
     """
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_told, daemon=True, name="end when told").start()
+    if sys.platform != "linux":
+        return
+    parent = multiprocessing.parent_process().pid
     end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before it was asked to take this process along
+        os._exit(0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_told, args=(parent,), daemon=True, name="end when told").start()
 
 
-def _end_when_told() -> None:
-    """End this process on a SIGTERM of its parent.
+def _end_when_told(parent: int) -> None:
+    """End this process on a SIGTERM of its parent, once whatever runs in it lets go of the interpreter.
 
     Torch sends it to a process that does not end by itself, as when its loader is collected as a part of a cycle, and
     Python to those that are still there at exit: both would wait forever for one that ignores it.
     """
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
 

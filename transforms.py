@@ -80,13 +80,18 @@ class RandomErasing:
         y, x = torch.arange(height, device=image.device), torch.arange(width, device=image.device)
         rows = (y >= top) & (y < top + box_height)
         columns = (x >= left) & (x < left + box_width)
-        # Not masked_fill, which loses the channels-last order of memory where it is compiled (torch 2.15).
+        # Not masked_fill, which loses the channels-last order of memory where it is not in place, as in a compiled one.
         return torch.where((rows[:, :, None] & columns[:, None, :])[:, None], 0.0, image)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device without waiting for it, which takes memory that does not move."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
+def _neighbours(image: Tensor) -> Tensor:
+    """Return each image's neighbour in the batch. By roll, on a GPU, they would come out in NCHW order."""
+    return torch.cat([image[-1:], image[:-1]])
 
 
 def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor) -> Tensor:
@@ -139,7 +144,7 @@ class RandomMixUp:
             The mixed image and (B, num_classes) float targets whose rows sum to 1.
         """
         share, rest = drawn.unbind()
-        mixed = image.roll(1, 0).mul_(rest).add_(image.mul(share))
+        mixed = _neighbours(image).mul_(rest).add_(image.mul(share))
         return mixed, _soft_targets(target, self.num_classes, share, rest)
 
 
@@ -171,7 +176,7 @@ class RandomCutMix:
         left, top, right, bottom, share, rest = drawn.unbind()
         y, x = (torch.arange(side, device=image.device) for side in image.shape[-2:])
         rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
-        mixed = torch.where(rows[:, None] & columns, image.roll(1, 0), image)
+        mixed = torch.where(rows[:, None] & columns, _neighbours(image), image)
         return mixed, _soft_targets(target, self.num_classes, share, rest)
 
 
@@ -236,7 +241,7 @@ class BatchTransform:
         self.mix_off_epoch = math.inf if mix_off_epoch is None else mix_off_epoch
         self.apply = self._apply
         if backend is not None:
-            # Images are divided as when it is not compiled, which on a GPU is not the default.
+            # By the standard deviation they are divided as when it is not compiled, which on a GPU is not the default.
             options = {"eager_numerics.division_rounding": True} if backend == "inductor" else None
             self.apply = torch.compile(self._apply, backend=backend, options=options, dynamic=False)
 
@@ -248,7 +253,7 @@ class BatchTransform:
         if self.mix is not None and epoch < self.mix_off_epoch and (mixing := self.mix.draw(image, rng)):
             mixer, drawn = mixing[0], to_device(mixing[1], image.device)
         image, target = self.apply(image, target, boxes, mixer, drawn)
-        # As it is already; compiled by torch 2.11, an image that came in another order of memory may not be.
+        # As it is already; compiled by torch 2.11, images that came in another order of memory may not be.
         return image.contiguous(memory_format=self.normalize.memory_format), target
 
     def _apply(
