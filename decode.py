@@ -149,9 +149,9 @@ def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None
     view = memoryview(payload)
     jpeg = bytearray().join([view[: frame.coded], view[begin:end], _END_OF_IMAGE])
     _set_height(jpeg, frame, rows)
-    number = frame.coded - begin + 1
+    shift = frame.coded - begin
     for row, place in enumerate(places[first:last]):
-        jpeg[number + place] = _RESTART_CODES[row]
+        jpeg[place + shift + 1] = _RESTART_CODES[row]
     return Part(jpeg, first * frame.block_rows, rows)
 
 

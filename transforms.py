@@ -75,18 +75,21 @@ class RandomErasing:
     @staticmethod
     def erase(image: Tensor, boxes: Tensor) -> Tensor:
         """Return (B, C, H, W) normalised floats with (B, 4) boxes erased."""
-        height, width = image.shape[-2:]
-        top, left, box_height, box_width = boxes[:, :, None].unbind(1)
-        y, x = torch.arange(height, device=image.device), torch.arange(width, device=image.device)
-        rows = (y >= top) & (y < top + box_height)
-        columns = (x >= left) & (x < left + box_width)
+        top, left, height, width = boxes[:, :, None].unbind(1)
         # Not masked_fill, which loses the channels-last order of memory where it is not in place, as in a compiled one.
-        return torch.where((rows[:, :, None] & columns[:, None, :])[:, None], 0.0, image)
+        return torch.where(_inside(image, left, top, left + width, top + height)[:, None], 0.0, image)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device without waiting for it, which takes memory that does not move."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
+def _inside(image: Tensor, left: Tensor, top: Tensor, right: Tensor, bottom: Tensor) -> Tensor:
+    """Return which pixels of images lie in a rectangle: (H, W) bool, or (B, H, W) of (B, 1) edges."""
+    y, x = (torch.arange(side, device=image.device) for side in image.shape[-2:])
+    rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
+    return rows[..., :, None] & columns[..., None, :]
 
 
 def _neighbours(image: Tensor) -> Tensor:
@@ -174,9 +177,7 @@ class RandomCutMix:
     def mix(self, image: Tensor, target: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Mix a batch; as `RandomMixUp`."""
         left, top, right, bottom, share, rest = drawn.unbind()
-        y, x = (torch.arange(side, device=image.device) for side in image.shape[-2:])
-        rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
-        mixed = torch.where(rows[:, None] & columns, _neighbours(image), image)
+        mixed = torch.where(_inside(image, left, top, right, bottom), _neighbours(image), image)
         return mixed, _soft_targets(target, self.num_classes, share, rest)
 
 

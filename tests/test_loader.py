@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import subprocess
 import threading
-import time
 
 import pytest
 import torch
@@ -42,8 +41,8 @@ class Batches:
             yield [first] if first == 3 * self.num_batches - 3 else [first, first + 1, first + 2]
 
 
-def build(kind, dataset, num_batches):
-    options = {"num_workers": 2, "prefetch_factor": 2}
+def build(kind, dataset, num_batches, **options):
+    options = {"num_workers": 2, "prefetch_factor": 2} | options
     options |= {"batch_bytes": 3 * 3 * 4 * 7} if kind is ProcessLoader else {}
     return kind(dataset, Batches(num_batches), **options)
 
@@ -97,9 +96,7 @@ def test_an_image_that_cannot_be_read_is_raised_in_its_turn():
 
 def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does():
     before = set(multiprocessing.active_children())
-    loader = ProcessLoader(
-        Numbers(), Batches(20), num_workers=1, prefetch_factor=2, batch_bytes=3 * 3 * 4 * 7, worker_init_fn=start_worker
-    )
+    loader = build(ProcessLoader, Numbers(), 20, num_workers=1, worker_init_fn=start_worker)
     batches = iter(loader)
     next(batches)
     (process,) = set(multiprocessing.active_children()) - before
@@ -111,8 +108,5 @@ def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does
     cycle.append(cycle)
     del loader, batches, cycle
     gc.collect()
-    deadline = time.monotonic() + 10
-    while process.is_alive():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    process.join(10)
     assert process.exitcode == 0
