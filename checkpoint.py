@@ -13,7 +13,10 @@ import torch
 
 from errors import UserError
 
-FORMAT = 1
+FORMAT = 2
+
+# The best checkpoints of a run, by the results that they are best in: those of the raw weights, and of their average.
+BEST_NAMES = {"val": "best", "val_ema": "best_ema"}
 
 
 class OtherFormatError(UserError):
@@ -48,7 +51,7 @@ class RunState:
         self.facts = facts
         self.parts = {name: part for name, part in parts.items() if part is not None}
         self.epoch, self.steps, self.is_evaluated = 0, 0, False
-        self.best = None
+        self.bests = dict.fromkeys(BEST_NAMES.values())  # {"metric", "value", "step"}, or None
         self.is_resumed = False
 
     @property
@@ -66,21 +69,26 @@ class RunState:
             self.epoch, self.steps, self.is_evaluated = epoch, 0, False
         return self.steps
 
-    def note_result(self, metric: str, value: float) -> None:
-        """Record that the epoch has been evaluated, and whether it is the best so far of its kind.
+    def note_results(self, results: dict[str, dict[str, float]], metric: str) -> None:
+        """Record that the epoch has been evaluated, and of which kinds of results it is the best so far.
 
-        Of a loss (`val/loss`) the lowest is best, of anything else the highest.
+        Args:
+            results: by kind (val, val_ema), of which each has a best of its own.
+            metric: the result that counts: of a loss the lowest is best, of anything else the highest.
         """
         self.is_evaluated = True
-        is_first = self.best is None or self.best["metric"] != metric or not math.isfinite(self.best["value"])
-        sign = -1 if metric.endswith("loss") else 1
-        if is_first or sign * value > sign * self.best["value"]:
-            self.best = {"metric": metric, "value": float(value), "step": self.step}
+        sign = -1 if metric == "loss" else 1
+        for kind, result in results.items():
+            name, value = f"{kind}/{metric}", float(result[metric])
+            best = self.bests[BEST_NAMES[kind]]
+            is_first = best is None or best["metric"] != name or not math.isfinite(best["value"])
+            if is_first or sign * value > sign * best["value"]:
+                self.bests[BEST_NAMES[kind]] = {"metric": name, "value": value, "step": self.step}
 
     @property
-    def is_best(self) -> bool:
-        """Whether the state is that of the best evaluation so far."""
-        return self.best is not None and self.best["step"] == self.step
+    def best_now(self) -> list[str]:
+        """The names of the best checkpoints that the state as it is has to bear."""
+        return [name for name, best in self.bests.items() if best is not None and best["step"] == self.step]
 
     def resume(self, state: dict | None, start_epoch: int | None, epochs: int) -> None:
         """Restore a checkpoint, if there is one, or move to `--start-epoch`.
@@ -111,7 +119,7 @@ class RunState:
             "epoch": self.epoch if is_complete else self.epoch - 1,
             "step": self.step,
             "position": {"epoch": self.epoch, "steps": self.steps, "is_evaluated": self.is_evaluated},
-            "best": self.best,
+            **self.bests,
             **self.facts,
         }
 
@@ -131,15 +139,18 @@ class RunState:
             print(f"the checkpoint's {name} is left out: this run has none")
         position = state["position"]
         self.epoch, self.steps, self.is_evaluated = position["epoch"], position["steps"], position["is_evaluated"]
-        self.best = state["best"]
+        self.bests = {name: state[name] for name in self.bests}
         self.is_resumed = True
 
     def result(self, folder: str) -> str:
         """Return the last lines of a finished run."""
-        return (
-            f"finished {self.epoch + 1} epochs, {self.step} steps; all in {folder}\n"
-            f"best {self.best['metric']} {self.best['value']:.3f}, after step {self.best['step']}"
-        )
+        lines = [f"finished {self.epoch + 1} epochs, {self.step} steps; all in {folder}"]
+        lines += [
+            f"best {best['metric']} {best['value']:.3f}, after step {best['step']}"
+            for best in self.bests.values()
+            if best is not None
+        ]
+        return "\n".join(lines)
 
     def is_finished(self, epochs: int) -> bool:
         """Tell whether nothing is left to do."""
@@ -251,7 +262,19 @@ def check_schema(state: dict, name: str) -> dict:
         UserError: it is not.
         OtherFormatError: it is one of another version of this script.
     """
-    expected = {"format", "model", "optimizer", "epoch", "step", "position", "best", "args", "shards", "data"}
+    expected = {
+        "format",
+        "model",
+        "optimizer",
+        "epoch",
+        "step",
+        "position",
+        "best",
+        "best_ema",
+        "args",
+        "shards",
+        "data",
+    }
     missing = sorted(expected - state.keys())
     if missing:
         raise UserError(
@@ -265,23 +288,34 @@ def check_schema(state: dict, name: str) -> dict:
     return state
 
 
-def load_weights(path: Path) -> dict:
-    """Return the state dict in a file that holds one, or in a checkpoint's `model`, with its version notes.
+def load_weights(path: Path, *, is_average: bool = False) -> tuple[dict, str]:
+    """Return the state dict in a file that holds one, or in a checkpoint, with its version notes; and which it is.
+
+    Args:
+        path: of the file.
+        is_average: take the average of a checkpoint (`model_ema`), not its raw weights (`model`).
 
     Raises:
         UserError: there is none in it.
     """
     content = load_checkpoint(path, str(path))
-    weights = content.get("model", content)
-    if not isinstance(weights, dict) or not weights or not all(isinstance(key, str) for key in weights):
+    if is_average and "model_ema" not in content:
+        raise UserError(f"--weights {path} holds no average (model_ema); leave out --ema to take the weights it holds")
+    key = "model_ema" if is_average else "model"
+    weights = content.get(key, content)
+    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights):
         raise UserError(
-            f"--weights {path} holds no weights: expected a state dict, or a checkpoint with one as `model`"
+            f"--weights {path} holds no weights: expected a state dict, or a checkpoint with one as `{key}`"
         )
     if not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         raise UserError(
-            f"--weights {path} holds more than weights: expected a state dict, or a checkpoint with `model`"
+            f"--weights {path} holds more than weights: expected a state dict, or a checkpoint with `{key}`"
         )
     plain = OrderedDict((name.removeprefix("module."), tensor) for name, tensor in weights.items())
-    if hasattr(weights, "_metadata"):
-        plain._metadata = weights._metadata  # by which modules load what older versions of them saved
-    return plain
+    if hasattr(weights, "_metadata"):  # by which modules load what older versions of them saved
+        plain._metadata = {f"{name}.".removeprefix("module.")[:-1]: each for name, each in weights._metadata.items()}
+    if is_average:
+        plain.pop("n_averaged", None)  # of torch's AveragedModel, and no weight
+    kind = "the average" if is_average else "the raw weights"
+    has_both = weights is not content and not is_average and "model_ema" in content
+    return plain, kind + (", not their average, which --ema takes" if has_both else "")

@@ -206,6 +206,7 @@ def _add_model(group: Any) -> None:
         "--weights", metavar="NAME|FILE",
         help="weights to start from: torchvision's name of them, a state dict, or a checkpoint of this script",
     )  # fmt: skip
+    _switch(group, "--ema", "take the average of the weights (model_ema) out of --weights FILE, not the raw ones")
     _switch(group, "--freeze", "train the classifier alone; the layers below stay as they are, in evaluation mode")
     group.add_argument(
         "--stochastic-depth", metavar="P", type=float, help="of the deepest layer (default: the model's)"
@@ -334,7 +335,7 @@ def _add_checkpoint(group: Any) -> None:
     )
     group.add_argument(
         "--best-metric", default="acc1", choices=["acc1", "acc5", "loss"],
-        help="what best.pth is best in, on the validation set; of the average where --model-ema keeps one",
+        help="what best.pth is best in, on the validation set, and best_ema.pth with the average of --model-ema",
     )  # fmt: skip
     _switch(
         group,
@@ -619,6 +620,8 @@ def _validate_checkpoint(args: argparse.Namespace) -> None:
         raise UserError("--overwrite starts over and --resume auto goes on; give one of them")
     if args.test_only and not (args.weights or args.resume):
         raise UserError("--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH")
+    if args.ema and not (args.weights and Path(args.weights).is_file()):
+        raise UserError("--ema is about --weights FILE, and there is no such file; give one, or leave it out")
     _validate_bad_images(args)
     if args.test_only and args.resume == "auto" and args.output_dir is None:
         raise UserError("--test-only --resume auto needs --output-dir, the folder to look in")

@@ -2,10 +2,12 @@
 
 import errno
 import fcntl
+import json
 import math
 import os
 import resource
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +20,40 @@ T = TypeVar("T")
 
 # Between two tries of a read.
 RETRY_S = 1.0
+
+# Answers of a file system that cannot sync a folder; its renames are as durable as it makes them.
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+# No run writes a status or a description that is larger.
+_LARGEST_JSON = 1 << 24
+
+
+def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
+    """Return a descriptor of a regular file; a pipe or a device is refused, and never waited for.
+
+    Args:
+        path: of the file.
+        flags: as of `os.open`.
+        follows_links: whether the last part of the path may be a link; a file that is written never is one, or the
+            writing would leave the folder.
+
+    Raises:
+        IsADirectoryError: it is there and no regular file.
+        OSError: it cannot be opened, or is a link.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follows_links:
+            raise OSError(errno.ELOOP, "is a link, which is not followed", str(path)) from error
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads
+            raise IsADirectoryError(errno.EISDIR, "is not a file", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise IsADirectoryError(errno.EISDIR, "is not a file", str(path))
+    return descriptor
 
 
 def write_atomically(
@@ -32,7 +68,8 @@ def write_atomically(
     """
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # made anew: one that is there could be a link
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -47,10 +84,13 @@ def write_atomically(
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Make renames in a folder durable, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(descriptor)
 
@@ -120,11 +160,42 @@ def retry(read: Callable[[], T], path: Path, tries: int = 3) -> T:
     raise AssertionError("unreachable")
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return a file's content; raises as `retry`, and IsADirectoryError for whatever else is no file."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for, for ever
-        raise IsADirectoryError(errno.EISDIR, "is not a file", str(path))
-    return retry(path.read_bytes, path)
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, if they are not there, and make that durable."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):
+        sync_folder(each.parent)
+
+
+def read_bytes(path: Path, largest: int | None = None) -> bytes:
+    """Return a file's content; raises as `retry`, and IsADirectoryError for whatever else is no file.
+
+    Args:
+        path: of the file, or of a link to it.
+        largest: bytes that it may have.
+
+    Raises:
+        ValueError: it has more.
+    """
+
+    def read() -> bytes:
+        with open(open_regular(path, os.O_RDONLY, follows_links=True), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if largest is not None and size > largest:
+                raise ValueError(f"{path} has {size} bytes")
+            return file.read()
+
+    return retry(read, path)
+
+
+def read_json(path: Path) -> dict:
+    """Return the JSON object in a small file; nothing where it is missing, unreadable or anything else."""
+    try:
+        content = json.loads(read_bytes(path, _LARGEST_JSON))
+    except (OSError, ValueError, RecursionError, StorageError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def find_os_error(error: BaseException) -> OSError | None:

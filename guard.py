@@ -16,7 +16,7 @@ from errors import UserError, did_you_mean
 # Where a run is, how it is done, watched and kept: no weight depends on these.
 FREE = {
     "allow_change", "best_metric", "cache_dataset", "checkpoint_minutes", "checkpoint_steps", "data_path", "device",
-    "dist_timeout", "dist_url", "dry_run", "grad_checkpointing", "keep_every", "keep_last", "list_recipes",
+    "dist_timeout", "dist_url", "dry_run", "ema", "grad_checkpointing", "keep_every", "keep_last", "list_recipes",
     "output_dir", "overwrite", "prefetch_factor", "print_freq", "recipe", "resume", "save_per_node",
     "stall_timeout", "start_epoch", "test_only", "use_v2", "weights", "worker_type", "workers", "world_size",
 }  # fmt: skip

@@ -182,16 +182,13 @@ class StepHook:
         """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
         for kind, result in results.items():
             self.monitor.write(kind, self.run.step, self.run.epoch, **result)
-        # An average is trained for its own sake: where there is one, it is what "best" is about.
-        kind = "val_ema" if "val_ema" in results else "val"
-        metric = self.args.best_metric
-        self.run.note_result(f"{kind}/{metric}", results[kind][metric])
+        self.run.note_results(results, self.args.best_metric)
         self.save(is_last=self.run.is_finished(self.args.epochs))
 
     def finish(self) -> None:
-        """Say how the run ended."""
+        """Record and say how the run ended. Collective: every rank must call it."""
+        utils.call_on_master(self.monitor.finish)
         print(self.run.result(self.args.output_dir))
-        self.monitor.status("finished")
 
 
 def peak_memory_gib() -> float:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from errors import LockedError
+from files import open_regular
 
 # How long a run may take to stop: one that lost its launcher, or is saving because it was told to end.
 WAIT_S = 60.0
@@ -45,9 +46,9 @@ class FolderLock:
 
         Raises:
             LockedError: it is still held then; names the holder.
-            OSError: the file cannot be opened.
+            OSError: the file cannot be opened, or is a link.
         """
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         deadline = time.monotonic() + wait_s
         is_said = False
         while not self._try(descriptor):

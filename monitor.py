@@ -1,20 +1,25 @@
 """Numbers leaving the process: means over a log window, TensorBoard, metrics.jsonl and status.json."""
 
+import io
 import json
 import math
 import os
+import re
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from checkpoint import RunState
-from errors import NonFiniteError, PreemptedError
-from files import write_atomically
-from utils import all_gather, is_main_process
+from errors import NonFiniteError, PreemptedError, StorageError
+from files import RETRY_S, explain_failure, open_regular, read_bytes, read_json, write_atomically
+from utils import all_gather, call_on_master, is_main_process
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
@@ -38,18 +43,9 @@ def non_finite_loss(step: int) -> str:
 def note_start(folder: Path, run: RunState) -> dict:
     """Return from where a run starts, and the how many-th start in a row from there this is."""
     position = [run.step, run.is_evaluated]
-    before = read_status(folder).get("start")
+    before = read_json(folder / "status.json").get("start")
     before = before if isinstance(before, dict) else {}
     return {"position": position, "count": before.get("count", 0) + 1 if before.get("position") == position else 1}
-
-
-def read_status(folder: Path) -> dict:
-    """Return what status.json holds; nothing where it is not there or not readable."""
-    try:
-        status = json.loads((folder / "status.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
 
 
 class LogWindow:
@@ -109,36 +105,108 @@ class LogWindow:
         self._sums = list(state["sums"])
 
 
+class EventFile:
+    """TensorBoard's points of a run, in one file that is made of the records of metrics.jsonl whenever it is opened.
+
+    So a failed write, a power loss, or a clock that was set back cost no point and double none: TensorBoard reads the
+    files of a folder in the order of their names, which hold the time.
+
+    Args:
+        folder: is made if it is not there; the run's earlier files in it are removed once this one is whole.
+        records: those of metrics.jsonl.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, records: Iterable[dict]) -> None:
+        folder.mkdir(exist_ok=True)
+        earlier = [path for path in folder.iterdir() if _EVENTS.match(path.name)]
+        latest = max((int(_EVENTS.match(path.name)[1]) for path in earlier), default=0)
+        name = f"events.out.tfevents.{max(int(time.time()), latest + 1)}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open(folder / name, "xb", buffering=0)  # noqa: SIM115
+        try:
+            # The second one tells a TensorBoard that is running to forget what it has read of the earlier files.
+            start = SessionLog(status=SessionLog.START)
+            self._write([Event(file_version="brain.Event:2"), Event(step=0, session_log=start), *map(_event, records)])
+            for path in earlier:
+                path.unlink()
+        except BaseException:
+            self.close()
+            raise
+
+    def _write(self, events: Iterable[Event]) -> None:
+        payload = io.BytesIO()
+        writer = RecordWriter(payload)
+        for event in events:
+            writer.write(event.SerializeToString())
+        write_all(self._file, payload.getvalue())
+
+    def add(self, record: dict) -> None:
+        """Add the points of one more record; after an OSError the file is of no use."""
+        self._write([_event(record)])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+_EVENTS = re.compile(r"events\.out\.tfevents\.(\d{1,18})\.")
+
+
+def _event(record: dict) -> Event:
+    """Return one record as TensorBoard reads it: a point of each curve."""
+    values = [
+        Summary.Value(tag=f"{record['kind']}/{name}", simple_value=value)
+        for name, value in record.items()
+        if name in SCALARS and value is not None
+    ]
+    return Event(step=record["step"], wall_time=record["time"], summary=Summary(value=values))
+
+
+def write_all(file: io.FileIO, content: bytes) -> None:
+    """Write bytes to an unbuffered file, which may take them in parts."""
+    while content:
+        content = content[file.write(content) :]
+
+
 class Monitor:
     """Writes metrics.jsonl, TensorBoard's events and status.json for one run.
 
     Args:
         folder: the output folder; None for a monitor that writes nothing.
-        run: the state of the run; where it is resumed, what an earlier process wrote beyond it is dropped.
+        run: the state of the run.
     """
 
     def __init__(self, folder: Path | None, run: RunState) -> None:
         self.folder = folder
         self.run = run
-        if folder is None:
-            return
-        kept = self._truncate(run.step, run.is_evaluated) if run.is_resumed else []
-        self._file = open(folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
         self._pending = b""  # what a full disk did not take; written with the next record
         self._failed = set()
-        # TensorBoard forgets what the earlier process wrote from this step on. If the resumed step is to be evaluated
-        # again, all points of that step go, and the training one is written once more.
-        purge_step = run.step + run.is_evaluated if run.is_resumed else None
-        self._writer = SummaryWriter(folder / "tb", purge_step=purge_step)
-        for record in kept[-1:]:
-            if record["step"] == purge_step:
-                self._add_scalars(record)
-        self.status("running")
+        self._events = None
 
     @classmethod
     def of_run(cls, folder: str, run: RunState) -> "Monitor":
-        """Return the one that writes on rank 0, and silent ones elsewhere."""
-        return cls(Path(folder) if is_main_process() else None, run)
+        """Return the one that writes on rank 0, and silent ones elsewhere. Collective: every rank must call it.
+
+        Raises:
+            StorageError: the records of a resumed run cannot be read or written.
+        """
+        monitor = cls(Path(folder) if is_main_process() else None, run)
+        call_on_master(monitor.open)
+        return monitor
+
+    def open(self) -> None:
+        """Begin to write; of a resumed run, drop what an earlier process wrote beyond its state."""
+        try:
+            if self.run.is_resumed:
+                self._truncate(self.run.step, self.run.is_evaluated)
+            path = self.folder / "metrics.jsonl"
+            descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        except OSError as error:
+            raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
+        self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
+        self._attempt("tb/", self._open_events)
 
     def __enter__(self) -> "Monitor":
         return self
@@ -150,24 +218,28 @@ class Monitor:
             self.status("failed", f"{kind.__name__}: {error}".rstrip(": "))
         if self.folder is not None:
             self._attempt("metrics.jsonl", self._write_pending)
+            if self._events is None:
+                self._attempt("tb/", self._open_events)
             self._file.close()
-            self._attempt("tb/", self._writer.close)
 
-    def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
+    def _records(self) -> list[dict]:
+        """Return the records in metrics.jsonl, but for lines that are torn by a kill or are no records."""
+        try:
+            lines = read_bytes(self.folder / "metrics.jsonl").splitlines()
+        except FileNotFoundError:
+            return []
+        return [record for record in map(_parse_record, lines) if record is not None]
+
+    def _truncate(self, step: int, is_evaluated: bool) -> None:
         """Drop the records that a resumed run will write again, and a last line torn by a kill."""
-        path = self.folder / "metrics.jsonl"
-        kept = []
-        for line in path.read_bytes().splitlines() if path.exists() else []:
-            try:
-                record = json.loads(line)
-                is_kept = record["step"] < step + (record["kind"] == "train" or is_evaluated)
-            except (ValueError, TypeError, KeyError):  # torn
-                continue
-            if is_kept:
-                kept.append(record)
+        kept = [r for r in self._records() if r["step"] < step + (r["kind"] == "train" or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
-        write_atomically(path, lambda file: file.write(text.encode()))
-        return kept
+        write_atomically(self.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
+
+    def _open_events(self) -> None:
+        """Make TensorBoard's file anew, where metrics.jsonl has all that it is made of."""
+        if not self._pending:
+            self._events = EventFile(self.folder / "tb", self._records())
 
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
         """Write one record: `kind` is train, val or val_ema; `step` the steps done when it was measured."""
@@ -178,7 +250,7 @@ class Monitor:
         record = {"kind": kind, "step": step, "epoch": epoch, **values, "time": round(time.time(), 3)}
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._attempt("metrics.jsonl", self._write_pending)
-        self._attempt("tb/", self._add_scalars, record)
+        self._attempt("tb/", self._add_points, record)
 
     def _attempt(self, name: str, write: Callable[..., None], *args: Any) -> None:
         """Write what no run may end for; a failure is said once for each name."""
@@ -193,11 +265,16 @@ class Monitor:
         while self._pending:
             self._pending = self._pending[self._file.write(self._pending) :]
 
-    def _add_scalars(self, record: dict) -> None:
-        for name, value in record.items():
-            if name in SCALARS and value is not None:
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"], walltime=record["time"])
-        self._writer.flush()
+    def _add_points(self, record: dict) -> None:
+        if self._events is None:
+            self._open_events()
+            return
+        try:
+            self._events.add(record)
+        except OSError:
+            self._events.close()
+            self._events = None  # the next record makes it anew, with this one
+            raise
 
     def sync(self) -> None:
         """Make all records durable; called before a checkpoint that is later than they are."""
@@ -211,7 +288,31 @@ class Monitor:
         torchrun turns every exit code into 1, so this file is the truth.
         """
         if self.folder is not None:
-            self._attempt("status.json", write_status, self.folder, state, self.run.step, reason)
+            self._attempt("status.json", self._write_status, state, reason)
+
+    def _write_status(self, state: str, reason: str = "") -> None:
+        for left in (2, 1, 0):
+            try:
+                write_status(self.folder, state, self.run.step, reason)
+                return
+            except OSError:
+                if not left:
+                    raise
+                time.sleep(RETRY_S)
+
+    def finish(self) -> None:
+        """Record that the run has ended as it should. Rank 0 only.
+
+        Raises:
+            StorageError: that cannot be written, so that nobody could know.
+        """
+        try:
+            self._write_status("finished")
+        except OSError as error:
+            why = explain_failure(error, self.folder, 0)
+            raise StorageError(
+                f"all is saved, but status.json was not written: {why}; the same command ends it"
+            ) from error
 
 
 def write_status(folder: Path, state: str, step: int, reason: str = "", start: dict | None = None) -> None:
@@ -227,7 +328,7 @@ def write_status(folder: Path, state: str, step: int, reason: str = "", start: d
         reason: why it stopped.
         start: what `note_start` returned; by default, what the file says already.
     """
-    start = start or read_status(folder).get("start")
+    start = start or read_json(folder / "status.json").get("start")
     if not isinstance(start, dict) or {"position", "count"} - start.keys():
         start = {"position": [step, False], "count": 1}
     is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
@@ -240,6 +341,18 @@ def write_status(folder: Path, state: str, step: int, reason: str = "", start: d
         "time": round(time.time(), 3),
     }
     write_atomically(folder / "status.json", lambda file: file.write(json.dumps(status).encode() + b"\n"))
+
+
+def _parse_record(line: bytes) -> dict | None:
+    """Return one line of metrics.jsonl, or None for what is none."""
+    try:
+        record = json.loads(line)
+        is_record = isinstance(record["kind"], str) and type(record["step"]) is type(record["epoch"]) is int
+        is_record = is_record and isinstance(record["time"], float | int) and 0 <= record["step"] < 1 << 62
+        numbers = [value for name, value in record.items() if name in SCALARS and value is not None]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return record if is_record and all(type(number) in (int, float) for number in numbers) else None
 
 
 def _is_infinite(value: Any) -> bool:

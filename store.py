@@ -1,15 +1,18 @@
 """The checkpoints in an output folder: written so that none is lost, found so that none is silently passed over."""
 
 import errno
+import filecmp
 import os
 import re
 import secrets
-import shutil
+import stat
 import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +20,13 @@ from torch import distributed as dist
 
 import lock
 import utils
-from checkpoint import OtherFormatError, RunState, check_schema, find_bad_record, load_checkpoint
+from checkpoint import BEST_NAMES, OtherFormatError, RunState, check_schema, find_bad_record, load_checkpoint
 from errors import NoUsableCheckpointError, StorageError, UserError
 from files import (
     explain_failure,
     find_os_error,
     free_bytes,
+    make_folder,
     mount_point,
     read_bytes,
     retry,
@@ -33,7 +37,7 @@ from files import (
 NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
 
 # What a run's state may be in, or in the ruins of; never removed but by `--overwrite`.
-STATE_FILES = re.compile(r"(superseded-(\d+-)?)?(checkpoint(-\d{8,})?|best)\.pth(\.corrupt(-\d+)?)?")
+STATE_FILES = re.compile(r"(superseded-(\d+-)?)?(checkpoint(-\d{8,})?|best|best_ema)\.pth(\.corrupt(-\d+)?)?")
 
 # What a killed process left half done.
 LEFTOVERS = re.compile(r".*\.tmp\.\d+|\.node-\d+-[0-9a-f]+")
@@ -44,6 +48,15 @@ OWN_FILES = re.compile(
     rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png)(\.tmp\.\d+)?"
     r"|\.node-\d+-[0-9a-f]+|\.lock|events\.out\.tfevents\..*"
 )
+
+# Those of them that a run writes under these names for certain.
+SINGLE_FILES = {
+    "checkpoint.pth", *(f"{name}.pth" for name in BEST_NAMES.values()),
+    "metrics.jsonl", "recipe.toml", "run.json", "status.json", ".lock",
+}  # fmt: skip
+
+# What a file system without hard links says to one.
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EINVAL}
 
 
 class Found(NamedTuple):
@@ -78,8 +91,9 @@ class CheckpointClock:
 class CheckpointFolder:
     """The checkpoints in one folder, as one process sees them.
 
-    `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is always the newest and `best.pth`
-    the best evaluated, both hard links. What is to be known about the folder is read from the folder.
+    `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is always the newest, `best.pth` the
+    one whose weights and `best_ema.pth` the one whose average were evaluated best, all hard links. What is to be known
+    about the folder is read from the folder.
 
     Args:
         folder: the output folder.
@@ -98,6 +112,7 @@ class CheckpointFolder:
         self.lock = lock.FolderLock(folder)
         self.damaged = []  # (path, why) of what `read` found so, renamed by `open`
         self._is_warned = set()
+        self._owed = {}  # second names that are still to be given, and to which file
 
     def numbered(self) -> list[Path]:
         """Return the numbered checkpoints, newest first."""
@@ -185,7 +200,7 @@ class CheckpointFolder:
             step = _step_of(newest)
             if step is not None and all(step > _step_in(path) for path in numbered):
                 return [newest, *numbered]
-        return [*numbered, newest, self.folder / "best.pth"]
+        return [*numbered, newest, *(self.folder / f"{name}.pth" for name in BEST_NAMES.values())]
 
     def say_damaged(self, found: Found, kept: dict[Path, str]) -> None:
         """Name each file that was found damaged, what it is called now, and what is used in its place."""
@@ -205,61 +220,90 @@ class CheckpointFolder:
             raise UserError(
                 f"--overwrite would remove {resume} itself, which --resume is to go on from; give one of them"
             )
-        if self._own_files(STATE_FILES) and not overwrite and (not resume or self.is_elsewhere(resume)):
+        if overwrite or not self._own_files(STATE_FILES) or (resume and not self.is_elsewhere(resume)):
+            return
+        if not resume or not self._holds_only_copies(resume):
             raise UserError(
                 f"--output-dir {self.folder} holds a run already; --resume auto goes on with it, --overwrite removes "
                 "it, or choose another folder"
             )
 
-    def open(self, resume: str, found: Found | None, run: RunState, best_payload: bytes | None = None) -> None:
+    def _holds_only_copies(self, resume: str) -> bool:
+        """Tell whether nothing is in the folder but what an earlier start took over from elsewhere, and no more."""
+        origins = [Path(resume), *(Path(resume).with_name(f"{name}.pth") for name in BEST_NAMES.values())]
+        origins = [path for path in origins if path.is_file()]
+        copies = self._own_files(STATE_FILES)
+        return all(
+            path.is_file() and any(filecmp.cmp(path, origin, shallow=False) for origin in origins) for path in copies
+        )
+
+    def open(
+        self,
+        resume: str,
+        found: Found | None,
+        run: RunState,
+        best_payloads: Mapping[str, bytes] = MappingProxyType({}),
+        *,
+        overwrite: bool = False,
+    ) -> None:
         """Make the folder ready for a run to write to, when nothing else can go wrong.
 
         Args:
             resume: `--resume`, as `check` accepted it.
             found: what is gone on from, maybe found by another node; None for a fresh start.
             run: the state of the run.
-            best_payload: the best checkpoint so far, where another node has it and this one does not.
+            best_payloads: the best checkpoints so far by name, where another node has them and this one does not.
+            overwrite: whether a run that is there is to be removed, as `check` accepted it.
 
         Raises:
             UserError: the folder cannot be written, or has a run in it by now.
         """
         self.steps_per_epoch = run.steps_per_epoch
+        is_elsewhere = self.is_elsewhere(resume)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             if not self.lock.is_held:  # since the folder was not there; is it another's now?
                 self.acquire()
-                if self._own_files(STATE_FILES):
-                    raise UserError(f"--output-dir {self.folder}: another run has begun there in the meantime")
-            self.tidy()
             self._check_names()
-            if found is None or self.is_elsewhere(resume):
+            self.tidy()
+            if found is None or is_elsewhere:
+                has_run = bool(self._own_files(STATE_FILES))
+                if has_run and not overwrite and not (is_elsewhere and self._holds_only_copies(resume)):
+                    raise UserError(f"--output-dir {self.folder}: another run has begun there in the meantime")
                 self._erase()
             if found is not None:
-                source = Path(resume).parent if self.is_elsewhere(resume) else self.folder
-                self._adopt(found, run, source / "best.pth", best_payload)
+                source = Path(resume).parent if is_elsewhere else self.folder
+                self._adopt(found, run, source, best_payloads)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageError(f"--output-dir: {explain_failure(error, self.folder, 0)}") from error
             raise UserError(f"--output-dir {self.folder} cannot be written: {error.strerror or error}") from error
 
     def _check_names(self) -> None:
-        """Check that nothing else has the name of one of our files.
+        """Check that nothing else has the name of one of our files: what is written leads nowhere else.
 
         Raises:
-            UserError: a folder has, or a file the name of our folder.
+            UserError: a folder, a pipe or the like has, or a link or a file the name of our folder.
         """
-        for name in ("checkpoint.pth", "best.pth", "metrics.jsonl", "recipe.toml", "run.json", "status.json"):
-            if (self.folder / name).is_dir() and not (self.folder / name).is_symlink():
-                raise UserError(f"--output-dir {self.folder}: {name} is a folder; move it away")
-        if (self.folder / "tb").exists() and not (self.folder / "tb").is_dir():
-            raise UserError(f"--output-dir {self.folder}: tb is a file; move it away")
+        names = [path.name for path in self._own_files() if path.name in SINGLE_FILES]
+        for name in sorted(names):
+            mode = os.lstat(self.folder / name).st_mode
+            is_link = stat.S_ISLNK(mode)  # a checkpoint may be a link: another one is put in its place
+            if not stat.S_ISREG(mode) and not (is_link and name.endswith(".pth")):
+                kind = "link" if is_link else "folder" if stat.S_ISDIR(mode) else "pipe or device"
+                raise UserError(f"--output-dir {self.folder}: {name} is a {kind}; move it away")
+        tensorboard = self.folder / "tb"
+        if os.path.lexists(tensorboard) and (tensorboard.is_symlink() or not tensorboard.is_dir()):
+            kind = "link" if tensorboard.is_symlink() else "file"
+            raise UserError(f"--output-dir {self.folder}: tb is a {kind}; move it away")
 
     def tidy(self) -> None:
         """Remove what a killed process left half done."""
         for path in self._own_files(LEFTOVERS):
-            path.unlink(missing_ok=True)
+            with suppress(IsADirectoryError):
+                path.unlink(missing_ok=True)
 
-    def _adopt(self, found: Found, run: RunState, best: Path, best_payload: bytes | None) -> None:
+    def _adopt(self, found: Found, run: RunState, source: Path, best_payloads: Mapping[str, bytes]) -> None:
         """Make the checkpoint that is gone on from the newest of this folder, under all its names."""
         kept = {path: _move_aside(path, suffix=".corrupt") for path, _ in self.damaged if os.path.lexists(path)}
         self.say_damaged(found, kept)
@@ -270,49 +314,59 @@ class CheckpointFolder:
         if not path.exists():
             write_atomically(path, lambda file: file.write(found.payload), _verify_archive)
         self.link(path, "checkpoint.pth")
-        self._adopt_best(path, run, best, best_payload)
+        for name in run.bests:
+            self._adopt_best(name, run, source / f"{name}.pth", best_payloads.get(name))
 
     def _supersede(self, path: Path) -> None:
         """Keep what is newer than what is resumed under another name, so that going on is not undone."""
         self.say(f"{path.name} is newer than what is resumed; kept as {_move_aside(path, prefix='superseded-')}")
 
-    def find_best(self, step: int, resume: str) -> Path | None:
+    def find_best(self, name: str, step: int, resume: str) -> Path | None:
         """Return the file that holds the best evaluation so far, which was that of a step, if this node has it."""
         source = Path(resume).parent if self.is_elsewhere(resume) else self.folder
-        for path in (source / "best.pth", self._path_of(step)):
+        for path in (source / f"{name}.pth", self._path_of(step)):
             if path.exists() and _step_of(path) == step:
                 return path
         return None
 
-    def _adopt_best(self, path: Path, run: RunState, candidate: Path, payload: bytes | None) -> None:
-        """See to it that best.pth is what the resumed state says is best, or else that it says nothing is."""
-        best = self.folder / "best.pth"
-        if run.is_best:
-            self.link(path, best.name)
+    def _adopt_best(self, name: str, run: RunState, candidate: Path, payload: bytes | None) -> None:
+        """See to it that a best checkpoint is the one that the resumed state says, or else that it says there is none.
+
+        Args:
+            name: best or best_ema.
+            run: the resumed state.
+            candidate: the file of that name in the folder that is resumed from.
+            payload: its content, where another node has it and this one does not.
+        """
+        path, record = self.folder / f"{name}.pth", run.bests[name]
+        step = _step_of(path) if os.path.lexists(path) else None
+        if record is not None and step == record["step"]:
             return
-        step = _step_of(candidate) if candidate.exists() else None
-        if run.best is not None and step == run.best["step"]:
-            if candidate != best:
-                shutil.copyfile(candidate, best)
+        if step is not None and step > run.step:
+            self._supersede(path)
+        elif step is None and os.path.lexists(path):
+            _move_aside(path, suffix=".corrupt")
+        if record is None:
             return
-        if candidate == best and best.exists():
-            self._supersede(best) if step is not None else _move_aside(best, suffix=".corrupt")
-        if run.best is None:
+        numbered = self._path_of(record["step"])
+        if numbered.exists() and _step_of(numbered) == record["step"]:
+            self.link(numbered, path.name)
             return
+        if payload is None and candidate != path and candidate.exists() and _step_of(candidate) == record["step"]:
+            payload = read_bytes(candidate)
         if payload is not None:
-            write_atomically(best, lambda file: file.write(payload), _verify_archive)
-        elif self._path_of(run.best["step"]).exists():
-            self.link(self._path_of(run.best["step"]), best.name)
-        else:
-            self.say(f"the best so far, of step {run.best['step']}, is not there any more: best.pth starts anew")
-            run.best = None
+            write_atomically(path, lambda file: file.write(payload), _verify_archive)
+            return
+        self.say(f"the best so far, of step {record['step']}, is not there any more: {path.name} starts anew")
+        run.bests[name] = None
 
     def _erase(self) -> None:
         """Remove a run's files, and nothing else that may be in the folder.
 
         Checkpoints go first, newest first: whatever is left after a kill must not look like a run to go on with.
         """
-        paths = [*self.numbered(), self.folder / "checkpoint.pth", self.folder / "best.pth", *self._own_files()]
+        linked = [self.folder / f"{name}.pth" for name in ("checkpoint", *BEST_NAMES.values())]
+        paths = [*self.numbered(), *linked, *self._own_files()]
         tensorboard = self.folder / "tb"
         if tensorboard.is_dir():
             paths += [path for path in tensorboard.iterdir() if OWN_FILES.fullmatch(path.name)]
@@ -322,20 +376,24 @@ class CheckpointFolder:
         with suppress(OSError):
             tensorboard.rmdir()
 
-    def save(self, state: dict, *, is_best: bool) -> str | None:
+    def save(self, state: dict, best_now: Iterable[str] = ()) -> str | None:
         """Write the state of a step, read it back, and only then give it its names and delete what is too old.
+
+        Args:
+            state: with its step.
+            best_now: names of the best checkpoints that this one is.
 
         Returns:
             None, or why it failed, in one line; then what was there before is untouched.
         """
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
-        return self._commit(state["step"], lambda file: torch.save(state, file), _num_bytes(state), is_best)
+        return self._commit(state["step"], lambda file: torch.save(state, file), _num_bytes(state), best_now)
 
-    def save_copy(self, payload: bytes, step: int, *, is_best: bool) -> str | None:
+    def save_copy(self, payload: bytes, step: int, best_now: Iterable[str]) -> str | None:
         """Write what another node has written; as `save`."""
-        return self._commit(step, lambda file: file.write(payload), len(payload), is_best)
+        return self._commit(step, lambda file: file.write(payload), len(payload), best_now)
 
-    def _commit(self, step: int, write: Callable, num_bytes: int, is_best: bool) -> str | None:
+    def _commit(self, step: int, write: Callable, num_bytes: int, best_now: Iterable[str]) -> str | None:
         path = self._path_of(step)
         free = free_bytes(self.folder)
         if free < 1.2 * num_bytes:
@@ -345,9 +403,12 @@ class CheckpointFolder:
         try:
             write_atomically(path, write, _verify_archive)
             is_written = True
-            self.link(path, "checkpoint.pth")
-            if is_best:
-                self.link(path, "best.pth")
+            # Also those that failed at an earlier save: the next best may be far away.
+            self._owed |= {f"{name}.pth": path for name in ("checkpoint", *best_now)}
+            while self._owed:
+                name = next(iter(self._owed))
+                self.link(self._owed[name], name)
+                del self._owed[name]
         except Exception as error:
             cause = find_os_error(error)
             if cause is None:
@@ -392,10 +453,17 @@ class CheckpointFolder:
         try:
             os.link(path, temporary)
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK):
+            if error.errno not in _NO_LINKS:
                 raise
-            shutil.copyfile(path, temporary)  # a file system without hard links
-        os.replace(temporary, target)
+            payload = read_bytes(path)
+            write_atomically(target, lambda file: file.write(payload), _verify_archive)
+            return
+        try:
+            os.replace(temporary, target)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
         sync_folder(self.folder)
 
 
@@ -525,19 +593,19 @@ class CheckpointManager:
         """Check what is in the folder, as `CheckpointFolder.check`. Collective: every rank must call it."""
         self._on_writers(lambda: self.files.check(resume, overwrite=overwrite))
 
-    def open(self, resume: str, run: RunState) -> None:
+    def open(self, resume: str, run: RunState, *, overwrite: bool = False) -> None:
         """Make the folder ready, as `CheckpointFolder.open`. Collective: every rank must call it."""
-        best_payload = self._receive_best(resume, run) if self._group is not None else None
-        self._on_writers(self.files.open, resume, self._found, run, best_payload)
-        run.best = utils.gather_plain(run.best)[0]
+        payloads = {name: self._receive_best(name, resume, run) for name in run.bests if self._group is not None}
+        self._on_writers(partial(self.files.open, resume, self._found, run, payloads, overwrite=overwrite))
+        run.bests = utils.gather_plain(run.bests)[0]
         self._found = None
         self._clock.restart(time.monotonic())
 
-    def _receive_best(self, resume: str, run: RunState) -> bytes | None:
-        """Return the best checkpoint so far where another node has it and this one does not; collective."""
-        if run.best is None or run.is_best:
+    def _receive_best(self, name: str, resume: str, run: RunState) -> bytes | None:
+        """Return a best checkpoint so far where another node has it and this one does not; collective."""
+        if run.bests[name] is None or name in run.best_now:
             return None
-        path = self.files.find_best(run.best["step"], resume) if self._is_writer else None
+        path = self.files.find_best(name, run.bests[name]["step"], resume) if self._is_writer else None
         has_it = utils.gather_plain(path is not None)
         if not any(has_it) or all(has_it[rank] for rank in self._writers) or not self._is_writer:
             return None
@@ -558,7 +626,7 @@ class CheckpointManager:
         Raises:
             StorageError: this one failed, and it was the last, or the one before failed too.
         """
-        failure = self.files.save(run.state_dict(), is_best=run.is_best) if utils.is_main_process() else None
+        failure = self.files.save(run.state_dict(), run.best_now) if utils.is_main_process() else None
         if self._group is not None and self._is_writer:
             failure = self._save_copy(run, failure)
         failures = utils.gather_plain(failure)
@@ -585,7 +653,7 @@ class CheckpointManager:
         payload = utils.broadcast_bytes(payload, 0, self._group)
         if utils.is_main_process() or not payload:
             return failure
-        return self.files.save_copy(payload, run.step, is_best=run.is_best)
+        return self.files.save_copy(payload, run.step, run.best_now)
 
 
 def _touch(path: Path) -> None:

@@ -20,7 +20,7 @@ import utils
 from checkpoint import OptimizerState, RunState, load_weights
 from config import get_args_parser
 from errors import ImageError, LoaderKilledError, NoProgressError, PreemptedError, StorageError, UserError
-from files import explain_failure, write_atomically
+from files import explain_failure, read_json, write_atomically
 from guard import check_data, check_options, run_facts
 from hook import StepHook
 from losses import build_criterion
@@ -195,13 +195,6 @@ def begin_run(args, state, parts, dataset, sampler):
     return run
 
 
-def report_finished(args, run, manager):
-    """Say once more how a finished run ended. Collective: every rank must call it."""
-    utils.call_on_master(manager.files.tidy)
-    utils.call_on_master(write_status, manager.folder, "finished", run.step)
-    print(run.result(args.output_dir))
-
-
 def set_up(args):
     """Fill in what follows from this machine, join the other processes; return this one's device and signal guard.
 
@@ -276,12 +269,9 @@ def go_on_after_restart(args, manager):
     """
 
     def has_saved():
-        try:
-            record = json.loads((manager.folder / "run.json").read_bytes())
-        except (OSError, ValueError):
-            return None
-        is_ours = isinstance(record, dict) and record.get("launch") not in (None, "")
-        return b"yes" if is_ours and record["launch"] == describe_launch() and manager.files.numbered() else None
+        launch = read_json(manager.folder / "run.json").get("launch")
+        is_ours = launch not in (None, "") and launch == describe_launch()
+        return b"yes" if is_ours and manager.files.numbered() else None
 
     if utils.call_on_master(has_saved):
         print(f"restarted by torchrun: going on from the newest checkpoint in {manager.folder}")
@@ -324,7 +314,9 @@ def start_weights(args, state):
     if args.weights is None or state is not None:
         return None
     if Path(args.weights).is_file():
-        return load_weights(Path(args.weights))
+        weights, kind = load_weights(Path(args.weights), is_average=args.ema)
+        print(f"--weights {args.weights}: {kind}")
+        return weights
     weights = models.resolve_weights(args)
     try:
         # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
@@ -344,9 +336,12 @@ def is_restarted():
 
 
 def open_run(args, manager, run):
-    """Make the output folder ready and write down what the run is. Collective: every rank must call it."""
+    """Make the output folder ready and write down what the run is. Collective: every rank must call it.
+
+    Also that of a finished run: a kill may have left its last save half done.
+    """
     start = note_start(manager.folder, run)
-    manager.open(args.resume, run)
+    manager.open(args.resume, run, overwrite=args.overwrite)
     utils.call_on_master(describe_run, args, run, manager.folder, start)
 
 
@@ -366,14 +361,16 @@ def describe_run(args, run, folder, start):
 def write_description(args, run, folder, start):
     """Do what `describe_run` says, but for the words about a disk that fails."""
     write_status(folder, "running", run.step, start=start)
-    if start["count"] > MOST_STARTS and is_restarted():
+    if start["count"] > MOST_STARTS and is_restarted() and not run.is_finished(args.epochs):
         reason = f"no progress: start number {start['count']} in a row from step {run.step}"
         write_status(folder, "failed", run.step, reason)
         raise NoProgressError(f"{reason}; not trying again by itself: look into the log, then start it by hand")
     record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
     record |= {"launch": describe_launch(), **run.facts}
-    write_atomically(folder / "run.json", lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
-    write_atomically(folder / "recipe.toml", lambda file: file.write(config.write_recipe(args).encode()))
+    for name, text in [("run.json", json.dumps(record, indent=2) + "\n"), ("recipe.toml", config.write_recipe(args))]:
+        path = folder / name
+        if not (run.is_finished(args.epochs) and path.exists()):  # which tell how it was computed
+            write_atomically(path, lambda file, text=text: file.write(text.encode()))
 
 
 def evaluate_all(args, model, model_ema, criterion, data_loader, device):
@@ -433,9 +430,6 @@ def main(args):
         "log_window": window,
     }
     run = begin_run(args, state, parts, dataset, train_sampler)
-    if run.is_finished(args.epochs):
-        report_finished(args, run, manager)
-        return
     open_run(args, manager, run)
     del state
     with (

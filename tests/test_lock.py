@@ -97,7 +97,7 @@ def test_a_run_that_began_in_the_meantime_is_not_overwritten(tmp_path):
     late, early = CheckpointFolder(tmp_path / "out"), CheckpointFolder(tmp_path / "out")
     late.acquire()  # there is no folder to lock yet
     early.open("", None, FixedRun(0))
-    early.save(state_at(1), is_best=False)
+    early.save(state_at(1))
     with pytest.raises(UserError, match="another run has begun there in the meantime"):
         late.open("", None, FixedRun(0))
     assert early.read("auto").state["step"] == 1

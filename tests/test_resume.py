@@ -258,8 +258,8 @@ def test_a_damaged_best_is_set_aside_and_linked_anew(started, tmp_path):
 def test_another_format_stops_and_is_not_taken_for_damage(started, tmp_path):
     out = started.copy(tmp_path / "out")
     state = torch.load(out / "checkpoint-00000006.pth", weights_only=True)
-    torch.save({**state, "format": 2}, out / "checkpoint-00000006.pth")
-    refused(started.go_on(tmp_path, out, "--resume", "auto"), "has format 2", "use the version that wrote it")
+    torch.save({**state, "format": 1}, out / "checkpoint-00000006.pth")
+    refused(started.go_on(tmp_path, out, "--resume", "auto"), "has format 1", "use the version that wrote it")
     assert list(out.glob("*.corrupt")) == []
 
 

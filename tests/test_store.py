@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import config
 import files
@@ -37,11 +38,12 @@ from tests.test_same_bits import differing, flatten
 def state_at(step, value=0.0, **more):
     """Return the smallest state that the schema accepts."""
     plain = {
-        "format": 1,
+        "format": 2,
         "optimizer": {},
         "epoch": 0,
         "position": {},
         "best": None,
+        "best_ema": None,
         "args": {},
         "shards": {},
         "data": {},
@@ -55,14 +57,14 @@ class FixedRun:
     steps_per_epoch = 2
 
     def __init__(self, step, best=None):
-        self.step, self.best = step, best
+        self.step, self.bests = step, {"best": best, "best_ema": None}
 
     @property
-    def is_best(self):
-        return self.best is not None and self.best["step"] == self.step
+    def best_now(self):
+        return [name for name, best in self.bests.items() if best is not None and best["step"] == self.step]
 
     def state_dict(self):
-        return state_at(self.step, best=self.best)
+        return state_at(self.step, **self.bests)
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def test_the_newest_and_the_milestones_stay(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=2, keep_every=2)
     folder.open("", None, FixedRun(0))  # two steps an epoch: milestones are the steps 4, 8, 12
     for step in range(1, 14):
-        assert folder.save(state_at(step), is_best=step == 3) is None
+        assert folder.save(state_at(step), ["best"] * (step == 3)) is None
     assert numbered_steps(folder) == [4, 8, 12, 13]
     assert load_checkpoint(tmp_path / "best.pth", "best")["step"] == 3
     assert load_checkpoint(tmp_path / "checkpoint.pth", "newest")["step"] == 13
@@ -91,13 +93,13 @@ def test_the_newest_and_the_milestones_stay(tmp_path):
 
 def test_what_is_resumed_from_stays_until_two_newer_are_there(tmp_path):
     for step in (5, 6):
-        CheckpointFolder(tmp_path, keep_last=2).save(state_at(step), is_best=False)
+        CheckpointFolder(tmp_path, keep_last=2).save(state_at(step))
     folder = CheckpointFolder(tmp_path, keep_last=2)
     folder.acquire()
     folder.open("auto", folder.read("auto"), FixedRun(6))
-    folder.save(state_at(7), is_best=False)
+    folder.save(state_at(7))
     assert numbered_steps(folder) == [6, 7]
-    folder.save(state_at(8), is_best=False)
+    folder.save(state_at(8))
     assert numbered_steps(folder) == [7, 8]
 
 
@@ -106,7 +108,7 @@ def test_retention_touches_no_name_but_its_own(folder):
     for name in others:
         (folder.folder / name).write_bytes(b"mine")
     for step in range(2, 8):
-        folder.save(state_at(step), is_best=False)
+        folder.save(state_at(step))
     assert all((folder.folder / name).read_bytes() == b"mine" for name in others)
 
 
@@ -117,8 +119,8 @@ def test_going_back_twice_keeps_what_was_superseded_first(tmp_path):
         if folder.numbered():
             older = tmp_path / "checkpoint-00000001.pth"
             folder.open(str(older), folder.read(str(older)), FixedRun(1))
-        folder.save(state_at(1, 0.0), is_best=False)
-        folder.save(state_at(2, value), is_best=False)
+        folder.save(state_at(1, 0.0))
+        folder.save(state_at(2, value))
     kept = ["superseded-checkpoint-00000002.pth", "superseded-2-checkpoint-00000002.pth", "checkpoint-00000002.pth"]
     values = [load_checkpoint(tmp_path / name, name)["model"]["weight"][0].item() for name in kept]
     assert values == [1.0, 2.0, 3.0]
@@ -126,7 +128,7 @@ def test_going_back_twice_keeps_what_was_superseded_first(tmp_path):
 
 def test_the_linked_name_counts_where_the_newest_numbered_file_was_removed(folder):
     for step in (1, 2, 3):
-        folder.save(state_at(step), is_best=False)
+        folder.save(state_at(step))
     (folder.folder / "checkpoint-00000003.pth").unlink()
     assert folder.read("auto").state["step"] == 3
 
@@ -160,27 +162,41 @@ def test_the_manager_is_due_until_it_has_saved(tmp_path):
 @pytest.mark.parametrize(
     ("metric", "values", "expected"),
     [
-        ("val/acc1", [10.0, 30.0, 20.0], 30.0),
-        ("val/loss", [3.0, 1.0, 2.0], 1.0),
-        ("val/loss", [float("nan"), 5.0, 6.0], 5.0),
-        ("val_ema/loss", [float("inf"), 5.0], 5.0),
+        ("acc1", [10.0, 30.0, 20.0], 30.0),
+        ("loss", [3.0, 1.0, 2.0], 1.0),
+        ("loss", [float("nan"), 5.0, 6.0], 5.0),
+        ("loss", [float("inf"), 5.0], 5.0),
     ],
 )
-def test_best_is_the_highest_but_of_a_loss_the_lowest(metric, values, expected):
+@pytest.mark.parametrize(("kind", "name"), [("val", "best"), ("val_ema", "best_ema")])
+def test_best_is_the_highest_but_of_a_loss_the_lowest(kind, name, metric, values, expected):
     run = RunState(1, {}, {})
     for epoch, value in enumerate(values):
         run.start_epoch(epoch)
-        run.note_result(metric, value)
-    assert run.best["value"] == expected
-    assert run.best["step"] == values.index(expected)
+        run.note_results({kind: {metric: value}}, metric)
+    assert run.bests[name]["value"] == expected
+    assert run.bests[name]["step"] == values.index(expected)
 
 
 def test_another_metric_begins_a_best_of_its_own():
     run = RunState(1, {}, {})
-    run.note_result("val/acc1", 99.0)
+    run.note_results({"val": {"acc1": 99.0}}, "acc1")
     run.start_epoch(1)
-    run.note_result("val/loss", 3.0)
-    assert run.best == {"metric": "val/loss", "value": 3.0, "step": 1}
+    run.note_results({"val": {"acc1": 98.0, "loss": 3.0}}, "loss")
+    assert run.bests == {"best": {"metric": "val/loss", "value": 3.0, "step": 1}, "best_ema": None}
+
+
+def test_the_raw_weights_and_their_average_have_a_best_each(tmp_path):
+    run = RunState(1, {}, {"model": torch.nn.Linear(1, 1)})
+    files = CheckpointFolder(tmp_path)
+    files.open("", None, run)
+    for epoch, (raw, average) in enumerate([(50.0, 60.0), (55.0, 58.0), (54.0, 59.0)]):
+        run.start_epoch(epoch)
+        run.advance()
+        run.note_results({"val": {"acc1": raw}, "val_ema": {"acc1": average}}, "acc1")
+        assert files.save(run.state_dict(), run.best_now) is None
+    steps = {name: load_checkpoint(tmp_path / name, name)["step"] for name in ("best.pth", "best_ema.pth")}
+    assert steps == {"best.pth": 2, "best_ema.pth": 1}
 
 
 # How a file is written
@@ -191,7 +207,7 @@ def trace_save(folder, log):
     files = CheckpointFolder(Path(folder), keep_last=2)
     files.open("", None, FixedRun(0))
     for step in (1, 2, 3):
-        files.save(state_at(step), is_best=False)
+        files.save(state_at(step))
     calls = []
 
     class Traced(io.FileIO):
@@ -200,7 +216,7 @@ def trace_save(folder, log):
             return super().write(content)
 
     def traced_open(path, mode="r", *args, **kwargs):
-        is_temporary = ".tmp." in str(path) and mode == "wb"
+        is_temporary = ".tmp." in str(path) and mode == "xb"
         return io.BufferedWriter(Traced(path, "w")) if is_temporary else io.FileIO(path, mode)
 
     def hook(event, arguments):
@@ -224,7 +240,7 @@ def trace_save(folder, log):
     sys.addaudithook(hook)
     for name in ("fsync", "replace", "unlink", "link"):
         wrap(name)
-    files.save(state_at(4), is_best=False)
+    files.save(state_at(4))
     Path(log).write_text(json.dumps(calls))
 
 
@@ -234,6 +250,7 @@ def test_a_save_syncs_and_reads_back_before_it_renames_and_deletes_last(tmp_path
     temporary = next(call.split()[1] for call in calls if call.startswith("link"))
     once = [call for index, call in enumerate(calls) if calls[index - 1 : index] != [call]]
     assert once == [
+        f"unlink {calls[0].split()[1]}",
         "open for writing",
         "write",
         "fsync file",
@@ -250,7 +267,7 @@ def test_a_save_syncs_and_reads_back_before_it_renames_and_deletes_last(tmp_path
 
 def test_a_file_that_reads_back_otherwise_gets_no_name(folder, monkeypatch):
     """The disk returns other bytes than it was given: the file is changed between the write and the check."""
-    folder.save(state_at(1), is_best=False)
+    folder.save(state_at(1))
     sync = os.fsync
 
     def corrupt(descriptor):
@@ -262,7 +279,7 @@ def test_a_file_that_reads_back_otherwise_gets_no_name(folder, monkeypatch):
             Path(path).write_bytes(content)
 
     monkeypatch.setattr(os, "fsync", corrupt)
-    failure = folder.save(state_at(2, 7.0), is_best=False)
+    failure = folder.save(state_at(2, 7.0))
     assert "reads back otherwise than it was written" in failure
     assert "still safe: checkpoint-00000001.pth" in failure
     assert sorted(path.name for path in folder.folder.glob("*.pth*")) == ["checkpoint-00000001.pth", "checkpoint.pth"]
@@ -363,42 +380,46 @@ def test_a_folder_deleted_during_a_run_fails_its_saves_and_leaves_no_traceback(t
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO])
 def test_a_folder_that_cannot_be_written_any_more_keeps_what_it_has(folder, number, monkeypatch):
-    folder.save(state_at(1), is_best=False)
+    folder.save(state_at(1))
     before = state_of(folder.folder)
     original = io.open
 
     def refuse(path, mode="r", *args, **kwargs):
-        if "w" in mode:
+        if "x" in mode:
             raise OSError(number, os.strerror(number), str(path))
         return original(path, mode, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "open", refuse)
-    failure = folder.save(state_at(2), is_best=True)
+    failure = folder.save(state_at(2), ["best"])
     assert failure.startswith("checkpoint-00000002.pth was not saved: ")
     assert failure.endswith("still safe: checkpoint-00000001.pth")
     assert state_of(folder.folder) == before
 
 
 def test_a_link_that_fails_is_told_from_a_save_that_fails(folder, monkeypatch):
-    folder.save(state_at(1), is_best=False)
+    folder.save(state_at(1))
 
     def refuse(*args):
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", refuse)
-        failure = folder.save(state_at(2), is_best=False)
+        failure = folder.save(state_at(2), ["best"])
     assert failure.startswith("checkpoint-00000002.pth was saved, but not given its other names: Input/output error")
     assert folder.read("auto").state["step"] == 2
+    assert folder.save(state_at(3)) is None  # which gives the names that are owed, too
+    steps = {name: load_checkpoint(folder.folder / name, name)["step"] for name in ("checkpoint.pth", "best.pth")}
+    assert steps == {"checkpoint.pth": 3, "best.pth": 2}
 
 
-def test_without_hard_links_the_names_are_copies(folder, monkeypatch):
+@pytest.mark.parametrize("number", sorted(store._NO_LINKS))
+def test_without_hard_links_the_names_are_copies(folder, number, monkeypatch):
     def refuse(*args):
-        raise OSError(errno.EPERM, "Operation not permitted")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", refuse)
     for step in range(1, 6):
-        assert folder.save(state_at(step), is_best=step == 1) is None
+        assert folder.save(state_at(step), ["best"] * (step == 1)) is None
     assert load_checkpoint(folder.folder / "checkpoint.pth", "newest")["step"] == 5
     assert load_checkpoint(folder.folder / "best.pth", "best")["step"] == 1
     assert folder.read("auto").path.name == "checkpoint-00000005.pth"
@@ -415,17 +436,17 @@ def test_a_delete_that_fails_is_one_warning(folder, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
         for step in range(1, 8):
-            assert folder.save(state_at(step), is_best=False) is None
+            assert folder.save(state_at(step)) is None
     assert capsys.readouterr().out.count("old checkpoints cannot be deleted") == 1
     assert numbered_steps(folder) == [1, 2, 3, 4, 5, 6, 7]
-    folder.save(state_at(8), is_best=False)
+    folder.save(state_at(8))
     assert numbered_steps(folder) == [6, 7, 8]
 
 
 def test_little_space_is_said_before_it_is_too_late(folder, monkeypatch, capsys):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 30}))
     for step in (1, 2):
-        assert folder.save(state_at(step), is_best=False) is None
+        assert folder.save(state_at(step)) is None
     assert capsys.readouterr().out.count("warning: 0.0 MB free on /") == 1
 
 
@@ -434,23 +455,23 @@ class Disk:
 
     def __init__(self, monkeypatch, name, number, times):
         self.tries = 0
-        original = Path.read_bytes
+        original = os.open
 
-        def read_bytes(path):
-            if path.name == name:
+        def failing(path, flags, *mode, **options):
+            if Path(path).name == name:
                 self.tries += 1
                 if self.tries <= times:
                     raise OSError(number, os.strerror(number))
-            return original(path)
+            return original(path, flags, *mode, **options)
 
-        monkeypatch.setattr(Path, "read_bytes", read_bytes)
+        monkeypatch.setattr(os, "open", failing)
         monkeypatch.setattr("files.RETRY_S", 0.0)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_read_that_fails_is_tried_again_and_then_stops(folder, number, monkeypatch):
     for step in (1, 2):
-        folder.save(state_at(step), is_best=False)
+        folder.save(state_at(step))
     with monkeypatch.context() as patch:
         disk = Disk(patch, "checkpoint-00000002.pth", number, 2)
         assert folder.read("auto").state["step"] == 2
@@ -466,7 +487,7 @@ def test_a_read_that_fails_is_tried_again_and_then_stops(folder, number, monkeyp
 
 
 def test_a_listing_that_fails_is_tried_again(folder, monkeypatch):
-    folder.save(state_at(1), is_best=False)
+    folder.save(state_at(1))
     original, tries = os.listdir, []
 
     def listdir(path):
@@ -482,7 +503,7 @@ def test_a_listing_that_fails_is_tried_again(folder, monkeypatch):
 
 def test_an_unreadable_best_is_not_taken_for_a_damaged_one(folder, monkeypatch):
     for step in (1, 2):
-        folder.save(state_at(step), is_best=step == 1)
+        folder.save(state_at(step), ["best"] * (step == 1))
     found = folder.read("auto")
     Disk(monkeypatch, "best.pth", errno.EIO, 99)
     with pytest.raises(StorageError, match=r"best.pth cannot be read"):
@@ -492,7 +513,7 @@ def test_an_unreadable_best_is_not_taken_for_a_damaged_one(folder, monkeypatch):
 
 def test_a_full_disk_holds_metrics_back_and_loses_none(tmp_path, capsys):
     run = RunState(2, {}, {})
-    with Monitor(tmp_path, run) as monitor:
+    with Monitor.of_run(tmp_path, run) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
         file, monitor._file = monitor._file, open("/dev/full", "ab", buffering=0)  # noqa: SIM115
         for step in (2, 3):
@@ -505,20 +526,50 @@ def test_a_full_disk_holds_metrics_back_and_loses_none(tmp_path, capsys):
     assert line == f"warning: metrics.jsonl in {tmp_path} is not written: No space left on device; training goes on"
 
 
+def points(folder):
+    """Return the (step, value) of each curve that TensorBoard shows of a run."""
+    events = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
 def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch, capsys):
     def refuse(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with Monitor(tmp_path, RunState(2, {}, {})) as monitor:
-        monkeypatch.setattr(monitor._writer, "add_scalar", refuse)
-        monkeypatch.setattr("monitor.write_status", refuse)
+    monkeypatch.setattr("monitor.RETRY_S", 0.0)
+    with Monitor.of_run(tmp_path, RunState(2, {}, {})) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
-        monitor.write("train", 2, 0, loss=1.0)
-        monitor.status("running", 2)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr("monitor.write_all", refuse)
+            patch.setattr("monitor.write_status", refuse)
+            monitor.write("train", 2, 0, loss=2.0)
+            monitor.write("train", 3, 0, loss=3.0)
+            monitor.status("running", 2)
+            with pytest.raises(StorageError, match=r"all is saved, but status.json was not written: disk full"):
+                monitor.finish()
+        monitor.write("train", 4, 0, loss=4.0)
+        assert points(tmp_path) == {"train/loss": [(step, float(step)) for step in range(1, 5)]}
+        assert len(list((tmp_path / "tb").iterdir())) == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     assert [line.split(" in ")[0] for line in capsys.readouterr().out.splitlines()] == [
         "warning: tb/", "warning: status.json",
     ]  # fmt: skip
+
+
+def test_curves_that_were_lost_are_drawn_again_at_the_next_start_even_if_the_clock_is_set_back(tmp_path, monkeypatch):
+    run = RunState(2, {}, {})
+    with Monitor.of_run(tmp_path, run) as monitor:
+        for step in (1, 2, 3):
+            monitor.write("train", step, 0, loss=float(step))
+    run.epoch, run.steps, run.is_resumed = 1, 0, True
+    yesterday = time.time() - 86_400
+    monkeypatch.setattr(time, "time", lambda: yesterday)
+    before = [path.name for path in (tmp_path / "tb").iterdir()]
+    with Monitor.of_run(tmp_path, run) as monitor:
+        monitor.write("train", 3, 1, loss=30.0)
+        (name,) = [path.name for path in (tmp_path / "tb").iterdir()]
+    assert name > before[0]  # a TensorBoard that is running reads on in a file with a later name only
+    assert points(tmp_path) == {"train/loss": [(1, 1.0), (2, 2.0), (3, 30.0)]}
 
 
 class FullFile(io.FileIO):
@@ -537,14 +588,14 @@ def broken_rank(argv, how, failing):
     def is_failing_now(name):
         return saves in failing and "checkpoint-" in name and ".tmp." in name
 
-    def save(folder, state, **options):
+    def save(folder, state, *options):
         nonlocal saves
         saves += 1
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if how == "rlimit" and saves in failing:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
         try:
-            return original_save(folder, state, **options)
+            return original_save(folder, state, *options)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -555,7 +606,7 @@ def broken_rank(argv, how, failing):
 
     def full_open(path, mode="r", *args, **kwargs):
         if how == "write" and is_failing_now(str(path)):
-            return io.BufferedWriter(FullFile(path, "w"))
+            return io.BufferedWriter(FullFile(path, "x"))
         return open(path, mode, *args, **kwargs)
 
     store.CheckpointFolder.save, os.fsync, files.open = save, fsync, full_open
@@ -695,7 +746,7 @@ def flip_bits(tmp_path, choose):
     state = state_at(3, args={"lr": 0.1, "given": ["lr"]}, best={"metric": "val/acc1", "value": 50.0, "step": 3})
     state["model"] = {f"layer{index}": torch.arange(100.0 * index, 100.0 * index + 60) for index in range(4)}
     folder = CheckpointFolder(tmp_path)
-    assert folder.save(state, is_best=False) is None
+    assert folder.save(state) is None
     content = (tmp_path / "checkpoint.pth").read_bytes()
     expected = flatten(load_checkpoint(content, "it"))
     refusals, accepted = 0, []
@@ -771,7 +822,7 @@ def recipe_state(argv):
         "log_window": LogWindow(args.num_shards),
     }
     run = RunState(4096 // args.global_batch_size, guard.run_facts(args, AnySet()), parts)
-    run.note_result("val/acc1", 1.0)
+    run.note_results({"val": {"acc1": 1.0}}, "acc1")
     return run.state_dict()
 
 
@@ -789,7 +840,7 @@ def test_what_any_recipe_saves_loads_without_an_allow_list(tmp_path, share):
             if name.endswith(("-a1", "-a2", "-a3")) and importlib.util.find_spec("timm") is None:
                 continue  # their optimizer is timm's
             state = recipe_state(["--recipe", name])
-            assert files.save(state, is_best=False) is None, name
+            assert files.save(state) is None, name
             path = files._path_of(state["step"])
             loaded = torch.load(path, weights_only=True)
             assert loaded["args"] == state["args"], name
