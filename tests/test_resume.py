@@ -14,7 +14,7 @@ import torch
 import torchvision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from checkpoint import load_checkpoint
+from checkpoint import load_checkpoint, load_weights
 from files import write_atomically
 from store import CheckpointFolder
 from tests.conftest import write_images
@@ -491,3 +491,84 @@ def test_checkpoints_are_sorted_by_number_and_not_by_name(tmp_path):
         (tmp_path / name).touch()
     found = [path.name for path in CheckpointFolder(tmp_path).numbered()]
     assert found == ["checkpoint-100000000.pth", "checkpoint-99999999.pth"]
+
+
+# Between two renames, through links, from elsewhere
+
+
+def steps_of(folder):
+    """Return the step that each checkpoint in a folder is of, by name."""
+    return {path.name: load_checkpoint(path, path.name)["step"] for path in folder.glob("*.pth")}
+
+
+@pytest.mark.parametrize("call", [4, 5, 6])
+def test_a_kill_between_the_names_of_the_last_save_is_made_good(started, tmp_path, call):
+    """An epoch of three steps: a link at each, and after the evaluation checkpoint.pth, best.pth and best_ema.pth."""
+    out = tmp_path / "out"
+    argv = [*started.argv, "--model-ema", "--output-dir", out, "--epochs", 1, "--resume", "auto"]
+    assert run_train(tmp_path, *argv, faults=[(0, "os.link", call, "before")]).codes == [-9]
+    assert "best_ema.pth" not in steps_of(out)
+    assert "finished 1 epochs, 3 steps" in run_train(tmp_path, *argv).check().output
+    numbered = [f"checkpoint-{step:08d}.pth" for step in (1, 2, 3)]
+    names = [*numbered, "best.pth", "best_ema.pth", "checkpoint.pth"]
+    assert steps_of(out) == dict(zip(names, [1, 2, 3, 3, 3, 3], strict=True))
+    assert json.loads((out / "status.json").read_text())["state"] == "finished"
+    assert list(out.glob("*.tmp*")) == []
+
+
+def test_a_finished_run_is_finished_in_another_folder_too(started, tmp_path):
+    argv = ["--resume", started.out / "checkpoint.pth", "--epochs", 2]
+    outcome = started.go_on(tmp_path, tmp_path / "new", *argv).check()
+    assert "finished 2 epochs, 6 steps" in outcome.output
+    assert steps_of(tmp_path / "new")["best.pth"] == steps_of(started.out)["best.pth"]
+    assert json.loads((tmp_path / "new" / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_a_start_from_elsewhere_that_was_killed_begins_again(started, tmp_path, call):
+    """Killed before each rename of its start, and before its first own save; later, only auto goes on."""
+    out, resume = tmp_path / "out", ["--resume", started.out / "checkpoint.pth"]
+    assert started.go_on(tmp_path, out, *resume, faults=[(0, "os.replace", call, "before")]).codes == [-9]
+    assert all(path.stat().st_size for path in out.glob("*.pth"))
+    started.go_on(tmp_path, out, *resume, faults=[(0, "torch.optim.SGD.step", 2, "before")])
+    refused(started.go_on(tmp_path, out, *resume), "holds a run already; --resume auto goes on with it")
+    assert "resumed step 7 " in started.go_on(tmp_path, out, "--resume", "auto").check().output
+
+
+@pytest.mark.parametrize(("name", "kind"), [(".lock", "link"), ("metrics.jsonl", "pipe"), ("tb", "link")])
+def test_a_run_does_nothing_through_what_lies_in_its_folder(started, tmp_path, name, kind):
+    out, mine = started.copy(tmp_path / "out"), tmp_path / "outside" / "events.out.tfevents.1.mine"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    shutil.rmtree(out / name) if name == "tb" else (out / name).unlink()
+    os.symlink(mine.parent if name == "tb" else mine, out / name) if kind == "link" else os.mkfifo(out / name)
+    for argv in (["--resume", "auto"], ["--overwrite"]):
+        refused(started.go_on(tmp_path, out, *argv), name if name == "tb" else str(out), f"is a {kind}")
+        assert mine.read_text() == "mine"
+        assert len(list(out.glob("checkpoint-*.pth"))) == 3
+
+
+def test_the_folder_itself_may_be_a_link(started, tmp_path):
+    out = started.copy(tmp_path / "real")
+    (tmp_path / "out").symlink_to(out)
+    started.go_on(tmp_path, tmp_path / "out", "--resume", "auto").check()
+    assert steps_of(out)["checkpoint.pth"] == 9
+
+
+def test_the_average_of_a_checkpoint_can_be_started_from(started, tmp_path):
+    out = tmp_path / "out"
+    options = ["--model-ema", "--model-ema-steps", 1, "--lr", 0.1, "--epochs", 1]
+    started.go_on(tmp_path, out, *options).check()
+    expected = load_checkpoint(out / "best_ema.pth", "best")
+    argv = ["--test-only", "--weights", out / "best_ema.pth"]
+    raw = started.go_on(tmp_path, tmp_path / "a", *argv).check().output
+    assert f"--weights {out / 'best_ema.pth'}: the raw weights, not their average, which --ema takes" in raw
+    average = started.go_on(tmp_path, tmp_path / "a", *argv, "--ema").check().output
+    assert f"--weights {out / 'best_ema.pth'}: the average" in average
+    scores = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()[-2:]]
+    for output, score in zip([raw, average], scores, strict=True):
+        assert f"Test: Acc@1 {score['acc1']:.3f} Acc@5 {score['acc5']:.3f} loss {score['loss']:.3f} n=7" in output
+    weights, _ = load_weights(out / "best_ema.pth", is_average=True)
+    assert all(torch.equal(weight, expected["model_ema"][f"module.{name}"]) for name, weight in weights.items())
+    assert weights.keys() == expected["model"].keys()
+    refused(started.go_on(tmp_path, out, "--test-only", "--weights", started.out / "best.pth", "--ema"), "no average")

@@ -4,6 +4,7 @@ import builtins
 import errno
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -76,6 +77,68 @@ def folder(tmp_path):
 
 def numbered_steps(folder):
     return [int(path.name[11:19]) for path in reversed(folder.numbered())]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        *itertools.product(sorted(store.SINGLE_FILES), [os.symlink, os.mkfifo, os.mkdir]),
+        *itertools.product(["tb"], [os.symlink, os.mkfifo]),
+    ],
+)
+def test_nothing_is_written_or_deleted_through_what_bears_one_of_our_names(tmp_path, name, make):
+    mine, out = tmp_path / "mine" / "best.pth", tmp_path / "out"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    out.mkdir()
+    make(mine if name != "tb" else mine.parent, out / name) if make is os.symlink else make(out / name)
+    files = CheckpointFolder(out)
+    if make is os.symlink and name.endswith(".pth"):  # another file is put in its place
+        files.open("", None, FixedRun(0), overwrite=True)
+        assert files.save(state_at(1), ["best", "best_ema"]) is None
+        assert not (out / name).is_symlink()
+    else:
+        with pytest.raises(
+            UserError, match=rf"{name}.* is a|is a link, which is not followed|is not a file|Is a directory"
+        ):
+            files.open("", None, FixedRun(0), overwrite=True)
+    assert mine.read_text() == "mine"
+
+
+def test_a_temporary_file_that_is_a_link_is_not_written_through(folder, tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for name in ("checkpoint-00000001.pth", "checkpoint.pth"):
+        (folder.folder / f"{name}.tmp.{os.getpid()}").symlink_to(mine)
+    assert folder.save(state_at(1)) is None
+    assert mine.read_text() == "mine"
+    assert folder.read("auto").state["step"] == 1
+
+
+def test_a_start_without_overwrite_erases_no_state(tmp_path):
+    files = CheckpointFolder(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("of a run that never saved")
+    files.open("", None, FixedRun(0))
+    assert not (tmp_path / "metrics.jsonl").exists()
+    files.save(state_at(1))
+    for resume in ("", "auto"):
+        with pytest.raises(UserError, match="another run has begun there"):
+            files.open(resume, None, FixedRun(0))
+    assert files.read("auto").state["step"] == 1
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_folder_that_cannot_be_synced_is_no_reason_to_stop(folder, number, monkeypatch):
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if os.path.isdir(os.readlink(f"/proc/self/fd/{descriptor}")):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert folder.save(state_at(1)) is None
+    assert folder.read("auto").state["step"] == 1
 
 
 # Retention
