@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+from files import read_bytes, write_atomically
+
 KINDS = {"train": "training", "val": "validation", "val_ema": "validation, averaged weights"}
 PANELS = {"loss": "loss", "acc1": "accuracy, %", "lr": "learning rate"}
 
@@ -16,10 +18,10 @@ def read_metrics(folder: Path) -> list[dict]:
         FileNotFoundError: no run has written there.
     """
     records = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
+    for line in read_bytes(folder / "metrics.jsonl").splitlines():
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:
             break
     return records
 
@@ -45,7 +47,7 @@ def plot_curves(folder: Path) -> Path:
     axes[0].set_yscale("log")
     figure.suptitle(str(folder))
     path = folder / "curves.png"
-    figure.savefig(path, dpi=100)
+    write_atomically(path, lambda file: figure.savefig(file, dpi=100))
     return path
 
 
