@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import io
 import itertools
 import json
 import math
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
@@ -23,7 +21,7 @@ import config
 import data
 import decode
 import loader
-from decode import ImageFile
+from decode import ImageFile, decode_plainly
 from errors import UserError
 from presets import ClassificationPresetEval, ClassificationPresetTrain, resize
 from randomness import Draws
@@ -236,7 +234,7 @@ class Comparison:
     def load(self, payload: bytes, draws: None = None) -> torch.Tensor:
         """Return our pixels."""
         torch.manual_seed(self.count)
-        expected = self.exact(Image.open(io.BytesIO(payload)).convert("RGB"))
+        expected = self.exact(decode_plainly(payload))
         torch.manual_seed(self.count)
         found = self.preset.load(payload)
         difference = (found.int() - expected.int()).abs()
