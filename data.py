@@ -102,8 +102,8 @@ class IndexedImageFolder(Dataset):
             reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
             raise self.error(
                 number,
-                f"{reason} (tried {len(RETRY_WAITS_S) + 1} times); that is no fault of its bytes, so it ends the run; "
-                "--resume auto goes on",
+                f"{reason} (tried {len(RETRY_WAITS_S) + 1} times); its bytes are not at fault, so that no other image "
+                "takes its place: mend that and start again",
             ) from error
         except (BadImageError, ImageError):
             raise
