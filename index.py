@@ -1,6 +1,5 @@
 """Which images a split holds and where their bytes lie: scanned once, then kept in a cache that is never stale."""
 
-import errno
 import functools
 import hashlib
 import json
@@ -19,7 +18,7 @@ import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import BadImageError, ImageError, UserError
-from files import locked, write_atomically
+from files import locked, open_regular, write_atomically
 
 # What scripts/pack.py writes beside its shards, and how that says whose it is.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -315,13 +314,8 @@ def _check_num_bytes(num_bytes: int) -> None:
 
 
 def _read_file(path: str) -> bytes:
-    """Return the bytes of an image's file, and of nothing that never ends."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # which waits for nobody at a pipe's end
-    with open(descriptor, "rb", buffering=0) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no file")
-        _check_num_bytes(status.st_size)
+    with open(open_regular(path, os.O_RDONLY, follows_links=True), "rb", buffering=0) as file:
+        _check_num_bytes(os.fstat(file.fileno()).st_size)
         return file.readall()
 
 

@@ -545,7 +545,7 @@ def test_nobody_waits_for_a_pipe_or_reads_a_device(tmp_path, monkeypatch):
     (tmp_path / "train" / "a" / "2.jpg").symlink_to("/dev/zero")
     found = index.open_index(tmp_path / "train")
     for number in range(len(found)):
-        with pytest.raises(OSError, match="it is no file"):
+        with pytest.raises(OSError, match="is not a file"):
             found.read(number)
 
 
