@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import guard
 import transforms
 import utils
 from encoded import EncodedBatch, EncodedCrop, UndecodableError, find_obstacle
-from errors import ImageError, UserError
-from index import check_split, open_index
+from errors import BadImageError, ImageError, UserError
+from index import RETRY_WAITS_S, check_split, open_index, with_retries
 from loader import ProcessLoader, ThreadLoader, collate
 from preemption import start_worker
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
@@ -67,11 +68,19 @@ class IndexedImageFolder(Dataset):
         """
         try:
             return self._load(key)
-        except ImageError:
-            raise
-        except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on damaged files
-            number = key.index if isinstance(key, SampleKey) else key
-            raise self.error(number, str(error) or type(error).__name__) from error
+        except BadImageError as error:
+            raise self.error(_number_of(key), f"{error}; {self._advise(key)}") from error
+
+    def _advise(self, key: int | SampleKey) -> str:
+        """Return what to do about a bad image."""
+        if not isinstance(key, SampleKey):
+            return "replace it: an evaluation leaves none out"
+        if self.transform.at(key.epoch).leaves_decoding:  # with which --bad-images skip is refused
+            return "replace it, and --resume auto goes on"
+        return (
+            "replace it, or give the same command with --resume auto --bad-images skip, which goes on without it. This "
+            "is the first one met, and others were not looked for; with skip each epoch ends with their number"
+        )
 
     def error(self, number: int, reason: str) -> ImageError:
         """Return the error that says why an image cannot be read."""
@@ -79,23 +88,53 @@ class IndexedImageFolder(Dataset):
         return ImageError(f"cannot read image {self.index.path(number)} (class {name}): {reason}")
 
     def _load(self, key: int | SampleKey) -> tuple[Tensor, int]:
-        """Return one image and its class; raises whatever comes of a file that cannot be read or is no image."""
-        number, transform, draws = key, self.transform, None
+        """Return one image and its class.
+
+        Raises:
+            BadImageError: its bytes are no image, or a damaged one.
+            ImageError: the disk or memory failed, several times.
+        """
+        number = _number_of(key)
+        try:
+            payload = self.index.read(number)
+            return with_retries(partial(self._transform, key, payload)), self.index.label(number)
+        except (MemoryError, OSError) as error:
+            reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
+            raise self.error(
+                number,
+                f"{reason} (tried {len(RETRY_WAITS_S) + 1} times); its bytes are not at fault, so that no other image "
+                "takes its place: mend that and start again",
+            ) from error
+        except (BadImageError, ImageError):
+            raise
+        except Exception as error:  # our fault, which needs its traceback
+            error.add_note(f"in {self.index.path(number)}")
+            raise
+
+    def _transform(self, key: int | SampleKey, payload: bytes) -> Tensor | EncodedCrop:
+        transform, draws = self.transform, None
         if isinstance(key, SampleKey):
-            number, transform = key.index, transform.at(key.epoch)
+            transform = transform.at(key.epoch)
             address = (AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
             if transform.takes_draws:
                 draws = Draws(*address)
             else:
                 seed_host(*address)
-        image = transform.load(self.index.read(number), draws)
-        if isinstance(image, EncodedCrop):
-            image = image._replace(number=number)
-        return image, self.index.label(number)
+        try:
+            image = transform.load(payload, draws)
+        except RuntimeError as error:
+            if "you tried to allocate" in str(error):  # torch's way to say it
+                raise MemoryError from error
+            raise
+        return image._replace(number=_number_of(key)) if isinstance(image, EncodedCrop) else image
+
+
+def _number_of(key: int | SampleKey) -> int:
+    return key.index if isinstance(key, SampleKey) else key
 
 
 class LenientImageFolder(IndexedImageFolder):
-    """An `IndexedImageFolder` that takes another image where one cannot be read: `--bad-images skip`.
+    """An `IndexedImageFolder` that takes another image where the bytes of one are bad: `--bad-images skip`.
 
     It is the next one that can, with its own class and draws: always the same, whoever loads it.
     """
@@ -106,27 +145,19 @@ class LenientImageFolder(IndexedImageFolder):
         """Return one image, transformed, its class, and the number of the one that it replaces, or -1.
 
         Raises:
-            ImageError: none of the next hundred images can be read, or the tar that holds one has changed.
+            ImageError: the next ninety-nine images are bad too, the disk or memory failed, or a tar has changed.
         """
         try:
             return *self._load(key), -1
-        except ImageError:  # about a tar: no image of it can be read any more
-            raise
-        except Exception:  # as many kinds as in IndexedImageFolder
-            return *self._replacement(key), key.index
+        except BadImageError as error:
+            return *self._replacement(key, error), key.index
 
-    def _replacement(self, key: SampleKey) -> tuple[Tensor, int]:
+    def _replacement(self, key: SampleKey, error: BadImageError) -> tuple[Tensor, int]:
         num_tries = min(self.MAX_TRIES, len(self))
         for step in range(1, num_tries):
-            try:
+            with suppress(BadImageError):  # the next one may be good
                 return self._load(key._replace(index=(key.index + step) % len(self)))
-            except ImageError:
-                raise
-            except Exception:  # the next one may be good
-                continue
-        raise ImageError(
-            f"cannot read image {self.index.path(key.index)}, nor any of the next {num_tries - 1}; is the disk there?"
-        )
+        raise self.error(key.index, f"{error}; nor is any of the next {num_tries - 1} good: are these the images?")
 
 
 class SyntheticImages(Dataset):

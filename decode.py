@@ -5,20 +5,44 @@ import ctypes
 import functools
 import io
 import itertools
+import mmap
 import os
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy
 import PIL
 import torch
-from PIL import Image, UnidentifiedImageError, features
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin, features
 from torch import Tensor
 
+from errors import BadImageError
 from extras import require_torchcodec
+
+# The formats that ImageFolder's extensions stand for. Pillow reads others too, and starts Ghostscript for one of them.
+FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
+_PLUGINS = (TiffImagePlugin, WebPImagePlugin)  # Pillow imports all that it has where one of FORMATS is not there yet
+
+# Pillow warns beyond this, a quarter of a GiB as RGB; photographs have a tenth of it.
+MAX_PIXELS = (1 << 28) // 3
+
+# What decoders may take for a pixel, beside the image: coefficients of a progressive JPEG, two canvases of a WebP ...
+_BYTES_PER_PIXEL, _BYTES_OF_DECODER = 16, 1 << 24
+
+# How files begin that are often found under an image's name.
+_OTHER_KINDS = {
+    b"GIF8": "a GIF",
+    b"%!PS": "PostScript",
+    b"\xc5\xd0\xd3\xc6": "PostScript",
+    b"%PDF": "a PDF",
+    b"8BPS": "a Photoshop file",
+    b"\0\0\0\x0cjP": "a JPEG 2000",
+    b"PK\3\4": "a zip archive",
+    b"\x1f\x8b": "gzip data",
+    b"<": "HTML or XML, such as a server's answer",
+}
 
 # Start-of-frame markers of the kinds of JPEG that libjpeg decodes row by row: baseline, extended and progressive.
 _BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
@@ -201,41 +225,81 @@ def _quiet_stderr() -> _QuietStderr:
     return _QuietStderr()
 
 
-class _WhileDecoding(threading.local):
-    """What stands for the text of a warning in a filter, and matches any one of a thread that is decoding.
+def check_num_pixels(height: int, width: int, what: str = "it claims") -> None:
+    """Check that an image, or what is made of it, has no more pixels than memory is spent on.
 
-    Filters are the whole process's, and `warnings.catch_warnings` would change them under other threads' feet.
+    Raises:
+        BadImageError: it has.
     """
-
-    active = False
-
-    def match(self, text: str) -> bool:
-        """Return whether the filter applies, as a compiled pattern would."""
-        return self.active
-
-
-_WHILE_DECODING = _WhileDecoding()
-_NO_BOMB_WARNING = ("ignore", _WHILE_DECODING, Image.DecompressionBombWarning, None, 0)
+    if height * width > MAX_PIXELS:
+        raise BadImageError(f"{what} {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
 
 
 @contextlib.contextmanager
-def _without_bomb_warning() -> Iterator[None]:
-    """Keep Pillow from warning of images that are large, though below its limit."""
-    if _NO_BOMB_WARNING not in warnings.filters:  # another's `catch_warnings` may have taken it out
-        warnings.filters.insert(0, _NO_BOMB_WARNING)
-    _WHILE_DECODING.active = True
+def _blaming_bytes(num_pixels: int) -> Iterator[None]:
+    """Turn whatever comes of decoding into a BadImageError, unless the system may have failed.
+
+    Raises:
+        BadImageError: what Pillow says of damage is OSError, SyntaxError, ValueError, struct.error and others.
+        MemoryError: there is none. Some decoders speak of a broken stream then, so that it is asked for here.
+        OSError: with a number, which damage has not.
+    """
     try:
         yield
-    finally:
-        _WHILE_DECODING.active = False
+    except (BadImageError, MemoryError):
+        raise
+    except Exception as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        _check_memory(num_pixels)
+        raise BadImageError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
-def _open(payload: bytes) -> Image.Image:
+def _check_memory(num_pixels: int) -> None:
+    """Raise MemoryError where there is no room to decode an image."""
     try:
-        return Image.open(io.BytesIO(payload))
-    except UnidentifiedImageError as error:  # names an object in memory
-        reason = "it is no image of a kind that Pillow knows" if payload else "the file is empty"
-        raise UnidentifiedImageError(reason) from error
+        mmap.mmap(-1, _BYTES_OF_DECODER + _BYTES_PER_PIXEL * num_pixels, mmap.MAP_PRIVATE).close()
+    except OSError as error:
+        raise MemoryError from error
+
+
+def _say_kind(payload: bytes) -> str:
+    """Return why Pillow does not know a file."""
+    if not payload:
+        return "the file is empty"
+    kinds = [kind for begin, kind in _OTHER_KINDS.items() if payload[:64].lstrip().startswith(begin)]
+    kinds += ["AVIF, HEIF or a video"] if payload[4:8] == b"ftyp" else []
+    known = "BMP, JPEG, PNG, PPM, TIFF and WebP"
+    return f"it is {kinds[0]}; read are {known}" if kinds else f"it has no valid header of {known.replace('and', 'or')}"
+
+
+def open_image(payload: bytes) -> Image.Image:
+    """Return an image of which the header alone has been read.
+
+    Raises:
+        BadImageError: it is of none of `FORMATS`, claims too many pixels, or its header is damaged.
+        MemoryError: there is none.
+    """
+    with _blaming_bytes(MAX_PIXELS):
+        try:
+            image = Image.open(io.BytesIO(payload), formats=FORMATS)
+        except UnidentifiedImageError as error:  # names an object in memory
+            raise BadImageError(_say_kind(payload)) from error
+        except Image.DecompressionBombError as error:  # names another limit
+            raise BadImageError(f"it claims far more than {MAX_PIXELS:,} pixels, the most that are decoded") from error
+    check_num_pixels(image.height, image.width)
+    if image.format == "TIFF":
+        sides = (image.tag_v2.get(tag, 0) for tag in (TiffImagePlugin.TILELENGTH, TiffImagePlugin.TILEWIDTH))
+        check_num_pixels(*sides, "it claims tiles of")  # which are decoded whole, however small the image
+    return image
+
+
+def load_image(payload: bytes) -> Image.Image:
+    """Return an image, decoded whole; raises as `open_image`, and BadImageError where it is damaged."""
+    image = open_image(payload)
+    with _blaming_bytes(image.width * image.height):
+        image.load()
+    return image
 
 
 def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None) -> Image.Image:
@@ -246,11 +310,11 @@ def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None)
         box: left, top, right, bottom, px.
 
     Raises:
-        OSError: it is no image, or damaged; damage may also raise SyntaxError, ValueError, struct.error and others.
+        BadImageError: it is no image, claims too many pixels, or is damaged.
+        MemoryError: there is none.
     """
-    with _without_bomb_warning():
-        image = _open(payload)
-        image.load()
+    image = load_image(payload)
+    with _blaming_bytes(image.width * image.height):
         if box is not None and box != (0, 0, *image.size):
             image = image.crop(box)
         if isinstance(image.info.get("transparency"), bytes):
@@ -346,21 +410,23 @@ class ImageFile:
     Args:
         payload: the file's bytes.
         decoder: of ordinary JPEGs; Pillow decodes all other files.
+
+    Raises:
+        BadImageError: it is no image, or claims too many pixels.
+        MemoryError: there is none.
     """
 
     def __init__(self, payload: bytes, decoder: PillowDecoder | TorchcodecDecoder) -> None:
         self.payload = payload
         self.decoder = decoder
         self.frame = read_frame(payload)
-        # Four components are CMYK, which Pillow converts as a whole; its limit guards against bombs.
-        limit = Image.MAX_IMAGE_PIXELS or float("inf")
         frame = self.frame
-        if frame is not None and frame.num_components in (1, 3) and frame.width * frame.height <= limit:
+        if frame is not None and frame.num_components in (1, 3):
+            check_num_pixels(frame.height, frame.width)
             self.size = (frame.width, frame.height)
-        else:
+        else:  # four components are CMYK, which Pillow converts as a whole
             self.frame = None
-            with _without_bomb_warning():
-                self.size = _open(payload).size
+            self.size = open_image(payload).size
 
     @property
     def has_rows(self) -> bool:
@@ -372,12 +438,17 @@ class ImageFile:
 
         Returns:
             (3, height, width) uint8, a view of channels-last pixels, exactly the decoder's of the whole file.
+
+        Raises:
+            BadImageError: the file is damaged.
+            MemoryError: there is none.
         """
         if self.frame is not None:
             try:
                 return self._decode_part(top, left, height, width)
             except (OSError, RuntimeError, ValueError):
-                pass  # damaged in some way; Pillow then says in which, or makes of it what it can
+                # Damaged in some way; Pillow then says in which, or makes of it what it can.
+                _check_memory(self.size[0] * self.size[1])
         image = decode_plainly(self.payload, (left, top, left + width, top + height))
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
 

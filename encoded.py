@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decode import decode_plainly
-from errors import UserError
+from errors import BadImageError, UserError
 from extras import require_torchcodec
 
 # What decoding fails of when nothing is wrong with the image: it must not come out as another decoder's.
@@ -148,8 +148,8 @@ def _decode_one(
         refused.append(crop.number)
         try:
             image = decode_plainly(jpeg.numpy().tobytes())
-        except Exception as error:  # damage is of many kinds to Pillow
-            raise UndecodableError(crop.number, str(error) or type(error).__name__) from error
+        except BadImageError as error:
+            raise UndecodableError(crop.number, str(error)) from error
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).to(device)
 
 

@@ -69,8 +69,15 @@ class LoaderKilledError(Exception):
         return f"a loader process was killed ({cause}); {advice}"
 
 
+class BadImageError(Exception):
+    """An image's bytes are no image, or a damaged one, or claim too much; the message says which.
+
+    Only what the bytes say: whatever the disk or memory fails of is another error.
+    """
+
+
 class ImageError(Exception):
-    """An image of the data set cannot be read; the message names its path.
+    """An image of the data set cannot be used; the message names its path.
 
     One string argument, so that it comes back from a loader process with its own type.
     """

@@ -13,8 +13,10 @@ import decode
 import encoded
 from errors import UserError, did_you_mean
 
-# Where a run is, how it is done, watched and kept: no weight depends on these.
+# Where a run is, how it is done, watched and kept: no weight depends on these. Nor on `--bad-images` while images are
+# good; at a bad one `error` stops, and going on without it is what `skip` is given for.
 FREE = {
+    "bad_images",
     "allow_change", "best_metric", "cache_dataset", "checkpoint_minutes", "checkpoint_steps", "data_path", "device",
     "dist_timeout", "dist_url", "dry_run", "ema", "grad_checkpointing", "keep_every", "keep_last", "list_recipes",
     "output_dir", "overwrite", "prefetch_factor", "print_freq", "recipe", "resume", "save_per_node",
@@ -33,7 +35,7 @@ FIXED = {
 
 # Options that change the numbers of the steps to come; and two facts that do and are no options.
 ON_REQUEST = {
-    "amp", "amp_dtype", "augmix_severity", "auto_augment", "backend", "bad_images", "bce_loss", "bce_target_thresh",
+    "amp", "amp_dtype", "augmix_severity", "auto_augment", "backend", "bce_loss", "bce_target_thresh",
     "bias_weight_decay", "channels_last", "clip_grad_norm", "compile", "crop_ramp_epochs", "crop_scale", "cutmix_alpha",
     "decode_device", "decoder", "dropout", "epochs", "eval_flip", "grad_compression", "hflip_prob", "interpolation",
     "label_smoothing", "layer_decay", "lr", "lr_gamma", "lr_min", "lr_per_step", "lr_scaling", "lr_scheduler",
@@ -227,7 +229,8 @@ def _why_epochs_matter(args: Any) -> str | None:
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
     label = {"threads": "CPU threads (OMP_NUM_THREADS)", "world_size": "world-size"}.get(name, option_name(name))
-    return f"{label} {theirs} in the checkpoint, {ours} now"
+    note = " (from here on; of good images the numbers are the same)" if name == "bad_images" else ""
+    return f"{label} {theirs} in the checkpoint, {ours} now{note}"
 
 
 def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:

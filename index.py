@@ -9,15 +9,16 @@ import stat
 import tarfile
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from errors import ImageError, UserError
-from files import locked, write_atomically
+from errors import BadImageError, ImageError, UserError
+from files import locked, open_regular, write_atomically
 
 # What scripts/pack.py writes beside its shards, and how that says whose it is.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -25,11 +26,14 @@ PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
 # What was changed less than this before it was read may have been changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
 
-# How long a read that failed is waited for before it is tried again: a network disk may only have hiccuped.
+# How long a read that failed is waited for before it is tried again: a network disk may only have hiccuped, and says
+# "No such file" then too.
 RETRY_WAITS_S = (0.05, 0.2, 0.8)
 
-# Answers that another try would not change.
-_FINAL_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+# 12 bytes for each pixel that is decoded at most (`decode.MAX_PIXELS`); a larger file is no image, and fills memory.
+_MAX_BYTES = 1 << 30
+
+T = TypeVar("T")
 
 # Which need not be put into lower case first.
 _USUAL_EXTENSIONS = (".JPEG", *IMG_EXTENSIONS)
@@ -192,6 +196,21 @@ def check_split(root: Path) -> list[Split]:
     return found
 
 
+def with_retries(work: Callable[[], T]) -> T:
+    """Return what `work` returns; where the system fails it, it is tried again three times.
+
+    Raises:
+        MemoryError: as the next one, the last time too.
+        OSError: see above.
+    """
+    for wait_s in RETRY_WAITS_S:
+        try:
+            return work()
+        except (MemoryError, OSError):
+            time.sleep(wait_s)
+    return work()
+
+
 class ImageIndex:
     """The images of a split: which there are, in the order of torchvision's `ImageFolder`, and where their bytes lie.
 
@@ -250,28 +269,20 @@ class ImageIndex:
         """Return the bytes of an image's file; a read that fails is tried again three times.
 
         Raises:
+            BadImageError: there are too many.
+            MemoryError: there is none.
             OSError: they cannot be read.
-            ImageError: the tar that held them is gone, or another one now.
+            ImageError: the tar that held them is another one now.
         """
-        for wait_s in RETRY_WAITS_S:
-            try:
-                return self._read(number)
-            except _FINAL_ERRORS:
-                raise
-            except OSError:
-                time.sleep(wait_s)
-        return self._read(number)
+        return with_retries(partial(self._read, number))
 
     def _read(self, number: int) -> bytes:
         if self.places is None:
-            with open(os.path.join(self.root, self.name(number)), "rb", buffering=0) as file:
-                return file.readall()
+            return _read_file(os.path.join(self.root, self.name(number)))
         tar_number, *place = self.places[number].tolist()
         tar_path, *state = self.tars[tar_number]
-        try:
-            tar = _open_tar(tar_path, *state)
-        except _FINAL_ERRORS as error:
-            raise ImageError(f"cannot read image {self.path(number)}: {error.strerror}") from error
+        _check_num_bytes(place[1])
+        tar = _open_tar(tar_path, *state)
         content = tar.read(*place)
         # After the read, which is then known to be of the tar that was scanned.
         if content is None or tar.state() != state:
@@ -295,6 +306,17 @@ class ImageIndex:
             lines = prefix + names.replace(b"\0", f" {label}\n".encode() + prefix)
             digest.update(memoryview(lines)[: -len(prefix)])
         return digest.hexdigest()[:16]
+
+
+def _check_num_bytes(num_bytes: int) -> None:
+    if num_bytes > _MAX_BYTES:
+        raise BadImageError(f"it has {num_bytes:,} bytes; an image has at most {_MAX_BYTES:,}")
+
+
+def _read_file(path: str) -> bytes:
+    with open(open_regular(path, os.O_RDONLY, follows_links=True), "rb", buffering=0) as file:
+        _check_num_bytes(os.fstat(file.fileno()).st_size)
+        return file.readall()
 
 
 class _Tar:

@@ -17,7 +17,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.functional import pil_to_tensor
 
-from decode import DECODERS, ImageFile, decode_plainly
+from decode import DECODERS, ImageFile, check_num_pixels, decode_plainly
 from encoded import EncodedCrop
 from errors import UserError
 from extras import require_timm
@@ -147,6 +147,10 @@ class _Preset:
 
         Returns:
             The pixels; where they are left to the device, and it can decode the file, what it needs to know.
+
+        Raises:
+            BadImageError: it is no image, claims too many pixels, or is damaged.
+            MemoryError: there is none.
         """
         if self.fast_mode is None:
             return self(decode_plainly(payload))
@@ -388,10 +392,21 @@ class ClassificationPresetEval(_Preset):
         self.takes_draws = True  # and draws nothing
         self.leaves_decoding = leaves_decoding
 
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """Return the image as (3, crop_size, crop_size) uint8."""
+        self._resized(image.height, image.width)
+        return super().__call__(image)
+
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return torchvision's size of a resized image: the shorter side exactly, the longer one rounded down."""
+        """Return torchvision's size of a resized image: the shorter side exactly, the longer one rounded down.
+
+        Raises:
+            BadImageError: one that is a thousand times as long as it is wide would fill memory.
+        """
         longer = int(self.resize_size * max(width, height) / min(width, height))
-        return (longer, self.resize_size) if height >= width else (self.resize_size, longer)
+        resized = (longer, self.resize_size) if height >= width else (self.resize_size, longer)
+        check_num_pixels(*resized, f"resized, {width} x {height} pixels are")
+        return resized
 
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor | EncodedCrop:
         width, height = file.size

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import io
 import itertools
 import json
 import math
@@ -23,7 +22,7 @@ import config
 import data
 import decode
 import loader
-from decode import ImageFile
+from decode import ImageFile, decode_plainly
 from errors import UserError
 from presets import ClassificationPresetEval, ClassificationPresetTrain, resize
 from randomness import Draws
@@ -123,9 +122,16 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     }
 
 
+def load_plainly(path: str) -> Image.Image:
+    """Return an image as torchvision's loader does, which would open any format."""
+    return decode_plainly(Path(path).read_bytes())
+
+
 def one_thread(options: argparse.Namespace, ways: dict[str, Way], split: str) -> dict[str, dict[str, float]]:
     """Compare from file to crop in this process, in CPU time: torchvision's way on the raw files, and ours."""
-    theirs = datasets.ImageFolder(options.data_path / split, torchvisions_preset(is_training=split == "train"))
+    theirs = datasets.ImageFolder(
+        options.data_path / split, torchvisions_preset(is_training=split == "train"), loader=load_plainly
+    )
     epochs = itertools.count()
 
     def run(dataset: torch.utils.data.Dataset, key_of: Callable[[int, int], int | SampleKey]) -> Callable[[int], int]:
@@ -154,7 +160,9 @@ def one_thread(options: argparse.Namespace, ways: dict[str, Way], split: str) ->
 
 def end_to_end(options: argparse.Namespace, ways: dict[str, Way]) -> dict[str, dict[str, float]]:
     """Compare loaders with workers, in wall time, with one copy of each batch as pinning makes."""
-    theirs = datasets.ImageFolder(options.data_path / "train", torchvisions_preset(is_training=True))
+    theirs = datasets.ImageFolder(
+        options.data_path / "train", torchvisions_preset(is_training=True), loader=load_plainly
+    )
     loaders = {
         "torchvision": DataLoader(
             theirs,
@@ -236,7 +244,7 @@ class Comparison:
     def load(self, payload: bytes, draws: None = None) -> torch.Tensor:
         """Return our pixels."""
         torch.manual_seed(self.count)
-        expected = self.exact(Image.open(io.BytesIO(payload)).convert("RGB"))
+        expected = self.exact(decode_plainly(payload))
         torch.manual_seed(self.count)
         found = self.preset.load(payload)
         difference = (found.int() - expected.int()).abs()

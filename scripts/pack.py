@@ -24,7 +24,8 @@ from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
 
 import config
-from errors import ImageError, UserError
+from decode import load_image
+from errors import BadImageError, ImageError, UserError
 from files import write_atomically
 from index import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, open_index
 from scripts.workers import Progress, UnfinishedError, Workers, size_text
@@ -131,13 +132,6 @@ class Packed(NamedTuple):
     note: str = ""
 
 
-def decode(payload: bytes) -> Image.Image:
-    """Decode an image whole."""
-    image = Image.open(io.BytesIO(payload))
-    image.load()
-    return image
-
-
 def repack_losslessly(payload: bytes, image: Image.Image, *, jpegtran: str) -> Packed:
     """Give a JPEG a restart marker for each row of blocks, or keep it where its pixels would not be the same.
 
@@ -148,14 +142,16 @@ def repack_losslessly(payload: bytes, image: Image.Image, *, jpegtran: str) -> P
         return Packed(payload, f"{image.format}, not JPEG")
     command = [jpegtran, "-optimize", "-restart", "1", "-copy", "all"]
     done = subprocess.run(command, input=payload, capture_output=True, check=False)
-    # What fails by itself fails every time; what was ended must not change what is written.
+    # What fails by itself fails every time; what was ended, or had no memory, must not change what is written.
     if -done.returncode in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM):
         raise OSError(f"jpegtran was ended by signal {-done.returncode}")
+    if b"nsufficient memory" in done.stderr:
+        raise MemoryError("jpegtran is out of memory")
     if done.returncode:
         return Packed(payload, "jpegtran refuses or doubts it")
     try:
-        repacked = decode(done.stdout)
-    except Exception:
+        repacked = load_image(done.stdout)
+    except BadImageError:
         return Packed(payload, "not readable after jpegtran")
     if (repacked.format, repacked.mode, repacked.size) != (image.format, image.mode, image.size):
         return Packed(payload, "another kind of image after jpegtran")
@@ -184,7 +180,7 @@ def shrink(payload: bytes, image: Image.Image, *, side: str, px: int, quality: i
     ImageFile.MAXBLOCK = max(1 << 16, 4 * image.width * image.height)
     file = io.BytesIO()
     image.save(file, "JPEG", quality=quality, optimize=True, subsampling="4:2:0", restart_marker_rows=1)
-    encoded = decode(file.getvalue())
+    encoded = load_image(file.getvalue())
     if (encoded.size, encoded.mode) != (image.size, "RGB"):
         raise ValueError(f"encoded as {encoded.mode} of {encoded.size}, not RGB of {image.size}")
     return Packed(file.getvalue())
@@ -197,7 +193,7 @@ def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int
     """Pack the images from `start` to `stop` of a split: what a worker does.
 
     Raises:
-        ImageError: a file cannot be read, which may pass, or an image cannot be encoded.
+        ImageError: the disk or memory failed, which may pass, or an image cannot be encoded.
     """
     number, start, stop = task
     split, packed = splits[number], []
@@ -205,12 +201,12 @@ def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int
         path = split.index.path(index)
         try:
             payload = split.read(index)
-        except OSError as error:
-            raise ImageError(f"cannot read {path}: {error.strerror}") from error
-        try:
-            image = decode(payload)
-        except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on damaged files
-            packed.append(Packed(None, one_line(error)))
+            image = load_image(payload)
+        except (MemoryError, OSError) as error:
+            reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
+            raise ImageError(f"cannot read {path}: {reason}") from error
+        except BadImageError as error:
+            packed.append(Packed(None, str(error)))
             continue
         try:
             packed.append(convert(payload, image))
@@ -220,10 +216,8 @@ def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int
 
 
 def one_line(error: Exception) -> str:
-    """Return the reason of an error, as one line; the same for the same bytes."""
-    # Pillow shows the file object that it was given, with its address.
-    text = re.sub(r" <_io\.BytesIO object at 0x[0-9a-f]+>", "", str(error))
-    return " ".join(text.split()) or type(error).__name__
+    """Return the reason of an error, as one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class HashingFile:
@@ -636,10 +630,10 @@ def check_shard(out: Path, record: dict) -> tuple[list[str], list[str]]:
             for member in tar:
                 names.append(member.name)
                 try:
-                    decode(tar.extractfile(member).read())
-                except Exception as error:
-                    damaged.append(f"{member.name}: {one_line(error)}")
-    except (OSError, tarfile.TarError) as error:
+                    load_image(tar.extractfile(member).read())
+                except BadImageError as error:
+                    damaged.append(f"{member.name}: {error}")
+    except (MemoryError, OSError, tarfile.TarError) as error:
         problems.append(f"{path}: {one_line(error)}")
     if damaged:
         problems.append(f"{path}: {len(damaged)} images cannot be read, the first {damaged[0]}")

@@ -1,5 +1,6 @@
 """Bad input is one clear line and exit code 2, before any training and printed once, under torchrun too."""
 
+import json
 import time
 
 import pytest
@@ -97,6 +98,35 @@ def test_an_image_that_a_loader_process_cannot_read_is_one_line(folders, tmp_pat
     assert len(lines) == 1, outcome.output
     assert f"cannot read image {bad} (class class1)" in lines[0]
     assert "Epoch: [0] Total time" in outcome.output
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_command_that_a_bad_image_names_goes_on_without_it(tmp_path, workers):
+    """To the weights of a run that skipped from its first step on."""
+    images = write_images(tmp_path / "images", {"train": [5, 4], "val": [1, 1]})
+    # The one of nine that the first epoch leaves out.
+    bad = sorted((images / "train").rglob("*.jpg"))[torch.randperm(9, generator=torch.Generator().manual_seed(0))[8]]
+    bad.write_bytes(b"")
+    argv = ["--data-path", str(images), *SMALL, "--epochs", "2", "--batch-size", "2", "--workers", str(workers)]
+    argv += ["--checkpoint-steps", "1", "--use-deterministic-algorithms"]
+    whole = [*argv, "--output-dir", str(tmp_path / "whole"), "--bad-images", "skip"]
+    run_ranks(train_rank, 1, whole, log_folder=tmp_path).check()
+
+    out = tmp_path / "out"
+    outcome = run_ranks(train_rank, 1, [*argv, "--output-dir", str(out)], log_folder=tmp_path)
+    assert outcome.codes == [1], outcome.output
+    (line,) = [line for line in outcome.output.splitlines() if line.startswith("train.py: error: ")]
+    assert f"cannot read image {bad}" in line
+    assert "the file is empty" in line
+    command = "--resume auto --bad-images skip"
+    assert f"the same command with {command}, which goes on without it" in line
+    assert json.loads((out / "status.json").read_text())["state"] == "failed"
+    outcome = run_ranks(train_rank, 1, [*argv, "--output-dir", str(out), *command.split()], log_folder=tmp_path).check()
+    assert "could not be read and were replaced" in outcome.output
+    assert "Epoch: [0]" not in outcome.output
+    assert "bad-images error in the checkpoint, skip now (from here on; of good images" in outcome.output
+    found, expected = (torch.load(folder / "checkpoint.pth")["model"] for folder in (out, tmp_path / "whole"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.dist

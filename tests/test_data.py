@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import resource
 import shutil
 import struct
+import threading
 import zlib
 
 import pytest
@@ -152,16 +154,19 @@ KINDS = ["truncated", "zero bytes", "no image", "bomb", "unreadable", "vanished"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_image_that_cannot_be_read_is_named(tmp_path, kind):
+def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
     if kind == "unreadable" and os.geteuid() == 0:
         pytest.skip("root reads everything")
     root = write_images(tmp_path, {"train": [1], "val": [1]})
+    monkeypatch.setattr("index.RETRY_WAITS_S", (0, 0, 0))
     sets = data.build_datasets(str(root / "train"), str(root / "val"), arguments(root))
     for split, dataset, key in zip(["train", "val"], sets, [SampleKey(0, 0, 0), 0], strict=True):
         damage(root / split / "class0" / "image000.jpg", kind)
         with pytest.raises(ImageError, match=rf"{split}/class0/image000.jpg \(class class0\): .") as caught:
             dataset[key]
         assert len(str(caught.value).splitlines()) == 1
+        is_bad = kind not in ("unreadable", "vanished", "a folder")
+        assert ("--resume auto --bad-images skip" in str(caught.value)) == (is_bad and split == "train")
 
 
 def test_a_png_that_is_called_jpeg_is_read(tmp_path):
@@ -229,9 +234,97 @@ def test_where_nothing_can_be_read_it_stops_all_the_same(tmp_path):
     root = write_images(tmp_path, {"train": [3]}) / "train"
     dataset = data.LenientImageFolder(root, ClassificationPresetTrain(crop_size=24))
     for path in root.rglob("*.jpg"):
-        path.unlink()
-    with pytest.raises(ImageError, match=r"image001.jpg, nor any of the next 2; is the disk there\?"):
+        damage(path, "zero bytes")
+    with pytest.raises(ImageError, match=r"image001.jpg .*the file is empty; nor is any of the next 2 good"):
         dataset[SampleKey(1, 0, 0)]
+
+
+@pytest.mark.parametrize("kind", ["unreadable", "vanished", "a folder"])
+@pytest.mark.parametrize("place", [3, 4])
+def test_what_is_not_in_the_bytes_ends_the_run_also_where_bad_images_are_skipped(tmp_path, monkeypatch, kind, place):
+    """Of an image itself, and of one that stands in for the bad one before it."""
+    if kind == "unreadable" and os.geteuid() == 0:
+        pytest.skip("root reads everything")
+    monkeypatch.setattr("index.RETRY_WAITS_S", (0, 0, 0))
+    root = write_images(tmp_path, {"train": [6], "val": [1]}) / "train"
+    dataset = data.LenientImageFolder(root, ClassificationPresetTrain(crop_size=24))
+    damage(root / "class0" / f"image{place:03d}.jpg", kind)
+    if place == 4:
+        damage(root / "class0" / "image003.jpg", "truncated")
+    with pytest.raises(ImageError, match=rf"image{place:03d}.jpg \(class class0\): .*its bytes are not at fault"):
+        dataset[SampleKey(3, 0, 0)]
+
+
+def test_a_folder_that_is_away_for_a_moment_changes_nothing(tmp_path):
+    root = write_images(tmp_path, {"train": [2]}) / "train"
+    dataset = data.LenientImageFolder(root, ClassificationPresetTrain(crop_size=24))
+    expected = dataset[SampleKey(1, 0, 0)]
+    (root / "class0").rename(root / "away")
+    returning = threading.Timer(0.6, (root / "away").rename, [root / "class0"])
+    returning.start()
+    image, label, replaced = dataset[SampleKey(1, 0, 0)]
+    returning.join()
+    assert torch.equal(image, expected[0])
+    assert (label, replaced) == expected[1:] == (0, -1)
+
+
+def test_no_descriptor_left_is_no_bad_image(tmp_path, monkeypatch):
+    monkeypatch.setattr("index.RETRY_WAITS_S", (0, 0, 0))
+    root = write_images(tmp_path, {"train": [3]}) / "train"
+    dataset = data.LenientImageFolder(root, ClassificationPresetTrain(crop_size=24))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        with pytest.raises(ImageError, match="Too many open files"):
+            dataset[SampleKey(1, 0, 0)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert dataset[SampleKey(1, 0, 0)][2] == -1
+
+
+class Failing(ClassificationPresetTrain):
+    """A preset that fails some times before it does its work, once it has drawn a number."""
+
+    takes_draws = False
+
+    def __init__(self, errors):
+        super().__init__(crop_size=24)
+        self.takes_draws, self.errors = False, errors
+
+    def load(self, payload, draws=None):
+        drawn = torch.rand(())
+        if self.errors:
+            raise self.errors.pop()
+        return super().load(payload, draws), drawn
+
+
+def test_memory_that_is_short_for_a_moment_changes_nothing_and_for_longer_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("index.RETRY_WAITS_S", (0, 0, 0))
+    root = write_images(tmp_path, {"train": [3]}) / "train"
+    errors = []
+    dataset = data.LenientImageFolder(root, Failing(errors))
+    (expected, drawn), *_ = dataset[SampleKey(1, 0, 0)]
+    torch_error = RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    )
+    errors += [MemoryError(), torch_error, OSError(12, "Cannot allocate memory")]
+    (image, drawn_again), _, replaced = dataset[SampleKey(1, 0, 0)]
+    assert torch.equal(image, expected)
+    assert drawn == drawn_again
+    assert replaced == -1
+    errors += [MemoryError()] * 4
+    with pytest.raises(ImageError, match=r"image001.jpg .*: out of memory \(tried 4 times\)"):
+        dataset[SampleKey(1, 0, 0)]
+
+
+def test_a_fault_of_ours_is_no_bad_image_and_says_in_which_it_came_up(tmp_path):
+    root = write_images(tmp_path, {"train": [3]}) / "train"
+    dataset = data.LenientImageFolder(root, Failing([KeyError("ours")]))
+    with pytest.raises(KeyError) as caught:
+        dataset[SampleKey(1, 0, 0)]
+    assert caught.value.__notes__ == [f"in {root}/class0/image001.jpg"]
 
 
 def test_a_tar_that_changed_is_no_bad_image(image_folder, tmp_path):

@@ -2,8 +2,13 @@
 
 import importlib.util
 import io
+import os
+import resource
+import struct
 import subprocess
 import sys
+import warnings
+import zlib
 
 import numpy
 import pytest
@@ -13,7 +18,7 @@ from torchvision.transforms import InterpolationMode
 
 import decode
 from decode import ImageFile, PillowDecoder, cut_rows, read_frame, shorten
-from errors import UserError
+from errors import BadImageError, UserError
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from tests.ranks import REPOSITORY
 
@@ -237,7 +242,7 @@ def test_a_file_that_is_cut_off_is_pillows_error_whatever_the_box(kind, decoder)
         for box in [(0, 0, height, width), (0, 0, 1, 1), (0, 3, 20, 20), (40, 0, 30, 30), (height - 5, 0, 5, 5)]:
             with pytest.raises(OSError, match="truncated") as expected:
                 plain(torn)
-            with pytest.raises(OSError, match="truncated") as found:
+            with pytest.raises(BadImageError, match="truncated") as found:
                 file.decode(*box)
             assert str(found.value) == str(expected.value)
 
@@ -267,10 +272,121 @@ def test_progressive_files_that_lack_scans_are_smoothed_as_in_the_whole(subsampl
     assert num_different > 3
 
 
-def test_bombs_are_left_to_pillow(monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(Image.DecompressionBombError):
-        ImageFile(FILES["4:2:0"], PillowDecoder())
+def claiming(width, height):
+    """Return files of some hundred bytes that claim a size."""
+    jpegs = {"JPEG": encoded(picture(16, 16), "JPEG"), "CMYK": encoded(picture(16, 16).convert("CMYK"), "JPEG")}
+    for kind, payload in jpegs.items():
+        place = payload.index(b"\xff\xc0")
+        jpegs[kind] = payload[: place + 5] + struct.pack(">HH", height, width) + payload[place + 9 :]
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    bmp, tiff = encoded(picture(16, 16), "BMP"), encoded(picture(16, 16), "TIFF")
+    for tag, side in ((256, width), (257, height)):
+        place = tiff.index(struct.pack("<HHI", tag, 4, 1))
+        tiff = tiff[: place + 8] + struct.pack("<I", side) + tiff[place + 12 :]
+    canvas = b"".join((side - 1).to_bytes(3, "little") for side in (width, height))
+    return {
+        **jpegs,
+        "PNG": b"\x89PNG\r\n\x1a\n\0\0\0\x0d" + header + struct.pack(">I", zlib.crc32(header)) + b"\0\0\0\x10IDAT",
+        "BMP": bmp[:18] + struct.pack("<ii", width, height) + bmp[26:],
+        "PPM": b"P6 %d %d 255\n" % (width, height) + bytes(99),
+        "TIFF": tiff,
+        "WEBP": b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0" + bytes(4) + canvas,
+    }
+
+
+def loaders():
+    """Return every way from a file's bytes to pixels."""
+    build = [ClassificationPresetTrain, ClassificationPresetEval]
+    ways = {f"{kind.__name__} {backend}": kind(crop_size=24, backend=backend) for kind in build for backend in WAYS}
+    return {name: preset.load for name, preset in ways.items()} | {"pack": decode.load_image}
+
+
+WAYS = [None, "pil", "tensor"]
+
+
+@pytest.mark.parametrize("kind", claiming(16, 16))
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # by Pillow, which is right
+@pytest.mark.parametrize("sides", [(13300, 13300), (9460, 9460), (60000, 1492), (16000, 16000)])
+def test_an_image_that_claims_too_much_is_refused_before_memory_is_spent(kind, sides):
+    if kind == "WEBP" and max(sides) > 16383:
+        pytest.skip("no WebP claims so much")
+    payload = claiming(*sides)[kind]
+    begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for name, load in loaders().items():
+        with pytest.raises(BadImageError, match=r"89,478,485|could not create decoder object"):
+            pytest.fail(f"{name}: {load(payload)}")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin < 50 << 10  # KiB; it would be 256 MiB and more
+
+
+def test_what_a_tiled_tiff_claims_of_its_tiles_is_refused():
+    """Pillow takes 859 MiB for this one of 146 bytes."""
+    end, body = 8 + 2 + 12 * 10 + 4, zlib.compress(bytes(100))
+    tags = [(256, 10), (257, 10), (258, 8), (259, 8), (262, 1), (277, 1)]
+    tags += [(322, 30000), (323, 30000), (324, end), (325, len(body))]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    payload = b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + entries + bytes(4) + body
+    for load in loaders().values():
+        with pytest.raises(BadImageError, match="it claims tiles of 30000 x 30000 pixels; at most 89,478,485"):
+            load(payload)
+
+
+@pytest.mark.parametrize("chunk", [b"iCCPx\0\0", b"zTXtx\0\0", b"iTXtx\0\1\0\0\0"])
+def test_what_a_png_has_compressed_beside_its_pixels_fills_no_memory(chunk):
+    payload = encoded(picture(16, 16), "PNG")
+    chunk += zlib.compress(bytes(300 << 20), 1)
+    bomb = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for load in loaders().values():
+        with pytest.raises(BadImageError, match="Decompressed data too large"):
+            load(payload[:33] + bomb + payload[33:])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin < 50 << 10
+
+
+@pytest.mark.parametrize("backend", WAYS)
+def test_an_evaluation_makes_no_image_too_large_by_its_resize(backend):
+    """One pixel wide: resized to 256 on its shorter side it would take 11 GiB."""
+    payload = encoded(Image.new("RGB", (1, 60000)), "JPEG")
+    with pytest.raises(BadImageError, match="resized, 1 x 60000 pixels are 256 x 15360000 pixels; at most 89,478,485"):
+        ClassificationPresetEval(crop_size=224, backend=backend).load(payload)
+    assert ClassificationPresetTrain(crop_size=224, backend=backend).load(payload).shape == (3, 224, 224)
+
+
+LITTLE_MEMORY = """
+import os, pathlib, resource, sys, zlib
+import decode
+for path in sys.argv[1:]:
+    payload = pathlib.Path(path).read_bytes()
+    for limit in [4 << 30, *range(0, 96 << 20, 6 << 20)]:
+        pid = os.fork()
+        if not pid:
+            pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + limit,) * 2)
+            try:
+                image = decode.ImageFile(payload, decode.PillowDecoder()).decode(0, 0, 1400, 1400)
+                outcome = f"right {zlib.crc32(image.numpy().tobytes())}"
+            except BaseException as error:
+                outcome = type(error).__name__
+            os.write(1, f"{path} {outcome}\\n".encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads its size from /proc")
+def test_short_memory_is_never_taken_for_damage(tmp_path):
+    """Libjpeg and libwebp speak of broken data where they get none."""
+    image = picture(128, 128).resize((1500, 1500))
+    image.save(tmp_path / "progressive.jpg", progressive=True)
+    image.save(tmp_path / "lossy.webp", method=0)
+    image.save(tmp_path / "lossless.webp", method=0, lossless=True)
+    # One arena, in which no room is left over that the limit does not see.
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", LITTLE_MEMORY, *map(str, tmp_path.iterdir())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+    for path in tmp_path.iterdir():
+        enough, *lines = [line.removeprefix(f"{path} ") for line in done.stdout.splitlines() if str(path) in line]
+        assert enough.startswith("right")
+        assert set(lines) == {"MemoryError", enough}, path
 
 
 @has_torchcodec
@@ -320,52 +436,43 @@ def test_decoding_prints_nothing_and_hides_nothing(tmp_path):
     assert lines[-1].startswith("later")
 
 
-WARNING = """
-import io, sys, threading, warnings
-import torch
-from PIL import Image
-from presets import ClassificationPresetEval
-paths, preset = sys.argv[1:], ClassificationPresetEval(crop_size=24, resize_size=32)
-exact = ClassificationPresetEval(crop_size=24, resize_size=32, backend="pil")
-def load(preset):
-    for path in paths:
-        with open(path, "rb") as file:
-            preset.load(file.read())
-Image.MAX_IMAGE_PIXELS = 10000  # of 16500
-threads = [threading.Thread(target=load, args=[preset]) for preset in (preset, exact)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-with warnings.catch_warnings():
-    warnings.resetwarnings()
-    load(preset)
-print("now", file=sys.stderr)
-Image.open(paths[0])
-"""
-
-
-def test_no_warning_of_an_image_that_is_read_well_and_of_others_all(tmp_path):
+def test_no_warning_of_an_image_that_is_read_well():
     transparent = picture().quantize(16)
-    files = {"palette.png": encoded(transparent, "PNG", transparency=bytes(range(16))), "large.jpg": FILES["4:2:0"]}
-    for name, payload in files.items():
-        (tmp_path / name).write_bytes(payload)
-    command = [sys.executable, "-c", WARNING, *(str(tmp_path / name) for name in files)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=REPOSITORY)
-    before, _, after = done.stderr.partition("now\n")
-    assert before == ""
-    assert "DecompressionBombWarning" in after
-    found = ImageFile(files["palette.png"], PillowDecoder()).decode(3, 4, 50, 60)
+    payload = encoded(transparent, "PNG", transparency=bytes(range(16)))
+    large = encoded(Image.new("L", (9450, 9450)), "JPEG")  # just below the limit
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ImageFile(payload, PillowDecoder()).decode(3, 4, 50, 60)
+        assert decode.load_image(large).size == ImageFile(large, PillowDecoder()).size == (9450, 9450)
     assert torch.equal(found, plain(encoded(transparent, "PNG"))[:, 3:53, 4:64])
 
 
 @pytest.mark.parametrize(
-    ("payload", "message"), [(b"", "the file is empty"), (b"hello", "it is no image of a kind that Pillow knows")]
+    ("payload", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"hello", "it has no valid header of BMP, JPEG, PNG, PPM, TIFF or WebP"),
+        (b"\xff\xd8\xff\xc0\0\x02", "it has no valid header of BMP, JPEG, PNG, PPM, TIFF or WebP"),
+        (b"\n<html>404", "it is HTML or XML, such as a server's answer; read are BMP, JPEG, PNG, PPM, TIFF and WebP"),
+        (encoded(picture(), "GIF"), "it is a GIF; read are BMP, JPEG, PNG, PPM, TIFF and WebP"),
+        (encoded(picture(), "EPS"), "it is PostScript; read are BMP, JPEG, PNG, PPM, TIFF and WebP"),
+        (encoded(picture(), "JPEG2000"), "it is a JPEG 2000; read are BMP, JPEG, PNG, PPM, TIFF and WebP"),
+        (encoded(picture(), "AVIF"), "it is AVIF, HEIF or a video; read are BMP, JPEG, PNG, PPM, TIFF and WebP"),
+    ],
 )
 @pytest.mark.parametrize("backend", [None, "pil"])
 def test_what_is_no_image_is_said_without_an_address(payload, message, backend):
-    with pytest.raises(OSError, match=f"^{message}$"):
+    with pytest.raises(BadImageError, match=f"^{message}$"):
         ClassificationPresetEval(crop_size=24, backend=backend).load(payload)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "BMP", "PPM", "TIFF", "WEBP"])
+def test_every_kind_that_an_extension_stands_for_is_read(kind):
+    options = {"WEBP": {"lossless": True}, "MPO": {"save_all": True, "append_images": [picture()]}}.get(kind, {})
+    payload = encoded(picture(), kind, **options)
+    whole = ImageFile(payload, PillowDecoder()).decode(0, 0, picture().height, picture().width)
+    assert torch.equal(whole, plain(payload))
+    assert decode.open_image(payload).format == kind
 
 
 def test_a_decoder_describes_itself_in_plain_words():

@@ -17,7 +17,7 @@ import pytest
 from torchvision import datasets
 
 import index
-from errors import ImageError, UserError
+from errors import BadImageError, ImageError, UserError
 from files import locked
 from tests.conftest import write_images
 from tests.ranks import REPOSITORY, run_ranks
@@ -486,7 +486,7 @@ def test_a_tar_that_changes_while_it_is_used_is_found_out(folder, tmp_path, chan
         tar.write_bytes(bytes(tar.stat().st_size))
     else:
         tar.unlink()
-    with pytest.raises(ImageError, match=r"train\.tar: (the tar has changed|No such file)"):
+    with pytest.raises((ImageError, FileNotFoundError), match=r"train\.tar: the tar has changed|No such file"):
         found.read(1)
 
 
@@ -516,9 +516,37 @@ def test_a_read_that_fails_is_tried_again(folder, monkeypatch):
     failures += [OSError(5, "Input/output error")] * 4
     with pytest.raises(OSError, match="Input/output error"):
         found.read(1)
-    failures[:] = [FileNotFoundError(2, "No such file")]
-    with pytest.raises(FileNotFoundError):
-        found.read(1)
+    failures[:] = [FileNotFoundError(2, "No such file"), MemoryError(), PermissionError(13, "Permission denied")]
+    assert found.read(1) == original(1)
+
+
+@pytest.mark.parametrize("form", ["folder", "tar"])
+def test_a_file_that_would_fill_memory_is_not_read(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(index, "RETRY_WAITS_S", (0, 0, 0))
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    if form == "tar":
+        header = tarfile.TarInfo("a/1.jpg")
+        header.size = 200 << 30
+        with open(tmp_path / "train" / "a.tar", "wb") as file:
+            file.write(header.tobuf())
+            file.truncate((200 << 30) + 10240)
+        (tmp_path / "train" / "a").rmdir()
+    else:
+        (tmp_path / "train" / "a" / "1.jpg").touch()
+        os.truncate(tmp_path / "train" / "a" / "1.jpg", 200 << 30)
+    with pytest.raises(BadImageError, match="it has 214,748,364,800 bytes; an image has at most 1,073,741,824"):
+        index.open_index(tmp_path / "train").read(0)
+
+
+def test_nobody_waits_for_a_pipe_or_reads_a_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "RETRY_WAITS_S", (0, 0, 0))
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    os.mkfifo(tmp_path / "train" / "a" / "1.jpg")
+    (tmp_path / "train" / "a" / "2.jpg").symlink_to("/dev/zero")
+    found = index.open_index(tmp_path / "train")
+    for number in range(len(found)):
+        with pytest.raises(OSError, match="is not a file"):
+            found.read(number)
 
 
 def test_numbers_are_those_of_a_list(folder):

@@ -1,20 +1,28 @@
 """SECURITY.md's promises about the code itself: read from its syntax, so that a new module is held to them too."""
 
 import ast
+import os
+import shutil
+import sys
 import types
 
 import pytest
 import torch
+import torchvision
+from PIL import Image
 
 import train
 from checkpoint import load_checkpoint, load_weights
 from errors import UserError
-from tests.ranks import REPOSITORY
+from tests.conftest import write_images
+from tests.ranks import REPOSITORY, run_ranks, train_rank
 from tests.started import Hostile
+from tests.test_train import SMALL
 
 SOURCES = sorted([*REPOSITORY.glob("*.py"), *REPOSITORY.glob("scripts/**/*.py")])
 
 FORBIDDEN_MODULES = {
+    "PIL.EpsImagePlugin", "PIL.ImageGrab", "PIL.ImageShow",
     "cloudpickle", "dill", "ftplib", "joblib", "marshal", "pickle", "requests", "shelve", "smtplib", "telnetlib",
     "torch.distributed.checkpoint", "torch.hub", "urllib", "urllib3", "http", "yaml",
 }  # fmt: skip
@@ -39,9 +47,29 @@ def constant(call, name):
     return next((k.value.value for k in call.keywords if k.arg == name and isinstance(k.value, ast.Constant)), None)
 
 
+def keywords(call):
+    """Return the names by which a call passes something."""
+    return {keyword.arg for keyword in call.keywords}
+
+
+# What opens an image in any format that Pillow knows, unless it is told which ones, or how.
+OPENERS = (".Image.open", ".ImageFolder", ".DatasetFolder", ".pil_loader", ".default_loader")
+
+
+def opens_any_format(tree):
+    """Return where images may be opened in a format that nobody named."""
+    nodes = list(ast.walk(tree))
+    told = {id(node.func) for node in nodes if isinstance(node, ast.Call) and ({"formats", "loader"} & keywords(node))}
+    found = [f".{dotted(node)}" for node in nodes if id(node) not in told]
+    found += [
+        f".{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+    return [name for name in found if name.endswith(OPENERS)]
+
+
 def offences(tree):
     """Return what of a module's syntax is not promised away."""
-    found = []
+    found = opens_any_format(tree)
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
@@ -102,6 +130,13 @@ def test_no_module_unpickles_extracts_evaluates_or_downloads(path):
         "dist.broadcast_object_list(values)",
         "from urllib.request import urlopen",
         "torch.hub.load_state_dict_from_url(url)",
+        "Image.open(file)",
+        "PIL.Image.open(file, 'r')",
+        "open_image = Image.open",
+        "from PIL.Image import open",
+        "from PIL import EpsImagePlugin",
+        "datasets.ImageFolder(folder, transform)",
+        "from torchvision.datasets.folder import pil_loader",
     ],
 )
 def test_each_of_them_would_be_found(line):
@@ -110,7 +145,56 @@ def test_each_of_them_would_be_found(line):
 
 def test_what_only_sounds_alike_is_not():
     lines = "model.eval()\nmodel.compile()\ntorch.load(path, weights_only=True)\nnumpy.load(path)\njson.load(file)"
+    lines += "\nImage.open(file, formats=['PNG'])\nImage.fromarray(pixels)\nimage.open()"
     assert offences(ast.parse(lines)) == []
+
+
+def run_watched(folder, kind, argv):
+    """Run a command with a Ghostscript on PATH that leaves a file behind."""
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    if kind == "plain Pillow":
+        Image.open(argv[0]).load()
+    elif kind == "pack":
+        from scripts import pack
+
+        sys.argv = ["pack", *argv]
+        pack.main()
+    else:
+        train_rank(argv)
+
+
+@pytest.mark.parametrize("kind", ["plain Pillow", "train", "train, skip", "evaluate", "pack", "pack, skip"])
+def test_no_image_starts_a_program(tmp_path, kind):
+    programs, executed = tmp_path / "programs", tmp_path / "executed"
+    programs.mkdir()
+    (programs / "gs").write_text(f"#!/bin/sh\ntouch {executed}\n")
+    (programs / "gs").chmod(0o755)
+    root = write_images(tmp_path / "images", {"train": [4, 4], "val": [2, 2]})
+    postscript = root / "train" / "class0" / "image001.jpg"
+    Image.new("RGB", (8, 8)).save(postscript, "EPS")
+    shutil.copy(postscript, root / "val" / "class1" / "image001.jpg")
+    training = ["--data-path", root, "--output-dir", tmp_path / "out", *SMALL, "--batch-size", 4, "--epochs", 1]
+    packing = ["--data-path", root, tmp_path / "packed", "--short-side", 16, "--workers", 1]
+    argv, codes, words = {
+        "plain Pillow": ([postscript], [1], "Error"),
+        "train": (training, [1], "train/class0/image001.jpg (class class0): it is PostScript"),
+        # The evaluation leaves no image out.
+        "train, skip": ([*training, "--bad-images", "skip"], [1], "val/class1/image001.jpg (class class1): it is Post"),
+        "evaluate": (
+            ["--data-path", root, *SMALL, "--test-only", "--weights", tmp_path / "weights.pth"],
+            [1],
+            "val/class1/image001.jpg (class class1): it is PostScript",
+        ),
+        "pack": (packing, [1], "train/class0/image001.jpg: it is PostScript"),
+        "pack, skip": ([*packing, "--skip-bad"], [0], "1 left out"),
+    }[kind]
+    if kind == "evaluate":
+        model = torchvision.models.shufflenet_v2_x0_5(num_classes=2)
+        torch.save(model.state_dict(), tmp_path / "weights.pth")
+    outcome = run_ranks(run_watched, 1, programs, kind.split(",")[0], list(map(str, argv)), log_folder=tmp_path)
+    assert outcome.codes == codes, outcome.output
+    assert words in outcome.output
+    assert executed.exists() == (kind == "plain Pillow")
 
 
 @pytest.fixture
