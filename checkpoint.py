@@ -157,32 +157,6 @@ class RunState:
         return self.epoch == epochs - 1 and self.is_evaluated
 
 
-class OptimizerState:
-    """An optimizer whose restored state does not bring back old hyper-parameters: those are the command line's."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict:
-        """Return the optimizer's own."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restore momenta and the like.
-
-        Raises:
-            UserError: the parameters are grouped otherwise.
-        """
-        own = self.optimizer.state_dict()
-        sizes = [[len(group["params"]) for group in groups] for groups in (state["param_groups"], own["param_groups"])]
-        if sizes[0] != sizes[1]:
-            raise UserError(
-                f"the checkpoint's optimizer has parameter groups of {sizes[0]} tensors and this run's of {sizes[1]}; "
-                "resume with the same weight-decay options"
-            )
-        self.optimizer.load_state_dict({**own, "state": state["state"]})
-
-
 def load_checkpoint(source: Path | bytes, name: str) -> dict:
     """Load a file of tensors and plain values; check every byte of it and run nothing that is in it.
 

@@ -213,7 +213,7 @@ def _add_model(group: Any) -> None:
     )
     group.add_argument("--dropout", metavar="P", type=float, help="of every dropout layer (default: the model's)")
     _switch(group, "--eval-flip", "evaluate each image and its mirror image, and average the two outputs")
-    _switch(group, "--sync-bn", "synchronise BatchNorm over processes")
+    _switch(group, "--sync-bn", "BatchNorm over the whole global batch; needs as many processes as shards")
     _switch(group, "--model-ema", "keep and evaluate an exponential moving average of the weights")
     group.add_argument("--model-ema-steps", metavar="N", default=32, type=int, help="steps between two averagings")
     group.add_argument(
@@ -571,6 +571,10 @@ def _without_effect(args: argparse.Namespace) -> list[str]:
     if args.decode_device != "cpu" and (reason := _needs_pixels(args)):
         lines.append(f"--decode-device {args.decode_device} has no effect: {reason}")
         args.decode_device = "cpu"
+    if args.batch_size == 1 and (args.mixup_alpha or args.cutmix_alpha):
+        lines.append(
+            "--mixup-alpha and --cutmix-alpha have no effect: --batch-size 1 leaves no other image to mix with"
+        )
     if args.synthetic is not None and args.data_path is not None:
         lines.append(f"--synthetic: --data-path {args.data_path} is not read")
     for name, meaning in [

@@ -3,9 +3,12 @@
 import platform
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import PIL
 import torch
 import torchvision
 
@@ -105,10 +108,25 @@ def describe_environment(args: Any) -> dict[str, Any]:
         "torchvision": str(torchvision.__version__),
         "decoder": " ".join(decode.describe(args.decoder).values()) + encoded.describe(args.decode_device),
         "python": platform.python_version(),
+        **_describe_machine(args),
         "revision": revision or None,
         "threads": torch.get_num_threads(),
         "world_size": args.world_size,
     }
+
+
+def _describe_machine(args: Any) -> dict[str, str]:
+    """Return which packages and which processor the numbers come from, of those that there are."""
+    found = {"pillow": PIL.__version__}
+    with suppress(PackageNotFoundError):
+        found["timm"] = version("timm")  # without its import, which takes seconds
+    kind = torch.device(args.device or "cpu").type
+    if kind == "cpu":
+        found["cpu"] = torch.backends.cpu.get_cpu_capability()
+    if kind == "cuda" and torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(args.device)
+        found |= {"cuda": torch.version.cuda, "rocm": torch.version.hip, "cudnn": torch.backends.cudnn.version()}
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def run_facts(args: Any, dataset: Any) -> dict:

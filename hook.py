@@ -164,9 +164,13 @@ class StepHook:
             is_last: whether nothing comes after, so that a failing save fails the run.
         """
         self.window.gather()
-        # Equal on all ranks, and so is the answer.
-        if not optim.all_finite(self.model.parameters()):
-            raise NonFiniteError(f"the weights after step {self.run.step} are not finite; the last checkpoint is kept")
+        # Weights are equal on all ranks, running statistics are not; rank 0's are saved.
+        average, optimizer = self.run.parts.get("model_ema"), self.run.parts["optimizer"].optimizer
+        bad = utils.call_on_master(optim.find_non_finite, self.model, average, optimizer)
+        if bad is not None:
+            raise NonFiniteError(
+                f"the {bad.decode()} after step {self.run.step} are not finite; the last checkpoint is kept"
+            )
         scaler = self.run.parts.get("scaler")
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
             raise NonFiniteError(

@@ -121,7 +121,7 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     """Return the optimizer that `--opt` names, with torchvision's constants.
 
     Raises:
-        UserError: timm's is asked for, and there is none of that name or no timm.
+        UserError: timm's is asked for, and it cannot be had or does not work in our loop.
     """
     options = {"lr": scaled_lr(args), "weight_decay": args.weight_decay}
     if args.opt_eps is not None:
@@ -129,9 +129,7 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     if args.opt_betas is not None:
         options["betas"] = tuple(args.opt_betas)
     build = _build_timm_optimizer if args.opt.startswith("timm/") else _build_torch_optimizer
-    optimizer = build(args, parameters, options)
-    optimizer.register_load_state_dict_post_hook(match_memory_order)
-    return optimizer
+    return build(args, parameters, options)
 
 
 def _build_torch_optimizer(args: Any, parameters: list[dict], options: dict) -> torch.optim.Optimizer:
@@ -149,6 +147,131 @@ def _build_torch_optimizer(args: Any, parameters: list[dict], options: dict) -> 
     return torch.optim.SGD(parameters, momentum=args.momentum, nesterov=nesterov, **options, **kernels)
 
 
+def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> torch.optim.Optimizer:
+    optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
+    name = args.opt.removeprefix("timm/")
+    if name not in optimizers.list_optimizers():
+        hint = did_you_mean(name, optimizers.list_optimizers(), prefix="timm/")
+        raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
+    try:
+        optimizer = optimizers.create_optimizer_v2(parameters, opt=name, momentum=args.momentum, **options)
+    except Exception as error:  # what an optimizer thinks of its options, or of a missing package or GPU
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--opt {args.opt} cannot be had with these options on this machine: {reason}") from error
+    if getattr(optimizer, "is_second_order", False):
+        raise UserError(f"--opt {args.opt} needs second derivatives, which training here does not compute; use another")
+    if hasattr(
+        optimizer, "deterministic"
+    ):  # Kron: else it draws from the device's generator, other numbers on each rank
+        optimizer.deterministic = True
+    return optimizer
+
+
+# What options and schedule set in a group; nothing of it comes back from a checkpoint.
+_SET_BY_OPTIONS = {"betas", "eps", "lr", "momentum", "weight_decay"}
+
+
+class OptimizerState:
+    """An optimizer whose restored state does not bring back old hyper-parameters: those are the command line's.
+
+    State is not only what an optimizer keeps of each parameter, but also what it keeps in its groups (timm's LAMB
+    counts its steps there) and beside both (timm's Kron has a generator). Of a group's entries it is those that the
+    optimizer has added or changed since it was built.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict:
+        """Return the optimizer's own, which torch can load too, as plain data; and `group_state`, the groups' state.
+
+        Raises:
+            UserError: there is something in it that a checkpoint cannot hold.
+        """
+        state = self.optimizer.state_dict()
+        groups = state.pop("param_groups")
+        kept = [{name: value for name, value in group.items() if self._is_state(name, value)} for group in groups]
+        return {
+            **to_plain(state),
+            # An option of the optimizer that is no plain value, such as a dtype, is that of the one which goes on.
+            "param_groups": [
+                {name: to_plain(group[name]) for name in group if is_plain(group[name])} for group in groups
+            ],
+            "group_state": to_plain(kept),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore momenta, counters and the like, as they were saved by `state_dict` or by torch.
+
+        Raises:
+            UserError: the parameters are grouped otherwise.
+        """
+        own = self.optimizer.state_dict()
+        groups = [state["param_groups"], own["param_groups"]]
+        sizes = [[len(group["params"]) for group in side] for side in groups]
+        if sizes[0] != sizes[1]:
+            raise UserError(
+                f"the checkpoint's optimizer has parameter groups of {sizes[0]} tensors and this run's of {sizes[1]}; "
+                "resume with the same weight-decay options"
+            )
+        # Without group_state it is what a group has that a new one has not.
+        added = [
+            {name: there[name] for name in there.keys() - here.keys()} for there, here in zip(*groups, strict=True)
+        ]
+        restored = [here | kept for here, kept in zip(groups[1], state.get("group_state", added), strict=True)]
+        rest = {name: value for name, value in state.items() if name != "group_state"}
+        self.optimizer.load_state_dict({**own, **rest, "param_groups": restored})
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for index, saved in state["state"].items():
+            if isinstance(index, int):
+                kept = self.optimizer.state[parameters[index]]
+                kept.update({name: _as_saved(kept[name], saved[name]) for name in saved.keys() & kept.keys()})
+        match_memory_order(self.optimizer)
+
+    def _is_state(self, name: str, value: Any) -> bool:
+        """Tell whether a group's entry is there, or has its value, because the optimizer put it there."""
+        if name == "params" or name in _SET_BY_OPTIONS:
+            return False
+        defaults = self.optimizer.defaults
+        # A tensor may have been changed in place, and the default, which may be the same one, with it.
+        return name not in defaults or isinstance(value, Tensor) or value != defaults[name]
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as what a checkpoint may hold: dict, list, tuple, string, number, None, tensor.
+
+    Raises:
+        UserError: it is something else; numbers of numpy become Python's.
+    """
+    if isinstance(value, Tensor) or type(value) in (bool, int, float, str, type(None)):
+        return value
+    if isinstance(value, dict):
+        return {to_plain(name): to_plain(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(to_plain, value))
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise UserError(f"--opt: this optimizer keeps a {type(value).__name__}, which no checkpoint can hold; use another")
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a checkpoint may hold a value."""
+    try:
+        to_plain(value)
+    except UserError:
+        return False
+    return True
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """Return a loaded value in the dtype that it was saved in; torch gives it that of its parameter."""
+    if isinstance(saved, list | tuple):
+        return type(saved)(map(_as_saved, loaded, saved))
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
+        return saved.to(loaded.device)
+    return loaded
+
+
 def match_memory_order(optimizer: torch.optim.Optimizer) -> None:
     """Bring restored momenta into the memory order of their parameters; fused kernels take no other.
 
@@ -158,15 +281,6 @@ def match_memory_order(optimizer: torch.optim.Optimizer) -> None:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> torch.optim.Optimizer:
-    optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
-    name = args.opt.removeprefix("timm/")
-    if name not in optimizers.list_optimizers():
-        hint = did_you_mean(name, optimizers.list_optimizers(), prefix="timm/")
-        raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
-    return optimizers.create_optimizer_v2(parameters, opt=name, momentum=args.momentum, **options)
 
 
 def lr_at(
@@ -263,6 +377,29 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, i
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether all tensors are finite, by the largest magnitude in each and a single read."""
-    largest = torch._foreach_norm([tensor.detach() for tensor in tensors], ord=math.inf)
-    return not largest or bool(torch.stack(largest).isfinite().all())
+    """Tell whether all tensors are finite, by the largest magnitude in each and a single read of each device."""
+    by_device = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+    largest = [torch.stack(torch._foreach_norm(group, ord=math.inf)) for group in by_device.values()]
+    return all(bool(norms.isfinite().all()) for norms in largest)
+
+
+def find_non_finite(model: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer) -> bytes | None:
+    """Return the name of the first part of a run's numbers that is not finite, or None."""
+    parts = {
+        "weights": model.parameters(),
+        "running statistics": model.buffers(),
+        "averaged weights": [] if average is None else [*average.parameters(), *average.buffers()],
+        "optimizer's numbers": _tensors_in([*optimizer.state.values(), *optimizer.param_groups]),
+    }
+    return next((name.encode() for name, tensors in parts.items() if not all_finite(tensors)), None)
+
+
+def _tensors_in(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)

@@ -32,7 +32,7 @@ def preview(args: Any) -> str:
     args.global_batch_size = args.global_batch_size or args.batch_size * world_size
     args.num_shards = args.global_batch_size // args.batch_size
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)
-    shards.check(needs_same_bits=args.use_deterministic_algorithms)
+    shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn)
     num_images, num_classes, about = count_images(args)
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")

@@ -1,5 +1,6 @@
 """Which image, on which rank, in which order: formulas, so that a run can begin at any step at no cost."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -44,16 +45,22 @@ class VirtualShards(NamedTuple):
         """The numbers of this process's shards."""
         return range(self.rank * self.num_local, (self.rank + 1) * self.num_local)
 
-    def check(self, *, needs_same_bits: bool) -> None:
+    def check(self, *, needs_same_bits: bool, is_synchronised: bool = False) -> None:
         """Check that this world size can compute these shards.
 
         Args:
             needs_same_bits: also that gradients can be summed pairwise in the order of one process: V / W must be a
                 power of two, or W one (docs/research/RELIABILITY.md, 2.6).
+            is_synchronised: also that BatchNorm, synchronised over processes, sees the whole global batch: W must be V.
 
         Raises:
             UserError: it cannot; names the world sizes that can.
         """
+        if is_synchronised and self.world_size < self.num_shards:
+            raise UserError(
+                f"--sync-bn: {self.world_size} of {self.num_shards} shards are computed at a time, and BatchNorm would "
+                f"see those in place of the global batch; use {self.num_shards} processes, or leave --sync-bn out"
+            )
         sizes = [size for size in range(1, self.num_shards + 1) if self.num_shards % size == 0]
         if needs_same_bits:
             sizes = [size for size in sizes if size == 1 or (self.num_shards // size).bit_count() == 1]
@@ -138,6 +145,9 @@ class RASampler(TrainSampler):
     An epoch is as long as without: the first N of the repeated order. torchvision also cuts it to a multiple of 256
     images, which leaves nothing of a small set; that is the only difference (docs/research/PEERS.md, 2.1).
 
+    With fewer shards than repetitions, some of an image's land in one shard. They are not neighbours in it, where no
+    image makes up more than half of it: neighbours, the last and the first among them, are what is mixed.
+
     Args:
         num_images: N, the size of the set.
         shards: how a step is cut.
@@ -153,9 +163,22 @@ class RASampler(TrainSampler):
         first = step * self.shards.global_batch_size
         places = range(first + shard, first + self.shards.global_batch_size, self.shards.num_shards)
         images = order[torch.tensor(places) // self.repetitions].tolist()
-        return [
+        keys = [
             SampleKey(index, self.epoch, place % self.repetitions) for index, place in zip(images, places, strict=True)
         ]
+        return keys if self.shards.num_shards >= self.repetitions else _apart(keys)
+
+
+def _apart(keys: list[SampleKey]) -> list[SampleKey]:
+    """Return keys in an order in which no two neighbours on their circle are of one image, if there is such an order.
+
+    Image by image, the most frequent ones first, they take every other place, and then the places between. An image
+    that comes round to its own first place would be more than half of all.
+    """
+    counts = Counter(key.index for key in keys)
+    keys = sorted(keys, key=lambda key: -counts[key.index])
+    half = (len(keys) + 1) // 2
+    return [keys[place // 2 + half * (place % 2)] for place in range(len(keys))]
 
 
 class EvalSampler(Sampler):

@@ -17,7 +17,7 @@ import optim
 import precision
 import preview
 import utils
-from checkpoint import OptimizerState, RunState, load_weights
+from checkpoint import RunState, load_weights
 from config import get_args_parser
 from errors import ImageError, LoaderKilledError, NoProgressError, PreemptedError, StorageError, UserError
 from files import explain_failure, read_json, write_atomically
@@ -302,7 +302,7 @@ def set_shards(args, state):
     else:
         args.global_batch_size, args.num_shards = state["shards"]["global_batch_size"], state["shards"]["num_shards"]
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
-    shards.check(needs_same_bits=args.use_deterministic_algorithms)
+    shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn)
 
 
 def start_weights(args, state):
@@ -424,7 +424,7 @@ def main(args):
     window = LogWindow(train_sampler.shards.num_local)
     parts = {
         "model": model_without_ddp,
-        "optimizer": OptimizerState(optimizer),
+        "optimizer": optim.OptimizerState(optimizer),
         "model_ema": model_ema,
         "scaler": scaler if scaler.is_enabled() else None,
         "log_window": window,

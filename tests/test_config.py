@@ -448,6 +448,10 @@ def test_switches_without_effect_are_said():
     args = parse("--use-v2", "--cache-dataset", "--device", "cpu", "--workers", "0", "--output-dir", "out")
     lines = config.derive(args)
     assert [line.split()[0] for line in lines] == ["--use-v2", "--cache-dataset"]
+    alone = parse(
+        "--batch-size", "1", "--cutmix-alpha", "1", "--device", "cpu", "--workers", "0", "--output-dir", "out"
+    )
+    assert ["leaves no other image to mix with" in line for line in config.derive(alone)] == [True]
 
 
 def test_workers_share_the_cores_of_a_node(monkeypatch):

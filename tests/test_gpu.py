@@ -15,7 +15,7 @@ import monitor
 import optim
 import precision
 import train
-from checkpoint import OptimizerState, RunState, load_checkpoint
+from checkpoint import RunState, load_checkpoint
 from encoded import EncodedBatch, find_obstacle
 from hook import StepHook
 from preemption import PreemptionGuard
@@ -171,7 +171,7 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
     shards = VirtualShards(args.global_batch_size, args.num_shards)
     loader = build_loader(args, device, num_steps * args.global_batch_size)
     window = monitor.LogWindow(shards.num_local)
-    parts = {"model": model, "optimizer": OptimizerState(optimizer), "log_window": window}
+    parts = {"model": model, "optimizer": optim.OptimizerState(optimizer), "log_window": window}
     run_state = RunState(num_steps, {"args": {}}, parts)
     run_state.start_epoch(0)
     silent, manager = monitor.Monitor(None, run_state), CheckpointManager(tmp_path)

@@ -2,7 +2,9 @@
 
 import types
 
+import PIL
 import pytest
+import torch
 
 import config
 import guard
@@ -123,6 +125,18 @@ def test_processes_and_threads_matter_where_sums_depend_on_them(capsys):
     check(flag, [*flag, "--allow-change", "threads"], threads=99)
     with pytest.raises(UserError, match=r"world-size 4 in the checkpoint, 1 now; .* --allow-change world-size"):
         check(["--sync-bn"], ["--sync-bn"], world_size=4)
+
+
+def test_the_packages_and_the_processor_are_recorded_and_their_upgrade_is_said(capsys):
+    here = guard.describe_environment(parse())
+    assert here["pillow"] == PIL.__version__
+    assert here["cpu"] == torch.backends.cpu.get_cpu_capability()
+    assert not here.keys() & {"gpu", "cuda", "cudnn"}  # of no influence on --device cpu
+    assert all(type(value) in (str, int, type(None)) for value in here.values())
+    check([], [], pillow="1.0", cpu="ABACUS")
+    assert f"pillow 1.0 wrote this checkpoint, this is {PIL.__version__}; cpu ABACUS" in capsys.readouterr().out
+    timm = pytest.importorskip("timm")
+    assert here["timm"] == timm.__version__
 
 
 def test_other_versions_and_devices_are_said_and_what_is_not_promised_with_them(capsys):

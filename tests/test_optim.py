@@ -1,7 +1,9 @@
 """Learning rates, parameter groups and optimizers: torch's and torchvision's numbers."""
 
+import enum
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -9,8 +11,16 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR, StepLR
 
 import config
+import monitor
 import optim
-from errors import UserError
+import utils
+from checkpoint import RunState
+from errors import NonFiniteError, UserError
+from hook import StepHook
+from preemption import PreemptionGuard
+from sampler import TrainSampler, VirtualShards
+from store import CheckpointManager
+from tests.ranks import run_ranks
 
 EPOCHS, STEP_SIZE, GAMMA, LR_MIN, DECAY = 14, 3, 0.3, 0.001, 0.02
 SCHEDULERS = ["steplr", "cosineannealinglr", "exponentiallr"]
@@ -365,3 +375,299 @@ def test_timms_optimizers_come_from_timm():
     assert (optimizer.defaults["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.005, 0.02)
     with pytest.raises(UserError, match="did you mean timm/lamb"):
         optim.build_optimizer(options_of(opt="timm/lamp"), parameters)
+
+
+def test_a_timm_optimizer_that_cannot_be_had_or_used_is_refused_in_one_line():
+    pytest.importorskip("timm.optim")
+
+    def build(**changes):
+        parameters = [{"params": [nn.Parameter(torch.zeros(1))]}]
+        with pytest.raises(UserError) as refusal:
+            optim.build_optimizer(options_of(**changes), parameters)
+        assert "\n" not in str(refusal.value)
+        return str(refusal.value)
+
+    assert "--opt timm/adahessian needs second derivatives" in build(opt="timm/adahessian")
+    assert "--opt timm/adan cannot be had with these options" in build(opt="timm/adan", opt_betas=[0.9, 0.99])
+    assert "Nesterov momentum requires a momentum" in build(opt="timm/sgdw", momentum=0.0)
+
+
+def classifier(opt, seed=0, channels_last=False, **changes):
+    """Return a small model and its optimizer, with two parameter groups."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    args = options_of(**{"opt": opt, "lr": 0.01, "weight_decay": 0.05, "norm_weight_decay": 0.0, **changes})
+    return model, optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+
+
+def train_steps(model, optimizer, steps):
+    """Train with a rate and images that depend on the step alone."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        image = torch.randn(6, 3, 8, 8, generator=generator)
+        target = torch.randint(0, 5, (6,), generator=generator)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (1 - step / 20)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(image), target).backward()
+        optimizer.step()
+
+
+def through_a_file(path, *parts):
+    torch.save([part.state_dict() for part in parts], path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def leaves(value, name=""):
+    """Yield (name, leaf) of nested containers; of a container itself its type."""
+    if isinstance(value, dict | list | tuple):
+        yield name, type(value)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, f"{name}/{key}")
+    else:
+        yield name, value
+
+
+def unlike(one, other):
+    """Return the names of what differs in type, dtype or any bit."""
+    one, other = dict(leaves(one)), dict(leaves(other))
+
+    def is_same(a, b):
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return type(a) is type(b) and a == b
+
+    return sorted(one.keys() ^ other.keys()) + [
+        key for key in one.keys() & other.keys() if not is_same(one[key], other[key])
+    ]
+
+
+def resume_and_compare(path, opt, **changes):
+    """Return what of weights and state 5 steps, a file and 2 steps leave other than 7 undisturbed ones."""
+    model, optimizer = classifier(opt, **changes)
+    train_steps(model, optimizer, range(7))
+    assert optim.find_non_finite(model, None, optimizer) is None
+    first, first_optimizer = classifier(opt, **changes)
+    train_steps(first, first_optimizer, range(5))
+    weights, state = through_a_file(path, first, optim.OptimizerState(first_optimizer))
+    assert {type(leaf) for _, leaf in leaves(state)} <= {
+        dict, list, tuple, type, bool, int, float, str, type(None), torch.Tensor
+    }  # fmt: skip
+    second, second_optimizer = classifier(opt, seed=9, **changes)
+    second.load_state_dict(weights)
+    optim.OptimizerState(second_optimizer).load_state_dict(state)
+    train_steps(second, second_optimizer, range(5, 7))
+    ours, theirs = optim.OptimizerState(second_optimizer), optim.OptimizerState(optimizer)
+    assert len(optimizer.param_groups) == 2
+    return unlike(second.state_dict(), model.state_dict()) + unlike(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("opt", REFERENCE_OPTIMIZERS)
+def test_torchs_optimizers_resume_in_the_same_bits(tmp_path, opt, channels_last):
+    assert resume_and_compare(tmp_path / "file", opt, channels_last=channels_last) == []
+
+
+def test_every_optimizer_of_timm_resumes_in_the_same_bits_or_is_refused(tmp_path):
+    timm = pytest.importorskip("timm.optim")
+    names = timm.list_optimizers()
+    different, refused = {}, set()
+    with torch.compiler.set_stance("force_eager"):  # Kron's kernels take long to compile
+        for name in names:
+            try:
+                if found := resume_and_compare(tmp_path / "file", f"timm/{name}", channels_last=len(name) % 2 == 0):
+                    different[name] = found
+            except UserError:
+                refused.add(name)
+    assert different == {}
+    assert refused == {name for name in names if name.startswith(("bnb", "fused"))} | {"adahessian"}
+    assert len(names) - len(refused) > 80
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Odd(torch.optim.Optimizer):
+    """Keep state wherever an optimizer can: in groups, there from the start or not, beside both, of other dtypes."""
+
+    def __init__(self, params, lr=0.1, weight_decay=0.0, beta=0.9):
+        defaults = {"lr": lr, "weight_decay": weight_decay, "beta": beta, "scale": 1.0, "peak": lr, "seen": None}
+        defaults |= {"colour": Colour.RED, "dtype": torch.bfloat16, "product": torch.ones((), dtype=torch.float64)}
+        super().__init__(params, defaults)
+        self.total = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.total += 1
+        for group in self.param_groups:
+            group["scale"] *= 0.9
+            group["counter"] = np.float64(group.get("counter", 0.0) + 1)
+            group["seen"] = (group["counter"] > 2, None, [torch.full((2,), group["counter"])])
+            group["product"].mul_(0.99)
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16)).add_(parameter.grad)
+                state.setdefault("sums", [torch.zeros((), dtype=torch.float64)])[0].add_(parameter.grad.double().sum())
+                change = state["momentum"] * group["product"] * group["scale"] + state["sums"][0] * self.total
+                parameter.sub_((group["lr"] * group["counter"] * group["peak"] * change).float())
+
+    def state_dict(self):
+        return super().state_dict() | {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+        super().load_state_dict(state)
+
+
+def odd(seed=0, **options):
+    torch.manual_seed(seed)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in [(3, 2), (4,)]]
+    return parameters, Odd([{"params": [parameter]} for parameter in parameters], **options)
+
+
+def odd_steps(parameters, optimizer, steps):
+    for step in steps:
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+
+
+def test_whatever_an_optimizer_keeps_and_wherever_comes_back(tmp_path):
+    expected, undisturbed = odd()
+    odd_steps(expected, undisturbed, range(7))
+    parameters, optimizer = odd()
+    odd_steps(parameters, optimizer, range(5))
+    (state,) = through_a_file(tmp_path / "file", optim.OptimizerState(optimizer))
+    again, restored = odd(seed=0)
+    for ours, theirs in zip(again, parameters, strict=True):
+        ours.data.copy_(theirs)
+    optim.OptimizerState(restored).load_state_dict(state)
+    odd_steps(again, restored, range(5, 7))
+    assert unlike(again, expected) == []
+    ours, theirs = optim.OptimizerState(restored), optim.OptimizerState(undisturbed)
+    assert unlike(ours.state_dict(), theirs.state_dict()) == []
+    assert restored.param_groups[0]["colour"] is Colour.RED
+    assert restored.param_groups[0]["dtype"] is torch.bfloat16
+
+
+def test_hyper_parameters_are_those_of_the_command_line(tmp_path):
+    parameters, optimizer = odd(lr=0.1, beta=0.9)
+    odd_steps(parameters, optimizer, range(5))
+    (state,) = through_a_file(tmp_path / "file", optim.OptimizerState(optimizer))
+    _, restored = odd(lr=0.2, weight_decay=0.3, beta=0.8)
+    optim.OptimizerState(restored).load_state_dict(state)
+    for group in restored.param_groups:
+        assert (group["lr"], group["weight_decay"], group["beta"], group["peak"]) == (0.2, 0.3, 0.8, 0.2)
+        assert (group["counter"], group["scale"]) == (5.0, pytest.approx(0.9**5))
+
+
+def test_what_no_checkpoint_can_hold_is_refused_by_name():
+    parameters, optimizer = odd()
+    odd_steps(parameters, optimizer, range(1))
+    optimizer.param_groups[0]["colour"] = object()
+    with pytest.raises(UserError, match="keeps a object, which no checkpoint can hold"):
+        optim.OptimizerState(optimizer).state_dict()
+
+
+def test_a_state_that_torch_saved_is_loaded_and_ours_by_torch(tmp_path):
+    pytest.importorskip("timm.optim")
+    model, optimizer = classifier("timm/lamb")
+    train_steps(model, optimizer, range(5))
+    (plain,) = through_a_file(tmp_path / "file", optimizer)
+    _, ours = classifier("timm/lamb")
+    optim.OptimizerState(ours).load_state_dict(plain)
+    assert [float(group["step"]) for group in ours.param_groups] == [5.0, 5.0]
+    (saved,) = through_a_file(tmp_path / "file", optim.OptimizerState(optimizer))
+    _, theirs = classifier("timm/lamb")
+    theirs.load_state_dict(saved)
+    assert unlike(theirs.state_dict(), optimizer.state_dict()) == []
+
+
+def test_kron_draws_the_same_whatever_torchs_generator_has_drawn(tmp_path):
+    """As on several processes, where each one's generator is that of its own shard."""
+    pytest.importorskip("timm.optim")
+    runs = []
+    with torch.compiler.set_stance("force_eager"):
+        for seed in (1, 2):
+            model, optimizer = classifier("timm/kron")
+            torch.manual_seed(seed)
+            train_steps(model, optimizer, range(2))
+            runs.append(model.state_dict())
+    assert unlike(*runs) == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_run_that_is_not_finite_anywhere_is_found_by_name(bad):
+    model, optimizer = classifier("adamw")
+    average = nn.Sequential(nn.BatchNorm2d(2))
+    train_steps(model, optimizer, range(1))
+    assert optim.find_non_finite(model, average, optimizer) is None
+    bias = optimizer.state[model[4].bias]
+    for name, tensor in [
+        (b"optimizer's numbers", bias["exp_avg_sq"]),
+        (b"averaged weights", average[0].running_mean),
+        (b"running statistics", model[1].running_var),
+        (b"weights", model[0].weight.data),
+    ]:
+        tensor.view(-1)[1] = bad
+        assert optim.find_non_finite(model, average, optimizer) == name
+
+
+def test_what_is_no_float_or_has_no_elements_is_finite():
+    assert optim.all_finite([torch.tensor([3]), torch.zeros(0), torch.ones(2, dtype=torch.bfloat16), torch.ones(())])
+    assert not optim.all_finite([torch.ones(2, dtype=torch.float64) / 0, torch.ones(2, dtype=torch.bfloat16)])
+    assert optim.all_finite([])
+
+
+def test_a_run_with_lamb_ends_in_the_same_bits_after_a_kill(started, tmp_path):
+    pytest.importorskip("timm.optim")
+    argv = ["--opt", "timm/lamb", "--epochs", 2, "--lr", 0.005]
+    started.go_on(tmp_path, tmp_path / "whole", *argv).check()
+    faults = [(0, "timm.optim.lamb.Lamb.step", 6, "before")]
+    assert started.go_on(tmp_path, tmp_path / "killed", *argv, faults=faults).codes == [-9]
+    outcome = started.go_on(tmp_path, tmp_path / "killed", *argv, "--resume", "auto").check()
+    assert "resumed step 5 " in outcome.output
+    ours, theirs = (torch.load(tmp_path / name / "checkpoint.pth", weights_only=True) for name in ("killed", "whole"))
+    for part in ("model", "optimizer", "step", "best"):
+        assert unlike(ours[part], theirs[part]) == []
+
+
+def test_running_statistics_that_are_not_finite_are_not_saved(started, tmp_path):
+    outcome = started.go_on(tmp_path, tmp_path / "out", "--lr", 1e3)
+    assert outcome.codes == [5], outcome.output
+    assert "the running statistics after step 4 are not finite; the last checkpoint is kept" in outcome.output
+    state = torch.load(tmp_path / "out" / "checkpoint.pth", weights_only=True)
+    assert state["step"] == 3
+    assert all(bool(tensor.isfinite().all()) for tensor in state["model"].values())
+
+
+def save_with_bad_statistics(folder, bad_rank):
+    """Try to save a run whose running statistics are infinite on one rank, and say what came of it."""
+    args = options_of(device="cpu", global_batch_size=2)
+    utils.init_distributed_mode(args)
+    model, optimizer = classifier("sgd")
+    model[1].running_var[2] = float("inf") if args.rank == bad_rank else 1.0
+    window = monitor.LogWindow(1)
+    parts = {"model": model, "optimizer": optim.OptimizerState(optimizer), "log_window": window}
+    run = RunState(3, {"args": {}}, parts)
+    sampler = TrainSampler(6, VirtualShards(2, 2, args.rank, 2))
+    silent, manager = monitor.Monitor(None, run), CheckpointManager(folder)
+    hook = StepHook(args, run, window, silent, manager, model, PreemptionGuard(is_installed=False), sampler)
+    try:
+        hook.save()
+        print("saved", force=True)
+    except NonFiniteError as error:
+        print(error, force=True)
+    torch.distributed.barrier()
+    utils.shut_down()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("bad_rank", "words"), [(0, "the running statistics after step 0 are not fin"), (1, "saved")])
+def test_every_rank_hears_of_statistics_that_are_not_finite_where_they_are_saved(tmp_path, bad_rank, words):
+    outcome = run_ranks(save_with_bad_statistics, 2, tmp_path, bad_rank, log_folder=tmp_path, timeout_s=60).check()
+    assert [output.count(words) for output in outcome.outputs] == [1, 1], outcome.output
+    assert bool(list(tmp_path.glob("*.pth"))) is (bad_rank != 0)

@@ -18,7 +18,7 @@ import monitor
 import optim
 import precision
 import train
-from checkpoint import OptimizerState, RunState
+from checkpoint import RunState
 from errors import UserError
 from hook import StepHook
 from preemption import PreemptionGuard
@@ -283,7 +283,9 @@ def train_without_reads(args, tmp_path, criterion=None):
     if "fused" in optimizer.defaults:  # as on a GPU: the others read the loss scaler's verdict, or a step count
         optimizer = type(optimizer)(optim.build_parameter_groups(args, model), lr=args.lr, fused=True)
     window = monitor.LogWindow(shards.num_local)
-    run = RunState(13, {"args": {}}, {"model": model, "optimizer": OptimizerState(optimizer), "log_window": window})
+    run = RunState(
+        13, {"args": {}}, {"model": model, "optimizer": optim.OptimizerState(optimizer), "log_window": window}
+    )
     run.start_epoch(0)
     silent = monitor.Monitor(None, run)
     manager = CheckpointManager(tmp_path)
@@ -426,7 +428,7 @@ def test_the_memory_order_of_restored_momenta_is_the_parameters():
         optimizer.step()
         optimizers.append((model, optimizer))
     (_, plain), (model, ours) = optimizers
-    OptimizerState(ours).load_state_dict(plain.state_dict())
+    optim.OptimizerState(ours).load_state_dict(plain.state_dict())
     expected = plain.state[plain.param_groups[0]["params"][0]]["momentum_buffer"]
     restored = ours.state[model.weight]["momentum_buffer"]
     assert torch.equal(restored, expected)

@@ -1,9 +1,14 @@
 """Which image, on which rank, in which order."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
+import config
+import preview
+import train
 from errors import UserError
 from sampler import EvalSampler, RASampler, SampleKey, TrainSampler, VirtualShards
 
@@ -125,7 +130,10 @@ def test_repeated_augmentation_repeats_cuts_and_deals(repetitions, num_shards, w
         lambda shards: RASampler(61, shards, 3, repetitions=repetitions), num_shards, world_size, epoch=2
     )
     expected = repeated_oracle(61, num_shards, 8, 3, 2, repetitions)
-    assert {address: [(key.index, key.repetition) for key in keys] for address, keys in batches.items()} == expected
+    found = {address: [(key.index, key.repetition) for key in keys] for address, keys in batches.items()}
+    if num_shards < repetitions:  # the same images in the same shards, in an order of their own
+        found, expected = ({address: sorted(pairs) for address, pairs in each.items()} for each in (found, expected))
+    assert found == expected
     assert {key.epoch for keys in batches.values() for key in keys} == {2}
 
 
@@ -139,6 +147,28 @@ def test_repetitions_of_an_image_are_different_draws_in_different_shards():
     for pairs in uses.values():
         assert sorted(repetition for repetition, _ in pairs) == [0, 1, 2, 3]
         assert len({shard for _, shard in pairs}) == 4
+
+
+def num_mixed_with_themselves(images):
+    """Return how many images have themselves as the neighbour that they are mixed with."""
+    return sum(one == other for one, other in zip(images, [images[-1], *images[:-1]], strict=True))
+
+
+@pytest.mark.parametrize("repetitions", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch_size", [2, 3, 4, 5, 6, 16])
+def test_no_image_is_mixed_with_itself_where_another_order_exists(repetitions, num_shards, batch_size):
+    build = lambda shards: RASampler(353, shards, repetitions=repetitions)  # noqa: E731
+    batches = on_all_ranks(build, num_shards, 1, global_batch_size=num_shards * batch_size)
+    assert batches == on_all_ranks(build, num_shards, num_shards, global_batch_size=num_shards * batch_size)
+    for keys in batches.values():
+        images = [key.index for key in keys]
+        if len(images) < 7:
+            best = min(map(num_mixed_with_themselves, itertools.permutations(images)))
+        else:
+            best = max(max(map(images.count, images)) * 2 - len(images), 0)
+        if best == 0:
+            assert num_mixed_with_themselves(images) == 0, images
 
 
 def test_repeated_augmentation_needs_no_multiple_of_256():
@@ -197,6 +227,19 @@ def test_world_sizes_that_can_compute_the_shards(num_shards):
     any_bits, same_bits = ACCEPTED[num_shards]
     assert accepted(num_shards, needs_same_bits=False) == any_bits
     assert accepted(num_shards, needs_same_bits=True) == same_bits
+
+
+def test_synchronised_batch_norm_needs_all_shards_at_once():
+    for num_shards in (1, 4):
+        VirtualShards(4 * num_shards, num_shards, 0, num_shards).check(needs_same_bits=False, is_synchronised=True)
+        VirtualShards(4 * num_shards, num_shards, 0, 1).check(needs_same_bits=True)
+    with pytest.raises(UserError, match=r"--sync-bn: 2 of 4 shards .* use 4 processes, or leave --sync-bn out"):
+        VirtualShards(16, 4, 0, 2).check(needs_same_bits=False, is_synchronised=True)
+    args = config.parse_args(["--synthetic", "--sync-bn", "--batch-size", "4", "--global-batch-size", "16"])
+    args.rank, args.world_size = 0, 1
+    for refuse in (lambda: train.set_shards(args, None), lambda: preview.preview(args)):
+        with pytest.raises(UserError, match="--sync-bn: 1 of 4 shards"):
+            refuse()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import guard
 import models
 import optim
 import store
-from checkpoint import OptimizerState, RunState, check_schema, load_checkpoint
+from checkpoint import RunState, check_schema, load_checkpoint
 from errors import StorageError, UserError
 from files import explain_failure, find_os_error
 from monitor import MACHINE_FIELDS, LogWindow, Monitor
@@ -879,7 +879,7 @@ def recipe_state(argv):
     optimizer.step()
     parts = {
         "model": model,
-        "optimizer": OptimizerState(optimizer),
+        "optimizer": optim.OptimizerState(optimizer),
         "model_ema": models.build_ema(args, model),
         "scaler": torch.amp.GradScaler("cpu", enabled=True) if args.amp else None,
         "log_window": LogWindow(args.num_shards),

@@ -17,7 +17,7 @@ import models
 import optim
 import train
 import transforms
-from checkpoint import OptimizerState, RunState, check_schema, load_checkpoint
+from checkpoint import RunState, check_schema, load_checkpoint
 from presets import ClassificationPresetTrain, ProgressivePreset, TimmPolicy
 from randomness import seed_host
 from sampler import RASampler, VirtualShards
@@ -163,10 +163,10 @@ def step_save_and_resume(name, tmp_path):
     assert any(moved) if name.startswith("vit_") else sum(moved) > 0.9 * len(moved)
 
     facts = {"args": {"start_epoch": 0}, "shards": {}, "data": {}}
-    state = RunState(1, facts, {"model": model, "optimizer": OptimizerState(optimizer)}).state_dict()
+    state = RunState(1, facts, {"model": model, "optimizer": optim.OptimizerState(optimizer)}).state_dict()
     torch.save(state, tmp_path / "checkpoint.pth")
     restored, restored_optimizer = build()
-    run = RunState(1, facts, {"model": restored, "optimizer": OptimizerState(restored_optimizer)})
+    run = RunState(1, facts, {"model": restored, "optimizer": optim.OptimizerState(restored_optimizer)})
     run.load_state_dict(check_schema(load_checkpoint(tmp_path / "checkpoint.pth", "it"), "it"))
     for key, value in model.state_dict().items():
         assert torch.equal(restored.state_dict()[key], value), key
