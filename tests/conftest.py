@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -71,12 +72,15 @@ def torchrun():
 
 
 @pytest.fixture(scope="session")
-def readme_commands() -> list[list[str]]:
-    """Return the arguments of every `train.py` command in the README."""
-    import shlex
-
-    text = (REPOSITORY / "README.md").read_text()
-    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    commands = [shlex.split(line, comments=True) for line in lines if re.search(r"\btrain\.py\b", line.split("#")[0])]
-    return [command[command.index("train.py") + 1 :] for command in commands]
+def documented_commands() -> dict[str, list[list[str]]]:
+    """Return the arguments of every `train.py` command in the README and in docs/, by file; scripts/slurm.sh is one."""
+    commands = {}
+    for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
+        text = path.read_text()
+        lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, flags=re.S)).replace("\\\n", " ").splitlines()
+        lines += re.findall(r"`((?:python|torchrun|srun) [^`\n]*train\.py [^`\n]*)`", text)
+        words = [shlex.split(line, comments=True) for line in lines]
+        for program in ("train.py", "scripts/slurm.sh"):
+            found = [line[line.index(program) + 1 :] for line in words if program in line]
+            commands[path.name] = commands.get(path.name, []) + found
+    return commands

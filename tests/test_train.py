@@ -3,8 +3,10 @@
 import ast
 import copy
 import inspect
+import itertools
 import json
 import os
+import re
 import types
 from collections import Counter
 from pathlib import Path
@@ -277,10 +279,33 @@ def test_a_truncated_image_is_named_with_its_path(tmp_path):
         assert "Traceback" not in outcome.output
 
 
-def test_every_train_command_of_the_readme_parses(readme_commands):
-    assert len(readme_commands) >= 5
-    for command in readme_commands:
-        config.parse_args(command)
+def test_every_train_command_of_the_readme_and_docs_parses(documented_commands, tmp_path, monkeypatch):
+    assert len(documented_commands["README.md"]) >= 5
+    assert len(documented_commands["runs.md"]) >= 5
+    monkeypatch.chdir(tmp_path)
+    for command in itertools.chain(*documented_commands.values()):
+        for word in command:
+            if word.endswith(".pth"):  # a checkpoint of the reader's
+                Path(word).parent.mkdir(parents=True, exist_ok=True)
+                Path(word).touch()
+        if command != ["--help"]:
+            config.parse_args(command)
+
+
+def test_every_link_of_the_documents_leads_somewhere():
+    def anchors(path):
+        headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", path.read_text(), flags=re.S), flags=re.M)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    assert len(links) > 10
+    for page, link in links:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.is_file(), (page.name, link)
+        assert not anchor or anchor in anchors(target), (page.name, link)
+    assert (REPOSITORY / "README.md").stat().st_size <= 8192
 
 
 def test_imports_only_point_down():
