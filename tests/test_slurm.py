@@ -63,10 +63,10 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
-NodeName=node NodeHostname={host} NodeAddr=127.0.0.1 CPUs=64
-PartitionName=low Nodes=node PriorityTier=1 PreemptMode=REQUEUE
-PartitionName=graceful Nodes=node PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
-PartitionName=high Nodes=node PriorityTier=2 PreemptMode=OFF Default=YES
+NodeName={host} NodeAddr=127.0.0.1 CPUs=64
+PartitionName=low Nodes={host} PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=graceful Nodes={host} PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
+PartitionName=high Nodes={host} PriorityTier=2 PreemptMode=OFF Default=YES
 """
 # So many that a job in the high partition needs those of all others.
 LOW, GRACEFUL = ["--partition=low", "--cpus-per-task=17"], ["--partition=graceful", "--cpus-per-task=17"]
@@ -128,7 +128,7 @@ class Cluster:
         munged = ["munged", "--foreground", "--force", *(f"--{key}={folder / name}" for key, name in names.items())]
         self.daemons = [self._start(munged)]
         wait_for((folder / "munge.socket").exists, 20)
-        self.daemons += [self._start(["slurmctld", "-D", "-c"]), self._start(["slurmd", "-D", "-N", "node"])]
+        self.daemons += [self._start(["slurmctld", "-D", "-c"]), self._start(["slurmd", "-D", "-N", host])]
         wait_for(lambda: self.call("sinfo", "--noheader", "--format=%T", check=False) in ("idle", "idle\nidle"), 60)
 
     def _start(self, command):
@@ -355,5 +355,7 @@ def test_srun_without_torchrun_saves_at_the_time_limit_and_goes_on_with_the_same
 
 @pytest.mark.dist
 def test_a_job_that_reaches_its_time_limit_saves_and_goes_on_with_the_same_bits(cluster, runs):
-    assert cluster.wait_for_end(runs.jobs["limit"]) == ("COMPLETED", 1, 0), runs.log("limit")
+    state, restarts, _ = cluster.wait_for_end(runs.jobs["limit"])
+    # More than once where the rest takes more than half a minute, too.
+    assert (state, restarts >= 1) == ("COMPLETED", True), runs.log("limit")
     runs.check_same("limit")
