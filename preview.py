@@ -14,6 +14,7 @@ import config
 import data
 import models
 import optim
+import utils
 from errors import UserError
 from index import find_splits, open_index
 from sampler import VirtualShards
@@ -25,10 +26,14 @@ IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
 def preview(args: Any) -> str:
     """Return what `--dry-run` prints. Reads no image, touches no output folder and needs no particular device.
 
+    Of several processes that a launcher started, only the first can print from then on.
+
     Raises:
         UserError: the options cannot be used together.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", str(args.world_size)))
+    launched = utils.launcher_environment(os.environ, args.world_size)
+    world_size = int(launched.get("WORLD_SIZE", args.world_size))
+    utils.setup_for_distributed(int(launched.get("RANK", "0")) == 0)
     args.global_batch_size = args.global_batch_size or args.batch_size * world_size
     args.num_shards = args.global_batch_size // args.batch_size
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)

@@ -464,7 +464,8 @@ def cli():
         if args.list_recipes:
             print(config.list_recipes())
         elif args.dry_run:
-            print(preview.preview(args))
+            text = preview.preview(args)  # after which only the first of several processes prints
+            print(text)
         else:
             main(args)
     except UserError as error:

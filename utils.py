@@ -389,16 +389,16 @@ def launcher_environment(environ: Mapping[str, str], world_size: int) -> dict[st
         return {"RANK": environ["RANK"], "WORLD_SIZE": size, "LOCAL_RANK": environ.get("LOCAL_RANK", environ["RANK"])}
     # SLURM_PROCID alone is also set in a batch script, where nobody started the other tasks: only srun sets the step's.
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        job = environ.get("SLURM_JOB_ID", "0")
+        step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
         return {
             "RANK": environ["SLURM_PROCID"],
             "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": environ["SLURM_LOCALID"],
             "MASTER_ADDR": environ.get("MASTER_ADDR")
             or first_slurm_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]),
-            # The same on every task, and another one for another job on the same node.
+            # The same on every task, and another one for another step or job on the same node.
             "MASTER_PORT": environ.get("MASTER_PORT")
-            or str(20000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 20000),
+            or str(20000 + int(hashlib.sha256(step.encode()).hexdigest(), 16) % 12000),
         }
     return {}
 

@@ -3,8 +3,8 @@
 #
 #     OUT=runs/resnet50 sbatch scripts/slurm.sh --model resnet50 --data-path /path/to/imagenet
 #
-# Slurm's signal comes 300 s before the end; every rank then stops after the same step and saves, and the job is
-# requeued. Only a preempted run is: one that failed would fail again. Run it from the repository's folder.
+# Slurm's warning comes 300 s before the time limit; every rank then stops after the same step and saves, and the job is
+# requeued. One that failed is not, for it would fail again, nor one that was cancelled. Run it from the repository's folder.
 #SBATCH --job-name=touchstone
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -17,6 +17,7 @@
 #SBATCH --signal=B:USR1@300
 set -u
 OUT=${OUT:?set OUT to the output folder, such as OUT=runs/resnet50}
+START_S=120 # that Python may take to start, its imports included
 
 status() {
     cat "$OUT/status.json" 2>/dev/null
@@ -30,21 +31,39 @@ says() {
         status | python3 -c 'import json, sys; sys.exit(json.load(sys.stdin)[sys.argv[1]] != json.loads(sys.argv[2]))' "$@" 2>/dev/null
 }
 
-# The signal goes to this shell alone (B:). torchrun passes SIGTERM on to every rank; of SIGUSR1 it would die.
-trap 'kill -TERM "$child" 2>/dev/null' USR1 TERM
+# The warning comes to this shell alone (B:). Of a SIGTERM to srun itself every rank would be killed, and of one while it
+# starts torchrun would die: so the step is told, once train.py has written that it runs.
+stop() {
+    for ((second = 0; second < START_S; second++)); do
+        [ "$(status)" = "$before" ] && kill -0 "$child" 2>/dev/null || break
+        sleep 1
+    done
+    scancel --signal=TERM "$SLURM_JOB_ID"
+}
+trap stop USR1
+# Slurm sends it to the step, too, and here it must not end the shell before the ranks have saved.
+trap : TERM
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
 srun --kill-on-bad-exit=1 torchrun --nnodes="${SLURM_NNODES:-1}" --nproc_per_node="${GPUS:-8}" --rdzv-backend=c10d \
-    --rdzv-endpoint="$(hostname):29500" \
+    --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \
     train.py --output-dir "$OUT" --resume auto "$@" &
 child=$!
-code=0
-# wait returns when the trap has run, too.
-while true; do
-    wait "$child"
-    code=$?
-    kill -0 "$child" 2>/dev/null || break
-done
+# wait returns when a trap has run, too.
+while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+wait "$child"
+code=$?
+
+must_requeue() {
+    # Slurm ends a job that is cancelled, and requeues one that it preempts, by itself: then it runs no longer.
+    case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%T %r") in
+    RUNNING* | *TimeLimit) ;;
+    *) return 1 ;;
+    esac
+    says requeue true && return
+    # With a GraceTime it leaves the rest to this script, also where torchrun died before train.py could write anything.
+    [ "$(status)" = "$before" ] && scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'
+}
 
 if says state '"finished"'; then exit 0; fi
-if says requeue true; then scontrol requeue "$SLURM_JOB_ID" && exit 0; fi
+if must_requeue; then scontrol requeue "$SLURM_JOB_ID" && exit 0; fi
 exit $((code ? code : 1))

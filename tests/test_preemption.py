@@ -1,9 +1,8 @@
-"""Ending well: signals anywhere, on any rank; hangs, dead processes, losses that are not finite; the Slurm script."""
+"""Ending well: signals anywhere, on any rank; hangs, dead processes, losses that are not finite."""
 
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -391,48 +390,3 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been
     assert agent.wait(120) == 0, (runs.folder / "elastic.log").read_text()
     assert "going on from the newest checkpoint" in (runs.folder / "elastic.log").read_text()
     runs.check_same("elastic")
-
-
-# What the fake torchrun leaves in status.json and returns, and what the script must do: requeue, and its exit code.
-JOBS = {
-    "preempted by USR1": ('{"state": "preempted", "requeue": true}', 1, True, 0),
-    "preempted by TERM": ('{"state": "preempted", "requeue": true}', 143, True, 0),
-    "finished": ('{"state": "finished", "requeue": false}', 0, False, 0),
-    "crashed": ('{"state": "failed", "requeue": false}', 1, False, 1),
-    "failing after it finished": ('{"state": "finished", "requeue": false}', 1, False, 0),
-    "in vain": ('{"state": "preempted", "requeue": false}', 1, False, 1),
-    "died before it began": (None, 7, False, 7),
-}
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_the_slurm_script_requeues_what_was_preempted_and_nothing_else(tmp_path, job):
-    status, code, is_requeued, expected_code = JOBS[job]
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    is_signalled = "by" in job
-    wait = (
-        f'trap "echo signalled >> {tmp_path}/log; sleep 0.3" TERM; touch {tmp_path}/ready; sleep 30 & wait'
-        if is_signalled
-        else ":"
-    )
-    write = f"echo '{status}' > {tmp_path}/status.json" if status else ":"
-    for name, body in {
-        "srun": 'shift; exec "$@"',
-        "torchrun": f"{wait}\n{write}\nexit {code}",
-        "scontrol": f'echo "$@" >> {tmp_path}/scontrol',
-    }.items():
-        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
-        (commands / name).chmod(stat.S_IRWXU)
-    # What an earlier job left.
-    (tmp_path / "status.json").write_text('{"state": "preempted", "requeue": true, "earlier": 1}')
-    environment = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "OUT": str(tmp_path), "SLURM_JOB_ID": "42"}
-    script = subprocess.Popen([str(REPOSITORY / "scripts" / "slurm.sh"), "--model", "resnet18"], env=environment)
-    if is_signalled:
-        wait_for((tmp_path / "ready").exists, 20)
-        script.send_signal(signal.SIGUSR1 if "USR1" in job else signal.SIGTERM)
-    assert script.wait(40) == expected_code
-    assert (tmp_path / "scontrol").exists() == is_requeued
-    if is_requeued:
-        assert (tmp_path / "scontrol").read_text() == "requeue 42\n"
-        assert (tmp_path / "log").read_text() == "signalled\n"

@@ -1,0 +1,361 @@
+"""scripts/slurm.sh and srun under a real Slurm: one node, on this machine, that hears and speaks on loopback only."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from preemption import end_with_parent
+from tests.chaos import ending, equal
+from tests.ranks import REPOSITORY, run_ranks, train_rank
+
+DAEMONS = ["munged", "slurmctld", "slurmd"]
+# CI must not pass without it; who has it not may still run the other tests.
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(
+        not (os.geteuid() == 0 and all(map(shutil.which, DAEMONS))) and "CI" not in os.environ,
+        reason="needs root, and Debian's slurm-wlm and munge",
+    ),
+]
+
+# 29 images in 4 shards of 2: 3 steps an epoch, 12 in all; nothing is saved but at the ends of epochs.
+OPTIONS = """
+    --model timm/test_resnet --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
+    --model-ema --model-ema-steps 1 --epochs 4 --print-freq 2 --lr 0.05 --mixup-alpha 0.2
+    --use-deterministic-algorithms --batch-size 2 --global-batch-size 8 --resume auto
+""".split()
+
+# Higher partitions take the CPUs that they need from jobs in lower ones, at once or after a time of grace.
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
+SlurmdParameters=config_overrides
+KillWait=60
+OverTimeLimit=3
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+NodeName={host} NodeAddr=127.0.0.1 CPUs=64
+PartitionName=low Nodes={host} PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=graceful Nodes={host} PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
+PartitionName=high Nodes={host} PriorityTier=2 PreemptMode=OFF Default=YES
+"""
+# So many that a job in the high partition needs those of all others.
+LOW, GRACEFUL = ["--partition=low", "--cpus-per-task=17"], ["--partition=graceful", "--cpus-per-task=17"]
+
+# Trains, and waits in the fifth step until it is told to stop: by its first start's end, for the log is a single one.
+HELD = f"""
+import os, pathlib, runpy, sys, time
+import torch
+step, calls = torch.optim.SGD.step, []
+
+def held(*args, **kwargs):
+    calls.append(1)
+    while len(calls) == 5 and "SIGTERM: stopping after this step" not in pathlib.Path("log").read_text():
+        time.sleep(0.1)
+    return step(*args, **kwargs)
+
+torch.optim.SGD.step = held
+sys.path.insert(0, {str(REPOSITORY)!r})
+runpy.run_path({str(REPOSITORY / "train.py")!r}, run_name="__main__")
+"""
+
+
+def wait_for(condition, timeout_s=120):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def free_ports(number):
+    probes = [socket.socket() for _ in range(number)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class Cluster:
+    """A Slurm of one node, all of its files in one folder; its processes end with this one."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        for name in ("state", "spool"):
+            (folder / name).mkdir()
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(stat.S_IRUSR)
+        ports = dict(zip(["controller_port", "node_port"], free_ports(2), strict=True))
+        host = socket.gethostname().split(".")[0]
+        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **ports))
+        outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        self.environment = outside | {
+            "SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1", "GPUS": "2",
+        }  # fmt: skip
+        names = {"key-file": "munge.key", "log-file": "munged.log", "seed-file": "seed"}
+        names |= {"pid-file": "munged.pid", "socket": "munge.socket"}
+        munged = ["munged", "--foreground", "--force", *(f"--{key}={folder / name}" for key, name in names.items())]
+        self.daemons = [self._start(munged)]
+        wait_for((folder / "munge.socket").exists, 20)
+        self.daemons += [self._start(["slurmctld", "-D", "-c"]), self._start(["slurmd", "-D", "-N", host])]
+        wait_for(lambda: self.call("sinfo", "--noheader", "--format=%T", check=False) in ("idle", "idle\nidle"), 60)
+
+    def _start(self, command):
+        with open(self.folder / f"{command[0]}.out", "w") as log:
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, env=self.environment, cwd=self.folder,
+                preexec_fn=lambda: end_with_parent(signal.SIGKILL),  # noqa: PLW1509
+            )  # fmt: skip
+
+    def end(self):
+        jobs = self.call("squeue", "--noheader", "--format=%i", check=False).split()
+        if jobs:
+            self.call("scancel", *jobs, check=False)
+            wait_for(lambda: not self.call("squeue", "--noheader", check=False), 90)
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+            daemon.wait(20)
+
+    def call(self, *command, check=True):
+        result = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60, check=check, cwd=self.folder
+        )
+        return result.stdout.strip()
+
+    def submit(self, folder, *options, script=REPOSITORY / "scripts" / "slurm.sh", argv=()):
+        """Queue the script, from a folder that stands for the repository's; return the job's number."""
+        command = [
+            "sbatch",
+            "--parsable",
+            "--gpus-per-node=0",
+            "--cpus-per-task=1",
+            "--output=log",
+            f"--chdir={folder}",
+            *options,
+        ]
+        environment = {**self.environment, "OUT": str(folder / "out")}
+        return subprocess.check_output([*command, str(script), *argv], env=environment, text=True).strip()
+
+    def preempt(self):
+        """Queue a short job that needs the CPUs of those in lower partitions."""
+        self.call("sbatch", "--partition=high", "--cpus-per-task=50", "--output=/dev/null", "--wrap=sleep 1")
+
+    def job(self, job):
+        """Return what Slurm knows of a job: {"JobState": "RUNNING", ...}."""
+        words = self.call("scontrol", "show", "job", job, "--oneliner").split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def has_step(self, job):
+        return f"{job}.0" in self.call("squeue", "--steps", "--noheader", "--format=%i").split()
+
+    def wait_for_end(self, job):
+        """Wait for a job's end, restarts included; return (state, restarts, exit code)."""
+        wait_for(lambda: self.job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"))
+        record = self.job(job)
+        return record["JobState"], int(record["Restarts"]), int(record["ExitCode"].split(":")[0])
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.end()
+
+
+class Runs:
+    """Runs of one recipe on the same images, each in a folder of its own, from where it is started, too."""
+
+    def __init__(self, cluster, images, folder):
+        self.cluster, self.folder = cluster, folder
+        self.options = ["--data-path", str(images), *OPTIONS]
+        self.jobs = {}
+
+    def prepare(self, name):
+        (self.folder / name).mkdir()
+        (self.folder / name / "train.py").write_text(HELD)
+        return self.folder / name
+
+    def submit(self, name, *options):
+        self.jobs[name] = self.cluster.submit(self.prepare(name), *options, argv=self.options)
+
+    def srun(self, name, *options):
+        folder = self.folder / name if (self.folder / name).exists() else self.prepare(name)
+        command = ["srun", "--ntasks=2", *options, sys.executable, "train.py", *self.options, "--output-dir", "out"]
+        with open(folder / "log", "a") as log:
+            return subprocess.call(
+                command, stdout=log, stderr=log, env=self.cluster.environment, cwd=folder, timeout=180
+            )  # fmt: skip
+
+    def log(self, name):
+        path = self.folder / name / "log"
+        return path.read_text() if path.exists() else ""
+
+    def status(self, name):
+        return json.loads((self.folder / name / "out" / "status.json").read_text())
+
+    def wait_until_held(self, name):
+        """Wait for the line of step 4, of which the next one is the fifth."""
+        wait_for(lambda: "Epoch: [1]  [0/3]" in self.log(name))
+
+    def check_stopped(self, name):
+        assert "all 2 ranks stopped after step 5, saved" in self.log(name), self.log(name)
+        assert self.status(name)["state"] == "preempted"
+        assert (self.folder / name / "out" / "checkpoint-00000005.pth").exists()
+
+    def check_same(self, name):
+        assert "all 2 ranks stopped after step" in self.log(name), self.log(name)
+        ours, our_metrics = ending(self.folder / name / "out")
+        theirs, their_metrics = ending(self.folder / "undisturbed")
+        assert [key for key in theirs if not equal(theirs[key], ours.get(key))] == []
+        assert our_metrics == their_metrics
+        assert self.status(name)["state"] == "finished"
+
+
+@pytest.fixture(scope="module")
+def runs(cluster, image_folder, tmp_path_factory):
+    """The one that waits for a time limit is started first, for Slurm looks every 30 s."""
+    runs = Runs(cluster, image_folder, tmp_path_factory.mktemp("runs"))
+    runs.submit("limit", "--time=1")
+    out = runs.folder / "undisturbed"
+    run_ranks(train_rank, 1, [*runs.options, "--output-dir", str(out)], log_folder=runs.folder).check()
+    return runs
+
+
+# What stands for torchrun, at a job's first start; at the next one it finishes.
+TORCHRUN = """#!/bin/bash
+write() { echo "{\\"state\\": \\"$1\\", \\"requeue\\": $2}" > "$OUT/status.json"; }
+train() { trap 'write preempted true; exit 1' TERM; write running false; while true; do sleep 0.1; done; }
+[ -z "${SLURM_RESTART_COUNT:-}" ] || { write finished false; exit; }
+"""
+# What it does then, and how the job ends: state, restarts, exit code.
+JOBS = {
+    "finished": ("write finished false", "COMPLETED", 0, 0),
+    "failing after it finished": ("write finished false; exit 1", "COMPLETED", 0, 0),
+    "crashed": ("write failed false; exit 1", "FAILED", 0, 1),
+    "in vain": ("write preempted false; exit 1", "FAILED", 0, 1),
+    "died before it began": ("exit 7", "FAILED", 0, 7),
+    "told to stop by somebody": ("write preempted true; exit 1", "COMPLETED", 1, 0),
+    "warned while it starts": ("sleep 3; train", "COMPLETED", 1, 0),
+    "preempted": ("train", "COMPLETED", 1, 0),
+    "preempted with time left": ("train", "COMPLETED", 1, 0),
+    "preempted while it starts": ("sleep 60", "COMPLETED", 1, 0),
+    "cancelled": ("train", "CANCELLED", 0, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(cluster, tmp_path_factory):
+    """Return how each job of the table ended: all of them at once, for each needs seconds and hardly a CPU."""
+    jobs, folder = {}, tmp_path_factory.mktemp("jobs")
+    for name, (action, *_) in JOBS.items():
+        own = folder / name.replace(" ", "-")
+        (own / "out").mkdir(parents=True)
+        # What an earlier job left.
+        (own / "out" / "status.json").write_text('{"state": "preempted", "requeue": true, "earlier": 1}')
+        (own / "torchrun").write_text(TORCHRUN + action)
+        (own / "torchrun").chmod(stat.S_IRWXU)
+        options = (GRACEFUL if name[9:] else LOW) if name.startswith("preempted") else []
+        jobs[name] = cluster.submit(own, f"--export=ALL,PATH={own}:{cluster.environment['PATH']}", *options)
+    for name in jobs:
+        if name.startswith(("warned", "preempted", "cancelled")):
+            wait_for(lambda job=jobs[name]: cluster.has_step(job))
+    for name in ("preempted", "preempted-with-time-left", "cancelled"):
+        wait_for(lambda name=name: "running" in (folder / name / "out" / "status.json").read_text())
+    cluster.call("scancel", "--batch", "--signal=USR1", jobs["warned while it starts"])  # as at the time limit
+    cluster.call("scancel", jobs["cancelled"])
+    cluster.preempt()
+    return {name: cluster.wait_for_end(job) for name, job in jobs.items()}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_script_requeues_what_was_preempted_and_nothing_else(runs, ended, name):
+    assert ended[name] == JOBS[name][1:]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_job_that_is_preempted_saves_and_goes_on_with_the_same_bits(cluster, runs):
+    runs.submit("preempted", *LOW)
+    runs.wait_until_held("preempted")
+    cluster.preempt()
+    assert cluster.wait_for_end(runs.jobs["preempted"]) == ("COMPLETED", 1, 0), runs.log("preempted")
+    assert "resumed step 5" in runs.log("preempted")
+    runs.check_same("preempted")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_job_that_is_cancelled_saves_and_is_not_requeued(cluster, runs):
+    runs.submit("cancelled")
+    runs.wait_until_held("cancelled")
+    cluster.call("scancel", runs.jobs["cancelled"])
+    state, restarts, _ = cluster.wait_for_end(runs.jobs["cancelled"])
+    assert (state, restarts) == ("CANCELLED", 0)
+    runs.check_stopped("cancelled")
+
+
+@pytest.mark.dist
+def test_tasks_of_srun_without_torchrun_say_each_thing_once(cluster, runs):
+    def start(*argv):
+        command = ["srun", "--ntasks=2", sys.executable, "train.py", *runs.options, *argv]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, env=cluster.environment, cwd=REPOSITORY
+        )  # fmt: skip
+
+    refused, dry = start("--batch-size", "3"), start("--dry-run")
+    said, warned = dry.communicate(timeout=90)
+    assert dry.returncode == 0, warned
+    assert said.count("# global batch 8 = 4 shards x 2 images; 2 processes compute 2 each") == 1
+    assert said.count("# learning rate at the start of each epoch") == 1
+    said = "".join(refused.communicate(timeout=90))
+    assert refused.returncode == 2, said
+    assert said.count("train.py: error") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_srun_without_torchrun_saves_at_the_time_limit_and_goes_on_with_the_same_bits(runs):
+    assert runs.srun("step", "--time=1", "--signal=TERM@10") == 0, runs.log("step")
+    runs.check_stopped("step")
+    assert runs.srun("step") == 0, runs.log("step")
+    runs.check_same("step")
+
+
+@pytest.mark.dist
+def test_a_job_that_reaches_its_time_limit_saves_and_goes_on_with_the_same_bits(cluster, runs):
+    state, restarts, _ = cluster.wait_for_end(runs.jobs["limit"])
+    # More than once where the rest takes more than half a minute, too.
+    assert (state, restarts >= 1) == ("COMPLETED", True), runs.log("limit")
+    runs.check_same("limit")
