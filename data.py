@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -302,7 +302,7 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader 
     common |= {"num_workers": args.workers, "prefetch_factor": args.prefetch_factor}
     if args.worker_type == "thread":
         return ThreadLoader(dataset, batch_sampler, **common)
-    if sys.platform == "linux" and not is_encoded:  # which are of any size
+    if _is_forked(args):
         largest = args.batch_size * 3 * max(args.train_crop_size, args.val_crop_size) ** 2
         return ProcessLoader(dataset, batch_sampler, **common, batch_bytes=largest, worker_init_fn=start_worker)
     return DataLoader(
@@ -313,6 +313,30 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader 
         multiprocessing_context="fork" if sys.platform == "linux" else None,
         **common,
     )
+
+
+def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[ProcessLoader | None]:
+    """Start the processes that will load the batches of sets, where they are forked: before there are other threads.
+
+    Returns:
+        Loaders that lack their samplers, for `build_device_loader`; None for one that has nothing to start.
+
+    Raises:
+        LimitError: they cannot be started.
+    """
+    if not _is_forked(args):
+        return [None for _ in datasets]
+    loaders = [None if dataset is None else build_loader(dataset, (), args) for dataset in datasets]
+    for loader in loaders:
+        if loader is not None:
+            loader.start()
+    return loaders
+
+
+def _is_forked(args: Any) -> bool:
+    """Tell whether batches come from a `ProcessLoader`, which those that are encoded, of any size, do not fit."""
+    is_process = args.workers and args.worker_type == "process"
+    return bool(is_process and sys.platform == "linux" and args.decode_device == "cpu")
 
 
 def build_batch_transforms(
@@ -446,15 +470,32 @@ class DeviceLoader:
 
 
 def build_device_loader(
-    args: Any, dataset: Dataset | None, sampler: Any, device: torch.device, num_classes: int
+    args: Any,
+    dataset: Dataset | None,
+    sampler: Any,
+    device: torch.device,
+    num_classes: int,
+    started: ProcessLoader | None = None,
 ) -> DeviceLoader | None:
-    """Return what iterates over a set, transformed for training if the sampler is a training one; None for no set."""
+    """Return what iterates over a set, transformed for training if the sampler is a training one; None for no set.
+
+    Args:
+        args: the options.
+        dataset: the set.
+        sampler: of its batches.
+        device: where the batches go.
+        num_classes: of the model.
+        started: what `start_loaders` returned for the set.
+    """
     if dataset is None:
         return None
     train_transform, eval_transform = build_batch_transforms(args, num_classes, device)
     transform = train_transform if isinstance(sampler, TrainSampler) else eval_transform
-    loader = build_loader(dataset, sampler, args)
-    return DeviceLoader(loader, device, transform, args.seed, is_encoded=args.decode_device != "cpu")
+    if started is None:
+        started = build_loader(dataset, sampler, args)
+    else:
+        started.batch_sampler = sampler
+    return DeviceLoader(started, device, transform, args.seed, is_encoded=args.decode_device != "cpu")
 
 
 def settle_decode_device(args: Any, device: torch.device, resumed: dict | None = None) -> None:

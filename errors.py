@@ -49,6 +49,10 @@ class StorageError(UserError):
     exit_code = 1
 
 
+class LimitError(UserError):
+    """The machine, or a limit that it sets, gives this process no more of something; other ranks may have enough."""
+
+
 class NoProgressError(UserError):
     """A run that is restarted automatically stops at the same step again and again."""
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import mmap
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from errors import LimitError, UserError
+
 # Batches that a loader of processes has room for beyond those being filled: the one that is used, and one more.
 _SPARE_SLOTS = 2
+# Loader processes that a core can be of use to, where they wait for a slow disk, and those that are allowed anywhere.
+_MOST_PER_CORE, _MOST_ANYWHERE = 32, 64
 
 _empty_bytes = partial(torch.empty, dtype=torch.uint8)
 
@@ -26,6 +31,20 @@ def _empty_shared(shape: tuple[int, ...]) -> Tensor:
         return _empty_bytes(shape)
     storage = torch.UntypedStorage._new_shared(math.prod(shape))
     return _empty_bytes(0).set_(storage, 0, shape)
+
+
+def check_workers(num_workers: int) -> None:
+    """Refuse more workers than this machine can have any use for.
+
+    Raises:
+        UserError: there are too many.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    most = max(_MOST_PER_CORE * cores, _MOST_ANYWHERE)
+    if num_workers > most:
+        raise UserError(
+            f"--workers {num_workers}: this process has {cores} cores, of use to {most} at most; give about {cores}"
+        )
 
 
 def collate(
@@ -94,13 +113,16 @@ class ProcessLoader:
 
     Args:
         dataset: yields (image, class) samples.
-        batch_sampler: yields lists of the data set's keys.
+        batch_sampler: yields lists of the data set's keys; may be set later.
         num_workers: processes.
         prefetch_factor: batches each worker is ahead.
         batch_bytes: the images of the largest batch.
         collate_fn: from samples and an allocator to a batch.
         pin_memory: copy the images into pinned memory, from where a GPU takes them without waiting.
         worker_init_fn: called first in each process, with its number.
+
+    Raises:
+        LimitError: there is no memory for the batches.
     """
 
     def __init__(
@@ -116,15 +138,21 @@ class ProcessLoader:
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         self.dataset = dataset
-        self.batch_sampler = batch_sampler
         self.pin_memory = pin_memory
         num_slots = num_workers * prefetch_factor + _SPARE_SLOTS
         # Nameless memory: no file in /dev/shm, which containers keep small. A page takes room once it is written to.
-        memory = mmap.mmap(-1, num_slots * batch_bytes)
+        try:
+            memory = mmap.mmap(-1, num_slots * batch_bytes)
+        except (OSError, OverflowError) as error:
+            raise LimitError(
+                f"no memory for {num_slots} batches of {batch_bytes / 2**20:.0f} MiB on their way from {num_workers} "
+                f"loader processes ({error}); use fewer --workers, or a smaller --batch-size or --prefetch-factor"
+            ) from error
         self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, batch_bytes))
+        self._slot_sampler = _SlotSampler(batch_sampler, num_slots)
         self.loader = DataLoader(
             _SlotFiller(dataset, collate_fn, self.slots),
-            batch_sampler=_SlotSampler(batch_sampler, num_slots),
+            batch_sampler=self._slot_sampler,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             persistent_workers=True,
@@ -133,6 +161,34 @@ class ProcessLoader:
             collate_fn=_as_it_is,
             worker_init_fn=worker_init_fn,
         )
+
+    @property
+    def batch_sampler(self) -> Any:
+        """What the batches are made of, from the next epoch on."""
+        return self._slot_sampler.batch_sampler
+
+    @batch_sampler.setter
+    def batch_sampler(self, batch_sampler: Any) -> None:
+        self._slot_sampler.batch_sampler = batch_sampler
+
+    def start(self) -> None:
+        """Start the processes, which else begin with the first epoch.
+
+        A process that is forked while another thread holds a lock of libc's or is in the middle of a first call into
+        C++ inherits both for ever, and may wait for them: so best before there are other threads.
+
+        Raises:
+            LimitError: they cannot be started.
+        """
+        batch_sampler, self.batch_sampler = self.batch_sampler, ()  # nothing is loaded yet
+        try:
+            iter(self.loader)
+        except (OSError, RuntimeError) as error:
+            raise LimitError(
+                f"cannot start {self.loader.num_workers} loader processes ({error}); use fewer --workers, or raise "
+                "what limits them: `ulimit -n`, `ulimit -u`, the room in /dev/shm"
+            ) from error
+        self.batch_sampler = batch_sampler
 
     def __len__(self) -> int:
         return len(self.batch_sampler)

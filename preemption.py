@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 import utils
 from errors import UserError
+from startup import SIGNALS, say, take_signals
 
-# The last two come from a terminal that is closed, or a key; torchrun passes them on.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 NEVER = -(1 << 62)
 PR_SET_PDEATHSIG = 1
 
@@ -36,39 +35,25 @@ class Verdict(NamedTuple):
 
 
 class PreemptionGuard:
-    """Take the signals that announce an end, and let all ranks stop after the same step.
-
-    A handler only sets a flag: it runs at any place of the program, where neither a file nor a collective may be
-    touched (docs/research/RELIABILITY.md, 3.9).
+    """Know of the signals that announce an end, and let all ranks stop after the same step.
 
     Args:
         is_installed: whether to handle the signals, from now on; and under torchrun, SIGTERM when its agent dies.
     """
 
     def __init__(self, *, is_installed: bool) -> None:
-        self.signal = 0
+        self.signals = take_signals()
         if not is_installed:
+            self.signals.release()
             return
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
-                signal.signal(number, self._note)
+        self.signals.install()
+        self.signals.begin_steps()
         # Without it the ranks of a killed agent train on, and write, beside those of its successor. Not so for a run
         # from a shell, which may well go on after the shell.
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent(signal.SIGTERM)
             if is_orphan():
                 raise UserError("the torchrun that started this process is gone; start again")
-
-    def _note(self, number: int, frame: Any) -> None:
-        # A terminal's Ctrl-C comes twice under torchrun: from the terminal and from the agent.
-        if number == self.signal == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise KeyboardInterrupt
-        if not self.signal and os.environ.get("LOCAL_RANK", "0") == "0":
-            name = signal.Signals(number).name
-            more = "; once more to stop at once" if number == signal.SIGINT else ""
-            with suppress(OSError):  # the terminal may be gone
-                os.write(2, f"{name}: stopping after this step{more}\n".encode())
-        self.signal = self.signal or number
 
     def agree(self, *, is_save_due: bool = False, bad_step: int | None = None) -> Verdict:
         """Return what any rank knows. Collective: every rank must call it, as often as the others.
@@ -78,7 +63,8 @@ class PreemptionGuard:
             bad_step: the first step that this rank knows to be not finite.
         """
         bad = NEVER if bad_step is None else -bad_step
-        votes = [self.signal << 32 | utils.get_rank() if self.signal else 0, int(is_save_due), bad]
+        number = self.signals.number
+        votes = [number << 32 | utils.get_rank() if number else 0, int(is_save_due), bad]
         if utils.is_dist_avail_and_initialized():
             on_host = torch.tensor(votes)  # over gloo: no device is waited for
             dist.all_reduce(on_host, op=dist.ReduceOp.MAX)
@@ -111,8 +97,10 @@ def start_worker(worker: int) -> None:
     """Prepare a loader process: it ends with its parent, or when its parent says so, and by no signal from elsewhere.
 
     torchrun and terminals signal the whole process group; a loader that died of it would take the run along before
-    anything is saved (docs/research/RELIABILITY.md, finding 3). Off Linux it dies of anybody's SIGTERM.
+    anything is saved (docs/research/RELIABILITY.md, finding 3). Off Linux it dies of anybody's SIGTERM. On SIGUSR2 it
+    says where it is, which the stall watchdog asks for.
     """
+    faulthandler.register(signal.SIGUSR2, file=2)
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
@@ -257,9 +245,14 @@ class StallWatchdog:
     def _give_up(self) -> None:
         reason = f"nothing happened for {self.timeout_s:g} s (--stall-timeout)"
         where = f"rank {utils.get_rank()} on {socket.gethostname()}"
+        say(f"{where}: {reason}; {self.describe()}; Python stacks of this rank:")
         with suppress(OSError):  # the terminal may be gone
-            os.write(2, f"{where}: {reason}; {self.describe()}; Python stacks of this rank:\n".encode())
             faulthandler.dump_traceback(all_threads=True)
+        for process in multiprocessing.active_children():
+            say(f"{where}: Python stacks of its loader process {process.pid}:")
+            with suppress(OSError):  # it has ended meanwhile
+                os.kill(process.pid, signal.SIGUSR2)
+            time.sleep(0.1)
         # On the side: a disk that does not answer may be what hangs.
         last_words = threading.Thread(target=self.on_stall, args=(reason,), daemon=True)
         last_words.start()

@@ -1,11 +1,18 @@
 """Train and evaluate an image classification model: torchvision's reference script, exact and hard to kill."""
 
+if __name__ == "__main__":
+    # Ahead of all other imports, which take seconds, in which a signal would kill the script.
+    import startup
+
+    startup.begin_script()
+
 import json
 import os
 import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -23,10 +30,12 @@ from errors import ImageError, LoaderKilledError, NoProgressError, PreemptedErro
 from files import explain_failure, read_json, write_atomically
 from guard import check_data, check_options, run_facts
 from hook import StepHook
+from loader import check_workers
 from losses import build_criterion
 from monitor import MOST_STARTS, LogWindow, Monitor, note_start, write_status
 from preemption import PreemptionGuard
 from sampler import EvalSampler, RASampler, TrainSampler, VirtualShards
+from startup import take_signals
 from store import CheckpointManager
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
@@ -165,23 +174,43 @@ def load_data(traindir, valdir, args):
     Raises:
         UserError: the folders cannot be used; says why.
     """
+    dataset, dataset_test = load_datasets(traindir, valdir, args)
+    return dataset, dataset_test, *build_samplers(dataset, dataset_test, args)
+
+
+def load_datasets(traindir, valdir, args):
+    """Return the training set (None with `--test-only`) and the validation set; as `load_data`."""
     start = time.perf_counter()
     dataset, dataset_test = data.build_datasets(traindir, valdir, args)
+    if dataset is not None:
+        print(
+            f"{len(dataset)} training and {len(dataset_test)} validation images of {len(dataset.classes)} classes "
+            f"({time.perf_counter() - start:.1f} s)"
+        )
+    return dataset, dataset_test
+
+
+def start_loading(args):
+    """Return the training and validation sets, and their loaders where those are processes, which start now."""
+    sets = load_datasets(*(os.path.join(args.data_path or "", split) for split in ("train", "val")), args)
+    return sets, data.start_loaders(sets, args)
+
+
+def build_samplers(dataset, dataset_test, args):
+    """Return the samplers of the training set's batches (None for no set) and of the validation set's."""
     test_sampler = EvalSampler(len(dataset_test), args.batch_size, args.rank, args.world_size)
     if dataset is None:
-        return None, dataset_test, None, test_sampler
+        return None, test_sampler
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     if args.ra_sampler:
         train_sampler = RASampler(len(dataset), shards, args.seed, repetitions=args.ra_reps)
     else:
         train_sampler = TrainSampler(len(dataset), shards, args.seed)
     print(
-        f"{len(dataset)} training and {len(dataset_test)} validation images of {len(dataset.classes)} classes "
-        f"({time.perf_counter() - start:.1f} s)\n"
         f"global batch {args.global_batch_size} = {shards.num_shards} shards x {shards.batch_size} images, "
         f"{shards.num_local} a process; {train_sampler.steps_per_epoch} steps an epoch"
     )
-    return dataset, dataset_test, train_sampler, test_sampler
+    return train_sampler, test_sampler
 
 
 def begin_run(args, state, parts, dataset, sampler):
@@ -196,10 +225,14 @@ def begin_run(args, state, parts, dataset, sampler):
 
 
 def set_up(args):
-    """Fill in what follows from this machine, join the other processes; return this one's device and signal guard.
+    """Fill in what follows from this machine, and join the other processes. Collective: every rank must call it.
+
+    Returns:
+        This process's device, the signal guard, and what `start_loading` returns, or None where it is still to be seen
+        what is loaded.
 
     Raises:
-        UserError: the device, the processes or the weights are not there.
+        UserError: the device, the processes, the weights or the data are not there.
     """
     guard = PreemptionGuard(is_installed=not args.test_only)
     notes = config.derive(args)
@@ -213,9 +246,19 @@ def set_up(args):
         if "OMP_NUM_THREADS" not in os.environ:
             # What torchrun sets for several processes; another number of threads sums in another order.
             torch.set_num_threads(1)
-    utils.init_distributed_mode(args)
+    utils.read_launcher(args)
     for note in notes:
         print(note)
+    check_workers(args.workers)
+    is_known = args.decode_device == "cpu" and not (args.test_only and args.resume)
+    # Before there are other threads, as those of the process group: see `ProcessLoader.start`.
+    loading = start_loading(args) if is_known else None
+    return join(args), guard, loading
+
+
+def join(args):
+    """Join the other processes; return this one's device. Collective: every rank must call it."""
+    utils.init_distributed_mode(args)
     torch.use_deterministic_algorithms(args.use_deterministic_algorithms)
     is_repeatable = args.use_deterministic_algorithms or args.test_only
     precision.set_tf32(is_allowed=args.tf32)
@@ -223,7 +266,7 @@ def set_up(args):
     device = torch.device(args.device)
     if args.distributed and device.type != "cpu":
         device = torch.device(device.type, args.gpu)
-    return device, guard
+    return device
 
 
 def load_resumed(args, manager, device):
@@ -390,19 +433,19 @@ def main(args):
     Raises:
         UserError: something that was given cannot be used.
     """
-    device, preemption = set_up(args)
+    device, preemption, loading = set_up(args)
     manager = CheckpointManager(
         Path(args.output_dir), keep_last=args.keep_last, keep_every=args.keep_every, minutes=args.checkpoint_minutes,
         save_per_node=args.save_per_node,
     )  # fmt: skip
     state = load_resumed(args, manager, device)
-    traindir, valdir = (os.path.join(args.data_path or "", split) for split in ("train", "val"))
-    dataset, dataset_test, train_sampler, test_sampler = load_data(traindir, valdir, args)
+    (dataset, dataset_test), (started, started_test) = loading or start_loading(args)
+    train_sampler, test_sampler = build_samplers(dataset, dataset_test, args)
     num_classes = len(dataset_test.classes)
     if state is not None:
         check_data(state, args, num_classes, dataset)
-    data_loader = data.build_device_loader(args, dataset, train_sampler, device, num_classes)
-    data_loader_test = data.build_device_loader(args, dataset_test, test_sampler, device, num_classes)
+    data_loader = data.build_device_loader(args, dataset, train_sampler, device, num_classes, started)
+    data_loader_test = data.build_device_loader(args, dataset_test, test_sampler, device, num_classes, started_test)
 
     model = models.build_model(args, num_classes, start_weights(args, state))
     model_without_ddp = models.place_model(model, args, device)
@@ -461,11 +504,10 @@ def cli():
     """Run the script: what a user can mend ends in one line and an exit code, what is our fault in a traceback."""
     try:
         args = config.parse_args()
-        if args.list_recipes:
-            print(config.list_recipes())
-        elif args.dry_run:
-            text = preview.preview(args)  # after which only the first of several processes prints
-            print(text)
+        if args.list_recipes or args.dry_run:
+            take_signals().release()
+            text = config.list_recipes() if args.list_recipes else preview.preview(args)
+            print(text)  # looked up here: after a preview only the first of several processes prints
         else:
             main(args)
     except UserError as error:
@@ -476,8 +518,13 @@ def cli():
         utils.leave(error, error.exit_code, is_agreed=False)
     except KeyboardInterrupt:
         utils.leave(KeyboardInterrupt("interrupted; --resume auto goes on from the last checkpoint"), 1)
-    except Exception:
-        traceback.print_exc()
+    except SystemExit as end:  # of the parser
+        utils.end_process(end.code or 0)
+    except Exception as error:
+        if limit := utils.explain_limit(error):
+            utils.leave(limit, limit.exit_code)
+        with suppress(OSError):  # the terminal may be gone
+            traceback.print_exc()
         utils.end_process(1)
     utils.shut_down()
     utils.end_process(0)

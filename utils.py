@@ -2,10 +2,12 @@
 
 import builtins
 import datetime
+import errno
 import hashlib
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -17,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from errors import UserError
+from errors import LimitError, UserError
+from startup import say
 
 # Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
 PATIENCE_MIN = 24 * 60
@@ -361,7 +364,8 @@ def setup_for_distributed(is_master: bool) -> None:
 
     def print_on_master(*args: Any, force: bool = False, **kwargs: Any) -> None:
         if is_master or force:
-            with suppress(OSError):  # a terminal that is gone is no reason to lose a run
+            # A terminal that is gone, or cannot show a name, is no reason to lose a run.
+            with suppress(OSError, ValueError):
                 original(*args, **kwargs)
 
     print_on_master.original = original
@@ -403,12 +407,13 @@ def launcher_environment(environ: Mapping[str, str], world_size: int) -> dict[st
     return {}
 
 
-def init_distributed_mode(args: Any) -> None:
-    """Join the process group that torchrun, Slurm's srun or RANK and `--world-size` describe, or run alone.
+def read_launcher(args: Any) -> None:
+    """Take this process's place among others from torchrun, Slurm's srun or RANK and `--world-size`; join nobody.
 
     Sets `args.distributed`, `args.rank`, `args.world_size` and `args.gpu` (the index of this process's accelerator).
-    CPU tensors travel over gloo and CUDA tensors over nccl, so that bookkeeping never waits for a GPU.
-    Collective: every rank must call it.
+
+    Raises:
+        UserError: there is half of what is needed.
     """
     launched = launcher_environment(os.environ, args.world_size)
     if not launched and args.world_size > 1:
@@ -418,13 +423,22 @@ def init_distributed_mode(args: Any) -> None:
         )
     if launched and args.dist_url == "env://" and "MASTER_ADDR" not in {**os.environ, **launched}:
         raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
-    global _patient_group  # noqa: PLW0603
     os.environ.update(launched)
     args.rank = int(launched.get("RANK", "0"))
     args.world_size = int(launched.get("WORLD_SIZE", "1"))
     args.distributed = bool(launched)
     args.gpu = int(launched.get("LOCAL_RANK", torch.device(args.device).index or 0))
     setup_for_distributed(args.rank == 0)
+
+
+def init_distributed_mode(args: Any) -> None:
+    """Join the process group that `read_launcher` finds, or run alone.
+
+    CPU tensors travel over gloo and CUDA tensors over nccl, so that bookkeeping never waits for a GPU.
+    Collective: every rank must call it.
+    """
+    global _patient_group  # noqa: PLW0603
+    read_launcher(args)
     is_cuda = torch.device(args.device).type == "cuda"
     if is_cuda:
         # A launcher may show each process its own GPU only; then that one is number 0.
@@ -452,6 +466,25 @@ def init_distributed_mode(args: Any) -> None:
     dist.barrier()
 
 
+def explain_limit(error: BaseException) -> LimitError | None:
+    """Return a line about an error that means that the machine gives this process no more of something, or None."""
+    if isinstance(error, MemoryError):
+        return LimitError(f"out of memory ({error or 'no more is given'}); use fewer --workers, or raise `ulimit -v`")
+    number = getattr(error, "errno", None)
+    for limit, advice in {
+        errno.EMFILE: f"raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}",
+        errno.ENFILE: "the machine has as many files open as it can",
+        errno.EAGAIN: "no more processes: raise `ulimit -u`, or use fewer --workers",
+        errno.ENOMEM: "use fewer --workers, or raise `ulimit -v`",
+    }.items():
+        # Torch turns the system's errors into texts.
+        if limit == number or (isinstance(error, RuntimeError) and os.strerror(limit) in str(error)):
+            return LimitError(f"{os.strerror(limit)}; {advice}")
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return LimitError(f"{error}: raise `ulimit -u` or `ulimit -v`, or use fewer --workers")
+    return None
+
+
 def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
     """Print why the run was refused or stopped, once over all ranks, and end this process.
 
@@ -469,12 +502,12 @@ def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
     is_silent = False
     if rank != 0 and is_agreed:
         time.sleep(10)
-        is_silent = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
+        is_first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+        is_silent = not is_first and not isinstance(error, LimitError)  # which one rank may meet alone
     where = f" on rank {rank}" if rank != 0 else ""
     # Not print, which is silent on this rank.
     if not is_silent:
-        with suppress(OSError):
-            sys.stderr.write(f"train.py: error{where}: {error}\n")
+        say(f"train.py: error{where}: {error}")
     end_process(exit_code)
 
 
@@ -484,9 +517,9 @@ def end_process(exit_code: int) -> None:
     Not by sys.exit: tearing down a process group whose other members are gone can abort and hide the exit code, and
     Python would wait for loader processes that are in the middle of something.
     """
-    with suppress(OSError):  # the terminal may be gone
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # gone, closed or never there
+            stream.flush()
     os._exit(exit_code)
 
 

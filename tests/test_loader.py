@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 import subprocess
 import threading
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from errors import ImageError
-from loader import ProcessLoader, ThreadLoader, collate
+from errors import ImageError, UserError
+from loader import ProcessLoader, ThreadLoader, check_workers, collate
 from preemption import start_worker
 
 
@@ -82,6 +83,25 @@ def test_an_epoch_that_is_left_early_leaves_nothing_behind(kind):
     labels = [label.tolist() for _, label in loader]
     assert labels == list(Batches(20))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_more_workers_than_any_use_are_refused():
+    cores = len(os.sched_getaffinity(0))
+    check_workers(64)  # which waits for a slow disk
+    with pytest.raises(UserError, match=f"--workers {250 * cores}: this process has {cores} cores"):
+        check_workers(250 * cores)
+
+
+def test_processes_that_are_started_early_load_what_the_sampler_says_later():
+    loader = ProcessLoader(Numbers(), (), num_workers=2, prefetch_factor=2, batch_bytes=3 * 3 * 4 * 7)
+    before = set(multiprocessing.active_children())
+    loader.start()
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    for num_batches in (3, 20):
+        loader.batch_sampler = Batches(num_batches)
+        assert [label.tolist() for _, label in loader] == list(Batches(num_batches))
+    assert set(multiprocessing.active_children()) - before == workers
 
 
 def test_an_image_that_cannot_be_read_is_raised_in_its_turn():

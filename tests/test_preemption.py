@@ -36,7 +36,7 @@ class Runs:
     def run(self, name, world_size, *extra, target=train_rank, faults=(), **how):
         logs = self.folder / f"{name}-logs"
         logs.mkdir(exist_ok=True)
-        return run_ranks(target, world_size, self.argv(name, *extra), list(faults), log_folder=logs, **how)
+        return run_ranks(target, world_size, self.argv(name, *extra), faults, log_folder=logs, **how)
 
     def status(self, name):
         return json.loads((self.folder / name / "status.json").read_text())
@@ -198,6 +198,50 @@ def test_a_hung_rank_ends_the_run_with_stacks_and_images_of_the_others(runs):
     assert list((runs.folder / "hung").glob("checkpoint*")) == []
 
 
+def hang_a_loader(argv, faults):
+    """Train, where reading an image in a loader process never ends."""
+    import index
+
+    index.ImageIndex.read = hang_in_read
+    train_rank(argv, faults)
+
+
+def hang_in_read(index, number):
+    """Stand for a disk that does not answer."""
+    time.sleep(600)
+
+
+def test_a_loader_process_that_does_not_answer_is_shown(runs):
+    outcome = runs.run("hung-loader", 1, "--workers", 2, "--stall-timeout", 0.05, target=hang_a_loader)
+    assert outcome.codes == [1], outcome.output
+    assert outcome.output.count("Python stacks of its loader process") == 4  # of both sets
+    assert " in hang_in_read" in outcome.output
+
+
+def count_threads(argv, folder):
+    """Train, and write down how many threads there are at each fork."""
+    counts = Path(folder, os.environ["RANK"])
+
+    def note():
+        with open(counts, "a") as file:
+            file.write(f"{len(os.listdir('/proc/self/task'))}\n")
+
+    os.register_at_fork(before=note)
+    train_rank(argv)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_loader_processes_are_forked_before_there_are_other_threads(runs, tmp_path):
+    """Of which one may hold a lock for ever: also where a resumed run begins with the evaluation."""
+    stop = [(1, "models.ExponentialMovingAverage.forward", 1, "before", TERM)]
+    runs.run("forks", 2, "--workers", 2, faults=stop).check()
+    outcome = runs.run("forks", 2, "--workers", 2, target=count_threads, faults=str(tmp_path)).check()
+    assert "Test: Acc@1" in outcome.output
+    for rank in "01":
+        assert (tmp_path / rank).read_text().split() == ["1"] * 4  # two for each set
+    runs.check_same("forks")
+
+
 def test_a_hung_rank_trips_the_timeout_of_the_process_group(runs):
     for place in ["torch.optim.SGD.step", "models.ExponentialMovingAverage.forward"]:
         name = f"timeout-{place}"
@@ -309,7 +353,7 @@ def watch_rank(lengths, rounds_at_stop, folder):
         for batch in WatchedLoader(range(lengths[utils.get_rank()]), guard, stop, lambda: None):
             seen.append(batch)
             if utils.get_rank() == 0 and batch == rounds_at_stop:
-                guard.signal = signal.SIGTERM
+                guard.signals.number = signal.SIGTERM
     except StopAsyncIteration as error:
         seen.append(str(error))
     Path(folder, f"seen{utils.get_rank()}.json").write_text(json.dumps(seen))

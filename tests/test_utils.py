@@ -1,6 +1,7 @@
 """Meters, printing, launchers, and what processes tell each other."""
 
 import builtins
+import io
 import os
 import re
 import time
@@ -496,3 +497,24 @@ def test_an_error_of_one_rank_names_it(tmp_path):
     outcome = run_ranks(leave_group, 2, (1,), False, timeout_s=25, log_folder=tmp_path)
     assert outcome.codes[1] == 2
     assert "train.py: error on rank 1: what you gave\n" in outcome.outputs[1]
+
+
+def test_a_name_that_standard_output_cannot_encode_is_not_raised(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setattr("builtins.print", print)
+    utils.setup_for_distributed(True)
+    print("r\xe9sultat")
+    print("result", flush=True)
+    assert stream.buffer.getvalue().endswith(b"result\n")
+    stream.close()
+    print("nobody reads it")
+
+
+def test_what_means_that_the_machine_gives_no_more_is_known_by_number_and_by_text():
+    for error in [OSError(24, "Too many open files"), RuntimeError("[enforce fail] Too many open files (24)")]:
+        assert str(utils.explain_limit(error)).startswith("Too many open files; raise `ulimit -n`, which is ")
+    assert "ulimit -u" in str(utils.explain_limit(RuntimeError("can't start new thread")))
+    assert "out of memory" in str(utils.explain_limit(MemoryError()))
+    for error in [RuntimeError("shapes differ"), OSError(5, "Input/output error"), ValueError("Too many open files")]:
+        assert utils.explain_limit(error) is None

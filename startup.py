@@ -1,0 +1,109 @@
+"""What the script does ahead of imports that take seconds: watch the signals, open what is closed."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType, TracebackType
+
+# The last two come from a terminal that is closed, or a key; torchrun passes them on.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Signals:
+    """Take the signals that announce an end.
+
+    A handler only sets a flag: it runs at any place of the program, where neither a file nor a collective may be
+    touched (docs/research/RELIABILITY.md, 3.9).
+
+    Attributes:
+        number: the first one that came; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._when = "before the first step"
+        self._handlers = {}  # that were there before
+
+    def install(self) -> None:
+        """Handle the signals from now on."""
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                self._handlers.setdefault(number, signal.signal(number, self._note))
+
+    def begin_steps(self) -> None:
+        """Say from now on that it is the step which is waited for, and let a second Ctrl-C raise KeyboardInterrupt."""
+        self._when = "after this step"
+
+    def release(self) -> None:
+        """Handle them no longer, and let one that has come do what it would have done."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._handlers = {}
+        if self.number:
+            signal.raise_signal(self.number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # A terminal's Ctrl-C comes twice under torchrun: from the terminal and from the agent.
+        if number == self.number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+            if self._when == "after this step":
+                raise KeyboardInterrupt
+            say("train.py: error: interrupted")
+            os._exit(1)
+        is_first, self.number = not self.number, self.number or number  # before it is said, and another one may come
+        if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
+            more = "; once more to stop at once" if number == signal.SIGINT else ""
+            say(f"{signal.Signals(number).name}: stopping {self._when}{more}")
+
+
+def say(line: str) -> None:
+    """Write a line to standard error, at any place of the program."""
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+
+
+_early: Signals | None = None
+
+
+def begin_script() -> None:
+    """Watch the signals, give closed standard files a place, and have a failing import say so in one line."""
+    global _early  # noqa: PLW0603
+    _early = Signals()
+    _early.install()
+    _open_standard_files()
+    sys.excepthook = _say_failed_import
+
+
+def take_signals() -> Signals:
+    """Return what has been watching since the script began, once; else what watches nothing yet."""
+    global _early
+    signals, _early = _early or Signals(), None
+    return signals
+
+
+def _open_standard_files() -> None:
+    """Open what was closed, or a checkpoint would take its number, and what is said would be written into it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if stream.errors == "strict":  # and a path that it cannot encode would end the run
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _say_failed_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Say in one line, once a machine, what could not be imported; anything else in a traceback."""
+    if not issubclass(kind, ImportError | OSError | MemoryError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        reason = " ".join(str(error).split()) or "out of memory"
+        say(
+            f"train.py: error: an import failed ({reason}); install what requirements.txt names, and see that "
+            "`ulimit -n` and `ulimit -v` leave enough files and memory"
+        )
+    os._exit(2)
