@@ -269,6 +269,8 @@ def load_weights(path: Path, *, is_average: bool = False) -> tuple[dict, str]:
         path: of the file.
         is_average: take the average of a checkpoint (`model_ema`), not its raw weights (`model`).
 
+    The names of the checkpoint's classes are its attribute `classes`, None where there are none.
+
     Raises:
         UserError: there is none in it.
     """
@@ -288,6 +290,10 @@ def load_weights(path: Path, *, is_average: bool = False) -> tuple[dict, str]:
     plain = OrderedDict((name.removeprefix("module."), tensor) for name, tensor in weights.items())
     if hasattr(weights, "_metadata"):  # by which modules load what older versions of them saved
         plain._metadata = {f"{name}.".removeprefix("module.")[:-1]: each for name, each in weights._metadata.items()}
+    described = content.get("data") if weights is not content else None
+    classes = described.get("classes") if isinstance(described, dict) else None
+    is_list = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    plain.classes = classes if is_list else None
     if is_average:
         plain.pop("n_averaged", None)  # of torch's AveragedModel, and no weight
     kind = "the average" if is_average else "the raw weights"

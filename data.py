@@ -1,5 +1,6 @@
 """From files to batches on the device: decode and transform in loader processes, finish on the device."""
 
+import io
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -19,8 +21,9 @@ import guard
 import transforms
 import utils
 from encoded import EncodedBatch, EncodedCrop, UndecodableError, find_obstacle
-from errors import BadImageError, ImageError, UserError
-from index import RETRY_WAITS_S, check_split, open_index, with_retries
+from errors import BadImageError, ImageError, PreemptedError, UserError
+from files import explain_failure, write_atomically
+from index import RETRY_WAITS_S, ImageIndex, check_split, open_index, open_to_read, with_retries
 from loader import ProcessLoader, ThreadLoader, collate
 from preemption import start_worker
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
@@ -56,6 +59,10 @@ class IndexedImageFolder(Dataset):
     def fingerprint(self) -> str:
         """Return a hash of the names and labels of all images; another one means another data set."""
         return self.index.fingerprint()
+
+    def identity(self) -> dict[str, str | None]:
+        """Return what tells changed files of the same names apart: see `ImageIndex.identity`."""
+        return self.index.identity()
 
     def __len__(self) -> int:
         return len(self.index)
@@ -183,6 +190,10 @@ class SyntheticImages(Dataset):
         """Return what stands for these images in a checkpoint."""
         return f"synthetic-{self.num_images}-{self.num_classes}"
 
+    def identity(self) -> dict[str, str | None]:
+        """Return what a checkpoint keeps of files, of which there are none."""
+        return {"form": "synthetic", "path": "", "sizes": None, "times": None, "checksums": None}
+
     def __len__(self) -> int:
         return self.num_images
 
@@ -207,10 +218,13 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     for folder in [valdir] if args.test_only else [traindir, valdir]:
         check_split(Path(folder))
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed)
+    # Here, since loader processes may be forked any time from now on.
+    dataset_test.index.watch(is_strict=not args.test_only)
     if args.test_only:
         return None, dataset_test
     kind = LenientImageFolder if args.bad_images == "skip" else IndexedImageFolder
     dataset = kind(traindir, preset_train, args.seed)
+    dataset.index.watch(is_strict=True)
     if dataset.classes != dataset_test.classes:
         here, there = set(dataset.classes), set(dataset_test.classes)
         which = [f"{name} only in train/" for name in sorted(here - there)[:1]]
@@ -546,3 +560,113 @@ def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str
     index = data_loader.dataset.index
     paths = ", ".join(index.path(number) for number in images[:3]) + (", ..." if len(images) > 3 else "")
     print(f"Epoch: [{epoch}] {len(images)} images {what}{since} ({len(samples)} samples): {paths}")
+
+
+class SeenRecord:
+    """Remembers, from one start of a run to the next, the size and time of each file of its class folders.
+
+    A process notes them when it first opens a file (`index.SeenFiles`), which costs no look at a million files before
+    the first step, and compares them when it opens the file again. Here the notes of all processes are put together and
+    written to a file of the output folder. What was read since they last were is not known to the next start; a file
+    that is lost or damaged begins anew.
+
+    As a context, it puts the notes together once more at an end that all ranks agree on.
+
+    Args:
+        args: the options.
+        state: the checkpoint that the run goes on from, if any. Where that is not so, or `--allow-change data` is
+            given, nothing is known of any file.
+        datasets: the training and validation set, by their names.
+    """
+
+    FILE = "images.npz"
+
+    def __init__(self, args: Any, state: dict | None, **datasets: Dataset | None) -> None:
+        self.folder = None if args.test_only else Path(args.output_dir)
+        indexes = {name: getattr(dataset, "index", None) for name, dataset in datasets.items()}
+        self.watched = {name: index for name, index in indexes.items() if index is not None and index.seen is not None}
+        # Of other images nothing is known.
+        self.keys = {name: f"{name}-{index.fingerprint()}" for name, index in self.watched.items()}
+        # As all processes know them; a row of `seen` that differs is news.
+        self.known = {name: numpy.zeros_like(index.seen.states) for name, index in self.watched.items()}
+        self.is_new = state is None or "data" in guard.parse_allowed(args.allow_change, vars(args))
+        self.is_elsewhere = not self.is_new and args.resume != "auto"
+        if self.is_new or not self.watched:
+            return
+        folder = Path(args.resume).parent if self.is_elsewhere else Path(args.output_dir)
+        payload = utils.call_on_master(self._read, folder / self.FILE)
+        paths = {"train": state["data"]["path"], "val": state["data"]["val"]["path"]}
+        for name, states in self._parse(payload or b"").items():
+            if paths[name] != self.watched[name].identity()["path"]:
+                states[:, 1] = 0  # times of another disk differ by right
+            self.known[name][:] = self.watched[name].seen.states[:] = states
+
+    def __enter__(self) -> "SeenRecord":
+        # Whatever is there may be another run's.
+        if self.is_new and self.folder is not None and utils.is_main_process():
+            with suppress(OSError):  # not there; or the disk fails, which the next checkpoint will tell of
+                (self.folder / self.FILE).unlink()
+        elif self.is_elsewhere:
+            self._write()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
+        if error is None or isinstance(error, PreemptedError):
+            self.keep()
+
+    def keep(self) -> None:
+        """Put the notes of all processes together, say what has changed, and write what is new.
+
+        Collective: every rank must call it.
+        """
+        has_news = [self._gather(name, index) for name, index in self.watched.items()]
+        if any(has_news):
+            self._write()
+
+    def _write(self) -> None:
+        if self.folder is None or not self.watched or not utils.is_main_process():
+            return
+        arrays = {self.keys[name]: states for name, states in self.known.items()}
+        try:
+            write_atomically(self.folder / self.FILE, lambda file: numpy.savez(file, **arrays))
+        except OSError as error:
+            num_bytes = sum(states.nbytes for states in arrays.values())
+            print(f"{self.folder / self.FILE} is not written: {explain_failure(error, self.folder, num_bytes)}")
+
+    def _gather(self, name: str, index: ImageIndex) -> bool:
+        """Take what any process has noted of a set since the last call, and say which files have changed."""
+        states, known = index.seen.states, self.known[name]
+        numbers = numpy.flatnonzero((states != known).any(axis=1))
+        rows = numpy.column_stack([numbers, states[numbers]]).astype(numpy.int64)
+        numbers, news = numpy.split(torch.cat(utils.all_gather(torch.from_numpy(rows))).numpy(), [1], axis=1)
+        numbers = numbers[:, 0]
+        before = known[numbers]
+        has_other_size, has_other_time = ((before != news) & (before != 0)).T
+        changed = numbers[has_other_size | has_other_time]
+        if len(changed):
+            what = "sizes" if has_other_size.any() else "times"
+            first = index.path(int(changed.min()))
+            print(
+                f"{len(changed)} images of {index.root} have other {what} than when the run read them, such as {first}"
+            )
+        known[numbers] = states[numbers] = news
+        return len(numbers) > 0
+
+    def _read(self, path: Path) -> bytes | None:
+        """Return the file's content, as far as it is not larger than it may be."""
+        most = 65536 + sum(states.nbytes for states in self.known.values())
+        try:
+            with open_to_read(path, follows_links=False) as file:
+                return file.read(most)
+        except OSError:  # not there; or a disk that fails, which the next checkpoint will tell of
+            return None
+
+    def _parse(self, payload: bytes) -> dict[str, numpy.ndarray]:
+        """Return the states of the sets in a file that is whole, as far as they are those of this run's sets."""
+        try:
+            with numpy.load(io.BytesIO(payload), allow_pickle=False) as file:
+                arrays = {name: file[key] for name, key in self.keys.items() if key in file.files}
+        except Exception:  # zip and numpy have a dozen kinds for what is damaged
+            arrays = {}
+        shapes = {name: (states.shape, states.dtype) for name, states in self.known.items()}
+        return {name: states for name, states in arrays.items() if (states.shape, states.dtype) == shapes[name]}

@@ -89,9 +89,14 @@ def parse_allowed(text: str | None, known: Iterable[str]) -> set[str]:
     return names
 
 
-def describe_data(dataset: Any) -> dict:
-    """Return what identifies a training set in a checkpoint."""
-    return {"num_images": len(dataset), "num_classes": len(dataset.classes), "fingerprint": dataset.fingerprint()}
+def describe_data(train: Any, val: Any) -> dict:
+    """Return what identifies the training and the validation set in a checkpoint."""
+    classes = list(val.classes)
+    return {**_describe_set(train), "num_classes": len(classes), "classes": classes, "val": _describe_set(val)}
+
+
+def _describe_set(dataset: Any) -> dict:
+    return {"num_images": len(dataset), "fingerprint": dataset.fingerprint(), **dataset.identity()}
 
 
 def describe_environment(args: Any) -> dict[str, Any]:
@@ -129,12 +134,12 @@ def _describe_machine(args: Any) -> dict[str, str]:
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
-def run_facts(args: Any, dataset: Any) -> dict:
+def run_facts(args: Any, train: Any, val: Any) -> dict:
     """Return the plain values that describe a run in its checkpoints and in run.json."""
     return {
         "args": dict(vars(args)),
         "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
-        "data": describe_data(dataset),
+        "data": describe_data(train, val),
         "environment": describe_environment(args),
     }
 
@@ -169,13 +174,21 @@ def check_options(state: dict, args: Any) -> None:
     _say_versions(there, here, is_other_device="device" in differing, is_deterministic=is_deterministic)
 
 
-def check_data(state: dict, args: Any, num_classes: int, dataset: Any | None) -> None:
-    """Check that a checkpoint fits the classes and, to train on, is of the same training set.
+def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> None:
+    """Check that a checkpoint is of the same classes and, to train on, of the same images.
+
+    Args:
+        state: the checkpoint, if there is one.
+        args: the options.
+        train: None where the checkpoint is evaluated, which may be done on other images.
+        val: the validation set.
 
     Raises:
         UserError: it is not.
     """
-    theirs = state["data"]
+    if state is None:
+        return
+    theirs, num_classes = state["data"], len(val.classes)
     if state["args"]["model"] != args.model:
         raise UserError(
             f"the checkpoint of --resume {args.resume} holds a {state['args']['model']}, but --model is {args.model}; "
@@ -186,22 +199,80 @@ def check_data(state: dict, args: Any, num_classes: int, dataset: Any | None) ->
             f"the checkpoint of --resume {args.resume} holds {theirs['num_classes']} classes but {args.data_path} has "
             f"{num_classes}; pass it to --weights to fine-tune instead"
         )
-    if dataset is None:
-        return
-    ours = describe_data(dataset)
-    if theirs["num_images"] != ours["num_images"]:
-        raise UserError(
-            f"cannot resume (--resume {args.resume}): data num_images {theirs['num_images']} in the checkpoint, "
-            f"{ours['num_images']} now; a position is counted in steps of all images, so this cannot be changed"
-        )
-    if theirs["fingerprint"] != ours["fingerprint"]:
-        difference = f"data fingerprint {theirs['fingerprint']} in the checkpoint, {ours['fingerprint']} now"
-        if "data" not in parse_allowed(args.allow_change, vars(args)):
+    differences, notes = _compare_classes(theirs["classes"], val.classes), []
+    if train is not None:
+        if theirs["num_images"] != len(train):
             raise UserError(
-                f"cannot resume (--resume {args.resume}): {difference}: files have other names or labels; to go "
-                "on with them, give --allow-change data"
+                f"cannot resume (--resume {args.resume}): data num_images {theirs['num_images']} in the checkpoint, "
+                f"{len(train)} now; a position is counted in steps of all images, so this cannot be changed"
             )
-        print(f"changed as --allow-change says: {difference}")
+        differences += _compare_sets("train", theirs, _describe_set(train), notes)
+    # Other images may be scored with what they did not train.
+    matters = notes if train is None else differences
+    matters += _compare_sets("val", theirs["val"], _describe_set(val), notes)
+    if differences:
+        what = "evaluate" if train is None else "resume"
+        _refuse_data(args, f"cannot {what} (--resume {args.resume})", differences)
+    if notes:
+        print("; ".join(notes))
+
+
+def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
+    """Check that the weights of `--weights` are of the same classes, if they say of which.
+
+    Only an evaluation needs that; training may make other classes of these.
+
+    Raises:
+        UserError: they are not.
+    """
+    # Of another number, the classifier has something to say: `models.load_matching`.
+    if classes is None or len(classes) != len(val.classes):
+        return
+    differences = _compare_classes(classes, val.classes)
+    if differences and args.test_only:
+        _refuse_data(args, f"--weights {args.weights} is of other classes", differences)
+    elif differences:
+        print(f"--weights {args.weights}: {differences[0]}; its classifier is trained on for these")
+
+
+def _refuse_data(args: Any, what: str, differences: list[str]) -> None:
+    """Refuse other data, unless `--allow-change data` is given."""
+    if "data" not in parse_allowed(args.allow_change, vars(args)):
+        raise UserError(f"{what}: {'; '.join(differences)}; to go on with them, give --allow-change data")
+    print(f"changed as --allow-change says: {'; '.join(differences)}")
+
+
+def _compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
+    labels = [label for label, names in enumerate(zip(theirs, ours, strict=True)) if names[0] != names[1]]
+    if not labels:
+        return []
+    first = labels[0]
+    return [
+        f"{len(labels)} of {len(ours)} classes have other names: class {first} is {theirs[first]} in the checkpoint, "
+        f"{ours[first]} now"
+    ]
+
+
+def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list[str]:
+    """Return in what two sets differ that must not; add to the notes what may.
+
+    Names and labels are the same in any form and place; sizes and checksums within a form, times within a path.
+    """
+    meanings = {"num_images": "there are more or fewer images", "fingerprint": "files have other names or labels"}
+    is_same_form = theirs["form"] == ours["form"]
+    if is_same_form:
+        meanings |= {"sizes": "images have other sizes", "checksums": "it is another pack"}
+    # Of no sizes and no checksums nothing can be said.
+    differing = [key for key in meanings if theirs[key] != ours[key] and None not in (theirs[key], ours[key])]
+    is_same_place = is_same_form and theirs["path"] == ours["path"]
+    if not differing and is_same_place and theirs["times"] != ours["times"]:
+        what = "class folders" if ours["form"] == "folder" else "tars"
+        notes.append(
+            f"data of {name}: {ours['path']}: the {what} have changed since the checkpoint, but no name in them"
+        )
+    return [
+        f"data of {name}: {key} {theirs[key]} in the checkpoint, {ours[key]} now: {meanings[key]}" for key in differing
+    ]
 
 
 def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import mmap
 import os
 import re
 import stat
@@ -22,6 +23,9 @@ from files import locked, open_regular, write_atomically
 
 # What scripts/pack.py writes beside its shards, and how that says whose it is.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
+
+# More than the manifest of any pack: a record of some hundred bytes a shard, and one for each image left out.
+_MANIFEST_BYTES = 1 << 26
 
 # What was changed less than this before it was read may have been changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
@@ -70,6 +74,21 @@ class Names(Sequence):
         """Return the bytes of the names from `first` to below `last`, each with its zero."""
         begin = self.ends[first - 1] + 1 if first else 0
         return self.blob[begin : self.ends[last - 1] + 1].tobytes()
+
+
+def open_to_read(path: str | Path, *, buffering: int = -1, follows_links: bool = True) -> BinaryIO:
+    """Open a file to read; of what is no file, such as a pipe, nobody waits for its content.
+
+    Args:
+        path: of the file.
+        buffering: as `open` takes it.
+        follows_links: as `open_regular` takes it.
+
+    Raises:
+        OSError: it cannot be opened.
+        IsADirectoryError: it is no file.
+    """
+    return open(open_regular(path, os.O_RDONLY, follows_links=follows_links), "rb", buffering=buffering)
 
 
 def encode(names: Iterable[str]) -> bytes:
@@ -154,30 +173,42 @@ def _check_manifest(name: str, shards: tuple[Path, ...]) -> None:
         UserError: the pack is not finished, or lacks a shard; the manifest cannot be read.
     """
     path = shards[0].with_name(PACK_MANIFEST)
-    try:
-        manifest = json.loads(path.read_bytes())
-        if (manifest["kind"], manifest["format"]) != (PACK_KIND, PACK_FORMAT) or name not in manifest["splits"]:
-            return
-        is_whole = manifest["state"] == "complete"
-        listed = [record["file"] for record in manifest["splits"][name]["shards"]]
-    except FileNotFoundError:
+    state, checksums = _read_manifest(name, path)
+    if state is None:
         return
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError):  # no JSON, or other JSON
-        return
-    if not is_whole:
+    if state != "complete":
         raise UserError(
             f"{path.parent} is a pack that is still being written, or was interrupted; run the scripts.pack command "
             "that began it again, which goes on where it stopped"
         )
     there = {shard.name for shard in shards}
-    missing = [file for file in listed if file not in there]
+    missing = [file for file in checksums if file not in there]
     if missing:
         raise UserError(
-            f"{path.with_name(missing[0])} is missing: {len(missing)} of the {len(listed)} shards that {path.name} "
+            f"{path.with_name(missing[0])} is missing: {len(missing)} of the {len(checksums)} shards that {path.name} "
             "lists are not there; --data-path needs every shard of a set"
         )
+
+
+def _read_manifest(name: str, path: Path) -> tuple[str | None, dict[str, str]]:
+    """Return whether a pack is complete, and the checksum of each shard of a split; None where there is no pack of it.
+
+    Raises:
+        UserError: the manifest cannot be read.
+    """
+    try:
+        with open_to_read(path) as file:
+            manifest = json.loads(file.read(_MANIFEST_BYTES))
+        if (manifest["kind"], manifest["format"]) != (PACK_KIND, PACK_FORMAT) or name not in manifest["splits"]:
+            return None, {}
+        shards = manifest["splits"][name]["shards"]
+        return str(manifest["state"]), {str(record["file"]): str(record["sha256"]) for record in shards}
+    except FileNotFoundError:
+        return None, {}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError):  # no JSON, or other JSON
+        return None, {}
 
 
 def check_split(root: Path) -> list[Split]:
@@ -211,6 +242,40 @@ def with_retries(work: Callable[[], T]) -> T:
     return work()
 
 
+class SeenFiles:
+    """The size and time of each file of a split as a run read it first, in memory that forked loader processes share.
+
+    It is 8 bytes an image: what all of them together say is more than a checkpoint should carry.
+
+    Args:
+        num_images: of the split.
+        is_strict: whether a file that has another size now ends the run.
+    """
+
+    def __init__(self, num_images: int, *, is_strict: bool) -> None:
+        self.is_strict = is_strict
+        memory = mmap.mmap(-1, max(8 * num_images, 1))
+        # (images, 2): its bytes and one, and the second that it was changed in; zeros before it is read.
+        self.states = numpy.frombuffer(memory, dtype=numpy.uint32, count=2 * num_images).reshape(-1, 2)
+
+    def note(self, number: int, path: str, status: os.stat_result) -> None:
+        """Take down the state of a file that is read.
+
+        Raises:
+            ImageError: it is not the file that was read before.
+        """
+        state = [(status.st_size + 1) % (1 << 32), int(status.st_mtime) % (1 << 32)]
+        known = self.states[number].tolist()
+        if known == state:
+            return
+        if self.is_strict and known[0] not in (0, state[0]):
+            raise ImageError(
+                f"{path} has {status.st_size} bytes, and had {known[0] - 1} when this run read it before; put back the "
+                "images that the run began with, or resume with --allow-change data to go on with these"
+            )
+        self.states[number] = state
+
+
 class ImageIndex:
     """The images of a split: which there are, in the order of torchvision's `ImageFolder`, and where their bytes lie.
 
@@ -235,6 +300,7 @@ class ImageIndex:
         self.starts = arrays["starts"]
         self.places = arrays.get("places")
         self.labels = numpy.repeat(arrays["folder_labels"], numpy.diff(self.starts))
+        self.seen = None
         self.tars = []  # of each its path, and the mtime_ns and size that it was scanned with
         if self.places is not None:
             states = zip(self.watched, arrays["states"].tolist(), strict=True)
@@ -278,7 +344,13 @@ class ImageIndex:
 
     def _read(self, number: int) -> bytes:
         if self.places is None:
-            return _read_file(os.path.join(self.root, self.name(number)))
+            path = os.path.join(self.root, self.name(number))
+            with open_to_read(path, buffering=0) as file:
+                status = os.fstat(file.fileno())
+                _check_num_bytes(status.st_size)
+                if self.seen is not None:
+                    self.seen.note(number, path, status)
+                return file.read()
         tar_number, *place = self.places[number].tolist()
         tar_path, *state = self.tars[tar_number]
         _check_num_bytes(place[1])
@@ -307,23 +379,42 @@ class ImageIndex:
             digest.update(memoryview(lines)[: -len(prefix)])
         return digest.hexdigest()[:16]
 
+    def watch(self, *, is_strict: bool) -> None:
+        """Notice files that change from now on, where a tar's state and places do not tell; see `SeenFiles`."""
+        if self.places is None:
+            self.seen = SeenFiles(len(self), is_strict=is_strict)
+
+    def identity(self) -> dict[str, str | None]:
+        """Return what else tells a split from another, as far as it is known without a look at each file of a folder.
+
+        Its form and path; of tars a hash of the images' sizes and, of a pack, of the shards' checksums; a hash of the
+        times at which the tars, or the folders, were changed.
+        """
+        form, sizes, checksums = Names(self.arrays["header"])[2], None, None
+        if self.places is not None:
+            sizes = _digest(self.places[:, 2])
+        if form == "tars":
+            _, listed = _read_manifest(self.root.name, Path(self.tars[0][0]).with_name(PACK_MANIFEST))
+            checksums = hashlib.sha256("".join(listed.values()).encode()).hexdigest()[:16] if listed else None
+        path, times = os.path.abspath(self.root), _digest(self.arrays["states"][:, 0])
+        return {"form": form, "path": path, "sizes": sizes, "times": times, "checksums": checksums}
+
+
+def _digest(numbers: numpy.ndarray) -> str:
+    return hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()[:16]
+
 
 def _check_num_bytes(num_bytes: int) -> None:
     if num_bytes > _MAX_BYTES:
         raise BadImageError(f"it has {num_bytes:,} bytes; an image has at most {_MAX_BYTES:,}")
 
 
-def _read_file(path: str) -> bytes:
-    with open(open_regular(path, os.O_RDONLY, follows_links=True), "rb", buffering=0) as file:
-        _check_num_bytes(os.fstat(file.fileno()).st_size)
-        return file.readall()
-
-
 class _Tar:
     """An open tar, closed when nothing uses it any more: another thread may be reading when the cache drops it."""
 
     def __init__(self, path: str) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_to_read(path) as file:
+            self.descriptor = os.dup(file.fileno())
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
@@ -412,8 +503,8 @@ def _header(split: Split) -> numpy.ndarray:
 def _load(cache: Path, split: Split) -> ImageIndex | None:
     """Return the index that a cache file holds if it is whole, of this split, and as the split is now."""
     try:
-        # Checks the CRC-32 of every array.
-        with numpy.load(cache, allow_pickle=False) as file:
+        # Checks the CRC-32 of every array. A link is not followed: an index is written in its place, not through it.
+        with open_to_read(cache, follows_links=False) as stream, numpy.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         if not numpy.array_equal(arrays.pop("header"), _header(split)):
             return None
@@ -442,7 +533,10 @@ class _Evidence:
         """Take down a folder or tar, given relative to the data path."""
         self.paths.append(path)
         self.states.append(_state(status))
-        if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < RACY_NS:
+        # A time far in the future was set, or the clock has been set back since: it is no sign of a change a moment
+        # ago, and a change from now on gives the folder or tar another one, which `_load` sees.
+        now_ns = time.time_ns()
+        if any(abs(now_ns - time_ns) < RACY_NS for time_ns in (status.st_mtime_ns, status.st_ctime_ns)):
             self.doubt = self.doubt or f"{self.root.parent / path} was changed a moment ago"
 
 
@@ -719,7 +813,7 @@ def _scan_tars(split: Split, evidence: _Evidence) -> tuple[list[str], _Images]:
     progress = _Progress(split.where, sum(tar.stat().st_size for tar in split.tars), "GiB", 1 << 30)
     plain, by_class = _Found(), _Found()
     for number, path in enumerate(split.tars):
-        with open(path, "rb") as file:
+        with open_to_read(path) as file:
             status = os.fstat(file.fileno())
             evidence.note(os.path.relpath(path, split.root.parent), status)
             reader = _TarReader(path, file, split.root.name, progress)

@@ -44,7 +44,7 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
     build = partial(_build_timm if args.model.startswith("timm/") else _build_torchvision, args)
     model = build(num_classes)
     if weights is not None:
-        load_matching(model, weights, f"--weights {args.weights}", build, num_classes)
+        load_matching(model, weights, f"--weights {args.weights}", build, num_classes, needs_classifier=args.test_only)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
     if args.grad_checkpointing:
@@ -128,7 +128,13 @@ def set_training_mode(model: nn.Module) -> None:
 
 
 def load_matching(
-    model: nn.Module, weights: Mapping[str, Tensor], source: str, build: Callable[[int], nn.Module], num_classes: int
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    source: str,
+    build: Callable[[int], nn.Module],
+    num_classes: int,
+    *,
+    needs_classifier: bool = False,
 ) -> None:
     """Load a state dict that fits the model, apart perhaps from a classifier for another number of classes.
 
@@ -141,9 +147,10 @@ def load_matching(
         source: what to call it in a message.
         build: makes a model of a number of classes.
         num_classes: that of `model`.
+        needs_classifier: whether it must have one for that number of classes, since nothing is going to train one.
 
     Raises:
-        UserError: it belongs to another model.
+        UserError: it belongs to another model, or its classifier does not fit.
     """
     ends = classifier_layers(model, num_classes)
     head = weights.get(f"{ends[-1]}.weight")
@@ -159,6 +166,11 @@ def load_matching(
         raise UserError(f"{source} belongs to another model, check --model: it {' and '.join(examples)}")
     if reader is model:
         return
+    if needs_classifier:
+        raise UserError(
+            f"{source} holds a classifier of {theirs} classes and the images are of {num_classes}; --test-only needs "
+            "images of the classes that it was trained on"
+        )
     body = {name: tensor for name, tensor in reader.state_dict().items() if name.rsplit(".", 1)[0] not in ends}
     model.load_state_dict(body, strict=False)
     print(f"{source}: classifier of {theirs} classes left out, starting a new one of {num_classes} ({', '.join(ends)})")

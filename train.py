@@ -28,7 +28,7 @@ from checkpoint import RunState, load_weights
 from config import get_args_parser
 from errors import ImageError, LoaderKilledError, NoProgressError, PreemptedError, StorageError, UserError
 from files import explain_failure, read_json, write_atomically
-from guard import check_data, check_options, run_facts
+from guard import check_classes, check_data, check_options, run_facts
 from hook import StepHook
 from loader import check_workers
 from losses import build_criterion
@@ -213,13 +213,13 @@ def build_samplers(dataset, dataset_test, args):
     return train_sampler, test_sampler
 
 
-def begin_run(args, state, parts, dataset, sampler):
+def begin_run(args, state, parts, dataset, dataset_test, sampler):
     """Return the state of the run: resumed, where there is a checkpoint.
 
     Raises:
         UserError: the options contradict the checkpoint.
     """
-    run = RunState(sampler.steps_per_epoch, run_facts(args, dataset), parts)
+    run = RunState(sampler.steps_per_epoch, run_facts(args, dataset, dataset_test), parts)
     run.resume(state, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
     return run
 
@@ -348,17 +348,18 @@ def set_shards(args, state):
     shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn)
 
 
-def start_weights(args, state):
+def start_weights(args, state, dataset_test):
     """Return the state dict that `--weights` means, or None; a resumed run has its own.
 
     Raises:
-        UserError: it means none.
+        UserError: it means none, or cannot be evaluated on these classes.
     """
     if args.weights is None or state is not None:
         return None
     if Path(args.weights).is_file():
         weights, kind = load_weights(Path(args.weights), is_average=args.ema)
         print(f"--weights {args.weights}: {kind}")
+        check_classes(weights.classes, args, dataset_test)
         return weights
     weights = models.resolve_weights(args)
     try:
@@ -427,6 +428,13 @@ def evaluate_all(args, model, model_ema, criterion, data_loader, device):
     return results
 
 
+def evaluate_loaded(args, model, state, criterion, data_loader, device, seen):
+    """Evaluate what `--resume` or `--weights` gave; say which images have changed. Collective."""
+    model_ema = models.load_evaluated(args, model, state)
+    with seen:
+        evaluate_all(args, model, model_ema, criterion, data_loader, device)
+
+
 def main(args):
     """Train or, with `--test-only`, evaluate what the options say. Collective: every rank must call it.
 
@@ -442,18 +450,17 @@ def main(args):
     (dataset, dataset_test), (started, started_test) = loading or start_loading(args)
     train_sampler, test_sampler = build_samplers(dataset, dataset_test, args)
     num_classes = len(dataset_test.classes)
-    if state is not None:
-        check_data(state, args, num_classes, dataset)
+    check_data(state, args, dataset, dataset_test)
+    seen = data.SeenRecord(args, state, train=dataset, val=dataset_test)
     data_loader = data.build_device_loader(args, dataset, train_sampler, device, num_classes, started)
     data_loader_test = data.build_device_loader(args, dataset_test, test_sampler, device, num_classes, started_test)
 
-    model = models.build_model(args, num_classes, start_weights(args, state))
+    model = models.build_model(args, num_classes, start_weights(args, state, dataset_test))
     model_without_ddp = models.place_model(model, args, device)
     model_ema = models.build_ema(args, model_without_ddp)
     criterion = build_criterion(args)
     if args.test_only:
-        model_ema = models.load_evaluated(args, model_without_ddp, state)
-        evaluate_all(args, model_without_ddp, model_ema, criterion, data_loader_test, device)
+        evaluate_loaded(args, model_without_ddp, state, criterion, data_loader_test, device, seen)
         return
 
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
@@ -472,10 +479,11 @@ def main(args):
         "scaler": scaler if scaler.is_enabled() else None,
         "log_window": window,
     }
-    run = begin_run(args, state, parts, dataset, train_sampler)
+    run = begin_run(args, state, parts, dataset, dataset_test, train_sampler)
     open_run(args, manager, run)
     del state
     with (
+        seen,
         Monitor.of_run(args.output_dir, run) as monitor,
         StepHook(args, run, window, monitor, manager, model_without_ddp, preemption, train_sampler) as hook,
     ):
@@ -493,6 +501,7 @@ def main(args):
                 )  # fmt: skip
                 hook.save()
                 data.report_images(data_loader, epoch)
+                seen.keep()
             if not run.is_evaluated:
                 watched = hook.watched(data_loader_test)
                 results = evaluate_all(args, model_without_ddp, model_ema, criterion, watched, device)

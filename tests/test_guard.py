@@ -159,8 +159,9 @@ def test_other_versions_and_devices_are_said_and_what_is_not_promised_with_them(
 class Images:
     classes = ("a", "b", "c")
 
-    def __init__(self, count, fingerprint):
+    def __init__(self, count, fingerprint, **identity):
         self.count, self.print = count, fingerprint
+        self.place = {"form": "tars", "path": "/data", "sizes": "s", "times": "t", "checksums": None} | identity
 
     def __len__(self):
         return self.count
@@ -168,17 +169,66 @@ class Images:
     def fingerprint(self):
         return self.print
 
+    def identity(self):
+        return self.place
+
+
+def check_data(theirs, ours, *argv):
+    """Go on from a checkpoint of a (training, validation) pair of sets with another pair."""
+    state = state_of(parse())
+    state["data"] = guard.describe_data(*theirs)
+    guard.check_data(state, parse("--resume", "auto", *argv), *ours)
+
 
 def test_other_data_is_refused_and_other_names_are_on_request(capsys):
-    state = state_of(parse())
-    state["data"] = guard.describe_data(Images(9, "aa"))
-    guard.check_data(state, parse("--resume", "auto"), 3, Images(9, "aa"))
+    train, val = Images(9, "aa"), Images(4, "vv")
+    check_data((train, val), (train, val))
+    assert capsys.readouterr().out == ""
     with pytest.raises(UserError, match=r"num_images 9 in the checkpoint, 8 now; .* cannot be changed"):
-        guard.check_data(state, parse("--resume", "auto", "--allow-change", "data"), 3, Images(8, "bb"))
-    with pytest.raises(UserError, match=r"fingerprint aa in the checkpoint, bb now: .* give --allow-change data"):
-        guard.check_data(state, parse("--resume", "auto"), 3, Images(9, "bb"))
-    guard.check_data(state, parse("--resume", "auto", "--allow-change", "data"), 3, Images(9, "bb"))
-    assert "changed as --allow-change says: data fingerprint aa" in capsys.readouterr().out
+        check_data((train, val), (Images(8, "bb"), val), "--allow-change", "data")
+    with pytest.raises(UserError, match=r"data of train: fingerprint aa in .*, bb now: .* give --allow-change data"):
+        check_data((train, val), (Images(9, "bb"), val))
+    with pytest.raises(UserError, match=r"data of val: num_images 4 in .*, 5 now: .*; .* give --allow-change data"):
+        check_data((train, val), (train, Images(5, "ww")))
+    check_data((train, val), (Images(9, "bb"), val), "--allow-change", "data")
+    assert "changed as --allow-change says: data of train: fingerprint aa" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "outcome"),
+    [
+        ({}, {"sizes": "other"}, "refused"),
+        ({}, {"sizes": "other", "path": "/elsewhere", "times": "other"}, "refused"),
+        ({"checksums": "c"}, {"checksums": "other"}, "refused"),
+        ({}, {"times": "other"}, "said"),
+        ({"form": "folder", "sizes": None}, {"form": "folder", "sizes": None, "times": "other"}, "said"),
+        ({}, {"times": "other", "path": "/elsewhere"}, "free"),
+        ({"form": "folder", "sizes": None}, {"times": "other"}, "free"),
+        ({}, {"form": "class tars", "sizes": "other", "times": "other"}, "free"),
+        ({"checksums": "c"}, {}, "free"),
+    ],
+)
+def test_sizes_are_compared_within_a_form_and_times_within_a_path(there, here, outcome, capsys):
+    sets = [(Images(9, "aa"), Images(4, "vv", **place)) for place in (there, here)]
+    if outcome == "refused":
+        with pytest.raises(UserError, match=r"cannot resume .*: data of val: (sizes|checksums) "):
+            check_data(*sets)
+    else:
+        check_data(*sets)
+    assert ("data of val: /data: " in capsys.readouterr().out) == (outcome == "said")
+
+
+def test_a_label_that_stands_for_another_class_is_refused(capsys):
+    renamed = Images(9, "aa")
+    renamed.classes = ("a", "c", "x")
+    words = "2 of 3 classes have other names: class 1 is b in the checkpoint, c now"
+    sets = (Images(9, "aa"), Images(4, "vv"))
+    for train in (sets[0], None):
+        with pytest.raises(UserError, match=words):
+            check_data(sets, (train, renamed))
+    capsys.readouterr()
+    check_data(sets, (None, renamed), "--allow-change", "data")
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,57 @@ def test_where_the_data_folder_cannot_be_written_the_cache_is_at_home(folder, tm
     assert capsys.readouterr().out.count("is not cached, so every start scans") == 2
 
 
+@pytest.mark.parametrize("time_s", [time.time() + 10**8, 2**33])
+def test_a_time_in_the_future_is_no_reason_to_scan_again(folder, monkeypatch, time_s, capsys):
+    monkeypatch.setattr(index, "RACY_NS", 300_000_000)
+    for path in [folder, *folder.rglob("*")]:
+        os.utime(path, (time_s, time_s))
+    time.sleep(0.4)
+    done = scans(monkeypatch)
+    index.open_index(folder)
+    index.open_index(folder)
+    assert len(done) == 1
+    assert capsys.readouterr().out == ""
+    (folder / "a" / "new.jpg").touch()
+    os.utime(folder / "a", (time_s, time_s))  # as it was: the time of the change itself cannot be set
+    assert any("new.jpg" in name for name in index.open_index(folder).names)
+
+
+def test_a_clock_that_was_set_back_is_no_reason_to_scan_again(folder, monkeypatch):
+    monkeypatch.setattr(index, "RACY_NS", 2_000_000_000)
+    now_ns = time.time_ns()
+    monkeypatch.setattr(index.time, "time_ns", lambda: now_ns - 86_400 * 10**9)
+    done = scans(monkeypatch)
+    index.open_index(folder)
+    index.open_index(folder)
+    assert len(done) == 1
+
+
+def test_a_cache_that_is_a_pipe_a_device_or_a_link_is_replaced_and_nothing_beyond_it_written(folder, tmp_path):
+    expected = samples(index.open_index(folder))
+    cache = index.cache_paths(folder)[0]
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copy(cache, elsewhere)
+    content = elsewhere.read_bytes()
+    links = [lambda path=path: cache.symlink_to(path) for path in (elsewhere, tmp_path / "nowhere", "/dev/zero")]
+    for make in [lambda: os.mkfifo(cache), *links]:
+        cache.unlink()
+        make()
+        assert samples(index.open_index(folder)) == expected
+        assert cache.is_file()
+        assert not cache.is_symlink()
+    assert elsewhere.read_bytes() == content
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_pipe_among_the_images_is_no_image(folder):
+    os.mkfifo(folder / "a" / "pipe.jpg")
+    found = index.open_index(folder)
+    number = [found.name(number) for number in range(len(found))].index("a/pipe.jpg")
+    with pytest.raises(IsADirectoryError, match="is not a file"):
+        found.read(number)
+
+
 def open_rank(root, marker):
     """Open an index, with a line for each scan, which takes long enough for another process to come in between."""
     original = index._scan
@@ -469,6 +520,57 @@ def test_an_unfinished_pack_is_refused(written_pack, tmp_path, monkeypatch):
     for split in ("train", "val"):
         with pytest.raises(UserError, match="is still being written, or was interrupted; run the"):
             index.open_index(out / split)
+
+
+def test_a_manifest_that_is_a_pipe_or_of_any_depth_ends_in_a_line_or_says_nothing(written_pack, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    out = tmp_path / "pack"
+    shutil.copytree(written_pack, out)
+    manifest = out / "manifest.json"
+    manifest.write_bytes(b"[" * 100_000)
+    assert len(index.open_index(out / "train")) == 9
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(UserError, match=r"manifest\.json cannot be read: is not a file"):
+        index.open_index(out / "train")
+
+
+def test_a_split_says_what_its_files_are_as_far_as_that_is_known(written_pack, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    of_folder = index.open_index(folder).identity()
+    assert (of_folder["form"], of_folder["path"]) == ("folder", str(folder))
+    assert of_folder["sizes"] is of_folder["checksums"] is None
+    pack_whole(folder, tmp_path / "packed")
+    before = index.open_index(tmp_path / "packed" / "train").identity()
+    assert before["form"] == "tars"
+    assert before["checksums"] is None
+    with open(folder / "a" / "x.webp", "ab") as file:
+        file.write(b"more")
+    pack_whole(folder, tmp_path / "packed")
+    after = index.open_index(tmp_path / "packed" / "train").identity()
+    assert {name for name in before if before[name] != after[name]} == {"sizes", "times"}
+    shutil.copytree(written_pack, tmp_path / "pack")
+    first = index.open_index(tmp_path / "pack" / "train").identity()
+    manifest = json.loads((tmp_path / "pack" / "manifest.json").read_text())
+    sums = "".join(shard["sha256"] for shard in manifest["splits"]["train"]["shards"])
+    assert first["checksums"] == hashlib.sha256(sums.encode()).hexdigest()[:16]
+
+
+def test_a_file_that_is_read_again_is_the_one_that_was_read(folder):
+    found = index.open_index(folder)
+    found.watch(is_strict=True)
+    contents = [found.read(number) for number in range(len(found))]
+    assert [found.read(number) for number in range(len(found))] == contents
+    states = [(len(content) + 1, int(os.stat(found.path(number)).st_mtime)) for number, content in enumerate(contents)]
+    assert found.seen.states.tolist() == [list(state) for state in states]
+    os.utime(found.path(2), (5, 5))
+    assert found.read(2) == contents[2]
+    assert found.seen.states[2].tolist() == [states[2][0], 5]
+    Path(found.path(2)).write_bytes(b"other")
+    with pytest.raises(ImageError, match=f"{found.path(2)} has 5 bytes, and had {len(contents[2])} when this run read"):
+        found.read(2)
+    found.seen.is_strict = False
+    assert found.read(2) == b"other"
 
 
 @pytest.mark.parametrize("change", ["truncated", "overwritten", "removed"])

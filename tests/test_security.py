@@ -229,5 +229,5 @@ def test_hostile_weights_in_torchs_cache_are_refused(monkeypatch, tmp_path, host
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     args = types.SimpleNamespace(model="resnet18", weights="IMAGENET1K_V1")
     with pytest.raises(UserError, match="in torch's cache is damaged or contains code and was refused; remove it"):
-        train.start_weights(args, None)
+        train.start_weights(args, None, None)
     assert not executed.exists()

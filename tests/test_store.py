@@ -865,6 +865,9 @@ class AnySet:
     def fingerprint(self):
         return "0123456789abcdef"
 
+    def identity(self):
+        return {}
+
 
 def recipe_state(argv):
     """Return the state of a run of a recipe after a step, with its optimizer, average and scaler, and a small model."""
@@ -884,7 +887,7 @@ def recipe_state(argv):
         "scaler": torch.amp.GradScaler("cpu", enabled=True) if args.amp else None,
         "log_window": LogWindow(args.num_shards),
     }
-    run = RunState(4096 // args.global_batch_size, guard.run_facts(args, AnySet()), parts)
+    run = RunState(4096 // args.global_batch_size, guard.run_facts(args, AnySet(), AnySet()), parts)
     run.note_results({"val": {"acc1": 1.0}}, "acc1")
     return run.state_dict()
 

@@ -152,8 +152,8 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
     assert done.returncode == 0, done.stdout + done.stderr
     names = sorted(path.name for path in out.iterdir())
     assert names == [
-        ".lock", "best.pth", "checkpoint-00000003.pth", "checkpoint-00000006.pth", "checkpoint.pth", "metrics.jsonl",
-        "recipe.toml", "run.json", "status.json", "tb",
+        ".lock", "best.pth", "best_ema.pth", "checkpoint-00000003.pth", "checkpoint-00000006.pth", "checkpoint.pth",
+        "images.npz", "metrics.jsonl", "recipe.toml", "run.json", "status.json", "tb",
     ]  # fmt: skip
     assert len(list((out / "tb").iterdir())) == 1
     assert json.loads((out / "status.json").read_text())["state"] == "finished"
