@@ -190,9 +190,11 @@ def test_a_model_without_buffers_takes_several_shards(model):
 
 def test_auxiliary_classifiers_count_in_training():
     for name, weight in [("googlenet", 0.3), ("inception_v3", 0.4)]:
-        args = config.parse_args(["--synthetic", "--model", name, "--label-smoothing", "0.1"])
-        model, criterion = models.build_model(args, 4), losses.build_criterion(args)
         size = 299 if name == "inception_v3" else 64
+        args = config.parse_args(
+            ["--synthetic", "--model", name, "--label-smoothing", "0.1", "--train-crop-size", str(size)]
+        )
+        model, criterion = models.build_model(args, 4), losses.build_criterion(args)
         image, target = torch.randn(2, 3, size, size), torch.tensor([1, 3])
         torch.manual_seed(0)
         output = model(image)
