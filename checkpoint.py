@@ -24,6 +24,7 @@ BEST_NAMES = {"val": "best", "val_ema": "best_ema"}
 
 # More than any checkpoint has: of the text that describes it, of values, of a counter.
 MOST_PICKLE_BYTES, MOST_VALUES, MOST_COUNT = 1 << 24, 1_000_000, 1 << 53
+_LARGEST = torch.finfo(torch.float32).max
 MOST_DEPTH, MOST_CHARACTERS = 12, 1 << 16
 
 # Bytes of an element of each kind of storage that `torch.save` names; the rest of what it names for plain data.
@@ -416,8 +417,10 @@ def _is_scaler(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and value.keys() == {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-        and all(map(_is_number, value.values()))
-        and value["scale"] > 0
+        and all(_is_number(value[name]) and value[name] > 0 for name in ("scale", "growth_factor", "backoff_factor"))
+        and 0 < value["scale"] < _LARGEST
+        and _is_positive(value["growth_interval"])
+        and _is_count(value["_growth_tracker"])
     )
 
 
@@ -471,7 +474,7 @@ _FIELDS = {
     "model": (_are_tensors, "tensors by their names"),
     "optimizer.state": (_are_moments, "values by name for each parameter's number"),
     "optimizer.param_groups": (_are_groups, "a list of groups of parameters' numbers"),
-    "epoch": (lambda value: value == -1 or _is_count(value), "an epoch, or -1"),
+    "epoch": (lambda value: type(value) is int and -1 <= value < MOST_COUNT, "an epoch, or -1"),
     "step": (_is_count, "a number of steps"),
     "position.epoch": (_is_count, "an epoch"),
     "position.steps": (_is_count, "a number of steps"),
@@ -622,7 +625,10 @@ def load_weights(path: Path, *, is_average: bool = False) -> tuple[dict, str]:
     Raises:
         UserError: there is none in it.
     """
-    content = load_checkpoint(path, str(path))
+    try:
+        content = load_checkpoint(path, str(path))
+    except MemoryError as error:
+        raise StorageError(f"--weights {path} does not fit into the memory that is free now") from error
     if is_average and "model_ema" not in content:
         raise UserError(f"--weights {path} holds no average (model_ema); leave out --ema to take the weights it holds")
     key = "model_ema" if is_average else "model"
@@ -635,9 +641,15 @@ def load_weights(path: Path, *, is_average: bool = False) -> tuple[dict, str]:
         raise UserError(
             f"--weights {path} holds more than weights: expected a state dict, or a checkpoint with `{key}`"
         )
+    for name, tensor in weights.items():
+        # Of which a model as large as it claims to be would be built.
+        if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise UserError(f"--weights {path}: {name} claims to be larger than what is stored of it")
     plain = OrderedDict((name.removeprefix("module."), tensor) for name, tensor in weights.items())
-    if hasattr(weights, "_metadata"):  # by which modules load what older versions of them saved
-        plain._metadata = {f"{name}.".removeprefix("module.")[:-1]: each for name, each in weights._metadata.items()}
+    notes = getattr(weights, "_metadata", None)
+    if isinstance(notes, dict) and all(isinstance(each, dict) for each in notes.values()):
+        # By which modules load what older versions of them saved.
+        plain._metadata = {f"{name}.".removeprefix("module.")[:-1]: each for name, each in notes.items()}
     if is_average:
         plain.pop("n_averaged", None)  # of torch's AveragedModel, and no weight
     kind = "the average" if is_average else "the raw weights"

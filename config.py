@@ -394,7 +394,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """
     try:
         recipe = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"recipe {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of too many digits
         raise UserError(f"recipe {path} is not valid TOML: {error}") from error
     groups = [group.title for group in get_args_parser()._action_groups[2:]]
     for name, value in recipe.items():
@@ -586,6 +588,23 @@ def _without_effect(args: argparse.Namespace) -> list[str]:
         if getattr(args, name):
             lines.append(f"--{name.replace('_', '-')} has no effect: {meaning}")
     return lines
+
+
+def check_taken(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Check options that were taken from a checkpoint as if they had been given.
+
+    Raises:
+        UserError: the first that cannot be used.
+    """
+    for action in get_args_parser()._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest not in names or (value == action.default and type(value) is type(action.default)):
+            continue
+        kind = bool if isinstance(action, argparse.BooleanOptionalAction) else action.type or str
+        kind = kind if isinstance(kind, type) else str
+        if type(value) is not kind or (action.choices and value not in action.choices):
+            raise UserError(f"{action.option_strings[-1]} {value!r} in the checkpoint is no value of this option")
+    validate(args)
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -836,7 +855,7 @@ def _validate_number(name: str, option: str, value: float) -> None:
     if value < least:
         raise UserError(f"{option} {value}: expected {least} or more")
     if value > most:
-        given = value if value < 1 << 63 else "has too many digits"
+        given = value if type(value) is float or value < 1 << 63 else "of that many digits"
         raise UserError(f"{option} {given}: expected {least if name in _AT_LEAST else 0} to {most:.10g}")
     if name in _PROBABILITIES and not 0 <= value <= 1:
         raise UserError(f"{option} {value}: expected a number from 0 to 1")

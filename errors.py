@@ -17,6 +17,12 @@ def is_printable(text: str) -> bool:
     return not has_surrogates and "\0" not in text and len(text.splitlines()) < 2
 
 
+def one_line(text: str) -> str:
+    """Return text with what would break its line, or fits into no UTF-8, written as escapes."""
+    text = " ".join(text.splitlines())
+    return "".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text)
+
+
 class UserError(Exception):
     """Something that was given cannot be used; the message says what, what is expected and what to do.
 

@@ -193,13 +193,10 @@ def load_matching(
     """
     ends = classifier_layers(model, num_classes)
     head = weights.get(f"{ends[-1]}.weight")
-    theirs = num_classes if head is None else len(head)
+    theirs = num_classes if head is None or not head.ndim else len(head)
     reader = model if theirs == num_classes else build(theirs)
-    try:
+    with in_one_line(f"{source} belongs to another model, check --model"):  # shapes differ
         missing, unexpected = reader.load_state_dict(weights, strict=False)
-    except RuntimeError as error:  # shapes differ
-        reason = str(error).splitlines()[-1].strip()
-        raise UserError(f"{source} belongs to another model, check --model: {reason}") from error
     if missing or unexpected:
         examples = [f"lacks {name}" for name in missing[:1]] + [f"has {name}" for name in unexpected[:1]]
         raise UserError(f"{source} belongs to another model, check --model: it {' and '.join(examples)}")

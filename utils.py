@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from errors import UserError
+from errors import UserError, one_line
 
 # Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
 PATIENCE_MIN = 24 * 60
@@ -474,7 +474,7 @@ def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
     # Not print, which is silent on this rank.
     if not is_silent:
         with suppress(OSError):
-            sys.stderr.write(f"train.py: error{where}: {error}\n")
+            sys.stderr.write(f"train.py: error{where}: {one_line(str(error))}\n")
     end_process(exit_code)
 
 
