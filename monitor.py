@@ -53,6 +53,7 @@ def _is_start(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and type(value.get("count")) is int
+        and 0 < value["count"] < 1 << 53
         and isinstance(value.get("position"), list)
         and [type(item) for item in value["position"]] == [int, bool]
     )

@@ -278,7 +278,10 @@ def case_checkpoint(bench: Bench, folder: Path, rng: random.Random) -> None:
     out.mkdir()
     good = bench.states[opt]
     position = {"epoch": 0, "steps": 1, "is_evaluated": False}
-    torch.save({**good, "step": 1, "epoch": -1, "position": position, "best": None, "best_ema": None}, out / "checkpoint-00000001.pth")
+    torch.save(
+        {**good, "step": 1, "epoch": -1, "position": position, "best": None, "best_ema": None},
+        out / "checkpoint-00000001.pth",
+    )
     state = copy.deepcopy(good)
     mutate(state, rng, is_plain=False)
     with contextlib.suppress(RecursionError):
@@ -372,7 +375,7 @@ def case_metrics(bench: Bench, folder: Path, rng: random.Random) -> None:
     run = RunState(2, {}, {})
     run.epoch, run.steps, run.is_resumed = rng.choice([1, 2]), rng.choice([0, 1, 2]), True
     run.is_evaluated = run.steps == 2 and rng.random() < 0.5
-    with monitor.Monitor(folder, run) as writer:
+    with monitor.Monitor.of_run(str(folder), run) as writer:
         writer.write("train", run.step + 1, run.epoch, loss=1.0)
     for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]:
         assert json.loads(line)["step"] <= run.step
