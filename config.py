@@ -825,11 +825,11 @@ _AT_LEAST = {
 _AT_MOST = {
     "augmix_severity": 10, "batch_size": 1 << 24, "checkpoint_minutes": 1e9, "clip_grad_norm": 1e12,
     "cutmix_alpha": 1e9, "dist_timeout": 1e6, "epochs": 10**9, "global_batch_size": 1 << 31,
-    "lr": 1e12, "lr_gamma": 1e9, "lr_min": 1e12, "mixup_alpha": 1e9, "momentum": 1e12, "opt_eps": 1e12,
+    "lr": 1e30, "lr_gamma": 1e9, "lr_min": 1e30, "mixup_alpha": 1e9, "momentum": 1e12, "opt_eps": 1e12,
     "prefetch_factor": 4096, "ra_magnitude": 30,
     "seed": (1 << 32) - 1, "stall_timeout": 1e6, "synthetic": 1 << 40, "train_crop_size": 16384, "val_crop_size": 16384,
-    "val_resize_size": 16384, "weight_decay": 1e12, "norm_weight_decay": 1e12, "bias_weight_decay": 1e12,
-    "transformer_embedding_decay": 1e12, "workers": 1024, "world_size": 1 << 20,
+    "val_resize_size": 16384, "weight_decay": 1e6, "norm_weight_decay": 1e6, "bias_weight_decay": 1e6,
+    "transformer_embedding_decay": 1e6, "workers": 1024, "world_size": 1 << 20,
 }  # fmt: skip
 _MOST_COUNT = 1 << 53  # of steps, epochs and the like: what a float still counts
 _PROBABILITIES = [
