@@ -401,9 +401,14 @@ def _are_tensors(value: Any) -> bool:
 
 def _are_moments(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        _is_count(number) and isinstance(moments, dict) and all(type(name) is str for name in moments)
+        type(number) is str  # what some of timm's keep beside the parameters
+        or (_is_count(number) and isinstance(moments, dict) and all(type(name) is str for name in moments))
         for number, moments in value.items()
     )
+
+
+def _are_named(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(name) is str for name in value)
 
 
 def _are_groups(value: Any) -> bool:
@@ -501,6 +506,10 @@ _FIELDS = {
 _OPTIONAL_FIELDS = {
     "model_ema": (_are_tensors, "tensors by their names"),
     "scaler": (_is_scaler, "the numbers of a GradScaler"),
+    "optimizer.group_state": (
+        lambda value: isinstance(value, list) and all(map(_are_named, value)),
+        "a list of values by name",
+    ),
     "log_window": (lambda value: isinstance(value, dict) and _are_sums(value.get("sums")), "four sums"),
     **{f"data.{name}": rule for name, rule in _SPLIT.items()},
     "data.classes": (_are_names, "different names"),
@@ -601,7 +610,10 @@ def _find_contradiction(state: dict) -> str | None:
         (state["epoch"] == position["epoch"] - (not is_complete), f"{state['epoch']} as the last epoch"),
         (all(best["step"] <= state["step"] for best in bests), "a best evaluation that is still to come"),
         (names is None or len(names) == data["num_classes"], f"{data['num_classes']} classes and other names"),
-        (state["optimizer"]["state"].keys() <= numbers, "an optimizer's state for parameters that it has not"),
+        (
+            all(type(key) is str or key in numbers for key in state["optimizer"]["state"]),
+            "an optimizer's state for parameters that it has not",
+        ),
     ]:
         if not is_right:
             return f"it claims {words}, at {position}"

@@ -44,7 +44,7 @@ import preview
 import sampler
 import train
 import utils
-from checkpoint import OptimizerState, RunState, check_schema
+from checkpoint import RunState, check_schema
 from store import CheckpointManager
 from tests.conftest import write_images
 
@@ -192,7 +192,7 @@ class Bench:
         optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
         return {
             "model": model,
-            "optimizer": OptimizerState(optimizer),
+            "optimizer": optim.OptimizerState(optimizer),
             "model_ema": models.build_ema(args, model),
             "scaler": torch.amp.GradScaler("cpu", enabled=True),
             "log_window": monitor.LogWindow(1),
