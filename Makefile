@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DIGITS := $(BIN)/torchrun --standalone --nproc_per_node=2 train.py --recipe digits
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo format lint test test-dist test-slow chaos test-gpu clean
+.PHONY: help setup demo format lint test test-dist test-slow chaos fuzz test-gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -47,6 +47,9 @@ test-slow: $(READY)  ## run the tests that take long
 
 chaos: $(READY)  ## break runs on purpose, 1,245 times, and count what is lost: half an hour
 	$(BIN)/python -m tests.chaos
+
+fuzz: $(READY)  ## mutate what is read from disk, 10,000 times: some ten minutes
+	$(BIN)/python -m tests.fuzz
 
 test-gpu: $(READY)  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

@@ -17,9 +17,11 @@ from torchvision.models import list_models
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 
 import guard
+from checkpoint import memory_bytes
 from decode import DECODERS
-from errors import UserError, did_you_mean
+from errors import UserError, did_you_mean, is_printable
 from models import COMPILE_MODES, MEASURED_MODES
+from optim import lr_at, schedule
 from precision import AMP_DTYPES
 from presets import IMAGENET_MEAN, IMAGENET_STD
 
@@ -392,7 +394,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """
     try:
         recipe = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"recipe {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of too many digits
         raise UserError(f"recipe {path} is not valid TOML: {error}") from error
     groups = [group.title for group in get_args_parser()._action_groups[2:]]
     for name, value in recipe.items():
@@ -586,12 +590,30 @@ def _without_effect(args: argparse.Namespace) -> list[str]:
     return lines
 
 
+def check_taken(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Check options that were taken from a checkpoint as if they had been given.
+
+    Raises:
+        UserError: the first that cannot be used.
+    """
+    for action in get_args_parser()._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest not in names or (value == action.default and type(value) is type(action.default)):
+            continue
+        kind = bool if isinstance(action, argparse.BooleanOptionalAction) else action.type or str
+        kind = kind if isinstance(kind, type) else str
+        if type(value) is not kind or (action.choices and value not in action.choices):
+            raise UserError(f"{action.option_strings[-1]} {value!r} in the checkpoint is no value of this option")
+    validate(args)
+
+
 def validate(args: argparse.Namespace) -> None:
     """Check what can be checked of the options before a device or a disk is touched.
 
     Raises:
         UserError: the first option that cannot be used.
     """
+    _validate_texts(args)
     _validate_numbers(args)
     _validate_names(args)
     if args.data_path is None and args.synthetic is None and not args.dry_run:
@@ -604,6 +626,7 @@ def validate(args: argparse.Namespace) -> None:
     _validate_interpolation(args)
     _validate_workers(args)
     _validate_resolution(args)
+    _validate_memory(args)
     _validate_optimization(args)
     _validate_precision(args)
     if args.lr_warmup_epochs >= args.epochs and args.lr_scheduler == "cosineannealinglr":
@@ -617,6 +640,15 @@ def validate(args: argparse.Namespace) -> None:
             f"--start-epoch {args.start_epoch}: expected less than --epochs {args.epochs}; epochs count from 0"
         )
     _validate_checkpoint(args)
+
+
+def _validate_texts(args: argparse.Namespace) -> None:
+    """Refuse what neither a recipe nor a message could repeat: other names than UTF-8's, and more than one line."""
+    for name, value in vars(args).items():
+        if isinstance(value, str) and not is_printable(value):
+            raise UserError(
+                f"--{name.replace('_', '-')} {value!a}: expected one line of UTF-8; rename it, or give a link to it"
+            )
 
 
 def _validate_checkpoint(args: argparse.Namespace) -> None:
@@ -682,6 +714,16 @@ def _validate_resolution(args: argparse.Namespace) -> None:
         )
 
 
+def _validate_memory(args: argparse.Namespace) -> None:
+    side = max(args.train_crop_size, args.val_crop_size)
+    needed = args.batch_size * 3 * side**2
+    if needed > memory_bytes():
+        raise UserError(
+            f"--batch-size {args.batch_size} of {side} px are {needed / 1e9:,.0f} GB of pixels, more than this "
+            "machine's memory; use fewer or smaller ones"
+        )
+
+
 def _validate_precision(args: argparse.Namespace) -> None:
     if args.amp_dtype is not None and not args.amp:
         raise UserError(f"--amp-dtype {args.amp_dtype} has an effect under --amp only; add --amp, or leave it out")
@@ -702,6 +744,7 @@ def _validate_optimization(args: argparse.Namespace) -> None:
         raise UserError(
             f"--lr-scaling {args.lr_scaling} needs a --recipe with a reference-global-batch, which --lr is for"
         )
+    _validate_rates(args)
     if args.opt == "sgd_nesterov" and args.momentum == 0:
         raise UserError("--opt sgd_nesterov needs a --momentum above 0")
     if args.opt_betas is not None and not all(0 <= beta < 1 for beta in args.opt_betas):
@@ -714,6 +757,18 @@ def _validate_optimization(args: argparse.Namespace) -> None:
         raise UserError("--bce-target-thresh is about --bce-loss; give that too")
     if args.freeze and args.layer_decay is not None:
         raise UserError("--layer-decay is about the layers that --freeze leaves as they are; give one of them")
+
+
+def _validate_rates(args: argparse.Namespace) -> None:
+    """Refuse a schedule that grows beyond what a float32 holds."""
+    try:
+        rates = [lr_at(epoch, peak=args.lr, **schedule(args)) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
+    except OverflowError:
+        rates = [math.inf]
+    if max(rates) > _AT_MOST["lr"]:
+        raise UserError(
+            f"--lr-gamma {args.lr_gamma}: the learning rate grows beyond {_AT_MOST['lr']:g} in --epochs {args.epochs}"
+        )
 
 
 def _validate_interpolation(args: argparse.Namespace) -> None:
@@ -766,6 +821,17 @@ _AT_LEAST = {
     "stall_timeout": 0, "augmix_severity": 1, "prefetch_factor": 1, "train_crop_size_min": 1, "mixup_off_epoch": 0,
     "opt_eps": 0,
 }  # fmt: skip
+# Beyond these lies no run that could be made, and numbers that torch or the clock cannot hold.
+_AT_MOST = {
+    "augmix_severity": 10, "batch_size": 1 << 24, "checkpoint_minutes": 1e9, "clip_grad_norm": 1e12,
+    "cutmix_alpha": 1e9, "dist_timeout": 1e6, "epochs": 10**9, "global_batch_size": 1 << 31,
+    "lr": 1e30, "lr_gamma": 1e9, "lr_min": 1e30, "mixup_alpha": 1e9, "momentum": 1e12, "opt_eps": 1e12,
+    "prefetch_factor": 4096, "ra_magnitude": 30,
+    "seed": (1 << 32) - 1, "stall_timeout": 1e6, "synthetic": 1 << 40, "train_crop_size": 16384, "val_crop_size": 16384,
+    "val_resize_size": 16384, "weight_decay": 1e6, "norm_weight_decay": 1e6, "bias_weight_decay": 1e6,
+    "transformer_embedding_decay": 1e6, "workers": 1024, "world_size": 1 << 20,
+}  # fmt: skip
+_MOST_COUNT = 1 << 53  # of steps, epochs and the like: what a float still counts
 _PROBABILITIES = [
     "crop_scale", "random_erase", "hflip_prob", "label_smoothing", "model_ema_decay", "lr_warmup_decay", "mixup_prob",
     "mixup_switch_prob", "stochastic_depth", "dropout", "layer_decay", "bce_target_thresh",
@@ -773,19 +839,23 @@ _PROBABILITIES = [
 
 
 def _validate_numbers(args: argparse.Namespace) -> None:
-    for name, value in vars(args).items():
+    for name, given in vars(args).items():
         option = "--wd" if name == "weight_decay" else "--" + name.replace("_", "-")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{option} {value}: expected a finite number")
-        if name in _AT_LEAST and value is not None and value < _AT_LEAST[name]:
-            raise UserError(f"{option} {value}: expected {_AT_LEAST[name]} or more")
-        if name in _PROBABILITIES and value is not None and not 0 <= value <= 1:
-            raise UserError(f"{option} {value}: expected a number from 0 to 1")
-    if args.augmix_severity > 10:
-        raise UserError(f"--augmix-severity {args.augmix_severity}: expected 1 to 10")
-    if args.ra_magnitude > 30:
-        raise UserError(f"--ra-magnitude {args.ra_magnitude}: expected 0 to 30")
-    if args.seed >= 1 << 32:
-        raise UserError(f"--seed {args.seed}: expected less than 2^32")
+        for value in given if isinstance(given, list) else [given]:
+            if type(value) in (int, float):
+                _validate_number(name, option, value)
     if args.dist_timeout <= 0:
         raise UserError(f"--dist-timeout {args.dist_timeout}: expected a number of minutes above 0")
+
+
+def _validate_number(name: str, option: str, value: float) -> None:
+    if type(value) is float and not math.isfinite(value):
+        raise UserError(f"{option} {value}: expected a finite number")
+    least, most = _AT_LEAST.get(name, -_MOST_COUNT), _AT_MOST.get(name, _MOST_COUNT)
+    if value < least:
+        raise UserError(f"{option} {value}: expected {least} or more")
+    if value > most:
+        given = value if type(value) is float or value < 1 << 63 else "of that many digits"
+        raise UserError(f"{option} {given}: expected {least if name in _AT_LEAST else 0} to {most:.10g}")
+    if name in _PROBABILITIES and not 0 <= value <= 1:
+        raise UserError(f"{option} {value}: expected a number from 0 to 1")

@@ -1,13 +1,26 @@
 """Errors that a user can act on, and how the script leaves because of one."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
     """Return `; did you mean X?` for the closest known word, written with its prefix, or nothing."""
     close = difflib.get_close_matches(given, list(known), n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def is_printable(text: str) -> bool:
+    """Tell whether text fits on one line of a terminal or a file in UTF-8."""
+    has_surrogates = any("\ud800" <= character <= "\udfff" for character in text)
+    return not has_surrogates and "\0" not in text and len(text.splitlines()) < 2
+
+
+def one_line(text: str) -> str:
+    """Return text with what would break its line, or fits into no UTF-8, written as escapes."""
+    text = " ".join(text.splitlines())
+    return "".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text)
 
 
 class UserError(Exception):
@@ -17,6 +30,25 @@ class UserError(Exception):
     """
 
     exit_code = 2
+
+
+@contextmanager
+def in_one_line(what: str) -> Iterator[None]:
+    """Turn what code of others raises about content that is not ours into a `UserError` of one line.
+
+    Args:
+        what: is wrong, if anything is raised; the last line of its text is put behind.
+
+    Raises:
+        UserError: something was raised.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{what}: {error}") from error
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise UserError(f"{what}: {lines[-1].strip()[:200] or type(error).__name__}") from error
 
 
 class NoUsableCheckpointError(UserError):

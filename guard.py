@@ -287,7 +287,7 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
             continue  # an option that is younger than the checkpoint, and not used
         known = theirs.get(name, "unknown")
         if name == "device" and known is not None and value is not None:
-            known, value = (torch.device(device).type for device in (known, value))
+            known, value = (str(device).split(":")[0] for device in (known, value))
         if known != value:
             differing[name] = (known, value)
     batches = theirs["reference_global_batch"], args.reference_global_batch

@@ -510,11 +510,39 @@ def _load(cache: Path, split: Split) -> ImageIndex | None:
             return None
         index = ImageIndex(split.root, {**arrays, "header": _header(split)})
         base = str(split.root.parent)
+        _check_arrays(index)
         states = [_state(os.stat(os.path.join(base, path))) for path in index.watched]
         is_fresh = numpy.array_equal(arrays["states"], numpy.array(states, dtype=numpy.int64).reshape(-1, 3))
     except Exception:  # zip, numpy and the disk have a dozen kinds for what is damaged, foreign or gone
         return None
     return index if is_fresh else None
+
+
+def _check_arrays(index: ImageIndex) -> None:
+    """Check that the arrays of an index, each whole by itself, fit each other.
+
+    Raises:
+        ValueError: they do not.
+    """
+    num_folders, num_images = len(index.folders), len(index.names)
+    labels, starts = index.arrays["folder_labels"], index.starts
+    expected = {"folder_labels": ("int32", (num_folders,)), "starts": ("int64", (num_folders + 1,))}
+    expected |= {"states": ("int64", (len(index.watched), 3)), "places": ("int64", (num_images, 3))}
+    is_right = all(
+        (index.arrays[name].dtype, index.arrays[name].shape) == (numpy.dtype(kind), shape)
+        for name, (kind, shape) in expected.items()
+        if name in index.arrays
+    )
+    blobs = ("classes", "folders", "names", "watched")
+    is_right &= all(index.arrays[name].dtype == numpy.uint8 and index.arrays[name].ndim == 1 for name in blobs)
+    if not is_right or starts[0] != 0 or starts[-1] != num_images or (numpy.diff(starts) <= 0).any():
+        raise ValueError("arrays of other shapes")
+    if labels.min() < 0 or labels.max() >= len(index.classes):
+        raise ValueError("labels of no class")
+    if index.places is not None and (
+        index.places.min() < 0 or index.places[:, 0].max() >= len(index.tars) or index.places[:, 2].max() > 1 << 40
+    ):
+        raise ValueError("places in no tar")
 
 
 def _state(status: os.stat_result) -> tuple[int, int, int]:

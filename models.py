@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from errors import UserError, did_you_mean
+from errors import UserError, did_you_mean, in_one_line
 from extras import require_timm
 from losses import AUXILIARY_WEIGHTS
 from randomness import FORWARD, seed_device
@@ -37,7 +37,8 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
         weights: a state dict to start from; a classifier of another size in it is left out, which is said.
 
     Raises:
-        UserError: the weights belong to another model, or an option is about layers that this one does not have.
+        UserError: the weights belong to another model, an option is about layers that this one does not have, or its
+            images have a size that it cannot take.
     """
     # The same first weights on every rank and at every start, whatever was drawn before.
     torch.manual_seed(args.seed)
@@ -47,6 +48,7 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
         load_matching(model, weights, f"--weights {args.weights}", build, num_classes, needs_classifier=args.test_only)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
+    check_sizes(model, args)
     if args.grad_checkpointing:
         recompute_blocks(model, args.model, is_compiled=args.compile is not None)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
@@ -61,7 +63,10 @@ def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
         options = {"init_weights": True, "aux_logits": True, "transform_input": is_published}
     elif args.model.startswith("vit_"):
         options = {"image_size": args.val_crop_size}
-    model = torchvision.models.get_model(args.model, weights=None, num_classes=num_classes, **options)
+    try:
+        model = torchvision.models.get_model(args.model, weights=None, num_classes=num_classes, **options)
+    except AssertionError as error:  # of the ViTs
+        raise UserError(f"--model {args.model} takes no --val-crop-size {args.val_crop_size}: {error}") from error
     if args.stochastic_depth is not None:
         _set_stochastic_depth(model, args)
     if args.dropout is not None:
@@ -95,6 +100,47 @@ def _build_timm(args: Any, num_classes: int) -> nn.Module:
         return timm.create_model(name, num_classes=num_classes, **given)
     except TypeError as error:
         raise UserError(f"--model {args.model} takes no such option: {error}") from error
+
+
+def check_sizes(model: nn.Module, args: Any) -> None:
+    """Check that a model takes images of the sizes that the options give, without computing anything.
+
+    The model forgets nothing and moves no statistics: it is given tensors without memory in place of its own.
+
+    Raises:
+        UserError: it does not; names the option.
+    """
+    smallest = args.train_crop_size if args.train_crop_size_min is None else args.train_crop_size_min
+    between = range(smallest // 32 * 32 + 32, args.train_crop_size, 32)
+    training = [] if args.test_only else sorted({smallest, *between, args.train_crop_size})
+    cases = [("train", size, args.batch_size) for size in training] + [("val", args.val_crop_size, 2)]
+    for split, size, batch_size in cases:
+        set_training_mode(model) if split == "train" else model.eval()
+        obstacle = _find_obstacle(model, (min(batch_size, 2), 3, size, size))
+        if obstacle is not None:
+            images = f"a --batch-size of 1 and --{split}-crop-size" if batch_size == 1 else f"--{split}-crop-size"
+            raise UserError(
+                f"--model {args.model} cannot take {images} {size}: {obstacle}; give a size that it is made for"
+            )
+    model.train()
+
+
+def _find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
+    """Return why a model cannot take images of a shape, or None."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    obstacle = None
+    for device in ("meta", "cpu"):  # what fails without memory may work with it, where a model is not made for that
+        own = {name: tensor.detach().to(device) if device == "meta" else tensor.detach().clone()
+               for name, tensor in state.items()}  # fmt: skip
+        try:
+            with torch.no_grad(), torch.random.fork_rng([]):
+                torch.func.functional_call(model, own, torch.zeros(shape, device=device))
+            return None
+        except Exception as error:  # each layer has its own way to say so
+            obstacle = obstacle or (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        if any(tensor.is_meta for tensor in state.values()) or shape[-1] > 1024:
+            break
+    return obstacle
 
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
@@ -154,13 +200,10 @@ def load_matching(
     """
     ends = classifier_layers(model, num_classes)
     head = weights.get(f"{ends[-1]}.weight")
-    theirs = num_classes if head is None else len(head)
+    theirs = num_classes if head is None or not head.ndim else len(head)
     reader = model if theirs == num_classes else build(theirs)
-    try:
+    with in_one_line(f"{source} belongs to another model, check --model"):  # shapes differ
         missing, unexpected = reader.load_state_dict(weights, strict=False)
-    except RuntimeError as error:  # shapes differ
-        reason = str(error).splitlines()[-1].strip()
-        raise UserError(f"{source} belongs to another model, check --model: {reason}") from error
     if missing or unexpected:
         examples = [f"lacks {name}" for name in missing[:1]] + [f"has {name}" for name in unexpected[:1]]
         raise UserError(f"{source} belongs to another model, check --model: it {' and '.join(examples)}")
@@ -550,11 +593,13 @@ def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> Exponenti
     """Load the weights of a checkpoint to evaluate, if there is one, and return the average that it holds, if any."""
     if state is None:
         return None
-    model.load_state_dict(state["model"])
+    with in_one_line(f"the checkpoint of --resume {args.resume} does not fit --model {args.model}"):
+        model.load_state_dict(state["model"])
     if "model_ema" not in state:
         return None
     model_ema = ExponentialMovingAverage(model, decay=0.0)
-    model_ema.load_state_dict(state["model_ema"])
+    with in_one_line(f"the average in the checkpoint of --resume {args.resume} does not fit --model {args.model}"):
+        model_ema.load_state_dict(state["model_ema"])
     compile_model(model_ema.module, args)
     return model_ema
 

@@ -44,8 +44,19 @@ def note_start(folder: Path, run: RunState) -> dict:
     """Return from where a run starts, and the how many-th start in a row from there this is."""
     position = [run.step, run.is_evaluated]
     before = read_json(folder / "status.json").get("start")
-    before = before if isinstance(before, dict) else {}
-    return {"position": position, "count": before.get("count", 0) + 1 if before.get("position") == position else 1}
+    is_same = _is_start(before) and before["position"] == position
+    return {"position": position, "count": before["count"] + 1 if is_same else 1}
+
+
+def _is_start(value: Any) -> bool:
+    """Tell whether what a status.json says of a start can be believed."""
+    return (
+        isinstance(value, dict)
+        and type(value.get("count")) is int
+        and 0 < value["count"] < 1 << 53
+        and isinstance(value.get("position"), list)
+        and [type(item) for item in value["position"]] == [int, bool]
+    )
 
 
 class LogWindow:
@@ -329,7 +340,7 @@ def write_status(folder: Path, state: str, step: int, reason: str = "", start: d
         start: what `note_start` returned; by default, what the file says already.
     """
     start = start or read_json(folder / "status.json").get("start")
-    if not isinstance(start, dict) or {"position", "count"} - start.keys():
+    if not _is_start(start):
         start = {"position": [step, False], "count": 1}
     is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
     status = {

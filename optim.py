@@ -171,6 +171,51 @@ def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> t
 _SET_BY_OPTIONS = {"betas", "eps", "lr", "momentum", "weight_decay"}
 
 
+# What torch's optimizers keep for each parameter: what is always there, and what may be.
+_MOMENTS = {
+    torch.optim.SGD: (set(), {"momentum_buffer"}),
+    torch.optim.AdamW: ({"step", "exp_avg", "exp_avg_sq"}, set()),
+    torch.optim.RMSprop: ({"step", "square_avg"}, {"momentum_buffer"}),
+}
+
+
+def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Check what torch's optimizers are to restore for each parameter: a misfit would show in the middle of a step.
+
+    timm's keep more, such as means of a matrix's rows; of those nothing is known here.
+
+    Raises:
+        UserError: a name or a shape is not this optimizer's.
+    """
+    if type(optimizer) not in _MOMENTS:
+        return
+    needed, possible = _MOMENTS[type(optimizer)]
+    if optimizer.defaults.get("momentum") and needed:  # of RMSprop, which makes all of its state at once
+        needed = needed | possible
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        moments = state["state"].get(number) or dict.fromkeys(needed, parameter)
+        if not needed <= moments.keys() <= needed | possible:
+            raise UserError(f"for parameter {number} it holds {', '.join(moments)}, not {', '.join(needed | possible)}")
+        for name, value in moments.items():
+            shape = () if name == "step" and value is not parameter else parameter.shape
+            if not (value is None and name in possible - needed) and not _is_moment(value, shape):
+                raise UserError(f"{name} of parameter {number} is not a tensor of shape {tuple(shape)}")
+
+
+def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
+    """Tell whether a value is a tensor of numbers of a shape of which no two elements share memory."""
+    if not isinstance(value, torch.Tensor) or value.shape != shape or not value.is_floating_point():
+        return False
+    reach = 0  # of the elements along the dimensions so far
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return False
+        reach += (size - 1) * stride
+    return True
+
+
 class OptimizerState:
     """An optimizer whose restored state does not bring back old hyper-parameters: those are the command line's.
 
@@ -214,6 +259,7 @@ class OptimizerState:
                 f"the checkpoint's optimizer has parameter groups of {sizes[0]} tensors and this run's of {sizes[1]}; "
                 "resume with the same weight-decay options"
             )
+        check_moments(self.optimizer, state)
         # Without group_state it is what a group has that a new one has not.
         added = [
             {name: there[name] for name in there.keys() - here.keys()} for there, here in zip(*groups, strict=True)
@@ -345,18 +391,21 @@ class LRScheduler:
 
 def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
     """Return the schedule that the options ask for."""
-    return LRScheduler(
-        optimizer,
-        is_per_step=args.lr_per_step,
-        epochs=args.epochs,
-        scheduler=args.lr_scheduler,
-        warmup_epochs=args.lr_warmup_epochs,
-        warmup_method=args.lr_warmup_method,
-        warmup_decay=args.lr_warmup_decay,
-        step_size=args.lr_step_size,
-        gamma=args.lr_gamma,
-        lr_min=args.lr_min,
-    )
+    return LRScheduler(optimizer, is_per_step=args.lr_per_step, **schedule(args))
+
+
+def schedule(args: Any) -> dict[str, Any]:
+    """Return the options of `lr_at` that `args` stands for, but for epoch and peak."""
+    return {
+        "epochs": args.epochs,
+        "scheduler": args.lr_scheduler,
+        "warmup_epochs": args.lr_warmup_epochs,
+        "warmup_method": args.lr_warmup_method,
+        "warmup_decay": args.lr_warmup_decay,
+        "step_size": args.lr_step_size,
+        "gamma": args.lr_gamma,
+        "lr_min": args.lr_min,
+    }
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, is_read: bool) -> Tensor | None:

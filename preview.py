@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ def preview(args: Any) -> str:
     optimizer = optim.build_optimizer(args, groups)
     scheduler = optim.build_lr_scheduler(args, optimizer)
     steps_per_epoch = num_images // args.global_batch_size
-    rates = [learning_rate(optimizer, scheduler, epoch, steps_per_epoch) for epoch in range(args.epochs)]
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     lines = [
@@ -61,7 +60,10 @@ def preview(args: Any) -> str:
         f"{num_images % args.global_batch_size} images left out of each epoch, others each time",
         *reference_lines(args),
         "# learning rate at the start of each epoch",
-        *(f"# {line}" for line in draw(rates)),
+        *(
+            f"# {line}"
+            for line in draw(lambda epoch: learning_rate(optimizer, scheduler, epoch, steps_per_epoch), args.epochs)
+        ),
     ]
     return "\n".join(lines)
 
@@ -110,13 +112,14 @@ def learning_rate(
     return max(group["lr"] for group in optimizer.param_groups)
 
 
-def draw(values: Sequence[float], height: int = 8, width: int = 90) -> list[str]:
+def draw(value_at: Callable[[int], float], num_values: int, height: int = 8, width: int = 90) -> list[str]:
     """Draw a curve of `height` lines of text, at most `width` columns wide."""
-    columns = [values[index * len(values) // min(len(values), width)] for index in range(min(len(values), width))]
+    num_columns = min(num_values, width)
+    columns = [value_at(column * num_values // num_columns) for column in range(num_columns)]
     top = max(columns) or 1.0
     lines = []
     for level in range(height, 0, -1):
         marks = "".join("#" if value >= top * (level - 0.5) / height else " " for value in columns)
         label = f"{top * level / height:<9.3g}" if level in (height, height // 2) else " " * 9
         lines.append(f"{label}|{marks}".rstrip())
-    return [*lines, " " * 9 + "+" + "-" * len(columns), f"{'':9} epoch 0 to {len(values) - 1}"]
+    return [*lines, " " * 9 + "+" + "-" * len(columns), f"{'':9} epoch 0 to {num_values - 1}"]

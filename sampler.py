@@ -61,10 +61,13 @@ class VirtualShards(NamedTuple):
                 f"--sync-bn: {self.world_size} of {self.num_shards} shards are computed at a time, and BatchNorm would "
                 f"see those in place of the global batch; use {self.num_shards} processes, or leave --sync-bn out"
             )
-        sizes = [size for size in range(1, self.num_shards + 1) if self.num_shards % size == 0]
-        if needs_same_bits:
-            sizes = [size for size in sizes if size == 1 or (self.num_shards // size).bit_count() == 1]
-        if self.world_size not in sizes:
+
+        def works(size: int) -> bool:
+            num_local, rest = divmod(self.num_shards, size)
+            return not rest and (not needs_same_bits or size == 1 or num_local.bit_count() == 1)
+
+        if not works(self.world_size):
+            sizes = [size for size in range(1, min(self.num_shards, 4096) + 1) if works(size)]
             listed = ", ".join(map(str, sizes[:-1])) + " or " + str(sizes[-1]) if len(sizes) > 1 else str(sizes[0])
             to_same_bits = " to the same bits (--use-deterministic-algorithms)" if needs_same_bits else ""
             raise UserError(

@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 import lock
 import utils
-from checkpoint import BEST_NAMES, OtherFormatError, RunState, check_schema, find_bad_record, load_checkpoint
+from checkpoint import BEST_NAMES, OtherFormatError, RunState, find_bad_record, load_checkpoint, read_checkpoint
 from errors import NoUsableCheckpointError, StorageError, UserError
 from files import (
     explain_failure,
@@ -45,7 +45,7 @@ LEFTOVERS = re.compile(r".*\.tmp\.\d+|\.node-\d+-[0-9a-f]+")
 # Every name that a run gives to a file in its output folder; `--overwrite` removes these, but for the lock that it
 # holds, and nothing else.
 OWN_FILES = re.compile(
-    rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png)(\.tmp\.\d+)?"
+    rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png|images\.npz)(\.tmp\.\d+)?"
     r"|\.node-\d+-[0-9a-f]+|\.lock|events\.out\.tfevents\..*"
 )
 
@@ -685,8 +685,7 @@ def _raise_first(verdicts: Iterable[list | None]) -> None:
 
 def _load(path: Path, name: str) -> Found:
     """Return a file's content, verified; raises what its reading and checking raise."""
-    payload = read_bytes(path)
-    return Found(path, payload, check_schema(load_checkpoint(payload, name), name))
+    return Found(path, *read_checkpoint(path, name))
 
 
 def _verify_archive(path: Path) -> None:

@@ -331,6 +331,7 @@ def take_evaluation_options(args, trained):
         if name not in args.given and name in trained and getattr(args, name) != trained[name]:
             setattr(args, name, trained[name])
             print(f"--{name.replace('_', '-')} {trained[name]}: as in the checkpoint")
+    config.check_taken(args, names)
 
 
 def set_shards(args, state):

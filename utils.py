@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from errors import LimitError, UserError
+from errors import LimitError, UserError, one_line
 from startup import say
 
 # Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
@@ -507,7 +507,7 @@ def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
     where = f" on rank {rank}" if rank != 0 else ""
     # Not print, which is silent on this rank.
     if not is_silent:
-        say(f"train.py: error{where}: {error}")
+        say(f"train.py: error{where}: {one_line(str(error))}")
     end_process(exit_code)
 
 

@@ -164,7 +164,7 @@ def test_what_older_versions_of_modules_saved_is_translated():
 def test_weights_of_a_model_that_notes_its_version_load_from_a_file(tmp_path):
     weights = torchvision.models.mnasnet0_5(num_classes=5).state_dict()
     torch.save(weights, tmp_path / "w.pth")
-    model = load("mnasnet0_5", load_weights(tmp_path / "w.pth"), 5)
+    model = load("mnasnet0_5", load_weights(tmp_path / "w.pth")[0], 5)
     assert torch.equal(model.state_dict()["layers.0.weight"], weights["layers.0.weight"])
 
 
@@ -190,9 +190,11 @@ def test_a_model_without_buffers_takes_several_shards(model):
 
 def test_auxiliary_classifiers_count_in_training():
     for name, weight in [("googlenet", 0.3), ("inception_v3", 0.4)]:
-        args = config.parse_args(["--synthetic", "--model", name, "--label-smoothing", "0.1"])
-        model, criterion = models.build_model(args, 4), losses.build_criterion(args)
         size = 299 if name == "inception_v3" else 64
+        args = config.parse_args(
+            ["--synthetic", "--model", name, "--label-smoothing", "0.1", "--train-crop-size", str(size)]
+        )
+        model, criterion = models.build_model(args, 4), losses.build_criterion(args)
         image, target = torch.randn(2, 3, size, size), torch.tensor([1, 3])
         torch.manual_seed(0)
         output = model(image)

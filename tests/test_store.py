@@ -26,7 +26,7 @@ import guard
 import models
 import optim
 import store
-from checkpoint import RunState, check_schema, load_checkpoint
+from checkpoint import FORMAT, RunState, check_schema, load_checkpoint
 from errors import StorageError, UserError
 from files import explain_failure, find_os_error
 from monitor import MACHINE_FIELDS, LogWindow, Monitor
@@ -37,18 +37,25 @@ from tests.test_same_bits import differing, flatten
 
 
 def state_at(step, value=0.0, **more):
-    """Return the smallest state that the schema accepts."""
+    """Return the smallest state that the schema accepts: of a run of 16 images in epochs of two steps."""
+    epoch, steps = divmod(step, 2) if step % 2 or not step else (step // 2 - 1, 2)
+    split = {"fingerprint": "0123456789abcdef", "form": "folder", "path": "/data", "times": "0"}
+    split |= {"sizes": None, "checksums": None}
     plain = {
-        "format": 2,
-        "optimizer": {},
-        "epoch": 0,
-        "position": {},
+        "format": FORMAT,
+        "optimizer": {"state": {}, "param_groups": []},
+        "epoch": epoch - (steps < 2),
+        "position": {"epoch": epoch, "steps": steps, "is_evaluated": False},
         "best": None,
         "best_ema": None,
-        "args": {},
-        "shards": {},
-        "data": {},
-    }
+        "args": {
+            "model": "resnet18", "epochs": 1 << 40, "start_epoch": 0, "batch_size": 8, "lr_scaling": "none",
+            "weights": None, "reference_global_batch": None,
+        },
+        "shards": {"global_batch_size": 8, "num_shards": 1},
+        "data": {"num_images": 16, **split, "num_classes": 2, "classes": ["a", "b"], "val": {"num_images": 2, **split}},
+        "environment": {"world_size": 1, "threads": 1},
+    }  # fmt: skip
     return {**plain, "step": step, "model": {"weight": torch.full((8,), value)}, **more}
 
 
@@ -888,6 +895,7 @@ def recipe_state(argv):
         "log_window": LogWindow(args.num_shards),
     }
     run = RunState(4096 // args.global_batch_size, guard.run_facts(args, AnySet(), AnySet()), parts)
+    run.steps = run.steps_per_epoch
     run.note_results({"val": {"acc1": 1.0}}, "acc1")
     return run.state_dict()
 
@@ -898,7 +906,6 @@ RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))
 @pytest.mark.parametrize("share", range(8))
 def test_what_any_recipe_saves_loads_without_an_allow_list(tmp_path, share):
     """Some dozen recipes a case, so that one name in the report is one of eight."""
-    files = CheckpointFolder(tmp_path)
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -906,6 +913,8 @@ def test_what_any_recipe_saves_loads_without_an_allow_list(tmp_path, share):
             if name.endswith(("-a1", "-a2", "-a3")) and importlib.util.find_spec("timm") is None:
                 continue  # their optimizer is timm's
             state = recipe_state(["--recipe", name])
+            files = CheckpointFolder(tmp_path / name)
+            files.folder.mkdir()
             assert files.save(state) is None, name
             path = files._path_of(state["step"])
             loaded = torch.load(path, weights_only=True)

@@ -1,0 +1,256 @@
+"""What is read from disk is not believed before it is checked: a round of the fuzzer, and whole runs."""
+
+import io
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+
+import config
+import errors
+import models
+from checkpoint import FORMAT, check_schema, load_checkpoint, load_weights, read_checkpoint
+from errors import UserError
+from tests import fuzz
+from tests.ranks import REPOSITORY
+from tests.started import refused, run_train
+from tests.test_store import state_at
+
+
+def test_a_short_round_finds_nothing():
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz", "--cases", "80", "--seed", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "cases=80" in done.stdout
+    assert "wrong=0" in done.stdout
+
+
+def case_that_is_right(bench, folder, rng):
+    """Write in the folder only."""
+    (folder / "x").touch()
+
+
+def case_that_ends_in_a_traceback(bench, folder, rng):
+    """Fail as no case may."""
+    raise KeyError("x")
+
+
+def case_that_writes_outside(bench, folder, rng):
+    """Change what is not the case's."""
+    (folder.parent / "outside").touch()
+
+
+def case_that_starts_a_program(bench, folder, rng):
+    """Start what need not even be there."""
+    subprocess.run(["/nowhere/gs", "--version"], check=False)
+
+
+def case_that_hangs(bench, folder, rng):
+    """Wait for longer than any case may."""
+    while True:
+        pass
+
+
+def case_that_dies(bench, folder, rng):
+    """End the process, as a broken decoder would."""
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (case_that_is_right, "right"),
+        (case_that_ends_in_a_traceback, "KeyError"),
+        (case_that_writes_outside, "changed "),
+        (case_that_starts_a_program, "started "),
+        (case_that_hangs, "over 1 s"),
+        (case_that_dies, "ended the process"),
+    ],
+)
+def test_the_fuzzer_would_see_it(tmp_path, monkeypatch, kind, words):
+    monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
+    monkeypatch.setattr(fuzz, "LIMIT_S", 1)
+    assert words in fuzz.run(None, [0], 0, tmp_path, 1)[0]
+
+
+WRONG_FIELDS = {
+    "step": [None, -1, 1.0, float("nan"), 7, 1 << 60, True],
+    "epoch": [None, -2, 5],
+    "position": [None, {}, {"epoch": 0, "steps": 1}, {"epoch": 0, "steps": 3, "is_evaluated": False}],
+    "best": [{}, {"metric": 1, "value": 1.0, "step": 0}, {"metric": "val/acc1", "value": 1.0, "step": 9}],
+    "best_ema": [{}, 3],
+    "shards": [{"global_batch_size": 8, "num_shards": shards} for shards in (0, -1, 3, 16, 10**11, None)],
+    "data": [{}, {"num_images": 7, "num_classes": 2, "fingerprint": "x"}, [16, 2]],
+    "args": [{}, None, {"lr": torch.zeros(1)}],
+    "environment": [{}, None, {"world_size": 0, "threads": 1}],
+    "model": [{}, {"weight": 1.0}, {1: torch.zeros(1)}, {"weight": torch.zeros(2).to_sparse()}][1:],
+    "optimizer": [{}, {"state": {0: {}}, "param_groups": []}, {"state": {}, "param_groups": [{"params": ["x"]}]}],
+    "scaler": [{}, {"scale": 0.0}],
+    "log_window": [{}, {"sums": [1.0]}, {"sums": [float("nan")] * 4}],
+    "more": [lambda: 0, 10**400, 1j, {"x"}, torch.zeros(1, dtype=torch.complex64)],
+}
+
+
+@pytest.mark.parametrize("field", WRONG_FIELDS)
+def test_a_field_that_is_wrong_is_named(field):
+    assert check_schema(state_at(3), "it")["step"] == 3
+    for value in WRONG_FIELDS[field]:
+        with pytest.raises(UserError, match="it is no sound checkpoint: ") as error:
+            check_schema(state_at(3) | {field: value}, "it")
+        assert errors.is_printable(str(error.value))
+
+
+@pytest.mark.parametrize("field", sorted(state_at(3)))
+def test_a_field_that_is_missing_is_named(field):
+    state = state_at(3)
+    del state[field]
+    with pytest.raises(UserError, match=f"it lacks {field}"):
+        check_schema(state, "it")
+
+
+def test_a_value_that_unfolds_to_more_than_memory_is_refused_at_once():
+    value = ["x"]
+    for _ in range(40):
+        value = [value] * 10
+    with pytest.raises(UserError, match="more values"):
+        check_schema(state_at(3) | {"more": value}, "it")
+
+
+def test_a_step_that_is_none_beside_good_ones_loses_nothing(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    state = load_checkpoint(out / "checkpoint.pth", "it")
+    for path in ("checkpoint-00000006.pth", "checkpoint.pth"):
+        (out / path).unlink()
+        torch.save({**state, "step": None}, out / path)
+    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--allow-change", "epochs").check()
+    assert "resuming from checkpoint-00000005.pth" in outcome.output
+    assert (out / "checkpoint-00000006.pth.corrupt").is_file()
+
+
+def test_tensors_of_another_model_are_refused_in_one_line(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    state = load_checkpoint(out / "checkpoint.pth", "it")
+    state["model"]["conv1.0.weight"] = torch.zeros(3)
+    torch.save(state, tmp_path / "other.pth")
+    outcome = started.go_on(tmp_path, tmp_path / "new", "--resume", tmp_path / "other.pth", "--allow-change", "epochs")
+    refused(outcome, "the checkpoint's model does not fit", "conv1.0.weight")
+    argv = [*started.argv, "--test-only", "--resume", tmp_path / "other.pth"]
+    refused(run_train(tmp_path, *argv), "does not fit --model", "conv1.0.weight")
+
+
+def test_options_of_a_checkpoint_to_evaluate_are_checked(started, tmp_path):
+    state = load_checkpoint(started.out / "checkpoint.pth", "it")
+    for value in ("x", -5, 10**9):
+        state["args"]["val_crop_size"] = value
+        torch.save(state, tmp_path / "other.pth")
+        place = started.argv.index("--val-crop-size")
+        argv = started.argv[:place] + started.argv[place + 2 :]
+        refused(run_train(tmp_path, *argv, "--test-only", "--resume", tmp_path / "other.pth"), "--val-crop-size")
+
+
+def rewritten(change):
+    """Return a checkpoint whose records a function of (name, content) has made anew: [(name, content, compression)]."""
+    source, target = io.BytesIO(), io.BytesIO()
+    torch.save(state_at(3), source)
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            for record in change(name, old.read(name)):
+                new.writestr(*record)
+    return target.getvalue()
+
+
+ARCHIVES = {
+    "compressed": lambda name, content: [(name, content, zipfile.ZIP_DEFLATED)],
+    "a bomb": lambda name, content: [(name, content, 0), (f"{name}x", bytes(1 << 24), 8)],
+    "twice": lambda name, content: [(name, content, 0), (name.upper(), content, 0)],
+    "short storage": lambda name, content: [(name, content[:8] if "data/" in name else content, 0)],
+}
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_an_archive_that_torch_does_not_write_is_refused(kind):
+    assert load_checkpoint(rewritten(lambda name, content: [(name, content, 0)]), "it")["format"] == FORMAT
+    with pytest.raises(UserError, match="it is damaged"):
+        load_checkpoint(rewritten(ARCHIVES[kind]), "it")
+
+
+def test_a_sparse_file_is_refused_unread(tmp_path):
+    path = tmp_path / "checkpoint.pth"
+    torch.save(state_at(3), path)
+    os.truncate(path, 200 << 30)
+    with pytest.raises(UserError, match="and this machine"):
+        read_checkpoint(path, "it")
+    os.truncate(path, 5 << 30)
+    with pytest.raises(UserError, match="it is damaged"):
+        read_checkpoint(path, "it")
+
+
+def test_weights_that_claim_more_than_is_stored_are_refused(tmp_path):
+    torch.save({"fc.weight": torch.zeros(1).expand(1 << 40, 512)}, tmp_path / "weights.pth")
+    with pytest.raises(UserError, match=r"fc\.weight claims to be larger"):
+        load_weights(tmp_path / "weights.pth")
+
+
+# What the layers of torchvision's models can take, by their own arithmetic: pooled to nothing, or not divisible.
+SIZES = [
+    ("alexnet", 62, True), ("squeezenet1_1", 16, True), ("squeezenet1_1", 17, False), ("densenet121", 24, True),
+    ("maxvit_t", 192, True), ("vit_b_16", 225, True), ("inception_v3", 224, True), ("resnet18", 8, False),
+    ("timm/vit_tiny_patch16_224", 192, True), ("timm/test_resnet", 40, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "size", "is_refused"), SIZES)
+def test_a_size_that_a_model_cannot_take_is_refused_before_it_is_used(model, size, is_refused):
+    if model.startswith("timm/"):
+        pytest.importorskip("timm")
+    sizes = [f"--{split}-crop-size={size}" for split in ("train", "val")]
+    args = config.parse_args(["--synthetic", "--model", model, *sizes, "--batch-size", "2"])
+    if is_refused:
+        with pytest.raises(UserError, match=f"--model {model} .*crop-size {size}: "):
+            models.build_model(args, 4)
+        return
+    model = models.build_model(args, 4)
+    assert not any(tensor.any() for name, tensor in model.named_buffers() if name.endswith(("mean", "tracked")))
+    assert all(module.training for module in model.modules())
+    model(torch.zeros(2, 3, size, size))
+
+
+def test_every_size_of_progressive_resolution_counts():
+    argv = ["--data-path", "x", "--model", "maxvit_t", "--train-crop-size-min", "224", "--train-crop-size", "448"]
+    args = config.parse_args([*argv, "--crop-ramp-epochs", "1", "9"])
+    with pytest.raises(UserError, match="--train-crop-size 256"):
+        models.build_model(args, 4)
+
+
+def test_one_image_a_batch_may_be_too_few_for_batchnorm():
+    args = config.parse_args(["--synthetic", "--model", "resnet18", "--train-crop-size", "32", "--batch-size", "1"])
+    with pytest.raises(UserError, match="--batch-size of 1 and --train-crop-size 32"):
+        models.build_model(args, 4)
+
+
+def test_names_that_no_recipe_can_hold_are_refused():
+    for option in ("--data-path", "--output-dir", "--resume", "--weights"):
+        for name in (os.fsdecode(b"\xff"), "a\nb"):
+            with pytest.raises(UserError, match=f"{option} '.*': expected one line of UTF-8") as error:
+                config.parse_args(["--data-path", "x", option, name])
+            assert errors.is_printable(str(error.value))
+
+
+@pytest.mark.parametrize("argv", [["--lr", "1e308"], ["--lr-gamma", "1e9"], ["--batch-size", "9" * 18]])
+def test_numbers_beyond_any_run_are_refused(argv):
+    with pytest.raises(UserError, match=argv[0]):
+        config.parse_args(["--synthetic", "--lr-scheduler", "exponentiallr", *argv])
+
+
+def test_a_billion_epochs_are_drawn_at_once(capsys):
+    import preview
+
+    argv = ["--synthetic", "64", "--model", "shufflenet_v2_x0_5", "--epochs", "1000000000"]
+    assert "epoch 0 to 999999999" in preview.preview(config.parse_args(argv))
