@@ -18,7 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from checkpoint import RunState
 from errors import NonFiniteError, PreemptedError, StorageError
-from files import RETRY_S, explain_failure, open_regular, read_bytes, read_json, write_atomically
+from files import RETRY_S, explain_failure, open_regular, read_bytes, read_json, sync_folder, write_atomically
 from utils import all_gather, call_on_master, is_main_process
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
@@ -214,6 +214,7 @@ class Monitor:
                 self._truncate(self.run.step, self.run.is_evaluated)
             path = self.folder / "metrics.jsonl"
             descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            sync_folder(self.folder)  # or a power failure could leave a checkpoint, and no file of its records
         except OSError as error:
             raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
         self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115

@@ -274,6 +274,7 @@ class CheckpointFolder:
             if found is not None:
                 source = Path(resume).parent if is_elsewhere else self.folder
                 self._adopt(found, run, source, best_payloads)
+                self._delete_old()  # which the last save may not have come to
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageError(f"--output-dir: {explain_failure(error, self.folder, 0)}") from error
