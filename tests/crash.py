@@ -53,19 +53,13 @@ class Scenario(NamedTuple):
     def out(self) -> str:
         return self.command[self.command.index("--output-dir") + 1]
 
-    def again(self, disk: Path) -> list[str]:
-        """Return the command that a user gives after a kill."""
-        if self.is_repeatable or not any(step > self.from_step for step in _numbered_steps(disk / self.out)):
-            return self.command
+    def go_on(self) -> list[str]:
+        """Return the command that goes on with what this one has saved."""
         kept = [word for word in self.command if word != "--overwrite"]
         if "--resume" in kept:
             at = kept.index("--resume")
             del kept[at : at + 2]
         return [*kept, "--resume", "auto"]
-
-
-def _numbered_steps(folder: Path) -> list[int]:
-    return [int(path.name[11:19]) for path in folder.glob("checkpoint-????????.pth")]
 
 
 def _interrupted(out: str, step: int, is_evaluated: bool, *options: str) -> Callable[[Workplace], None]:
@@ -149,6 +143,28 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
+class Problem(NamedTuple):
+    """What was done in a scenario, and what came of it that should not."""
+
+    scenario: str
+    what: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.scenario}: {self.what}: {self.text}"
+
+
+def summarize(problems: list[Problem]) -> list[str]:
+    """Say the same outcome once, with the first of the points that lead to it and how many there are."""
+    points = {}
+    for problem in problems:
+        points.setdefault((problem.scenario, problem.text), []).append(problem.what)
+    return [
+        f"{scenario}: {what[0]}{f' and at {len(what) - 1} more' if what[1:] else ''}: {text}"
+        for (scenario, text), what in points.items()
+    ]
+
+
 class Trial:
     """One scenario in one workplace, its undisturbed ending, and what was found.
 
@@ -208,9 +224,9 @@ class Trial:
         self.counts["crash_points"] += 1
         self.recover(what, killed)
 
-    def recover(self, what: str, before: Outcome, *, is_strict: bool = True) -> None:
+    def recover(self, what: str, before: Outcome) -> None:
         """Give the command again after trouble, and report what is lost or different."""
-        again = self.place.start(self.scenario.again(self.place.disk))
+        again = self.place.start(self.command_again())
         if again.code != 0:
             self.report(what, f"then {' '.join(again.output.splitlines()[-1:])[:300]!r}, exit code {again.code}")
             return
@@ -218,6 +234,18 @@ class Trial:
             self.check_nothing_lost(what, before.notes("saved"), again.notes("resumed"))
         for text in self.ending().differences(self.expected):
             self.report(what, text)
+
+    def command_again(self) -> list[str]:
+        """Return the command that a user gives after trouble: the same, but where it would undo its own saves."""
+        if self.scenario.is_repeatable or not any(self.is_own_save(path) for path in self.out.glob("checkpoint-*.pth")):
+            return self.scenario.command
+        return self.scenario.go_on()
+
+    def is_own_save(self, path: Path) -> bool:
+        """Tell whether a numbered checkpoint was not there before the command."""
+        before = self.template / path.relative_to(self.place.disk)
+        is_beyond = int(path.name[11:19]) > self.scenario.from_step
+        return is_beyond and not (before.exists() and before.read_bytes() == path.read_bytes())
 
     def check_nothing_lost(self, what: str, saved: list[tuple], resumed: list[tuple]) -> None:
         """Check that the run goes on from what was announced last, or from later."""
@@ -227,7 +255,7 @@ class Trial:
 
     def report(self, what: str, text: str) -> None:
         """Take down a problem."""
-        self.problems.append(f"{self.scenario.name}: {what}: {text}")
+        self.problems.append(Problem(self.scenario.name, what, text))
 
     def failures(self) -> list[Failing]:
         """Return each call failing in each way, once and from then on."""
@@ -317,8 +345,8 @@ def main() -> None:
                 f"{time.monotonic() - start:.0f} s",
                 flush=True,
             )
-            for problem in trial.problems:
-                print("   ", problem, flush=True)
+            for text in summarize(trial.problems):
+                print("   ", text, flush=True)
     sys.exit(bool(problems))
 
 

@@ -79,7 +79,7 @@ def _read_status(path: Path) -> dict:
 
 def _read_run(path: Path) -> dict:
     record = {key: value for key, value in json.loads(path.read_text()).items() if key not in _OF_THE_PROCESS}
-    record["args"] = {key: value for key, value in record["args"].items() if key not in guard._SILENT}
+    record["args"] = {key: value for key, value in record["args"].items() if key not in {*guard._SILENT, "given"}}
     return record
 
 

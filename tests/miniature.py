@@ -17,6 +17,7 @@ from torch import nn
 
 import files
 import hook
+import monitor
 import train
 from checkpoint import RunState
 from store import CheckpointManager
@@ -111,7 +112,7 @@ class Workplace:
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         os.environ["OMP_NUM_THREADS"] = "1"
         os.chdir(self.disk)
-        files.RETRY_S = 0.01
+        files.RETRY_S = monitor.RETRY_S = 0.01  # no disk here needs a second
         watch = Watch(self.disk, self.log, trouble, counted, has_content=has_content)
         _take_notes(watch, stop_at)
         _evaluate_as_planned()

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from tests.calls import Call
-from tests.crash import SCENARIOS, Scenario, Trial
+from tests.crash import SCENARIOS, Scenario, Trial, summarize
 from tests.miniature import Outcome
 
 # Of so many names that are not durable, all subsets are tried; of more, each omission and each swap of neighbours.
@@ -290,8 +290,8 @@ def main() -> None:
                 f"{time.monotonic() - start:.0f} s",
                 flush=True,
             )
-            for problem in trial.problems:
-                print("   ", problem, flush=True)
+            for text in summarize(trial.problems):
+                print("   ", text, flush=True)
     sys.exit(bool(problems))
 
 
