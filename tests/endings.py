@@ -6,7 +6,6 @@ to which nothing was done.
 
 import json
 import logging
-import re
 import tomllib
 from pathlib import Path
 
@@ -15,13 +14,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import guard
 from checkpoint import load_checkpoint
+from errors import UserError
 from monitor import MACHINE_FIELDS
+from store import NUMBERED
 
 # In a checkpoint: the command, and the machine that ran it.
 _OF_THE_START = {"args", "environment"}
 
-# In run.json: which start this was.
-_OF_THE_PROCESS = {"command", "host", "pid", "started", "launch"}
+# In run.json: which start this was, and of which code.
+_OF_THE_PROCESS = {"command", "host", "pid", "started", "launch", "environment"}
 
 
 class Ending:
@@ -29,16 +30,20 @@ class Ending:
 
     Args:
         folder: the output folder.
-        is_whole: whether to look at numbered checkpoints and whatever else is there under its own names too; False
-            where two runs may rightly have saved after other steps.
+        has_numbered: whether to look at the numbered checkpoints; False where two runs may rightly have saved after
+            other steps: then each has to be good and to be of the step in its name.
     """
 
-    def __init__(self, folder: Path, *, is_whole: bool = True) -> None:
+    def __init__(self, folder: Path, *, has_numbered: bool = True) -> None:
         self.values = {}
         names = sorted(path.name for path in folder.iterdir())
-        self.values["files"] = names if is_whole else [name for name in names if ".tmp." in name]
+        if not has_numbered:
+            numbered = [name for name in names if NUMBERED.fullmatch(name)]
+            self.values["wrong numbers"] = [name for name in numbered if _step_of(folder / name) != int(name[11:19])]
+            names = [name for name in names if name not in numbered]
+        self.values["files"] = names
         for name in names:
-            if name.endswith(".pth") and (is_whole or not re.search(r"\d{8}", name)):
+            if name.endswith(".pth"):
                 self.values.update(_read_checkpoint(folder / name))
         for name, read in _READERS.items():
             try:
@@ -56,11 +61,18 @@ class Ending:
         return _summarize(found)
 
 
+def _step_of(path: Path) -> int | None:
+    try:
+        return load_checkpoint(path, path.name)["step"]
+    except UserError:
+        return None
+
+
 def _read_checkpoint(path: Path) -> dict:
     """Return the leaves of a checkpoint by their paths; of a file that is none, why."""
     try:
         state = load_checkpoint(path, path.name)
-    except Exception as error:  # damaged ones are set aside under their own names
+    except UserError as error:  # damaged ones are set aside under their own names
         return {path.name: f"no checkpoint: {type(error).__name__}"}
     return flatten({key: value for key, value in state.items() if key not in _OF_THE_START}, path.name)
 

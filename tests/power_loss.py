@@ -1,4 +1,4 @@
-"""The disks that a power failure may leave: `python -m tests.power_loss`.
+"""The disks that a power failure may leave: `python -m tests.rounds power_loss`.
 
 A run's file-system calls are recorded with all that they write. What was not synced when the power fails may be on the
 disk or not, in any order, in part or as a whole (Pillai et al., All File Systems Are Not Created Equal, OSDI 2014); so
@@ -9,23 +9,16 @@ each such disk is built, and the same command is given. What a file system may d
 - a rename happens as a whole or not at all.
 """
 
-import argparse
 import hashlib
 import itertools
 import os
-import random
 import shutil
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from tests.calls import Call
-from tests.crash import SCENARIOS, Scenario, Trial, summarize
+from tests.crash import Trial
 from tests.miniature import Outcome
 
 # Of so many names that are not durable, all subsets are tried; of more, each omission and each swap of neighbours.
@@ -250,50 +243,15 @@ def describe_image(image: dict) -> str:
     return ", ".join(f"{path} {'/' if content is None else len(content[0])}" for path, content in sorted(image.items()))
 
 
-def run_power_loss(scenario: Scenario, folder: Path, share: tuple[int, int] = (0, 1), most: int | None = None) -> Trial:
-    """Recover from each disk that a power failure may leave, or from every n-th of them from the k-th; at most `most`."""
-    trial = Trial(scenario, folder)
-    states = possible_states(trial.template, trial.recorded.log)
-    if most is not None and len(states) > most:
-        states = random.Random(0).sample(states, most)
-    for state in states[share[0] :: share[1]]:
-        trial.place.reset(None)
-        write_image(state.image, trial.place.disk)
-        trial.counts["power_loss"] += 1
-        before = Outcome(0, "", [("note", "saved", *position) for position in state.saved])
-        trial.recover(f"power lost after {state.after}, leaving {describe_image(state.image)}", before)
-    return trial
+def power_losses(trial: Trial) -> list[State]:
+    """Return each disk that a power failure may leave in a scenario."""
+    return possible_states(trial.template, trial.recorded.log)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.power_loss", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="scenarios whose name holds this")
-    parser.add_argument("--every", type=int, default=1, help="take every n-th state")
-    parser.add_argument("--count", action="store_true", help="only count the states")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    problems = []
-    with tempfile.TemporaryDirectory(prefix="power-") as folder:
-        for number, scenario in enumerate(SCENARIOS):
-            if args.only not in scenario.name:
-                continue
-            start = time.monotonic()
-            if args.count:
-                trial = Trial(scenario, Path(folder) / str(number))
-                states = possible_states(trial.template, trial.recorded.log)
-                print(f"{scenario.name}: {len(states)} states, {time.monotonic() - start:.0f} s", flush=True)
-                continue
-            trial = run_power_loss(scenario, Path(folder) / str(number), (0, args.every))
-            problems += trial.problems
-            print(
-                f"{scenario.name}: {dict(trial.counts)}, {len(trial.problems)} problems, "
-                f"{time.monotonic() - start:.0f} s",
-                flush=True,
-            )
-            for text in summarize(trial.problems):
-                print("   ", text, flush=True)
-    sys.exit(bool(problems))
-
-
-if __name__ == "__main__":
-    main()
+def lose_power(trial: Trial, state: State) -> None:
+    """Give the command on a disk that a power failure has left, and compare."""
+    trial.place.reset(None)
+    write_image(state.image, trial.place.disk)
+    trial.counts["power_loss"] += 1
+    before = Outcome(0, "", [("note", "saved", *position) for position in state.saved])
+    trial.recover(f"power lost after {state.after}, leaving {describe_image(state.image)}", before)
