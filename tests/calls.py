@@ -69,7 +69,10 @@ class Killed(NamedTuple):
 
 
 class Failing(NamedTuple):
-    """A call that fails, once or from then on; then with all that fail for the same reason."""
+    """A call that fails, once or from then on; then with all that fail for the same reason.
+
+    On a full disk a write first writes less than it should, and fails when it is tried again with the rest.
+    """
 
     number: int
     code: int
@@ -77,9 +80,11 @@ class Failing(NamedTuple):
     is_for_good: bool = False
 
     def __call__(self, call: Call, perform: Callable, write_half: Callable | None) -> Any:
-        if call.number == self.number or (self.is_for_good and call.number > self.number and self._is_alike(call)):
-            if self.code == errno.ENOSPC and write_half is not None:
-                write_half()
+        is_short = self.code == errno.ENOSPC and self.name == "write"
+        if call.number == self.number and is_short and write_half is not None:
+            return write_half()
+        is_struck = call.number == self.number + is_short
+        if is_struck or (self.is_for_good and call.number > self.number and self._is_alike(call)):
             raise OSError(self.code, os.strerror(self.code), call.paths[0])
         return perform()
 

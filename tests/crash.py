@@ -178,15 +178,12 @@ class Trial:
         copy_tree(self.place.disk, self.template)
         self.recorded = self.place.start(scenario.command, has_content=True)
         assert self.recorded.code == 0, self.recorded.output
-        self.expected = {has_numbered: self.ending(has_numbered) for has_numbered in (True, False)}
+        self.expected = {same: Ending(self.out, has_same_saves=same) for same in (True, False)}
         self.counts, self.problems = Counter(), []
 
     @property
     def out(self) -> Path:
         return self.place.disk / self.scenario.out
-
-    def ending(self, has_numbered: bool) -> Ending:
-        return Ending(self.out, has_numbered=has_numbered)
 
     def kill_points(self) -> list[Killed]:
         """Return a kill before each changing call, in the middle of each write, and after the last call."""
@@ -226,9 +223,8 @@ class Trial:
             return
         if not self.scenario.is_afresh:
             self.check_nothing_lost(what, before.notes("saved"), again.notes("resumed"))
-        # A save that failed, and was said to, leaves a gap in the numbers.
-        has_numbered = "was not saved" not in before.output
-        for text in self.ending(has_numbered).differences(self.expected[has_numbered]):
+        same = "was not saved" not in before.output  # a save that failed, and was said to, leaves a gap
+        for text in Ending(self.out, has_same_saves=same).differences(self.expected[same]):
             self.report(what, text)
 
     def command_again(self) -> list[str]:

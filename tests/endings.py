@@ -7,19 +7,23 @@ to which nothing was done.
 import json
 import logging
 import tomllib
+from collections.abc import Set
 from pathlib import Path
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import guard
-from checkpoint import load_checkpoint
+from checkpoint import BEST_NAMES, load_checkpoint
 from errors import UserError
 from monitor import MACHINE_FIELDS
 from store import NUMBERED
 
 # In a checkpoint: the command, and the machine that ran it.
 _OF_THE_START = {"args", "environment"}
+
+# In a checkpoint: the results so far.
+_OF_THE_EVALUATION = {"position", *BEST_NAMES.values()}
 
 # In run.json: which start this was, and of which code.
 _OF_THE_PROCESS = {"command", "host", "pid", "started", "launch", "environment"}
@@ -30,21 +34,23 @@ class Ending:
 
     Args:
         folder: the output folder.
-        has_numbered: whether to look at the numbered checkpoints; False where two runs may rightly have saved after
-            other steps: then each has to be good and to be of the step in its name.
+        has_same_saves: whether the runs to be compared have saved at the same positions. If not, each numbered
+            checkpoint has to be good and of the step in its name, and a best one to hold the same weights: it may have
+            been saved before its evaluation.
     """
 
-    def __init__(self, folder: Path, *, has_numbered: bool = True) -> None:
+    def __init__(self, folder: Path, *, has_same_saves: bool = True) -> None:
         self.values = {}
         names = sorted(path.name for path in folder.iterdir())
-        if not has_numbered:
+        if not has_same_saves:
             numbered = [name for name in names if NUMBERED.fullmatch(name)]
             self.values["wrong numbers"] = [name for name in numbered if _step_of(folder / name) != int(name[11:19])]
             names = [name for name in names if name not in numbered]
         self.values["files"] = names
         for name in names:
             if name.endswith(".pth"):
-                self.values.update(_read_checkpoint(folder / name))
+                is_partial = not has_same_saves and name.startswith("best")
+                self.values.update(_read_checkpoint(folder / name, _OF_THE_EVALUATION if is_partial else frozenset()))
         for name, read in _READERS.items():
             try:
                 self.values[name] = read(folder / name)
@@ -68,13 +74,13 @@ def _step_of(path: Path) -> int | None:
         return None
 
 
-def _read_checkpoint(path: Path) -> dict:
+def _read_checkpoint(path: Path, left_out: Set[str]) -> dict:
     """Return the leaves of a checkpoint by their paths; of a file that is none, why."""
     try:
         state = load_checkpoint(path, path.name)
     except UserError as error:  # damaged ones are set aside under their own names
         return {path.name: f"no checkpoint: {type(error).__name__}"}
-    return flatten({key: value for key, value in state.items() if key not in _OF_THE_START}, path.name)
+    return flatten({key: value for key, value in state.items() if key not in _OF_THE_START | left_out}, path.name)
 
 
 def read_metrics(path: Path) -> list[dict]:
