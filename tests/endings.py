@@ -28,6 +28,9 @@ _OF_THE_EVALUATION = {"position", *BEST_NAMES.values()}
 # In run.json: which start this was, and of which code.
 _OF_THE_PROCESS = {"command", "host", "pid", "started", "launch", "environment"}
 
+# Among the options in run.json: what may differ from one start of a run to the next.
+_OF_THE_COMMAND = {*guard._SILENT, *guard._DERIVED, "output_dir"}
+
 
 class Ending:
     """Everything that the folder of a run promises, read once.
@@ -97,7 +100,7 @@ def _read_status(path: Path) -> dict:
 
 def _read_run(path: Path) -> dict:
     record = {key: value for key, value in json.loads(path.read_text()).items() if key not in _OF_THE_PROCESS}
-    record["args"] = {key: value for key, value in record["args"].items() if key not in {*guard._SILENT, "given"}}
+    record["args"] = {key: value for key, value in record["args"].items() if key not in _OF_THE_COMMAND}
     return record
 
 
@@ -107,6 +110,8 @@ def _read_recipe(path: Path) -> dict:
 
 def read_points(folder: Path) -> dict[str, list[tuple]]:
     """Return the points that TensorBoard shows, [(step, value)] by tag; of what the machine decides the step alone."""
+    if not folder.is_dir():
+        return {}
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it says each restart that it sees
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()

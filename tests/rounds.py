@@ -2,6 +2,7 @@
 
 import argparse
 import pickle
+import shutil
 import sys
 import tempfile
 import time
@@ -34,57 +35,55 @@ def run_scenario(kind: str, scenario: Scenario, folder: Path, most: int | None, 
     find, try_point = KINDS[kind]
     trial = Trial(scenario, folder)
     points = find(trial)
-    trial.counts["points"] = len(points)
     for point in spread(points, most)[share[0] :: share[1]]:
         try_point(trial, point)
     return trial
 
 
-def _work(kind: str, scenarios: list[int], folder: str, most: int | None, share: tuple[int, int], result: str) -> None:
+def _work(most: dict, scenarios: list[int], folder: str, share: tuple[int, int], result: str) -> None:
     """Do one worker's share, and write down what came of it; runs in a child of the warm server."""
     counts, problems = Counter(), []
-    for number in scenarios:
-        start, scenario = time.monotonic(), SCENARIOS[number]
-        trial = run_scenario(kind, scenario, Path(folder) / str(number), most, share)
-        counts += trial.counts
-        problems += trial.problems
-        if not share[0]:
-            print(
-                f"{kind}, {scenario.name}: {trial.counts['points']} points, of which {trial.counts[kind]} tried here, "
-                f"{len(trial.problems)} problems, {time.monotonic() - start:.0f} s",
-                flush=True,
-            )
+    for kind, most_of_kind in most.items():
+        start = time.monotonic()
+        for number in scenarios:
+            trial = run_scenario(kind, SCENARIOS[number], Path(folder) / kind / str(number), most_of_kind, share)
+            counts += trial.counts
+            problems += trial.problems
+            shutil.rmtree(trial.place.disk.parent)
+        print(f"{kind}: {counts[kind]} tried by worker {share[0]}, {time.monotonic() - start:.0f} s", flush=True)
     Path(result).write_bytes(pickle.dumps((counts, [tuple(problem) for problem in problems])))
 
 
-def run_round(
-    kind: str, folder: Path, most: int | None = None, num_workers: int = 2, only: str = ""
-) -> tuple[Counter, list[str]]:
-    """Try the points of a kind in all scenarios, on several processes; return the counts and the problems.
+class Rounds:
+    """Rounds of some kinds over the scenarios, on worker processes that start at once.
 
     Args:
-        kind: of `KINDS`.
+        most: by kind, how many points of a scenario to try, at equal distances; None for all.
         folder: an empty one.
-        most: how many points of a scenario, at equal distances; None for all.
         num_workers: processes.
         only: only scenarios whose names hold this.
     """
-    chosen = [number for number, scenario in enumerate(SCENARIOS) if only in scenario.name]
-    workers = []
-    for index in range(num_workers):
-        place = folder / f"worker{index}"
-        place.mkdir(parents=True)
-        arguments = (kind, chosen, str(place), most, (index, num_workers), str(folder / f"result{index}"))
-        workers.append(_context.Process(target=_work, args=arguments))
-        workers[-1].start()
-    counts, problems = Counter(), []
-    for index, worker in enumerate(workers):
-        worker.join()
-        assert worker.exitcode == 0, f"worker {index} ended with {worker.exitcode}"
-        more, found = pickle.loads((folder / f"result{index}").read_bytes())
-        counts += more
-        problems += [Problem(*fields) for fields in found]
-    return counts, summarize(problems)
+
+    def __init__(self, most: dict[str, int | None], folder: Path, num_workers: int = 2, only: str = "") -> None:
+        chosen = [number for number, scenario in enumerate(SCENARIOS) if only in scenario.name]
+        folder.mkdir(exist_ok=True)
+        self.results = [folder / f"result{index}" for index in range(num_workers)]
+        self.workers = []
+        for index, result in enumerate(self.results):
+            arguments = (most, chosen, str(folder / f"worker{index}"), (index, num_workers), str(result))
+            self.workers.append(_context.Process(target=_work, args=arguments))
+            self.workers[-1].start()
+
+    def finish(self) -> tuple[Counter, list[str]]:
+        """Wait for the workers; return the counts and the problems."""
+        counts, problems = Counter(), []
+        for worker, result in zip(self.workers, self.results, strict=True):
+            worker.join()
+            assert worker.exitcode == 0, f"a worker ended with {worker.exitcode}"
+            more, found = pickle.loads(result.read_bytes())
+            counts += more
+            problems += [Problem(*fields) for fields in found]
+        return counts, summarize(problems)
 
 
 def main() -> None:
@@ -97,7 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="rounds-") as folder:
-        counts, problems = run_round(args.kind, Path(folder), args.most, args.workers, args.only)
+        counts, problems = Rounds({args.kind: args.most}, Path(folder), args.workers, args.only).finish()
     for problem in problems:
         print(problem)
     print(f"{args.kind}: {counts[args.kind]} tried, lost={counts['lost']}, {len(problems)} kinds of problems")
