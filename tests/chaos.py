@@ -283,7 +283,7 @@ def main() -> None:
     }  # fmt: skip
     for name, number in asked.items():
         parser.add_argument(f"--{name}", metavar="N", type=int, default=number, help=f"default {number}")
-    for name, number in {"crash-points": 10_000, "failing-calls": 60, "power-loss": 60}.items():
+    for name, number in {"crash-points": 10_000, "failing-calls": 60, "power-loss": 120}.items():
         parser.add_argument(
             f"--{name}", metavar="N", type=int, default=number, help=f"of each scenario, at most; default {number}"
         )

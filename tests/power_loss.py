@@ -9,7 +9,7 @@ each such disk is built, and the same command is given. What a file system may d
 - a rename happens as a whole or not at all.
 """
 
-import hashlib
+import functools
 import itertools
 import os
 import shutil
@@ -141,14 +141,15 @@ class Disk:
 
     def images(self) -> Iterator[dict]:
         """Yield what a power failure now may leave: {path: content, or (content, node), or None for a folder}."""
+        variants = {node: file.variants() for node, file in self.files.items()}
         for changes in _selections(self.pending):
             names = dict(self.durable)
             for change in changes:
                 _apply(names, change)
             names = {path: node for path, node in names.items() if _is_reachable(path, names)}
-            torn = sorted({node for node in names.values() if node != FOLDER and len(self.files[node].variants()) > 1})
-            for choice in _choices([len(self.files[node].variants()) for node in torn]):
-                contents = {node: self.files[node].variants()[index] for node, index in zip(torn, choice, strict=True)}
+            torn = sorted({node for node in names.values() if node != FOLDER and len(variants[node]) > 1})
+            for choice in _choices(tuple(len(variants[node]) for node in torn)):
+                contents = {node: variants[node][index] for node, index in zip(torn, choice, strict=True)}
                 yield {
                     path: None if node == FOLDER else (contents.get(node, self.files[node].now), node)
                     for path, node in names.items()
@@ -179,15 +180,16 @@ def _selections(pending: list[NameChange]) -> Iterator[list[NameChange]]:
         yield [*pending[:index], *reversed(pending[index : index + 2]), *pending[index + 2 :]]
 
 
-def _choices(counts: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yield which variant of each torn file is taken: of all the same kind, and each other one alone."""
+@functools.cache
+def _choices(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return which variant of each torn file is taken: of all the same kind, and each other one alone."""
     most = max(counts, default=1)
     found = {tuple(min(kind, count - 1) for count in counts) for kind in range(most)}
     for index, count in enumerate(counts):
         for kind in range(count):
             for others in (0, 1):
                 found.add(tuple(kind if at == index else min(others, counts[at] - 1) for at in range(len(counts))))
-    return iter(sorted(found))
+    return sorted(found)
 
 
 class State(NamedTuple):
@@ -204,7 +206,7 @@ def possible_states(template: Path, log: list) -> list[State]:
     last = "nothing"
     for entry in [*log, None]:
         for image in disk.images():
-            found[_digest(image)] = State(image, list(saved), last)  # a later one has more announced
+            found[_identity(image)] = State(image, list(saved), last)  # a later one has more announced
         if isinstance(entry, Call):
             disk.apply(entry)
             last = str(entry)
@@ -213,14 +215,12 @@ def possible_states(template: Path, log: list) -> list[State]:
     return list(found.values())
 
 
-def _digest(image: dict) -> bytes:
-    whole, first = hashlib.sha256(), {}
-    for path, content in sorted(image.items()):
-        whole.update(path.encode() + b"\0")
-        if content is not None:
-            # Which names are links of one file is part of the disk.
-            whole.update(first.setdefault(content[1], path).encode() + b"\0" + hashlib.sha256(content[0]).digest())
-    return whole.digest()
+def _identity(image: dict) -> frozenset:
+    """Return what two equal disks have in common; which names are links of one file is part of a disk."""
+    first = {}
+    return frozenset(
+        (path, content and (first.setdefault(content[1], path), content[0])) for path, content in sorted(image.items())
+    )
 
 
 def write_image(image: dict, folder: Path) -> None:
