@@ -1,7 +1,8 @@
 """Break runs on purpose and count what is lost: `make chaos`, or `python -m tests.chaos --kills 100`.
 
-The oracle is an uninterrupted run: every tensor that a broken and resumed run ends with, and every line of its
-metrics.jsonl, must equal its. Everything random is seeded; the faults stand in the processes, not in the code.
+The oracle is an uninterrupted run: the folder of a broken and resumed run has to end like its (tests/endings.py).
+Beside random faults in whole runs, every point of a very small one is tried (tests/rounds.py). Everything random is
+seeded; the faults stand in the processes, not in the code.
 """
 
 import argparse
@@ -22,11 +23,12 @@ from pathlib import Path
 
 import torch
 
-import monitor
 from checkpoint import load_checkpoint
 from errors import UserError
 from tests.conftest import write_images
+from tests.endings import Ending, equal, flatten
 from tests.ranks import run_ranks, train_rank
+from tests.rounds import Rounds
 
 # BatchNorm, stochastic depth, momentum, average, mixing, erasing, clipping; 4 epochs of 3 steps on 29 images.
 OPTIONS = """
@@ -67,30 +69,32 @@ class Chaos:
         logs.mkdir(exist_ok=True)
         return run_ranks(train_rank, world_size, argv, list(faults), log_folder=logs, strikes=strikes)
 
-    def reference(self, world_size: int, shards: int) -> tuple:
-        """Return how an uninterrupted run ends; run it, and take its time, if that has not been done."""
-        if shards not in self.references:
-            out = self.folder / f"reference{shards}"
-            self.train(out, 1, shards=shards).check()
-            self.references[shards] = ending(out)
-        if (world_size, shards) not in self.duration_s:
-            out = self.folder / f"timed{world_size}-{shards}"
+    def reference(self, world_size: int, shards: int, extra: tuple[str, ...] = ()) -> None:
+        """Run an uninterrupted run, and take its time on so many processes, if that has not been done."""
+        key = shards, extra
+        if key not in self.references:
+            out = self.folder / f"reference{next(self.numbers)}"
+            self.train(out, 1, *extra, shards=shards).check()
+            self.references[key] = Ending(out, has_same_saves=has_same_saves(extra))
+            if extra:
+                self.reference(1, shards)
+                # How often a run saves, and on how many loader processes, changes nothing that it computes.
+                differences = self.references[key].differences(self.references[shards, ()])
+                self.problems += [text for text in differences if text.startswith(("checkpoint.pth", "metrics", "tb"))]
+            shutil.rmtree(out)
+        if (world_size, *key) not in self.duration_s:
+            out = self.folder / f"timed{next(self.numbers)}"
             start = time.monotonic()
-            self.train(out, world_size, "--checkpoint-steps", "1", shards=shards).check()
-            self.duration_s[world_size, shards] = time.monotonic() - start
-            self.compare(out, shards, "an undisturbed run that saves at every step")
-        return self.references[shards]
+            self.train(out, world_size, *extra, shards=shards).check()
+            self.duration_s[world_size, *key] = time.monotonic() - start
+            self.compare(out, shards, f"an undisturbed run on {world_size}", extra)
 
-    def compare(self, out: Path, shards: int, what: str) -> None:
+    def compare(self, out: Path, shards: int, what: str, extra: tuple[str, ...] = ()) -> None:
         """Count a finished run that differs from the uninterrupted one, and remove it."""
-        tensors, metrics = ending(out)
-        expected_tensors, expected_metrics = self.references[shards]
-        differing = [name for name, value in expected_tensors.items() if not equal(value, tensors.get(name))]
-        left = [path.name for path in out.iterdir() if ".tmp." in path.name]
-        lines = [pair for pair in itertools.zip_longest(metrics, expected_metrics) if pair[0] != pair[1]]
-        if differing or lines or left or tensors.keys() != expected_tensors.keys():
+        differences = Ending(out, has_same_saves=has_same_saves(extra)).differences(self.references[shards, extra])
+        if differences:
             self.counts["different"] += 1
-            self.problems.append(f"{what}: {differing[:3]} and lines {lines[:2]} differ; left over {left}")
+            self.problems.append(f"{what}: {'; '.join(differences)}")
         shutil.rmtree(out)
 
     def note_loss(self, out: Path, before: int) -> int:
@@ -122,7 +126,7 @@ class Chaos:
         """
         sizes = world_size if isinstance(world_size, tuple) else (world_size,)
         for size in sizes:
-            self.reference(size, shards)
+            self.reference(size, shards, extra)
         start, struck, attempts = time.monotonic(), 0, 0
         while struck < number:
             out, safe, is_over = self.folder / f"run{next(self.numbers)}", -1, False
@@ -132,7 +136,7 @@ class Chaos:
                     self.problems.append(f"{kind}: only {struck} of {number} faults struck in {attempts} attempts")
                     return
                 size = self.rng.choice(sizes)
-                duration_s = self.duration_s[size, shards]
+                duration_s = self.duration_s[size, shards, extra]
                 strikes = trouble["strike"](duration_s) if "strike" in trouble and struck < number else []
                 faults = [trouble["fault"](struck)] if "fault" in trouble and struck < number else []
                 outcome = self.train(out, size, *extra, shards=shards, strikes=strikes, faults=faults)
@@ -146,7 +150,7 @@ class Chaos:
                     self.counts["lost"] += 1
                     self.problems.append(f"{kind}: ended by itself:\n{outcome.output[-2000:]}")
                     return
-            self.compare(out, shards, kind)
+            self.compare(out, shards, kind, extra)
         print(
             f"{kind}: {struck} struck in {attempts} starts on {world_size}, {time.monotonic() - start:.0f} s",
             flush=True,
@@ -239,34 +243,15 @@ def was_struck(codes: list[int], record: dict) -> bool:
     return any(code < 0 for code in codes) or record.get("state") == "preempted"
 
 
+def has_same_saves(extra: tuple[str, ...]) -> bool:
+    """Tell whether a run saves at every step; if not, one that was told to stop has saved at other steps."""
+    return "--checkpoint-steps" in extra
+
+
 def status(out: Path) -> dict:
     """Return what status.json says; nothing where there is none yet."""
     path = out / "status.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def ending(out: Path) -> tuple[dict, list[dict]]:
-    """Return all that a run ended with: {name: tensor or plain value}, and its log but for what the machine decides."""
-    state = load_checkpoint(out / "checkpoint.pth", str(out))
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    metrics = [{k: v for k, v in json.loads(line).items() if k not in monitor.MACHINE_FIELDS} for line in lines]
-    return flatten({k: v for k, v in state.items() if k not in ("args", "environment")}), metrics
-
-
-def flatten(value, name: str = "") -> dict:
-    """Return the leaves of nested dicts and lists by their paths."""
-    if isinstance(value, dict):
-        return {k: v for key, item in value.items() for k, v in flatten(item, f"{name}/{key}").items()}
-    if isinstance(value, (list, tuple)):
-        return {k: v for key, item in enumerate(value) for k, v in flatten(item, f"{name}/{key}").items()}
-    return {name: value}
-
-
-def equal(ours, theirs) -> bool:
-    """Tell whether two leaves are the same in every bit."""
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    return ours == theirs
 
 
 class _Bomb:
@@ -298,19 +283,31 @@ def main() -> None:
     }  # fmt: skip
     for name, number in asked.items():
         parser.add_argument(f"--{name}", metavar="N", type=int, default=number, help=f"default {number}")
+    for name, number in {"crash-points": 10_000, "failing-calls": 60, "power-loss": 120}.items():
+        parser.add_argument(
+            f"--{name}", metavar="N", type=int, default=number, help=f"of each scenario, at most; default {number}"
+        )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of all that is random; default 0")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         chaos = Chaos(Path(folder), args.seed)
+        # Beside runs of one process, so that two cores have something to do.
+        most = {"crash_points": args.crash_points, "failing_calls": args.failing_calls, "power_loss": args.power_loss}
+        rounds = Rounds(most, Path(folder) / "rounds", num_workers=1)
         chaos.bitflips(args.bitflips)
         chaos.hostile()
         chaos.save_kills(args.save_kills)
+        chaos.kills(args.kills)
+        more, problems = rounds.finish()
+        chaos.counts += more
+        chaos.counts["different"] += len(problems)
+        chaos.problems += problems
         chaos.signals(args.signals, args.rank_signals)
         chaos.resizes(args.resizes)
         chaos.rank_kills(args.rank_kills, args.all_rank_kills)
-        chaos.kills(args.kills)
-    counts = {name: chaos.counts[name] for name in ("kills", "save_kills", "rank_kills", "signals", "bitflips")}
+    names = ("kills", "save_kills", "rank_kills", "signals", "bitflips", "crash_points", "failing_calls", "power_loss")
+    counts = {name: chaos.counts[name] for name in names}
     counts["rank_kills"] += chaos.counts["resizes"]
     bad = {name: chaos.counts[name] for name in ("lost", "different", "executed")}
     for problem in chaos.problems:
@@ -323,7 +320,7 @@ def main() -> None:
         "signals": args.signals + args.rank_signals,
         "bitflips": args.bitflips,
     }
-    sys.exit(bool(chaos.problems) or any(bad.values()) or any(counts[name] < enough[name] for name in counts))
+    sys.exit(bool(chaos.problems) or any(bad.values()) or any(counts[name] < enough[name] for name in enough))
 
 
 if __name__ == "__main__":

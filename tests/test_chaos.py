@@ -1,6 +1,11 @@
 """A short round of what `make chaos` does at length: nothing lost, nothing different, nothing executed."""
 
+import json
+import shutil
+
 import pytest
+import torch
+from torch.utils.tensorboard import SummaryWriter
 
 from tests.chaos import SAVE_POINTS, Chaos
 
@@ -36,39 +41,75 @@ def test_hostile_files_are_refused_and_nothing_in_them_runs(chaos):
     assert chaos.counts["executed"] == 0
 
 
-def test_the_oracle_sees_a_changed_bit_a_lost_line_and_what_is_left_over(chaos, tmp_path):
+def test_the_oracle_sees_each_change(chaos, tmp_path):
     """The negative control: each of these must be counted."""
-    import json
-
-    import torch
-
     chaos.reference(1, 4)
+    chaos.train(tmp_path / "whole", 1).check()
+    shutil.copytree(tmp_path / "whole", tmp_path / "same")
+    chaos.compare(tmp_path / "same", 4, "same")
+    assert chaos.problems == []
+    for number, change in enumerate(CHANGES, 1):
+        out = tmp_path / change.__name__
+        shutil.copytree(tmp_path / "whole", out)
+        change(out)
+        chaos.compare(out, 4, change.__name__)
+        assert (chaos.counts["different"], len(chaos.problems)) == (number, number), change.__name__
 
-    def run(name):
-        chaos.train(tmp_path / name, 1).check()
-        return tmp_path / name
-
-    out = run("bit")
-    state = torch.load(out / "checkpoint.pth", weights_only=True)
-    next(iter(state["model"].values())).view(torch.int32).flatten()[0] ^= 1
-    torch.save(state, out / "checkpoint.pth")
-    chaos.compare(out, 4, "bit")
-    assert (chaos.counts["different"], len(chaos.problems)) == (1, 1)
-
-    out = run("line")
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    (out / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**json.loads(lines[-1]), "loss": 0.5})]))
-    chaos.compare(out, 4, "line")
-    assert chaos.counts["different"] == 2
-
-    out = run("left over")
-    (out / "checkpoint.pth.tmp.7").write_bytes(b"")
-    chaos.compare(out, 4, "left over")
-    assert chaos.counts["different"] == 3
-
-    out = run("back")
+    out = tmp_path / "whole"
     assert chaos.note_loss(out, 13) == 12
     assert chaos.counts["lost"] == 1
     (out / "checkpoint-00000011.pth").write_bytes(b"torn")
     chaos.note_loss(out, 12)
     assert chaos.counts["lost"] == 2
+
+
+def flip_a_bit(out, name="checkpoint.pth"):
+    state = torch.load(out / name, weights_only=True)
+    next(iter(state["model"].values())).view(torch.int32).flatten()[0] ^= 1
+    torch.save(state, out / name)
+
+
+def flip_a_bit_of_the_best(out):
+    flip_a_bit(out, "best.pth")
+
+
+def lose_the_best_average(out):
+    (out / "best_ema.pth").unlink()
+
+
+def misname_a_checkpoint(out):
+    (out / "checkpoint-00000012.pth").rename(out / "checkpoint-00000013.pth")
+
+
+def change_a_line(out):
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    (out / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**json.loads(lines[-1]), "loss": 0.5})]))
+
+
+def leave_something(out):
+    (out / "checkpoint.pth.tmp.7").write_bytes(b"")
+
+
+def be_requeued(out):
+    record = json.loads((out / "status.json").read_text())
+    (out / "status.json").write_text(json.dumps({**record, "state": "preempted", "requeue": True}))
+
+
+def double_a_point(out):
+    with SummaryWriter(out / "tb") as writer:
+        writer.add_scalar("val/acc1", 50.0, 12)
+
+
+def lose_the_points(out):
+    shutil.rmtree(out / "tb")
+
+
+def forget_an_option(out):
+    text = (out / "recipe.toml").read_text()
+    (out / "recipe.toml").write_text("\n".join(line for line in text.splitlines() if "label-smoothing" not in line))
+
+
+CHANGES = [
+    flip_a_bit, flip_a_bit_of_the_best, lose_the_best_average, misname_a_checkpoint, change_a_line, leave_something,
+    be_requeued, double_a_point, lose_the_points, forget_an_option,
+]  # fmt: skip

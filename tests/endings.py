@@ -1,0 +1,180 @@
+"""How a run has ended: all that its output folder promises, and in which of it two folders differ.
+
+This is the one description of "the same folder": whatever was done to a run, its folder has to end like that of a run
+to which nothing was done.
+"""
+
+import json
+import logging
+import tomllib
+from collections.abc import Set
+from pathlib import Path
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import guard
+from checkpoint import BEST_NAMES, load_checkpoint
+from errors import UserError
+from monitor import MACHINE_FIELDS
+from store import NUMBERED
+
+# In a checkpoint: the command, and the machine that ran it.
+_OF_THE_START = {"args", "environment"}
+
+# In a checkpoint: the results so far.
+_OF_THE_EVALUATION = {"position", *BEST_NAMES.values()}
+
+# In run.json: which start this was, and of which code.
+_OF_THE_PROCESS = {"command", "host", "pid", "started", "launch", "environment"}
+
+# Among the options in run.json: what may differ from one start of a run to the next.
+_OF_THE_COMMAND = {*guard._SILENT, *guard._DERIVED, "output_dir"}
+
+
+class Ending:
+    """Everything that the folder of a run promises, read once.
+
+    Args:
+        folder: the output folder.
+        has_same_saves: whether the runs to be compared have saved at the same positions. If not, each numbered
+            checkpoint has to be good and of the step in its name, and a best one to hold the same weights: it may have
+            been saved before its evaluation.
+    """
+
+    def __init__(self, folder: Path, *, has_same_saves: bool = True) -> None:
+        self.values = {}
+        names = sorted(path.name for path in folder.iterdir())
+        if not has_same_saves:
+            numbered = [name for name in names if NUMBERED.fullmatch(name)]
+            self.values["wrong numbers"] = [name for name in numbered if _step_of(folder / name) != int(name[11:19])]
+            names = [name for name in names if name not in numbered]
+        self.values["files"] = names
+        for name in names:
+            if name.endswith(".pth"):
+                is_partial = not has_same_saves and name.startswith("best")
+                self.values.update(_read_checkpoint(folder / name, _OF_THE_EVALUATION if is_partial else frozenset()))
+        for name, read in _READERS.items():
+            try:
+                self.values[name] = read(folder / name)
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                self.values[name] = f"cannot be read: {error!r}"
+
+    def differences(self, expected: "Ending") -> list[str]:
+        """Say in a few words each in what this ending is not the expected one."""
+        found = []
+        for name in sorted(self.values.keys() | expected.values.keys()):
+            ours, theirs = self.values.get(name, "nothing"), expected.values.get(name, "nothing")
+            if not equal(ours, theirs):
+                found.append(f"{name}: {_describe(ours, theirs)}")
+        return _summarize(found)
+
+
+def _step_of(path: Path) -> int | None:
+    try:
+        return load_checkpoint(path, path.name)["step"]
+    except UserError:
+        return None
+
+
+def _read_checkpoint(path: Path, left_out: Set[str]) -> dict:
+    """Return the leaves of a checkpoint by their paths; of a file that is none, why."""
+    try:
+        state = load_checkpoint(path, path.name)
+    except UserError as error:  # damaged ones are set aside under their own names
+        return {path.name: f"no checkpoint: {type(error).__name__}"}
+    return flatten({key: value for key, value in state.items() if key not in _OF_THE_START | left_out}, path.name)
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl, but for what the machine decides."""
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in MACHINE_FIELDS}
+        for line in path.read_text().splitlines()
+    ]
+
+
+def _read_status(path: Path) -> dict:
+    return {key: value for key, value in json.loads(path.read_text()).items() if key not in ("time", "start")}
+
+
+def _read_run(path: Path) -> dict:
+    record = {key: value for key, value in json.loads(path.read_text()).items() if key not in _OF_THE_PROCESS}
+    record["args"] = {key: value for key, value in record["args"].items() if key not in _OF_THE_COMMAND}
+    return record
+
+
+def _read_recipe(path: Path) -> dict:
+    return tomllib.loads(path.read_text())
+
+
+def read_points(folder: Path) -> dict[str, list[tuple]]:
+    """Return the points that TensorBoard shows, [(step, value)] by tag; of what the machine decides the step alone."""
+    if not folder.is_dir():
+        return {}
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it says each restart that it sees
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        tag: [
+            (event.step, None if tag.split("/")[-1] in MACHINE_FIELDS else event.value) for event in events.Scalars(tag)
+        ]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+_READERS = {
+    "metrics.jsonl": read_metrics,
+    "status.json": _read_status,
+    "run.json": _read_run,
+    "recipe.toml": _read_recipe,
+    "tb": read_points,
+}
+
+
+def flatten(value, name: str = "") -> dict:
+    """Return the leaves of nested dicts and lists by their paths."""
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in flatten(item, f"{name}/{key}").items()}
+    if isinstance(value, (list, tuple)):
+        return {k: v for key, item in enumerate(value) for k, v in flatten(item, f"{name}/{key}").items()}
+    return {name: value}
+
+
+def equal(ours, theirs) -> bool:
+    """Tell whether two leaves are the same in every bit."""
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    return type(ours) is type(theirs) and ours == theirs
+
+
+def _describe(ours, theirs) -> str:
+    """Say what one value is and the other should be, in the parts that differ."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
+        return "; ".join(f"{key} {_describe(ours.get(key), theirs.get(key))}" for key in keys[:3])
+    if isinstance(ours, list) and isinstance(theirs, list):
+        more = [item for item in ours if item not in theirs]
+        less = [item for item in theirs if item not in ours]
+        if not more and not less:
+            return f"{len(ours)} entries for {len(theirs)}, or in another order"
+        return f"has {str(more)[:200]} and lacks {str(less)[:200]}"
+    if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
+        return "other values"
+    return f"{str(ours)[:120]} for {str(theirs)[:120]}"
+
+
+def _summarize(found: list[str]) -> list[str]:
+    """Put what is said of the leaves of one checkpoint into one line."""
+    by_file = {}
+    for text in found:
+        by_file.setdefault(text.partition("/")[0] if ".pth/" in text else text, []).append(text)
+    return [
+        texts[0] if len(texts) == 1 else f"{name} differs in {len(texts)} entries, such as {_most_telling(texts)}"
+        for name, texts in by_file.items()
+    ]
+
+
+def _most_telling(texts: list[str]) -> str:
+    """Prefer the step to whatever follows from it."""
+    return next((text for text in texts if "/step:" in text), texts[0])

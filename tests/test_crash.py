@@ -1,0 +1,128 @@
+"""A short round of tests/crash.py and tests/power_loss.py: no point at which a kill, an error or a power loss loses."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import store
+from errors import StorageError
+from tests.calls import Call
+from tests.crash import SCENARIOS, Trial
+from tests.endings import Ending
+from tests.power_loss import lose_power, possible_states
+from tests.ranks import REPOSITORY, run_ranks
+from tests.rounds import Rounds
+
+# Points of each scenario.
+SHORT = {"crash_points": 4, "failing_calls": 4, "power_loss": 6}
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_no_point_of_a_run_loses_anything(kind, tmp_path):
+    counts, problems = Rounds({kind: SHORT[kind]}, tmp_path).finish()
+    assert problems == []
+    assert counts[kind] >= 40
+    assert counts["lost"] == 0
+
+
+# Negative controls: each of these must be found.
+
+
+def a_disk_that_syncs_nothing(folder):
+    trial = Trial(SCENARIOS[0], Path(folder) / "trial")
+    log = [entry for entry in trial.recorded.log if not (isinstance(entry, Call) and entry.name == "fsync")]
+    log = log[: 1 + next(number for number, entry in enumerate(log) if entry[1] == "saved")]
+    bare = [state for state in possible_states(trial.template, log) if state.saved and not state.image]
+    lose_power(trial, bare[0])
+    assert trial.counts["lost"] == 1, trial.problems
+
+
+def a_file_that_is_written_in_place(folder):
+    def write_in_place(path, write, verify=None):
+        with open(path, "wb") as file:
+            write(file)
+
+    store.write_atomically = write_in_place
+    trial = Trial(SCENARIOS[0], Path(folder) / "trial")
+    halves = [
+        point
+        for point in trial.kill_points()
+        if point.is_half and trial.recorded.calls[point.number - 1].paths[0].endswith("3.pth")
+    ]
+    trial.kill(halves[0])
+    assert any("corrupt" in problem.text for problem in trial.problems), trial.problems
+
+
+def a_save_that_hides_that_it_failed(folder):
+    def forget(manager, run, **options):
+        with suppress(StorageError):
+            save(manager, run, **options)
+        return True
+
+    save, store.CheckpointManager.save = store.CheckpointManager.save, forget
+    trial = Trial(SCENARIOS[0], Path(folder) / "trial")
+    writes = [point for point in trial.failures() if (point.name, point.code, point.is_for_good) == ("write", 28, True)]
+    trial.fail(writes[len(writes) // 2])
+    assert trial.counts["lost"] == 1, trial.problems
+
+
+@pytest.mark.parametrize(
+    "control", [a_disk_that_syncs_nothing, a_file_that_is_written_in_place, a_save_that_hides_that_it_failed]
+)
+def test_what_loses_is_found(control, tmp_path):
+    run_ranks(control, 1, str(tmp_path), log_folder=tmp_path).check()
+
+
+# Whole runs of real processes, killed by the kernel at single system calls.
+
+OPTIONS = """
+    --model timm/test_resnet --synthetic 8 --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu
+    --workers 0 --epochs 2 --batch-size 4 --checkpoint-steps 1 --model-ema --use-deterministic-algorithms --resume auto
+""".split()
+SYSTEM_CALLS = ["link,linkat", "rename,renameat,renameat2", "unlink,unlinkat", "fsync"]
+
+
+def run_train(out, *tracer):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [*tracer, sys.executable, str(REPOSITORY / "train.py"), *OPTIONS, "--output-dir", str(out)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+
+
+def injected(calls, number):
+    return [
+        "strace",
+        "-f",
+        "-qq",
+        "-o",
+        "/dev/null",
+        "-e",
+        f"trace={calls}",
+        "-e",
+        f"inject={calls}:signal=KILL:when={number}",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("calls", SYSTEM_CALLS)
+def test_a_run_that_the_kernel_kills_at_a_system_call_ends_like_any_other(calls, tmp_path):
+    log, whole = tmp_path / "log", tmp_path / "whole"
+    outcome = run_train(whole, "strace", "-f", "-qq", "-o", str(log), "-e", f"trace={calls}")
+    assert outcome.returncode == 0, outcome.stderr
+    expected = Ending(whole)
+    num_calls = sum(re.match(r"\d+ +\w+\(", line) is not None for line in log.read_text().splitlines())
+    assert num_calls > 3
+    for number in sorted({1, num_calls // 2, num_calls - 2, num_calls - 1, num_calls}):
+        out = tmp_path / str(number)
+        killed = run_train(out, *injected(calls, number))
+        assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), killed.stderr
+        again = run_train(out)
+        assert again.returncode == 0, again.stderr
+        assert Ending(out).differences(expected) == [], f"{calls}, number {number} of {num_calls}"
