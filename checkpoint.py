@@ -26,6 +26,8 @@ BEST_NAMES = {"val": "best", "val_ema": "best_ema"}
 MOST_PICKLE_BYTES, MOST_VALUES, MOST_COUNT = 1 << 24, 1_000_000, 1 << 53
 _LARGEST = torch.finfo(torch.float32).max
 MOST_DEPTH, MOST_CHARACTERS = 12, 1 << 16
+# Of a file that is refused in any case: in which to look for code, so that it can be said.
+_MOST_OLD_BYTES = 1 << 20
 
 # Bytes of an element of each kind of storage that `torch.save` names; the rest of what it names for plain data.
 _ITEM_BYTES = {
@@ -197,7 +199,8 @@ def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
     def check() -> None:
         with open(path, "rb") as file:
             if not check_archive(file, name):
-                raise UserError(f"{name} is damaged or no checkpoint (not the archive that torch.save writes)")
+                file.seek(0)
+                raise UserError(_explain(name, _find_code(file.read(_MOST_OLD_BYTES))))
 
     if path.is_file():  # of what is something else, `read_bytes` says so
         retry(check, path)
@@ -312,8 +315,7 @@ def _storages(pickled: bytes) -> Iterator[tuple[str, str, int]]:
     """
     literals, stack, named = {}, [], None
     for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name == "GLOBAL" and argument not in _PLAIN_GLOBALS:
-            raise ValueError(f"GLOBAL {argument.replace(' ', '.')}")
+        _check_opcode(opcode.name, argument)
         if opcode.name in ("BINPUT", "LONG_BINPUT"):
             literals[argument] = stack[-1] if stack else None
             continue
@@ -335,6 +337,29 @@ def _storages(pickled: bytes) -> Iterator[tuple[str, str, int]]:
         else:
             stack = [None]
         named = None
+
+
+def _check_opcode(name: str, argument: Any) -> None:
+    if name == "GLOBAL" and argument not in _PLAIN_GLOBALS:
+        raise ValueError(f"GLOBAL {argument.replace(' ', '.')}")
+    if name in ("INST", "STACK_GLOBAL"):
+        raise ValueError("Unsupported operand: not of torch.save")
+
+
+def _find_code(content: bytes) -> Exception:
+    """Return why a file that is no archive is refused, with the code that it names if it is a pickle, or several.
+
+    Older versions of torch wrote several, one after the other, and the tensors behind them.
+    """
+    stream = io.BytesIO(content)
+    try:
+        while stream.tell() < len(content):
+            for opcode, argument, _ in pickletools.genops(stream):
+                _check_opcode(opcode.name, argument)
+    except Exception as error:  # pickletools has a dozen kinds for what is no pickle
+        if re.match("GLOBAL|Unsupported operand", str(error)):
+            return error
+    return ValueError("not the archive that torch.save writes; nothing in it was run")
 
 
 def find_bad_record(file: Any) -> str | None:

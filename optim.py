@@ -202,6 +202,8 @@ def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
             shape = () if name == "step" and value is not parameter else parameter.shape
             if not (value is None and name in possible - needed) and not _is_moment(value, shape):
                 raise UserError(f"{name} of parameter {number} is not a tensor of shape {tuple(shape)}")
+            if name == "step" and value is not parameter and not 0 <= value < 1 << 53:
+                raise UserError(f"step of parameter {number} is {value.item()}, expected a number of steps")
 
 
 def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:

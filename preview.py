@@ -37,7 +37,9 @@ def preview(args: Any) -> str:
     args.global_batch_size = args.global_batch_size or args.batch_size * world_size
     args.num_shards = args.global_batch_size // args.batch_size
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)
-    shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn)
+    # One process may look at a run of many.
+    is_short = args.sync_bn and world_size == 1 < args.num_shards
+    shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn and not is_short)
     num_images, num_classes, about = count_images(args)
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
@@ -58,6 +60,7 @@ def preview(args: Any) -> str:
         f"{world_size} processes compute {shards.num_local} each",
         f"# {steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
         f"{num_images % args.global_batch_size} images left out of each epoch, others each time",
+        *([f"# --sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
         *reference_lines(args),
         "# learning rate at the start of each epoch",
         *(

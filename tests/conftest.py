@@ -1,5 +1,6 @@
 """Fixtures: generated images, and two ways to run train.py on several processes."""
 
+import builtins
 import faulthandler
 import os
 import re
@@ -21,6 +22,14 @@ torch.set_num_threads(1)
 def pytest_unconfigure():
     """Have a Python that does not end after the last test say where it waits, and fail, before CI's time is up."""
     faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
+
+
+@pytest.fixture(autouse=True)
+def own_print():
+    """Return `print`, and undo what a test or the code under it makes of it (`utils.setup_for_distributed`)."""
+    original = builtins.print
+    yield original
+    builtins.print = original
 
 
 def write_images(folder: Path, counts: dict[str, list[int]], size: tuple[int, int] = (40, 32)) -> Path:

@@ -47,6 +47,7 @@ import utils
 from checkpoint import RunState, check_schema
 from store import CheckpointManager
 from tests.conftest import write_images
+from tests.started import Hostile
 
 LIMIT_S = 10
 CHUNK = 25  # cases of one child
@@ -199,7 +200,7 @@ class Bench:
         }
 
     def facts(self, args: argparse.Namespace) -> dict:
-        return guard.run_facts(args, self.dataset)
+        return guard.run_facts(args, self.dataset, self.dataset_test)
 
     def save(self, opt: str) -> dict:
         """Return the state of a run after three steps, the second of which ended an epoch."""
@@ -254,10 +255,10 @@ def go_on(bench: Bench, out: Path, opt: str, rng: random.Random) -> None:
     assert state is not None
     if is_test:
         data.build_presets(args)
-        guard.check_data(state, args, 2, None)
+        guard.check_data(state, args, None, bench.dataset_test)
         models.load_evaluated(args, Tiny(), state)
         return
-    guard.check_data(state, args, 2, bench.dataset)
+    guard.check_data(state, args, bench.dataset, bench.dataset_test)
     parts = bench.parts(args)
     run = RunState(len(bench.dataset) // args.global_batch_size, bench.facts(args), parts)
     run.resume(state, None, args.epochs)
@@ -428,8 +429,41 @@ def mutated_array(array: numpy.ndarray, rng: random.Random) -> numpy.ndarray:
     elif what == 5:
         array = array.reshape(rng.choice([(-1, 1), (1, -1), (1, 1, -1)]))
     elif array.dtype != numpy.uint8 and array.size:
-        array.reshape(-1)[rng.randrange(array.size)] = rng.choice([-1, 1 << 30, -(1 << 31)])
+        number = numpy.int64(rng.choice([-1, 1 << 30, -(1 << 31)]))
+        array.reshape(-1)[rng.randrange(array.size)] = number.astype(array.dtype)
     return array
+
+
+def case_record(bench: Bench, folder: Path, rng: random.Random) -> None:
+    """images.npz says something else: a file is as it was, or is not by name, and the record is written anew."""
+    resume = rng.choice(["auto", str(folder / "checkpoint-00000003.pth")])
+    args = bench.args("--output-dir", str(folder), "--resume", resume)
+    datasets, arrays = {"train": bench.dataset, "val": bench.dataset_test}, {}
+    for name, dataset in datasets.items():
+        dataset.index.watch(is_strict=rng.random() < 0.5)
+        paths = [dataset.index.path(number) for number in range(len(dataset))]
+        states = [[os.stat(path).st_size + 1, int(os.stat(path).st_mtime)] for path in paths]
+        arrays[f"{name}-{dataset.fingerprint()}"] = numpy.array(states, dtype=numpy.uint32)
+    for name in arrays:
+        if rng.random() < 0.4:
+            arrays[name] = mutated_array(arrays[name], rng)
+        elif rng.random() < 0.1:
+            arrays[name] = numpy.array([Hostile(folder / "executed")], dtype=object)
+    buffer = io.BytesIO()
+    (numpy.savez_compressed if rng.random() < 0.1 else numpy.savez)(buffer, **arrays)
+    content = buffer.getvalue()
+    record = folder / data.SeenRecord.FILE
+    record.write_bytes(content if rng.random() < 0.6 else scramble(content, rng))
+    if rng.random() < 0.05:
+        os.truncate(record, 200 << 30)
+    with data.SeenRecord(args, bench.states["sgd"], **datasets):
+        for dataset in datasets.values():
+            for number in range(len(dataset)):
+                dataset.index.read(number)
+    written = numpy.load(record, allow_pickle=False)
+    assert all(
+        written[name].shape == (len(dataset), 2) for name, dataset in zip(arrays, datasets.values(), strict=True)
+    )
 
 
 def case_recipe(bench: Bench, folder: Path, rng: random.Random) -> None:
@@ -535,8 +569,8 @@ def case_image(bench: Bench, folder: Path, rng: random.Random) -> None:
 
 
 KINDS = {
-    case_checkpoint: 30, case_archive: 15, case_status: 8, case_metrics: 5, case_cache: 8, case_recipe: 12,
-    case_options: 4, case_tar: 10, case_manifest: 3, case_image: 15,
+    case_checkpoint: 30, case_archive: 15, case_status: 8, case_metrics: 5, case_cache: 8, case_record: 5,
+    case_recipe: 12, case_options: 4, case_tar: 10, case_manifest: 3, case_image: 15,
 }  # fmt: skip
 
 

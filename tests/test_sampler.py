@@ -236,10 +236,18 @@ def test_synchronised_batch_norm_needs_all_shards_at_once():
     with pytest.raises(UserError, match=r"--sync-bn: 2 of 4 shards .* use 4 processes, or leave --sync-bn out"):
         VirtualShards(16, 4, 0, 2).check(needs_same_bits=False, is_synchronised=True)
     args = config.parse_args(["--synthetic", "--sync-bn", "--batch-size", "4", "--global-batch-size", "16"])
-    args.rank, args.world_size = 0, 1
+    args.rank, args.world_size = 0, 2
     for refuse in (lambda: train.set_shards(args, None), lambda: preview.preview(args)):
-        with pytest.raises(UserError, match="--sync-bn: 1 of 4 shards"):
+        with pytest.raises(UserError, match="--sync-bn: 2 of 4 shards"):
             refuse()
+
+
+def test_one_process_may_preview_what_needs_several_and_not_do_it():
+    args = config.parse_args(["--synthetic", "--sync-bn", "--batch-size", "4", "--global-batch-size", "16"])
+    args.rank, args.world_size = 0, 1
+    assert "\n# --sync-bn: needs 4 processes, one for each shard\n" in preview.preview(args)
+    with pytest.raises(UserError, match="--sync-bn: 1 of 4 shards"):
+        train.set_shards(args, None)
 
 
 @pytest.mark.parametrize(

@@ -162,12 +162,19 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_otherwise(started, tmp_pa
     assert read_status(out)["state"] == "finished"
 
 
+# The first of those that this process may use.
+ONE_CORE = "taskset -cp $(taskset -cp $$ | grep -o '[0-9]*' | sed -n 2p) $$ > /dev/null"
 # What bash sets or gives, the options, and what the one line says.
 LIMITS = {
     "files": ("ulimit -n 32", ["--workers", 16], "Too many open files"),
     "memory": ("ulimit -v 2000000", [], "an import failed"),
-    "workers": (":", ["--workers", 1000000], "--workers 1000000: this process has"),
-    "batches": (":", ["--batch-size", 10**12, "--global-batch-size", 10**12], "no memory for"),
+    "workers": (ONE_CORE, ["--workers", 1000], "--workers 1000: this process has 1 cores"),
+    "batch": (":", ["--batch-size", 1 << 24, "--train-crop-size", 16384], "more than this machine's memory"),
+    "batches": (
+        "ulimit -v 16000000",
+        ["--workers", 64, "--prefetch-factor", 4096, "--train-crop-size", 1024],
+        "no memory for",
+    ),
 }
 
 

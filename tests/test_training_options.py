@@ -12,6 +12,7 @@ from torchvision.models import list_models
 
 import config
 import data
+import guard
 import losses
 import models
 import optim
@@ -162,7 +163,9 @@ def step_save_and_resume(name, tmp_path):
     # A ViT's classifier begins at zero, and nothing below it moves yet.
     assert any(moved) if name.startswith("vit_") else sum(moved) > 0.9 * len(moved)
 
-    facts = {"args": {"start_epoch": 0}, "shards": {}, "data": {}}
+    args.rank, args.world_size = 0, 1
+    train.set_shards(args, None)
+    facts = guard.run_facts(args, *data.build_datasets(None, None, args))
     state = RunState(1, facts, {"model": model, "optimizer": optim.OptimizerState(optimizer)}).state_dict()
     torch.save(state, tmp_path / "checkpoint.pth")
     restored, restored_optimizer = build()

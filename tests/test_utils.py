@@ -181,13 +181,6 @@ def test_count_correct_reads_nothing():
     assert [count.device.type for count in utils.count_correct(output, target, (1, 5))] == ["meta", "meta"]
 
 
-@pytest.fixture
-def own_print():
-    original = builtins.print
-    yield original
-    builtins.print = original
-
-
 def test_print_is_silent_off_the_master_unless_forced(own_print, capsys):
     utils.setup_for_distributed(False)
     print("hidden")
@@ -502,7 +495,6 @@ def test_an_error_of_one_rank_names_it(tmp_path):
 def test_a_name_that_standard_output_cannot_encode_is_not_raised(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     monkeypatch.setattr("sys.stdout", stream)
-    monkeypatch.setattr("builtins.print", print)
     utils.setup_for_distributed(True)
     print("r\xe9sultat")
     print("result", flush=True)
