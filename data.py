@@ -1,8 +1,9 @@
 """From files to batches on the device: decode and transform in loader processes, finish on the device."""
 
-import io
+import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -10,25 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.models import WeightsEnum
-from torchvision.transforms import InterpolationMode
 
-import guard
 import transforms
 import utils
-from encoded import EncodedBatch, EncodedCrop, UndecodableError, find_obstacle
-from errors import BadImageError, ImageError, PreemptedError, UserError
-from files import explain_failure, write_atomically
-from index import RETRY_WAITS_S, ImageIndex, check_split, open_index, open_to_read, with_retries
-from loader import ProcessLoader, ThreadLoader, collate
-from preemption import start_worker
-from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset
+from checkpointing.preemption import start_worker
+from errors import BadImageError, ImageError, UserError
+from files import memory_bytes
+from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
+from loading.index import RETRY_WAITS_S, check_split, open_index, with_retries
+from loading.loader import ProcessLoader, ThreadLoader, check_workers, collate
+from models import resolve_weights
+from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, MIXING, Draws, fold_seed, seed_host
-from sampler import SampleKey, TrainSampler
+from sampler import EvalSampler, RASampler, SampleKey, TrainSampler, VirtualShards
 
 
 class IndexedImageFolder(Dataset):
@@ -236,41 +235,20 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     return dataset, dataset_test
 
 
-def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePreset, ClassificationPresetEval]:
-    """Return what is done to each image in training and in evaluation."""
-    interpolation = InterpolationMode(args.interpolation)
-    build_train = partial(
-        ClassificationPresetTrain,
-        interpolation=interpolation,
-        hflip_prob=args.hflip_prob,
-        crop_scale=args.crop_scale,
-        auto_augment_policy=args.auto_augment,
-        ra_magnitude=args.ra_magnitude,
-        augmix_severity=args.augmix_severity,
-        random_erase_prob=args.random_erase,
-        backend=args.backend,
-        decoder=args.decoder,
-        leaves_decoding=args.decode_device != "cpu",
-    )
-    train = build_train(crop_size=args.train_crop_size)
-    if args.crop_ramp_epochs is not None:
-        first, last = args.crop_ramp_epochs
-        train = ProgressivePreset(
-            build_train,
-            smallest=args.train_crop_size_min,
-            largest=args.train_crop_size,
-            first=first,
-            last=last,
-        )
-    evaluation = ClassificationPresetEval(
-        crop_size=args.val_crop_size,
-        resize_size=args.val_resize_size,
-        interpolation=interpolation,
-        backend=args.backend,
-        decoder=args.decoder,
-        leaves_decoding=args.decode_device != "cpu",
-    )
-    return train, evaluation
+def take_published_options(args: Any) -> tuple[Any, list[str]]:
+    """Return the options with those that published weights are evaluated with, and a line about each.
+
+    Raises:
+        UserError: `--weights` names none.
+    """
+    if not args.test_only or not args.weights or Path(args.weights).is_file():
+        if args.weights and not Path(args.weights).is_file():
+            resolve_weights(args)  # whose name may be wrong
+        return args, []
+    published = options_of_weights(resolve_weights(args))
+    changes = {name: value for name, value in published.items() if name not in args.given}
+    lines = [f"{name.replace('_', '-')} {value}: as {args.weights} was published" for name, value in changes.items()]
+    return args.replaced(**changes), lines
 
 
 def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:
@@ -327,6 +305,59 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader 
         multiprocessing_context="fork" if sys.platform == "linux" else None,
         **common,
     )
+
+
+def check_memory(args: Any) -> None:
+    """Refuse batches that no memory of this machine holds.
+
+    Raises:
+        UserError: they are larger.
+    """
+    side = max(args.train_crop_size, args.val_crop_size)
+    needed = args.batch_size * 3 * side**2
+    if needed > memory_bytes():
+        raise UserError(
+            f"--batch-size {args.batch_size} of {side} px are {needed / 1e9:,.0f} GB of pixels, more than this "
+            "machine's memory; use fewer or smaller ones"
+        )
+
+
+def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[ProcessLoader | None]]:
+    """Return the training and validation sets, and their loaders where those are processes, which start now.
+
+    Raises:
+        UserError: the data cannot be used, or there is not enough of this machine for it.
+    """
+    check_workers(args.workers)
+    check_memory(args)
+    start = time.perf_counter()
+    sets = build_datasets(*(os.path.join(args.data_path or "", split) for split in ("train", "val")), args)
+    dataset, dataset_test = sets
+    if dataset is not None:
+        print(
+            f"{len(dataset)} training and {len(dataset_test)} validation images of {len(dataset.classes)} classes "
+            f"({time.perf_counter() - start:.1f} s)"
+        )
+    return sets, start_loaders(sets, args)
+
+
+def build_samplers(
+    dataset: Dataset | None, dataset_test: Dataset, args: Any
+) -> tuple[TrainSampler | None, EvalSampler]:
+    """Return the samplers of the training set's batches (None for no set) and of the validation set's."""
+    test_sampler = EvalSampler(len(dataset_test), args.batch_size, args.rank, args.world_size)
+    if dataset is None:
+        return None, test_sampler
+    shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
+    if args.ra_sampler:
+        train_sampler = RASampler(len(dataset), shards, args.seed, repetitions=args.ra_reps)
+    else:
+        train_sampler = TrainSampler(len(dataset), shards, args.seed)
+    print(
+        f"global batch {args.global_batch_size} = {shards.num_shards} shards x {shards.batch_size} images, "
+        f"{shards.num_local} a process; {train_sampler.steps_per_epoch} steps an epoch"
+    )
+    return train_sampler, test_sampler
 
 
 def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[ProcessLoader | None]:
@@ -512,30 +543,6 @@ def build_device_loader(
     return DeviceLoader(started, device, transform, args.seed, is_encoded=args.decode_device != "cpu")
 
 
-def settle_decode_device(args: Any, device: torch.device, resumed: dict | None = None) -> None:
-    """Leave the decoding to the CPU where a process's device cannot do it. Collective: every rank must call it.
-
-    A run that the CPU has decoded for stays with it, unless `--allow-change decode-device` is given; of one that began
-    on the device, `guard.check_options` refuses to go on without it.
-
-    Args:
-        args: the options; `decode_device` is set to what is done.
-        device: of this process.
-        resumed: the checkpoint that the run goes on from.
-    """
-    if args.decode_device == "cpu":
-        return
-    there = args.decode_device if resumed is None else resumed["args"].get("decode_device", "cpu")
-    if there == "cpu" and "decode_device" not in guard.parse_allowed(args.allow_change, vars(args)):
-        print("--decode-device cpu: as in the checkpoint")
-        args.decode_device = "cpu"
-        return
-    obstacles = [obstacle for obstacle in utils.gather_plain(find_obstacle(device)) if obstacle is not None]
-    if obstacles:
-        print(f"--decode-device {args.decode_device}: {obstacles[0]}; images are decoded on the CPU, by {args.decoder}")
-        args.decode_device = "cpu"
-
-
 def report_images(data_loader: DeviceLoader, epoch: int) -> None:
     """Say which images of an epoch others stood in for, and which ones the device could not decode.
 
@@ -560,113 +567,3 @@ def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str
     index = data_loader.dataset.index
     paths = ", ".join(index.path(number) for number in images[:3]) + (", ..." if len(images) > 3 else "")
     print(f"Epoch: [{epoch}] {len(images)} images {what}{since} ({len(samples)} samples): {paths}")
-
-
-class SeenRecord:
-    """Remembers, from one start of a run to the next, the size and time of each file of its class folders.
-
-    A process notes them when it first opens a file (`index.SeenFiles`), which costs no look at a million files before
-    the first step, and compares them when it opens the file again. Here the notes of all processes are put together and
-    written to a file of the output folder. What was read since they last were is not known to the next start; a file
-    that is lost or damaged begins anew.
-
-    As a context, it puts the notes together once more at an end that all ranks agree on.
-
-    Args:
-        args: the options.
-        state: the checkpoint that the run goes on from, if any. Where that is not so, or `--allow-change data` is
-            given, nothing is known of any file.
-        datasets: the training and validation set, by their names.
-    """
-
-    FILE = "images.npz"
-
-    def __init__(self, args: Any, state: dict | None, **datasets: Dataset | None) -> None:
-        self.folder = None if args.test_only else Path(args.output_dir)
-        indexes = {name: getattr(dataset, "index", None) for name, dataset in datasets.items()}
-        self.watched = {name: index for name, index in indexes.items() if index is not None and index.seen is not None}
-        # Of other images nothing is known.
-        self.keys = {name: f"{name}-{index.fingerprint()}" for name, index in self.watched.items()}
-        # As all processes know them; a row of `seen` that differs is news.
-        self.known = {name: numpy.zeros_like(index.seen.states) for name, index in self.watched.items()}
-        self.is_new = state is None or "data" in guard.parse_allowed(args.allow_change, vars(args))
-        self.is_elsewhere = not self.is_new and args.resume != "auto"
-        if self.is_new or not self.watched:
-            return
-        folder = Path(args.resume).parent if self.is_elsewhere else Path(args.output_dir)
-        payload = utils.call_on_master(self._read, folder / self.FILE)
-        paths = {"train": state["data"]["path"], "val": state["data"]["val"]["path"]}
-        for name, states in self._parse(payload or b"").items():
-            if paths[name] != self.watched[name].identity()["path"]:
-                states[:, 1] = 0  # times of another disk differ by right
-            self.known[name][:] = self.watched[name].seen.states[:] = states
-
-    def __enter__(self) -> "SeenRecord":
-        # Whatever is there may be another run's.
-        if self.is_new and self.folder is not None and utils.is_main_process():
-            with suppress(OSError):  # not there; or the disk fails, which the next checkpoint will tell of
-                (self.folder / self.FILE).unlink()
-        elif self.is_elsewhere:
-            self._write()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
-        if error is None or isinstance(error, PreemptedError):
-            self.keep()
-
-    def keep(self) -> None:
-        """Put the notes of all processes together, say what has changed, and write what is new.
-
-        Collective: every rank must call it.
-        """
-        has_news = [self._gather(name, index) for name, index in self.watched.items()]
-        if any(has_news):
-            self._write()
-
-    def _write(self) -> None:
-        if self.folder is None or not self.watched or not utils.is_main_process():
-            return
-        arrays = {self.keys[name]: states for name, states in self.known.items()}
-        try:
-            write_atomically(self.folder / self.FILE, lambda file: numpy.savez(file, **arrays))
-        except OSError as error:
-            num_bytes = sum(states.nbytes for states in arrays.values())
-            print(f"{self.folder / self.FILE} is not written: {explain_failure(error, self.folder, num_bytes)}")
-
-    def _gather(self, name: str, index: ImageIndex) -> bool:
-        """Take what any process has noted of a set since the last call, and say which files have changed."""
-        states, known = index.seen.states, self.known[name]
-        numbers = numpy.flatnonzero((states != known).any(axis=1))
-        rows = numpy.column_stack([numbers, states[numbers]]).astype(numpy.int64)
-        numbers, news = numpy.split(torch.cat(utils.all_gather(torch.from_numpy(rows))).numpy(), [1], axis=1)
-        numbers = numbers[:, 0]
-        before = known[numbers]
-        has_other_size, has_other_time = ((before != news) & (before != 0)).T
-        changed = numbers[has_other_size | has_other_time]
-        if len(changed):
-            what = "sizes" if has_other_size.any() else "times"
-            first = index.path(int(changed.min()))
-            print(
-                f"{len(changed)} images of {index.root} have other {what} than when the run read them, such as {first}"
-            )
-        known[numbers] = states[numbers] = news
-        return len(numbers) > 0
-
-    def _read(self, path: Path) -> bytes | None:
-        """Return the file's content, as far as it is not larger than it may be."""
-        most = 65536 + sum(states.nbytes for states in self.known.values())
-        try:
-            with open_to_read(path, follows_links=False) as file:
-                return file.read(most)
-        except OSError:  # not there; or a disk that fails, which the next checkpoint will tell of
-            return None
-
-    def _parse(self, payload: bytes) -> dict[str, numpy.ndarray]:
-        """Return the states of the sets in a file that is whole, as far as they are those of this run's sets."""
-        try:
-            with numpy.load(io.BytesIO(payload), allow_pickle=False) as file:
-                arrays = {name: file[key] for name, key in self.keys.items() if key in file.files}
-        except Exception:  # zip and numpy have a dozen kinds for what is damaged
-            arrays = {}
-        shapes = {name: (states.shape, states.dtype) for name, states in self.known.items()}
-        return {name: states for name, states in arrays.items() if (states.shape, states.dtype) == shapes[name]}

@@ -1,8 +1,12 @@
-"""Errors that a user can act on, and how the script leaves because of one."""
+"""Errors that a user can act on, and packages that are good to have and never needed."""
 
 import difflib
+import importlib
+import importlib.metadata
+import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import ModuleType
 
 
 def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
@@ -21,6 +25,12 @@ def one_line(text: str) -> str:
     """Return text with what would break its line, or fits into no UTF-8, written as escapes."""
     text = " ".join(text.splitlines())
     return "".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text)
+
+
+def say(line: str) -> None:
+    """Write a line to standard error, at any place of the program."""
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
 
 
 class UserError(Exception):
@@ -123,3 +133,41 @@ class ImageError(Exception):
     def __str__(self) -> str:
         # A loader process sends its traceback along, whose last line is the message.
         return super().__str__().strip().splitlines()[-1].removeprefix("errors.ImageError: ")
+
+
+def require_timm(option: str, value: str) -> ModuleType:
+    """Import timm for an option that asks for something of its.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module("timm")
+    except ImportError as error:
+        raise UserError(f"{option} {value} comes from timm, which is not installed: pip install timm") from error
+
+
+def require_torchcodec(option: str) -> ModuleType:
+    """Import TorchCodec for an option that asks for its image decoder.
+
+    Raises:
+        UserError: it is not installed, cannot be loaded, or is from before it decoded images.
+    """
+    try:
+        torchcodec = importlib.import_module("torchcodec")
+    except ImportError as error:
+        raise UserError(f"{option} needs TorchCodec, which is not installed: pip install torchcodec") from error
+    try:
+        decoders = importlib.import_module("torchcodec.decoders")
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{option}: TorchCodec {torchcodec.__version__} cannot be loaded ({reason}); install the one that is made "
+            f"for torch {importlib.metadata.version('torch')}"
+        ) from error
+    if not hasattr(decoders, "decode_jpeg"):
+        raise UserError(
+            f"{option}: TorchCodec {torchcodec.__version__} decodes no images; it does from 0.16 on: "
+            "pip install --upgrade torchcodec"
+        )
+    return torchcodec

@@ -239,3 +239,8 @@ def free_bytes(folder: Path) -> float:
         return shutil.disk_usage(folder).free
     except OSError:
         return math.nan
+
+
+def memory_bytes() -> int:
+    """Return how much memory this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,15 +18,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from errors import UserError, did_you_mean, in_one_line
-from extras import require_timm
+from errors import UserError, did_you_mean, in_one_line, require_timm
 from losses import AUXILIARY_WEIGHTS
 from randomness import FORWARD, seed_device
 from sampler import VirtualShards
 
-# torch.compile's; the last two choose kernels by measuring them.
-COMPILE_MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-MEASURED_MODES = {"max-autotune", "max-autotune-no-cudagraphs"}
+AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -503,6 +501,30 @@ class ShardedStep:
             self.gradient_sum.finish()
 
 
+def set_tf32(*, is_allowed: bool | None) -> None:
+    """Let float32 convolutions and matrix products of NVIDIA GPUs round their inputs to TF32, or forbid both.
+
+    Args:
+        is_allowed: None leaves torch's own default, and so torchvision's numbers and speed: convolutions only.
+    """
+    if is_allowed is None:
+        return
+    # The newer `fp32_precision` would do, but inductor before torch 2.15 still reads these and then refuses to compile
+    # (pytorch/pytorch#166387); writing these sets the newer ones too.
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
+    torch.backends.cudnn.allow_tf32 = is_allowed
+
+
+def autocast(args: Any, device: torch.device) -> torch.amp.autocast:
+    """Return a context, to be entered as often as wanted, that computes in `--amp-dtype` under `--amp`."""
+    return torch.amp.autocast(device.type, dtype=AMP_DTYPES[args.amp_dtype or "float16"], enabled=args.amp)
+
+
+def build_scaler(args: Any, device: torch.device) -> torch.amp.GradScaler:
+    """Return what scales the loss under float16, whose gradients vanish without; elsewhere it does nothing."""
+    return torch.amp.GradScaler(device.type, enabled=args.amp and args.amp_dtype != "bfloat16")
+
+
 class FlipAverage(nn.Module):
     """A model that scores an image and its mirror image, and gives the mean: `--eval-flip`.
 
@@ -621,3 +643,28 @@ def resolve_weights(args: Any) -> Any:
             f"--weights {args.weights}: neither a file nor weights of {args.model}{hint} (there are {known})"
         )
     return enum[name]
+
+
+def build_sharded_step(args: Any, model: nn.Module, shards: VirtualShards, device: torch.device) -> ShardedStep:
+    """Return what surrounds the passes of each shard of a step."""
+    is_deterministic = args.use_deterministic_algorithms
+    return ShardedStep(model, shards, device=device, seed=args.seed, is_deterministic=is_deterministic)
+
+
+def set_up_threads(args: Any) -> None:
+    """Fix the order of sums on the CPU under `--use-deterministic-algorithms`, before anything is computed."""
+    if args.use_deterministic_algorithms:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if "OMP_NUM_THREADS" not in os.environ:
+            # What torchrun sets for several processes; another number of threads sums in another order.
+            torch.set_num_threads(1)
+
+
+def set_up_device(args: Any) -> torch.device:
+    """Choose this process's device and its kinds of kernels; return the device."""
+    torch.use_deterministic_algorithms(args.use_deterministic_algorithms)
+    is_repeatable = args.use_deterministic_algorithms or args.test_only
+    set_tf32(is_allowed=args.tf32)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = not is_repeatable, is_repeatable
+    device = torch.device(args.device)
+    return torch.device(device.type, args.gpu) if args.distributed and device.type != "cpu" else device

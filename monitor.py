@@ -1,4 +1,4 @@
-"""Numbers leaving the process: means over a log window, TensorBoard, metrics.jsonl and status.json."""
+"""Numbers leaving the process: means over a log window, TensorBoard and metrics.jsonl."""
 
 import io
 import json
@@ -16,17 +16,14 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from checkpoint import RunState
-from errors import NonFiniteError, PreemptedError, StorageError
-from files import RETRY_S, explain_failure, open_regular, read_bytes, read_json, sync_folder, write_atomically
-from utils import all_gather, call_on_master, is_main_process
+from checkpointing.checkpoint import RunState
+from errors import NonFiniteError, StorageError
+from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
+from utils import all_gather
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
 MACHINE_FIELDS = {"time", "images_per_s", "data_wait", "memory_gib", "world_size"}
-
-# Starts in a row from one and the same step after which nothing starts a run again by itself.
-MOST_STARTS = 3
 
 # What a curve is drawn of.
 SCALARS = {"loss", "lr", "acc1", "acc5", "grad_norm", "images_per_s", "data_wait", "memory_gib"}
@@ -37,25 +34,6 @@ def non_finite_loss(step: int) -> str:
     return (
         f"the loss of step {step} is not finite; stopped, and the last checkpoint is kept; "
         "try a lower --lr, a longer warm-up or --clip-grad-norm"
-    )
-
-
-def note_start(folder: Path, run: RunState) -> dict:
-    """Return from where a run starts, and the how many-th start in a row from there this is."""
-    position = [run.step, run.is_evaluated]
-    before = read_json(folder / "status.json").get("start")
-    is_same = _is_start(before) and before["position"] == position
-    return {"position": position, "count": before["count"] + 1 if is_same else 1}
-
-
-def _is_start(value: Any) -> bool:
-    """Tell whether what a status.json says of a start can be believed."""
-    return (
-        isinstance(value, dict)
-        and type(value.get("count")) is int
-        and 0 < value["count"] < 1 << 53
-        and isinstance(value.get("position"), list)
-        and [type(item) for item in value["position"]] == [int, bool]
     )
 
 
@@ -182,7 +160,7 @@ def write_all(file: io.FileIO, content: bytes) -> None:
 
 
 class Monitor:
-    """Writes metrics.jsonl, TensorBoard's events and status.json for one run.
+    """Writes metrics.jsonl and TensorBoard's events of one run.
 
     Args:
         folder: the output folder; None for a monitor that writes nothing.
@@ -196,19 +174,12 @@ class Monitor:
         self._failed = set()
         self._events = None
 
-    @classmethod
-    def of_run(cls, folder: str, run: RunState) -> "Monitor":
-        """Return the one that writes on rank 0, and silent ones elsewhere. Collective: every rank must call it.
+    def open(self) -> None:
+        """Begin to write; of a resumed run, drop what an earlier process wrote beyond its state.
 
         Raises:
             StorageError: the records of a resumed run cannot be read or written.
         """
-        monitor = cls(Path(folder) if is_main_process() else None, run)
-        call_on_master(monitor.open)
-        return monitor
-
-    def open(self) -> None:
-        """Begin to write; of a resumed run, drop what an earlier process wrote beyond its state."""
         try:
             if self.run.is_resumed:
                 self._truncate(self.run.step, self.run.is_evaluated)
@@ -224,10 +195,6 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, PreemptedError):
-            self.status("preempted", str(error))
-        elif error is not None:
-            self.status("failed", f"{kind.__name__}: {error}".rstrip(": "))
         if self.folder is not None:
             self._attempt("metrics.jsonl", self._write_pending)
             if self._events is None:
@@ -293,66 +260,6 @@ class Monitor:
         if self.folder is not None:
             self._attempt("metrics.jsonl", self._write_pending)
             self._attempt("metrics.jsonl", os.fsync, self._file.fileno())
-
-    def status(self, state: str, reason: str = "") -> None:
-        """Replace status.json, which tells what became of the run: running, preempted, finished or failed.
-
-        torchrun turns every exit code into 1, so this file is the truth.
-        """
-        if self.folder is not None:
-            self._attempt("status.json", self._write_status, state, reason)
-
-    def _write_status(self, state: str, reason: str = "") -> None:
-        for left in (2, 1, 0):
-            try:
-                write_status(self.folder, state, self.run.step, reason)
-                return
-            except OSError:
-                if not left:
-                    raise
-                time.sleep(RETRY_S)
-
-    def finish(self) -> None:
-        """Record that the run has ended as it should. Rank 0 only.
-
-        Raises:
-            StorageError: that cannot be written, so that nobody could know.
-        """
-        try:
-            self._write_status("finished")
-        except OSError as error:
-            why = explain_failure(error, self.folder, 0)
-            raise StorageError(
-                f"all is saved, but status.json was not written: {why}; the same command ends it"
-            ) from error
-
-
-def write_status(folder: Path, state: str, step: int, reason: str = "", start: dict | None = None) -> None:
-    """Replace a run's status.json; as `Monitor.status`.
-
-    `requeue` tells a job script whether to start the run again: where it was preempted, unless it has been, time and
-    again, without getting anywhere.
-
-    Args:
-        folder: the output folder.
-        state: running, preempted, finished or failed.
-        step: steps done.
-        reason: why it stopped.
-        start: what `note_start` returned; by default, what the file says already.
-    """
-    start = start or read_json(folder / "status.json").get("start")
-    if not _is_start(start):
-        start = {"position": [step, False], "count": 1}
-    is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
-    status = {
-        "state": state,
-        "reason": reason,
-        "step": step,
-        "requeue": state == "preempted" and not is_stuck,
-        "start": start,
-        "time": round(time.time(), 3),
-    }
-    write_atomically(folder / "status.json", lambda file: file.write(json.dumps(status).encode() + b"\n"))
 
 
 def _parse_record(line: bytes) -> dict | None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import UserError, did_you_mean
-from extras import require_timm
+from errors import UserError, did_you_mean, require_timm
+from options import BY_NAME
 
 # torch's and torchvision's normalisation layers, whose weights and biases `--norm-weight-decay` governs.
 _NORM_CLASSES = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm,
@@ -392,7 +392,12 @@ class LRScheduler:
 
 
 def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Return the schedule that the options ask for."""
+    """Return the schedule that the options ask for.
+
+    Raises:
+        UserError: its rates grow beyond what a float32 holds.
+    """
+    check_rates(args)
     return LRScheduler(optimizer, is_per_step=args.lr_per_step, **schedule(args))
 
 
@@ -408,6 +413,23 @@ def schedule(args: Any) -> dict[str, Any]:
         "gamma": args.lr_gamma,
         "lr_min": args.lr_min,
     }
+
+
+def check_rates(args: Any) -> None:
+    """Refuse a schedule that grows beyond what a float32 holds.
+
+    Raises:
+        UserError: it does.
+    """
+    try:
+        rates = [lr_at(epoch, peak=args.lr, **schedule(args)) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
+    except OverflowError:
+        rates = [math.inf]
+    if max(rates) > BY_NAME["lr"].at_most:
+        raise UserError(
+            f"--lr-gamma {args.lr_gamma}: the learning rate grows beyond {BY_NAME['lr'].at_most:g} in "
+            f"--epochs {args.epochs}"
+        )
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, is_read: bool) -> Tensor | None:

@@ -7,7 +7,8 @@ them; the presets take their keyword arguments, as torchvision's do, and leave t
 import importlib
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -17,15 +18,12 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.functional import pil_to_tensor
 
-from decode import DECODERS, ImageFile, check_num_pixels, decode_plainly
-from encoded import EncodedCrop
-from errors import UserError
-from extras import require_timm
+from config import IMAGENET_MEAN, IMAGENET_STD
+from errors import UserError, require_timm
+from loading import decode, encoded
+from loading.decode import DECODERS, ImageFile, check_num_pixels, decode_plainly
+from loading.encoded import EncodedCrop
 from randomness import Draws, TorchDraws, unit
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
 
 # What torch resizes in uint8 with antialiasing; Pillow does the others.
 _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
@@ -456,3 +454,45 @@ class _Span(NamedTuple):
         end = min(math.ceil((cut + crop_size) * scale) + reach, size)
         # A part that is enlarged by less than a pixel keeps its size, and torch then copies it: the whole side it is.
         return cls(begin, size if end * new_size // size == end else end, cut)
+
+
+def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePreset, ClassificationPresetEval]:
+    """Return what is done to each image in training and in evaluation."""
+    interpolation = InterpolationMode(args.interpolation)
+    build_train = partial(
+        ClassificationPresetTrain,
+        interpolation=interpolation,
+        hflip_prob=args.hflip_prob,
+        crop_scale=args.crop_scale,
+        auto_augment_policy=args.auto_augment,
+        ra_magnitude=args.ra_magnitude,
+        augmix_severity=args.augmix_severity,
+        random_erase_prob=args.random_erase,
+        backend=args.backend,
+        decoder=args.decoder,
+        leaves_decoding=args.decode_device != "cpu",
+    )
+    train = build_train(crop_size=args.train_crop_size)
+    if args.crop_ramp_epochs is not None:
+        first, last = args.crop_ramp_epochs
+        train = ProgressivePreset(
+            build_train,
+            smallest=args.train_crop_size_min,
+            largest=args.train_crop_size,
+            first=first,
+            last=last,
+        )
+    evaluation = ClassificationPresetEval(
+        crop_size=args.val_crop_size,
+        resize_size=args.val_resize_size,
+        interpolation=interpolation,
+        backend=args.backend,
+        decoder=args.decoder,
+        leaves_decoding=args.decode_device != "cpu",
+    )
+    return train, evaluation
+
+
+def describe_decoder(args: Any) -> str:
+    """Return what decodes images, with its version, on whose pixels the numbers of a run depend."""
+    return " ".join(decode.describe(args.decoder).values()) + encoded.describe(args.decode_device)

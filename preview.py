@@ -1,7 +1,6 @@
 """What a command would do, without doing it: the resolved options, the batch arithmetic and the learning rates."""
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,13 @@ import torch
 from torch import nn
 
 import config
-import data
 import models
 import optim
+import presets
 import utils
 from errors import UserError
-from index import find_splits, open_index
+from launch import read_launch
+from loading.index import find_splits, open_index
 from sampler import VirtualShards
 
 # What ImageNet-1k is, where no data is at hand.
@@ -31,11 +31,11 @@ def preview(args: Any) -> str:
     Raises:
         UserError: the options cannot be used together.
     """
-    launched = utils.launcher_environment(os.environ, args.world_size)
-    world_size = int(launched.get("WORLD_SIZE", args.world_size))
-    utils.setup_for_distributed(int(launched.get("RANK", "0")) == 0)
-    args.global_batch_size = args.global_batch_size or args.batch_size * world_size
-    args.num_shards = args.global_batch_size // args.batch_size
+    launch = read_launch(world_size=args.world_size)
+    utils.setup_for_distributed(launch.rank == 0)
+    args = config.Record(**{**vars(args), "world_size": launch.world_size, "distributed": False})
+    args = config.with_shards(args, state=None)
+    world_size = args.world_size
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)
     # One process may look at a run of many.
     is_short = args.sync_bn and world_size == 1 < args.num_shards
@@ -43,9 +43,8 @@ def preview(args: Any) -> str:
     num_images, num_classes, about = count_images(args)
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
-    args.distributed = False
     model = build_without_memory(args, num_classes)
-    data.build_presets(args)  # finds out whether the augmentation exists
+    presets.build_presets(args)  # finds out whether the augmentation exists
     groups = optim.build_parameter_groups(args, model)
     optimizer = optim.build_optimizer(args, groups)
     scheduler = optim.build_lr_scheduler(args, optimizer)

@@ -3,24 +3,22 @@
 import builtins
 import datetime
 import errno
-import hashlib
 import json
 import os
-import re
 import resource
 import signal
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from errors import LimitError, UserError, one_line
-from startup import say
+from errors import LimitError, UserError, one_line, say
+from launch import read_launch
 
 # Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
 PATIENCE_MIN = 24 * 60
@@ -372,89 +370,44 @@ def setup_for_distributed(is_master: bool) -> None:
     builtins.print = print_on_master
 
 
-def first_slurm_host(nodelist: str) -> str:
-    """Return the first host of a Slurm node list such as `gpu[007-010,12],login1`."""
-    # Each bracket stands for its first number; what follows a comma outside brackets is another host.
-    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", nodelist).split(",")[0]
-
-
-def launcher_environment(environ: Mapping[str, str], world_size: int) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK and, under Slurm, MASTER_ADDR and MASTER_PORT as a launcher set them.
-
-    Args:
-        environ: the process's environment.
-        world_size: the number of processes where only RANK is set (`--world-size`).
-
-    Returns:
-        An empty dict where no launcher started this process.
-    """
-    if "RANK" in environ:
-        size = environ.get("WORLD_SIZE", str(world_size))
-        return {"RANK": environ["RANK"], "WORLD_SIZE": size, "LOCAL_RANK": environ.get("LOCAL_RANK", environ["RANK"])}
-    # SLURM_PROCID alone is also set in a batch script, where nobody started the other tasks: only srun sets the step's.
-    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
-        return {
-            "RANK": environ["SLURM_PROCID"],
-            "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
-            "LOCAL_RANK": environ["SLURM_LOCALID"],
-            "MASTER_ADDR": environ.get("MASTER_ADDR")
-            or first_slurm_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]),
-            # The same on every task, and another one for another step or job on the same node.
-            "MASTER_PORT": environ.get("MASTER_PORT")
-            or str(20000 + int(hashlib.sha256(step.encode()).hexdigest(), 16) % 12000),
-        }
-    return {}
-
-
-def read_launcher(args: Any) -> None:
-    """Take this process's place among others from torchrun, Slurm's srun or RANK and `--world-size`; join nobody.
-
-    Sets `args.distributed`, `args.rank`, `args.world_size` and `args.gpu` (the index of this process's accelerator).
-
-    Raises:
-        UserError: there is half of what is needed.
-    """
-    launched = launcher_environment(os.environ, args.world_size)
-    if not launched and args.world_size > 1:
-        raise UserError(
-            f"--world-size {args.world_size}, but no launcher set RANK; start the processes with "
-            f"`torchrun --nproc_per_node={args.world_size} train.py ...`"
-        )
-    if launched and args.dist_url == "env://" and "MASTER_ADDR" not in {**os.environ, **launched}:
-        raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
-    os.environ.update(launched)
-    args.rank = int(launched.get("RANK", "0"))
-    args.world_size = int(launched.get("WORLD_SIZE", "1"))
-    args.distributed = bool(launched)
-    args.gpu = int(launched.get("LOCAL_RANK", torch.device(args.device).index or 0))
-    setup_for_distributed(args.rank == 0)
-
-
 def init_distributed_mode(args: Any) -> None:
-    """Join the process group that `read_launcher` finds, or run alone.
+    """Join the processes that a launcher started, and set `args.rank`, `world_size`, `distributed` and `gpu`.
+
+    For people's own scripts; `main` resolves its options first. Collective: every rank must call it.
+    """
+    launch = read_launch(world_size=getattr(args, "world_size", 1))
+    args.rank, args.world_size, args.gpu = launch.rank, launch.world_size, launch.local_rank
+    args.distributed = launch.is_launched
+    setup_for_distributed(args.rank == 0)
+    join_processes(args)
+
+
+def join_processes(args: Any) -> None:
+    """Join the process group, or run alone.
 
     CPU tensors travel over gloo and CUDA tensors over nccl, so that bookkeeping never waits for a GPU.
     Collective: every rank must call it.
+
+    Args:
+        args: reads distributed, rank, world_size, gpu, device, dist_url and dist_timeout.
     """
     global _patient_group  # noqa: PLW0603
-    read_launcher(args)
     is_cuda = torch.device(args.device).type == "cuda"
     if is_cuda:
-        # A launcher may show each process its own GPU only; then that one is number 0.
-        args.gpu %= max(torch.cuda.device_count(), 1)
         torch.cuda.set_device(args.gpu)
     if not args.distributed:
         return
     print(f"joining {args.world_size} processes at {args.dist_url}", flush=True)
-    timeout = datetime.timedelta(minutes=args.dist_timeout)
+    launch = read_launch(world_size=args.world_size)
+    os.environ.update(launch.environment())
+    timeout = datetime.timedelta(minutes=getattr(args, "dist_timeout", 30))
     # What a launcher has set up counts; --dist-url is for where there is none.
-    url = "env://" if "MASTER_ADDR" in os.environ else args.dist_url
+    url = "env://" if launch.address else args.dist_url
     store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
     # torchrun's store outlives a restart, with the addresses of the dead in it: each attempt has keys of its own. On
     # several nodes each torchrun has a count of its own, and so they cannot.
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if launch.num_nodes == 1:
+        store = dist.PrefixStore(f"attempt{launch.attempt}", store)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=store,
@@ -498,7 +451,8 @@ def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
         is_agreed: whether all ranks are expected to meet the error; if not, it is printed at once.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a launcher ends this process now
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0")
+    launch = read_launch()
+    rank = launch.rank
     is_silent = False
     if rank != 0 and is_agreed:
         time.sleep(10)

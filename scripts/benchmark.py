@@ -20,10 +20,9 @@ from torchvision import datasets, transforms
 
 import config
 import data
-import decode
-import loader
-from decode import ImageFile, decode_plainly
 from errors import UserError
+from loading import decode, loader
+from loading.decode import ImageFile, decode_plainly
 from presets import ClassificationPresetEval, ClassificationPresetTrain, resize
 from randomness import Draws
 from sampler import SampleKey, TrainSampler, VirtualShards

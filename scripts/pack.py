@@ -24,10 +24,10 @@ from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
 
 import config
-from decode import load_image
 from errors import BadImageError, ImageError, UserError
 from files import write_atomically
-from index import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, open_index
+from loading.decode import load_image
+from loading.index import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, open_index
 from scripts.workers import Progress, UnfinishedError, Workers, size_text
 
 KIND, FORMAT = PACK_KIND, PACK_FORMAT

@@ -29,10 +29,11 @@ import losses
 import models
 import monitor
 import optim
-import precision
 import train
 import utils
 from errors import UserError
+from options import COMPILE_MODES
+from run import BareRun
 from sampler import TrainSampler, VirtualShards
 
 # Dense peaks, TFLOP/s, by the name that torch gives the device: NVIDIA's data sheets and white papers of A100 (2020),
@@ -77,12 +78,47 @@ class Step:
         self.model_ema = models.build_ema(args, self.model)
         self.criterion = losses.build_criterion(args)
         self.optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, self.model))
-        self.scaler = precision.build_scaler(args, device)
+        self.scaler = models.build_scaler(args, device)
         self.shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
 
 
+class LoggedRun(BareRun):
+    """What a run does with steps: the rates of a schedule, and a log window that is read when a line is due.
+
+    Args:
+        step: whose optimizer and shards.
+        model: its model, wrapped for several processes.
+    """
+
+    def __init__(self, step: Step, model: torch.nn.Module) -> None:
+        self.sharded_step = models.ShardedStep(model, step.shards, device=step.device)
+        self.scheduler = optim.build_lr_scheduler(step.args, step.optimizer)
+        self.window = monitor.LogWindow(step.shards.num_local)
+        self.num_steps = 0
+
+    def steps(self, num_batches: int) -> range:
+        """Return the steps of the epoch."""
+        steps = super().steps(num_batches)
+        self.num_steps = len(steps)
+        return steps
+
+    def begin_step(self, epoch: int, step: int) -> None:
+        """Set the learning rate of a step."""
+        self.scheduler.set_position(epoch, step, self.num_steps)
+
+    def end_step(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
+        """Keep a step's numbers, and read them when a line is due."""
+        for result in results:
+            self.window.update(0, *result)
+        if metric_logger.is_line_due:
+            self.window.gather()
+            for name, value in self.window.read()[0].items():
+                metric_logger.meters[name].update(value)
+            float(grad_norm)
+
+
 class OurLoop:
-    """The real `train_one_epoch` from the real loader, with the rates of a schedule and a log window as a run has.
+    """The real `train_one_epoch` from the real loader.
 
     Args:
         args: as `Step`.
@@ -95,20 +131,8 @@ class OurLoop:
         dataset = data.SyntheticImages(num_steps * args.global_batch_size, args.train_crop_size, NUM_CLASSES)
         sampler = TrainSampler(len(dataset), self.step.shards)
         self.loader = data.build_device_loader(args, dataset, sampler, device, NUM_CLASSES)
-        self.scheduler = optim.build_lr_scheduler(args, self.step.optimizer)
         self.wrapped = models.wrap_model(self.step.model, args)
-        self.sharded_step = models.ShardedStep(self.wrapped, self.step.shards, device=device)
-        self.window = monitor.LogWindow(self.step.shards.num_local)
-
-    def note(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
-        """Do what a run's hook does with a step: keep its numbers, and read them when a line is due."""
-        for result in results:
-            self.window.update(0, *result)
-        if metric_logger.is_line_due:
-            self.window.gather()
-            for name, value in self.window.read()[0].items():
-                metric_logger.meters[name].update(value)
-            float(grad_norm)
+        self.run = LoggedRun(self.step, self.wrapped)
 
     def __call__(self) -> int:
         """Train; return the number of images."""
@@ -116,7 +140,7 @@ class OurLoop:
         with redirect_stdout(io.StringIO()):
             train.train_one_epoch(
                 self.wrapped, step.criterion, step.optimizer, self.loader, step.device, 0, step.args, step.model_ema,
-                step.scaler, self.scheduler, self.sharded_step, self.note,
+                step.scaler, self.run,
             )  # fmt: skip
         synchronize(step.device)
         return self.num_steps * step.args.global_batch_size
@@ -139,7 +163,7 @@ class BareStep:
         memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
         image = torch.randn(args.batch_size, 3, size, size, device=device).to(memory_format=memory_format)
         self.batch = image, torch.arange(args.batch_size, device=device) % NUM_CLASSES
-        self.autocast = precision.autocast(args, device)
+        self.autocast = models.autocast(args, device)
 
     def __call__(self) -> int:
         """Train; return the number of images."""
@@ -223,7 +247,7 @@ class TorchvisionsWay:
         logger = utils.MetricLogger()
         for number, (image, target) in enumerate(self.loader):
             image, target = image.to(step.device), target.to(step.device)
-            with precision.autocast(args, step.device):
+            with models.autocast(args, step.device):
                 output = step.model(image)
                 loss = step.criterion(output, target)
             step.optimizer.zero_grad()
@@ -322,11 +346,9 @@ def training_args(options: argparse.Namespace, *extra: str) -> argparse.Namespac
         if getattr(options, name) is not None:
             argv.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
     args = config.parse_args(argv)
-    config.derive(args)
-    args.global_batch_size = args.global_batch_size or args.batch_size
-    args.num_shards = args.global_batch_size // args.batch_size
-    args.distributed, args.rank, args.world_size = False, 0, 1
-    return args
+    record, _ = config.on_machine(args)
+    record = config.with_shards(record.replaced(distributed=False, rank=0, world_size=1), state=None)
+    return argparse.Namespace(**vars(record))  # of which each variant changes something
 
 
 # The second variant: what a modern recipe adds to a step.
@@ -345,7 +367,7 @@ def benchmark_step(options: argparse.Namespace) -> dict[str, Any]:
     ]:
         args = training_args(options, *extra)
         device = torch.device(args.device)
-        precision.set_tf32(is_allowed=args.tf32)
+        models.set_tf32(is_allowed=args.tf32)
         torch.backends.cudnn.benchmark = True
         steps = max(options.steps // args.num_shards, 1)
         ways = {"loop": OurLoop(args, device, steps), "bare": BareStep(args, device, steps)}
@@ -396,7 +418,7 @@ def scaling_rank(options: argparse.Namespace) -> None:
     args.num_shards = args.world_size
     args.global_batch_size = args.batch_size * args.world_size
     device = torch.device(torch.device(args.device).type, args.gpu) if args.device != "cpu" else torch.device("cpu")
-    precision.set_tf32(is_allowed=args.tf32)
+    models.set_tf32(is_allowed=args.tf32)
     loop = OurLoop(args, device, options.steps)
     alone = copy.copy(args)
     alone.global_batch_size, alone.num_shards, alone.rank, alone.world_size = args.batch_size, 1, 0, 1
@@ -512,8 +534,8 @@ def add_commands(commands: Any) -> None:
         command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
         for switch in SWITCHES:
             command.add_argument(switch, action="store_true", help="as train.py's")
-        command.add_argument("--amp-dtype", choices=sorted(precision.AMP_DTYPES), help="as train.py's")
-        command.add_argument("--compile", nargs="?", const="default", choices=models.COMPILE_MODES, help="likewise")
+        command.add_argument("--amp-dtype", choices=sorted(models.AMP_DTYPES), help="as train.py's")
+        command.add_argument("--compile", nargs="?", const="default", choices=COMPILE_MODES, help="likewise")
         command.add_argument("--opt", default="sgd", help="likewise (default: sgd)")
     step.add_argument("--threads", metavar="N", type=int, help="CPU threads (default: torch's)")
     scaling.add_argument("--nproc", metavar="N", type=int, nargs="+", default=[1, 2], help="default: 1 2")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import load_checkpoint
+from checkpointing.archive import load_checkpoint
 from errors import UserError
 from tests.conftest import write_images
 from tests.endings import Ending, equal, flatten

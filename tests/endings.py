@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import guard
-from checkpoint import BEST_NAMES, load_checkpoint
+from checkpointing import guard
+from checkpointing.archive import load_checkpoint
+from checkpointing.checkpoint import BEST_NAMES
+from checkpointing.store import NUMBERED
 from errors import UserError
 from monitor import MACHINE_FIELDS
-from store import NUMBERED
+from options import BY_NAME, SILENT
 
 # In a checkpoint: the command, and the machine that ran it.
 _OF_THE_START = {"args", "environment"}
@@ -29,7 +31,11 @@ _OF_THE_EVALUATION = {"position", *BEST_NAMES.values()}
 _OF_THE_PROCESS = {"command", "host", "pid", "started", "launch", "environment"}
 
 # Among the options in run.json: what may differ from one start of a run to the next.
-_OF_THE_COMMAND = {*guard._SILENT, *guard._DERIVED, "output_dir"}
+_OF_THE_COMMAND = {
+    *(name for name, option in BY_NAME.items() if option.resume == SILENT),
+    *guard._DERIVED,
+    "output_dir",
+}
 
 
 class Ending:
@@ -68,6 +74,16 @@ class Ending:
             if not equal(ours, theirs):
                 found.append(f"{name}: {_describe(ours, theirs)}")
         return _summarize(found)
+
+
+def differing_results(ours: Path, theirs: Path) -> list[str]:
+    """Name what differs in the last states and the records of two runs, whatever else their folders hold."""
+    found = [
+        _read_checkpoint(folder / "checkpoint.pth", frozenset()) | {"metrics": read_metrics(folder / "metrics.jsonl")}
+        for folder in (ours, theirs)
+    ]
+    names = sorted(found[0].keys() | found[1].keys())
+    return [name for name in names if not equal(found[0].get(name, "nothing"), found[1].get(name, "nothing"))]
 
 
 def _step_of(path: Path) -> int | None:

@@ -34,18 +34,22 @@ from torch import nn
 import config
 import data
 import errors
-import guard
-import index
 import models
 import monitor
 import optim
+import options
 import presets
 import preview
+import run
 import sampler
-import train
 import utils
-from checkpoint import RunState, check_schema
-from store import CheckpointManager
+from checkpointing import guard
+from checkpointing.checkpoint import RunState
+from checkpointing.schema import check_schema
+from checkpointing.store import CheckpointManager
+from launch import read_launch
+from loading import index
+from loading.seen import SeenRecord
 from tests.conftest import write_images
 from tests.started import Hostile
 
@@ -179,9 +183,7 @@ class Bench:
     def args(self, *more: str) -> argparse.Namespace:
         """Return the options of a run, as far as `train.main` gets before it reads anything."""
         args = config.parse_args([*self.argv, "--model-ema", *more])
-        args.rank, args.gpu, args.distributed, args.world_size = 0, 0, False, 1
-        config.derive(args)
-        return args
+        return config.on_machine(args)[0]
 
     def build_datasets(self, args: argparse.Namespace) -> tuple:
         return data.build_datasets(str(self.images / "train"), str(self.images / "val"), args)
@@ -200,13 +202,12 @@ class Bench:
         }
 
     def facts(self, args: argparse.Namespace) -> dict:
-        return guard.run_facts(args, self.dataset, self.dataset_test)
+        return guard.run_facts(args, "pillow", self.dataset, self.dataset_test)
 
     def save(self, opt: str) -> dict:
         """Return the state of a run after three steps, the second of which ended an epoch."""
         args = self.args("--opt", opt)
-        args.resume = ""
-        train.set_shards(args, None)
+        args = config.with_shards(args.replaced(resume=""), None)
         parts = self.parts(args)
         run = RunState(len(self.dataset) // 8, self.facts(args), parts)
         for step in range(3):
@@ -251,25 +252,25 @@ def go_on(bench: Bench, out: Path, opt: str, rng: random.Random) -> None:
     is_test = rng.random() < 0.15
     args = bench.args("--opt", opt, "--output-dir", str(out), "--resume", resume, *(["--test-only"] if is_test else []))
     manager = CheckpointManager(out)
-    state = train.load_resumed(args, manager, torch.device("cpu"))
+    args, state = run.read_resumed(args, manager, torch.device("cpu"))
     assert state is not None
     if is_test:
-        data.build_presets(args)
+        presets.build_presets(args)
         guard.check_data(state, args, None, bench.dataset_test)
         models.load_evaluated(args, Tiny(), state)
         return
     guard.check_data(state, args, bench.dataset, bench.dataset_test)
     parts = bench.parts(args)
-    run = RunState(len(bench.dataset) // args.global_batch_size, bench.facts(args), parts)
-    run.resume(state, None, args.epochs)
-    manager.open(args.resume, run)
-    if run.steps == run.steps_per_epoch:
-        run.start_epoch(run.epoch + 1)
+    position = RunState(len(bench.dataset) // args.global_batch_size, bench.facts(args), parts)
+    position.resume(state, None, args.epochs)
+    manager.open(args.resume, position)
+    if position.steps == position.steps_per_epoch:
+        position.start_epoch(position.epoch + 1)
     make_step(parts)
-    run.advance()
+    position.advance()
     parts["log_window"].state_dict()
-    assert manager.save(run)
-    check_schema(run.state_dict(), "what is saved again")
+    assert manager.save(position)
+    check_schema(position.state_dict(), "what is saved again")
 
 
 def case_checkpoint(bench: Bench, folder: Path, rng: random.Random) -> None:
@@ -345,19 +346,20 @@ def write_json(path: Path, value: Any, rng: random.Random) -> None:
 def case_status(bench: Bench, folder: Path, rng: random.Random) -> None:
     """status.json and run.json say something else."""
     start = {"position": [3, False], "count": 2}
-    run = RunState(2, {}, {})
-    run.epoch, run.steps = 1, 1
+    state = RunState(2, {}, {})
+    state.epoch, state.steps = 1, 1
     status = {"state": "preempted", "reason": "", "step": 3, "requeue": True, "start": start, "time": 1.5}
     write_json(folder / "status.json", status, rng)
     (folder / "checkpoint-00000003.pth").touch()
     os.environ["TORCHELASTIC_RUN_ID"] = "7"
-    write_json(folder / "run.json", {"launch": train.describe_launch(), "command": ["train.py"], "pid": 1}, rng)
+    write_json(folder / "run.json", {"launch": read_launch().agent, "command": ["train.py"], "pid": 1}, rng)
     args = bench.args("--output-dir", str(folder))
-    train.go_on_after_restart(args, CheckpointManager(folder))
-    found = monitor.note_start(folder, run)
+    run.go_on_after_restart(args, CheckpointManager(folder))
+    status_file = run.StatusFile(folder, state)
+    found = status_file.count_start()
     assert type(found["count"]) is int
     assert found["count"] >= 1
-    monitor.write_status(folder, "running", 3, start=found if rng.random() < 0.5 else None)
+    status_file.replace("running", start=found if rng.random() < 0.5 else None)
     written = json.loads((folder / "status.json").read_text())
     assert written["step"] == 3
     assert type(written["requeue"]) is bool
@@ -373,13 +375,15 @@ def case_metrics(bench: Bench, folder: Path, rng: random.Random) -> None:
         lines.append(json.dumps(record).encode())
     content = b"\n".join(lines) + b"\n"
     (folder / "metrics.jsonl").write_bytes(content if rng.random() < 0.5 else scramble(content, rng))
-    run = RunState(2, {}, {})
-    run.epoch, run.steps, run.is_resumed = rng.choice([1, 2]), rng.choice([0, 1, 2]), True
-    run.is_evaluated = run.steps == 2 and rng.random() < 0.5
-    with monitor.Monitor.of_run(str(folder), run) as writer:
-        writer.write("train", run.step + 1, run.epoch, loss=1.0)
+    state = RunState(2, {}, {})
+    state.epoch, state.steps, state.is_resumed = rng.choice([1, 2]), rng.choice([0, 1, 2]), True
+    state.is_evaluated = state.steps == 2 and rng.random() < 0.5
+    writer = monitor.Monitor(folder, state)
+    writer.open()
+    with writer:
+        writer.write("train", state.step + 1, state.epoch, loss=1.0)
     for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]:
-        assert json.loads(line)["step"] <= run.step
+        assert json.loads(line)["step"] <= state.step
 
 
 def check_index(found: index.ImageIndex) -> None:
@@ -452,11 +456,11 @@ def case_record(bench: Bench, folder: Path, rng: random.Random) -> None:
     buffer = io.BytesIO()
     (numpy.savez_compressed if rng.random() < 0.1 else numpy.savez)(buffer, **arrays)
     content = buffer.getvalue()
-    record = folder / data.SeenRecord.FILE
+    record = folder / SeenRecord.FILE
     record.write_bytes(content if rng.random() < 0.6 else scramble(content, rng))
     if rng.random() < 0.05:
         os.truncate(record, 200 << 30)
-    with data.SeenRecord(args, bench.states["sgd"], **datasets):
+    with SeenRecord(args, bench.states["sgd"], **datasets):
         for dataset in datasets.values():
             for number in range(len(dataset)):
                 dataset.index.read(number)
@@ -493,17 +497,14 @@ def check_options(args: argparse.Namespace, folder: Path) -> None:
     again = folder / "again.toml"
     again.write_bytes(config.write_recipe(args).encode())
     repeated = config.parse_args(["--recipe", str(again)])
-    differing = {
-        name
-        for name in vars(args)
-        if getattr(args, name) != getattr(repeated, name) and name not in {"given", *config.NOT_IN_RECIPE}
-    }
+    left_out = {"given"} | {name for name, option in options.BY_NAME.items() if option.recipe == options.NEVER}
+    differing = {name for name in vars(args) if getattr(args, name) != getattr(repeated, name)} - left_out
     assert not differing, differing
 
 
 def case_options(bench: Bench, folder: Path, rng: random.Random) -> None:
     """Any numeric option is absurd; what is accepted can be previewed."""
-    actions = [action for action in config.get_args_parser()._actions if action.type in (int, float)]
+    actions = [action for action in options.get_args_parser()._actions if action.type in (int, float)]
     argv = ["--synthetic", "64", "--model", "shufflenet_v2_x0_5", "--batch-size", "4", "--train-crop-size", "32"]
     for action in rng.sample(actions, rng.choice([1, 1, 2])):
         values = ["0", "-1", "1", "2", "3", "1e308", str(10**18), "nan", "inf", "-inf", "1e-300", "1000000", "1" * 400]
@@ -716,7 +717,7 @@ class Chunk:
         return verdicts
 
 
-def run(bench: Bench, numbers: list[int], seed: int, folder: Path, num_children: int) -> dict[int, str]:
+def run_cases(bench: Bench, numbers: list[int], seed: int, folder: Path, num_children: int) -> dict[int, str]:
     """Run cases in children, several at a time; a case that ends its child is one finding, and the rest go on."""
     waiting = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
     chunks, verdicts = [], {}
@@ -744,7 +745,7 @@ def fuzz(num_cases: int, seed: int = 0, num_children: int = 2) -> dict[int, str]
     with tempfile.TemporaryDirectory(prefix="fuzz") as name:
         bench = Bench(Path(name))
         (Path(name) / "cases").mkdir()
-        return run(bench, list(range(num_cases)), seed, Path(name) / "cases", num_children)
+        return run_cases(bench, list(range(num_cases)), seed, Path(name) / "cases", num_children)
 
 
 def main() -> None:

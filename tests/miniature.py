@@ -16,11 +16,10 @@ import timm
 from torch import nn
 
 import files
-import hook
-import monitor
+import run
 import train
-from checkpoint import RunState
-from store import CheckpointManager
+from checkpointing.checkpoint import RunState
+from checkpointing.store import CheckpointManager
 from tests.calls import CHANGING, Call, Watch, read_log, undisturbed
 
 # Three epochs of two steps, each saved.
@@ -112,7 +111,7 @@ class Workplace:
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         os.environ["OMP_NUM_THREADS"] = "1"
         os.chdir(self.disk)
-        files.RETRY_S = monitor.RETRY_S = 0.01  # no disk here needs a second
+        files.RETRY_S = run.RETRY_S = 0.01  # no disk here needs a second
         watch = Watch(self.disk, self.log, trouble, counted, has_content=has_content)
         _take_notes(watch, stop_at)
         _evaluate_as_planned()
@@ -156,14 +155,14 @@ def _take_notes(watch: Watch, stop_at: tuple | None) -> None:
 
 def _evaluate_as_planned() -> None:
     """Have the evaluations give what `ACCURACY` says."""
-    take_results = hook.StepHook.take_results
+    take_results = run.Run.take_results
 
     def planned(self, results):
         for kind, result in results.items():
-            result["acc1"] = ACCURACY[kind][self.run.step]
+            result["acc1"] = ACCURACY[kind][self.state.step]
         take_results(self, results)
 
-    hook.StepHook.take_results = planned
+    run.Run.take_results = planned
 
 
 def copy_tree(source: Path, target: Path) -> None:

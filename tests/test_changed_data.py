@@ -12,7 +12,8 @@ import pytest
 from torchvision import datasets
 
 import data
-from checkpoint import load_checkpoint
+from checkpointing.archive import load_checkpoint
+from loading.seen import SeenRecord
 from tests.conftest import write_images
 from tests.started import DAMAGES, refused, run_train
 from tests.test_train import SMALL
@@ -181,7 +182,7 @@ def open_record(run):
     args = arguments(run.images, "--resume", "auto", "--output-dir", str(run.out))
     train, val = data.build_datasets(run.images / "train", run.images / "val", args)
     state = load_checkpoint(run.checkpoint, "it")
-    return data.SeenRecord(args, state, train=train, val=val)
+    return SeenRecord(args, state, train=train, val=val)
 
 
 def test_a_record_that_is_whole_is_taken(run):

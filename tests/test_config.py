@@ -4,9 +4,14 @@ import shlex
 import tomllib
 
 import pytest
+import torch
+from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 
 import config
+import models
+import options
 from errors import UserError
+from loading.decode import DECODERS
 
 DATA = ["--data-path", "images"]
 
@@ -170,7 +175,7 @@ def test_case_does_not_matter_where_torchvision_ignores_it(argv, name, value):
 
 
 def test_help_shows_nine_groups():
-    text = config.get_args_parser().format_help()
+    text = options.get_args_parser().format_help()
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles[-9:] == [
         "data", "augmentation", "model", "optimization", "schedule", "precision", "checkpoint", "monitoring",
@@ -239,8 +244,9 @@ OUT_OF_RANGE = [
         "--synthetic", "--augmix-severity",
     ]],
     *[(option, "-1", "0 or more") for option in [
-        "--workers", "--start-epoch", "--lr", "--lr-min", "--wd", "--norm-weight-decay", "--bias-weight-decay",
-        "--transformer-embedding-decay", "--lr-warmup-epochs", "--ra-magnitude", "--mixup-alpha", "--cutmix-alpha",
+        "--workers", "--start-epoch", "--lr", "--lr-min", "--weight-decay", "--norm-weight-decay",
+        "--bias-weight-decay", "--transformer-embedding-decay", "--lr-warmup-epochs", "--ra-magnitude", "--mixup-alpha",
+        "--cutmix-alpha",
         "--seed", "--lr-gamma", "--momentum", "--clip-grad-norm",
     ]],
     *[(option, value, "a number from 0 to 1") for value in ["-0.1", "1.1"] for option in [
@@ -248,7 +254,7 @@ OUT_OF_RANGE = [
     ]],
     *[("--lr", value, "a finite number") for value in ["nan", "inf", "-inf"]],
     ("--augmix-severity", "11", "1 to 10"),
-    ("--dist-timeout", "0", "above 0"),
+    ("--dist-timeout", "0", "0.001 or more"),
     ("--ra-magnitude", "31", "30"),  # RandAugment has 31 magnitudes and fails at the first image otherwise
 ]  # fmt: skip
 
@@ -409,15 +415,13 @@ def test_a_written_recipe_says_the_same(command, recipe):
 
 def test_a_written_recipe_runs_elsewhere(recipe):
     args = parse("--output-dir", "here", "--resume", "auto", "--world-size", "4", "--dist-url", "tcp://host:1")
-    config.derive(parse())
     again = config.parse_args(recipe(config.write_recipe(args)))
     assert (again.output_dir, again.resume, again.world_size, again.dist_url) == (None, "", 1, "env://")
 
 
 def test_a_written_recipe_holds_what_was_given_but_not_what_the_machine_has():
-    derived, given = parse(), parse("--device", "cpu", "--workers", "2")
-    config.derive(derived)
-    config.derive(given)
+    derived, _ = config.on_machine(parse())
+    given, _ = config.on_machine(parse("--device", "cpu", "--workers", "2"))
     table = tomllib.loads(config.write_recipe(derived))
     assert derived.device is not None
     assert derived.workers is not None
@@ -436,35 +440,66 @@ def test_a_written_recipe_fixes_the_defaults():
 
 def test_what_is_derived_is_said_once():
     args = parse("--model", "resnet50")
-    lines = config.derive(args)
-    assert args.output_dir == "runs/resnet50"
-    assert 1 <= args.workers <= 16
+    record, lines = config.on_machine(args)
+    assert record.output_dir == "runs/resnet50"
+    assert 1 <= record.workers <= 16
+    assert (args.output_dir, args.workers) == (None, None)
     for option in ("--device", "--workers", "--output-dir"):
         assert sum(line.startswith(option) for line in lines) == 1
-    assert config.derive(args) == []
+    assert config.on_machine(record) == (record, [])
+
+
+def test_the_table_names_what_torch_and_torchvision_have():
+    """It repeats their names, so that help needs neither; here they are asked."""
+    assert [mode.value for mode in InterpolationMode] == options.INTERPOLATIONS
+    assert {policy.value for policy in AutoAugmentPolicy} < set(options.POLICIES)
+    assert set(options.COMPILE_MODES) <= set(torch._inductor.list_mode_options())
+    assert options.BY_NAME["amp_dtype"].choices == sorted(models.AMP_DTYPES)
+    assert options.BY_NAME["decoder"].choices == sorted(DECODERS)
+
+
+def test_an_option_is_one_entry(monkeypatch, capsys, tmp_path):
+    """A new one is parsed, bounded, shown, written to recipes, and refused when a resumed run has another."""
+    new = options.Option("--focus", type=float, default=0.5, at_least=0, at_most=1, help="how sharp")
+    monkeypatch.setitem(options.OPTIONS, "model", [*options.OPTIONS["model"], new])
+    monkeypatch.setitem(options.BY_NAME, "focus", new)
+    assert (parse().focus, parse("--focus", "0.25").focus, parse("--focus", "0.25").given[1:]) == (0.5, 0.25, ["focus"])
+    assert "how sharp (default: 0.5)" in " ".join(options.get_args_parser().format_help().split())
+    assert "--focus 2.0: expected a number from 0 to 1" in refusal(*DATA, "--focus", "2")
+    assert tomllib.loads(config.write_recipe(parse("--focus", "0.25")))["model"]["focus"] == 0.25
+    assert options.parse_allowed("focus") == {"focus"}
+
+
+def test_a_record_is_never_written_to():
+    record, _ = config.on_machine(parse())
+    with pytest.raises(AttributeError, match="the options are settled; lr is set by `replaced`"):
+        record.lr = 0.5
+    with pytest.raises(TypeError):
+        del record.lr
+    assert (record.replaced(lr=0.5).lr, record.lr) == (0.5, 0.1)
 
 
 def test_switches_without_effect_are_said():
     args = parse("--use-v2", "--cache-dataset", "--device", "cpu", "--workers", "0", "--output-dir", "out")
-    lines = config.derive(args)
+    _, lines = config.on_machine(args)
     assert [line.split()[0] for line in lines] == ["--use-v2", "--cache-dataset"]
     alone = parse(
         "--batch-size", "1", "--cutmix-alpha", "1", "--device", "cpu", "--workers", "0", "--output-dir", "out"
     )
-    assert ["leaves no other image to mix with" in line for line in config.derive(alone)] == [True]
+    assert ["leaves no other image to mix with" in line for line in config.on_machine(alone)[1]] == [True]
 
 
 def test_workers_share_the_cores_of_a_node(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
-    args = parse()
-    config.derive(args)
-    assert args.workers == 1
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert config.on_machine(parse())[0].workers == 1
 
 
 @pytest.mark.parametrize("device", ["nonsense", "xpu:0"])
 def test_a_device_that_is_not_there_is_refused(device):
     with pytest.raises(UserError, match=f"--device {device}") as caught:
-        config.derive(parse("--device", device))
+        config.on_machine(parse("--device", device))
     assert "\n" not in str(caught.value)
 
 
@@ -487,8 +522,10 @@ def test_threads_are_refused_where_they_would_share_a_generator(argv):
 def test_a_decoder_that_decodes_nothing_is_said_and_recorded_as_pillow():
     common = ["--data-path", "x", "--device", "cpu", "--workers", "0", "--decoder", "torchcodec"]
     args = config.parse_args(common)
-    assert not [line for line in config.derive(args) if "--decoder" in line]
-    assert args.decoder == "torchcodec"
+    record, lines = config.on_machine(args)
+    assert not [line for line in lines if "--decoder" in line]
+    assert record.decoder == "torchcodec"
     args = config.parse_args([*common, "--backend", "pil"])
-    assert [line for line in config.derive(args) if "--decoder torchcodec has no effect" in line]
-    assert args.decoder == "pillow"
+    record, lines = config.on_machine(args)
+    assert [line for line in lines if "--decoder torchcodec has no effect" in line]
+    assert record.decoder == "pillow"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import store
+from checkpointing import store
 from errors import StorageError
 from tests.calls import Call
 from tests.crash import SCENARIOS, Trial

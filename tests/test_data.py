@@ -158,7 +158,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
     if kind == "unreadable" and os.geteuid() == 0:
         pytest.skip("root reads everything")
     root = write_images(tmp_path, {"train": [1], "val": [1]})
-    monkeypatch.setattr("index.RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
     sets = data.build_datasets(str(root / "train"), str(root / "val"), arguments(root))
     for split, dataset, key in zip(["train", "val"], sets, [SampleKey(0, 0, 0), 0], strict=True):
         damage(root / split / "class0" / "image000.jpg", kind)
@@ -245,7 +245,7 @@ def test_what_is_not_in_the_bytes_ends_the_run_also_where_bad_images_are_skipped
     """Of an image itself, and of one that stands in for the bad one before it."""
     if kind == "unreadable" and os.geteuid() == 0:
         pytest.skip("root reads everything")
-    monkeypatch.setattr("index.RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
     root = write_images(tmp_path, {"train": [6], "val": [1]}) / "train"
     dataset = data.LenientImageFolder(root, ClassificationPresetTrain(crop_size=24))
     damage(root / "class0" / f"image{place:03d}.jpg", kind)
@@ -269,7 +269,7 @@ def test_a_folder_that_is_away_for_a_moment_changes_nothing(tmp_path):
 
 
 def test_no_descriptor_left_is_no_bad_image(tmp_path, monkeypatch):
-    monkeypatch.setattr("index.RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
     root = write_images(tmp_path, {"train": [3]}) / "train"
     dataset = data.LenientImageFolder(root, ClassificationPresetTrain(crop_size=24))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -301,7 +301,7 @@ class Failing(ClassificationPresetTrain):
 
 
 def test_memory_that_is_short_for_a_moment_changes_nothing_and_for_longer_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("index.RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
     root = write_images(tmp_path, {"train": [3]}) / "train"
     errors = []
     dataset = data.LenientImageFolder(root, Failing(errors))

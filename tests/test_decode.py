@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode
 
-import decode
-from decode import ImageFile, PillowDecoder, cut_rows, read_frame, shorten
 from errors import BadImageError, UserError
+from loading import decode
+from loading.decode import ImageFile, PillowDecoder, cut_rows, read_frame, shorten
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from tests.ranks import REPOSITORY
 
@@ -353,7 +353,7 @@ def test_an_evaluation_makes_no_image_too_large_by_its_resize(backend):
 
 LITTLE_MEMORY = """
 import os, pathlib, resource, sys, zlib
-import decode
+from loading import decode
 for path in sys.argv[1:]:
     payload = pathlib.Path(path).read_bytes()
     for limit in [4 << 30, *range(0, 96 << 20, 6 << 20)]:
@@ -407,7 +407,7 @@ def test_torchcodec_is_within_one_grey_level_of_pillow(kind):
 
 SILENT = """
 import os, sys, threading
-import decode
+from loading import decode
 payload = open(sys.argv[1], "rb").read()
 file = decode.ImageFile(payload, decode.DECODERS["torchcodec"]())
 def load():

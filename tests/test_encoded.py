@@ -5,12 +5,14 @@ import shutil
 
 import pytest
 import torch
+from torchvision.transforms import InterpolationMode
 
 import config
 import data
-from checkpoint import load_checkpoint
-from encoded import EncodedBatch, EncodedCrop, UndecodableError, find_obstacle
+from checkpointing.archive import load_checkpoint
 from errors import ImageError, UserError
+from loading import encoded
+from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError, find_obstacle
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from sampler import EvalSampler, TrainSampler, VirtualShards
 from tests.test_decode import FILES, ROWS
@@ -29,7 +31,7 @@ PRESETS = [
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 @pytest.mark.parametrize(("build", "size"), PRESETS)
 def test_what_is_left_to_the_device_has_the_loaders_pixels(build, size, mode):
-    common = {**size, "interpolation": data.InterpolationMode(mode)}
+    common = {**size, "interpolation": InterpolationMode(mode)}
     preset, oracle = build(**common, leaves_decoding=True), build(**common, decoder="torchcodec")
     images, expected = [], []
     for kind, payload in {**FILES, **ROWS}.items():
@@ -203,8 +205,8 @@ def test_a_shortage_of_memory_is_not_taken_for_a_bad_image(monkeypatch):
 def test_a_resumed_run_decodes_where_it_began(capsys):
     def settled(there, *argv):
         args = config.parse_args(["--data-path", "x", "--device", "cpu", "--decode-device", "cuda", *argv])
-        data.settle_decode_device(args, CPU, {"args": {} if there is None else {"decode_device": there}})
-        return args.decode_device, capsys.readouterr().out
+        where = encoded.settle_decode_device(args, CPU, {"args": {} if there is None else {"decode_device": there}})
+        return where, capsys.readouterr().out
 
     for there in ("cpu", None):
         assert settled(there) == ("cpu", "--decode-device cpu: as in the checkpoint\n")
@@ -221,7 +223,8 @@ def test_options_that_need_pixels_are_said_to_win():
         (["--synthetic"], "made-up images"),
     ]:
         args = config.parse_args(["--data-path", "x", "--device", "cpu", "--decode-device", "cuda", *argv])
-        assert [line for line in config.derive(args) if "--decode-device cuda has no effect" in line and reason in line]
-        assert args.decode_device == "cpu"
+        record, lines = config.on_machine(args)
+        assert [line for line in lines if "--decode-device cuda has no effect" in line and reason in line]
+        assert record.decode_device == "cpu"
     with pytest.raises(UserError, match="--bad-images skip: with --decode-device cuda"):
         config.parse_args(["--data-path", "x", "--decode-device", "cuda", "--bad-images", "skip"])

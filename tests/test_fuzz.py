@@ -12,7 +12,10 @@ import torch
 import config
 import errors
 import models
-from checkpoint import FORMAT, check_schema, load_checkpoint, load_weights, read_checkpoint
+import optim
+from checkpointing.archive import load_checkpoint, read_checkpoint
+from checkpointing.checkpoint import load_weights
+from checkpointing.schema import FORMAT, check_schema
 from errors import UserError
 from tests import fuzz
 from tests.ranks import REPOSITORY
@@ -76,7 +79,7 @@ def case_that_dies(bench, folder, rng):
 def test_the_fuzzer_would_see_it(tmp_path, monkeypatch, kind, words):
     monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
     monkeypatch.setattr(fuzz, "LIMIT_S", 1)
-    assert words in fuzz.run(None, [0], 0, tmp_path, 1)[0]
+    assert words in fuzz.run_cases(None, [0], 0, tmp_path, 1)[0]
 
 
 WRONG_FIELDS = {
@@ -246,7 +249,7 @@ def test_names_that_no_recipe_can_hold_are_refused():
 @pytest.mark.parametrize("argv", [["--lr", "1e308"], ["--lr-gamma", "1e9"], ["--batch-size", "9" * 18]])
 def test_numbers_beyond_any_run_are_refused(argv):
     with pytest.raises(UserError, match=argv[0]):
-        config.parse_args(["--synthetic", "--lr-scheduler", "exponentiallr", *argv])
+        optim.check_rates(config.parse_args(["--synthetic", "--lr-scheduler", "exponentiallr", *argv]))
 
 
 def test_a_billion_epochs_are_drawn_at_once(capsys):

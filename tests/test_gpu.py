@@ -11,18 +11,15 @@ import config
 import data
 import losses
 import models
-import monitor
 import optim
-import precision
 import train
-from checkpoint import RunState, load_checkpoint
-from encoded import EncodedBatch, find_obstacle
-from hook import StepHook
-from preemption import PreemptionGuard
+from checkpointing.archive import load_checkpoint
+from loading.encoded import EncodedBatch, find_obstacle
 from presets import ClassificationPresetEval, ClassificationPresetTrain
+from run import Run
 from sampler import EvalSampler, TrainSampler, VirtualShards
-from store import CheckpointManager
 from tests.ranks import run_ranks, train_rank
+from tests.runs import run_of
 from tests.test_decode import FILES, ROWS
 
 pytestmark = [
@@ -168,29 +165,22 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
     model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
     model = models.place_model(model, args, device)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
-    shards = VirtualShards(args.global_batch_size, args.num_shards)
     loader = build_loader(args, device, num_steps * args.global_batch_size)
-    window = monitor.LogWindow(shards.num_local)
-    parts = {"model": model, "optimizer": optim.OptimizerState(optimizer), "log_window": window}
-    run_state = RunState(num_steps, {"args": {}}, parts)
-    run_state.start_epoch(0)
-    silent, manager = monitor.Monitor(None, run_state), CheckpointManager(tmp_path)
-    guard = PreemptionGuard(is_installed=False)
-    hook = StepHook(args, run_state, window, silent, manager, model, guard, loader.loader.batch_sampler)
 
-    def on_step(metric_logger, *results):
-        if metric_logger.is_line_due:
-            torch.cuda.set_sync_debug_mode("default")
-        hook(metric_logger, *results)
-        # The first steps compile, choose kernels and allocate.
-        torch.cuda.set_sync_debug_mode("error" if 6 <= run_state.step < 20 else "default")
+    class Watched(Run):
+        def end_step(self, metric_logger, *results):
+            if metric_logger.is_line_due:
+                torch.cuda.set_sync_debug_mode("default")
+            super().end_step(metric_logger, *results)
+            # The first steps compile, choose kernels and allocate.
+            torch.cuda.set_sync_debug_mode("error" if 6 <= self.state.step < 20 else "default")
 
+    run = run_of(args, tmp_path, model, optimizer, loader.loader.batch_sampler, device, Watched)
     train.train_one_epoch(
         model, criterion or losses.build_criterion(args), optimizer, loader, device, 0, args,
-        models.build_ema(args, model), precision.build_scaler(args, device),
-        optim.build_lr_scheduler(args, optimizer), models.ShardedStep(model, shards, device=device), on_step,
+        models.build_ema(args, model), models.build_scaler(args, device), run,
     )  # fmt: skip
-    return run_state.step
+    return run.state.step
 
 
 @pytest.fixture
@@ -235,10 +225,10 @@ def test_tf32_rounds_convolutions_and_products_and_nothing_does_without_it():
         exact = function(torch.float64)
         errors = []
         for is_allowed in (True, False):
-            precision.set_tf32(is_allowed=is_allowed)
+            models.set_tf32(is_allowed=is_allowed)
             errors.append(float((function(torch.float32).double() - exact).norm() / exact.norm()))
         assert errors[1] < 1e-5 < 1e-4 < errors[0] < 1e-2
-    precision.set_tf32(is_allowed=False)
+    models.set_tf32(is_allowed=False)
 
 
 def test_fused_kernels_train_as_the_loop_over_parameters_does():

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import config
-import guard
+import options
+from checkpointing import guard
 from errors import UserError
+from options import BY_NAME
 
-KNOWN = [action.dest for action in config.get_args_parser()._actions if action.dest != "help"]
+FREE = {name for name, option in BY_NAME.items() if option.resume in (options.FREE, options.SILENT)}
 
 
 def parse(*argv):
@@ -25,27 +27,18 @@ def state_of(args, **environment):
     """Return what the guard reads of a checkpoint that a run with these options wrote."""
     args = types.SimpleNamespace(**vars(args))
     args.global_batch_size = args.global_batch_size or args.batch_size
-    here = guard.describe_environment(args)
+    here = guard.describe_environment(args, "pillow")
     return {"args": vars(args), "environment": here | environment, "data": {"num_images": 9, "num_classes": 3}}
 
 
 def check(theirs, ours, **environment):
     args = parse(*ours, "--resume", "auto")
-    guard.check_options(state_of(parse(*theirs), **environment), args)
-
-
-def test_every_option_is_classified_once():
-    tables = [guard.FREE, set(guard.FIXED), guard.ON_REQUEST]
-    assert sorted(name for table in tables for name in table) == sorted(KNOWN)
-
-
-def test_every_name_is_an_option_as_it_is_written():
-    written = {word for action in config.get_args_parser()._actions for word in action.option_strings}
-    assert all(f"--{guard.option_name(name)}" in written for name in KNOWN)
+    guard.check_options(state_of(parse(*theirs), **environment), args, "pillow")
 
 
 def test_an_option_that_nobody_classified_is_refused(monkeypatch):
-    monkeypatch.setattr(guard, "FREE", guard.FREE - {"workers"})
+    new = options.Option("--workers", help="", type=int)
+    monkeypatch.setitem(BY_NAME, "workers", new)
     with pytest.raises(UserError, match=r"workers 0 in the checkpoint, 3 now; .* --allow-change workers"):
         check([], ["--workers", 3])
 
@@ -53,9 +46,9 @@ def test_an_option_that_nobody_classified_is_refused(monkeypatch):
 def test_an_option_younger_than_the_checkpoint_is_refused_where_it_is_used():
     state = state_of(parse())
     del state["args"]["mixup_alpha"]
-    guard.check_options(state, parse("--resume", "auto"))
+    guard.check_options(state, parse("--resume", "auto"), "pillow")
     with pytest.raises(UserError, match=r"mixup-alpha unknown in the checkpoint, 0\.2 now"):
-        guard.check_options(state, parse("--resume", "auto", "--mixup-alpha", 0.2))
+        guard.check_options(state, parse("--resume", "auto", "--mixup-alpha", 0.2), "pillow")
 
 
 def test_the_same_options_pass_without_a_word(capsys):
@@ -74,17 +67,17 @@ def test_everything_that_differs_is_named_in_one_line_with_what_to_do():
     )
 
 
-@pytest.mark.parametrize("name", sorted(guard.FREE - {"allow_change", "test_only", "list_recipes", "dry_run"}))
+@pytest.mark.parametrize("name", sorted(FREE - {"allow_change", "test_only", "list_recipes", "dry_run"}))
 def test_what_is_free_may_change(name):
     args = parse("--resume", "auto")
     state = state_of(args)
     state["args"][name] = "another"
     if name == "device":
         state["args"][name] = "mps"
-    guard.check_options(state, args)
+    guard.check_options(state, args, "pillow")
 
 
-@pytest.mark.parametrize("name", sorted(guard.ON_REQUEST | set(guard.FIXED)))
+@pytest.mark.parametrize("name", sorted(BY_NAME.keys() - FREE))
 def test_what_changes_numbers_may_not(name):
     extra = ["--model-ema"] if name == "epochs" else []
     args = parse("--resume", "auto", *extra)
@@ -92,8 +85,8 @@ def test_what_changes_numbers_may_not(name):
     if name == "global_batch_size":
         args.global_batch_size = 32
     state["args"][name] = "another"
-    with pytest.raises(UserError, match=f"{guard.option_name(name)} another in the checkpoint"):
-        guard.check_options(state, args)
+    with pytest.raises(UserError, match=f"{name.replace('_', '-')} another in the checkpoint"):
+        guard.check_options(state, args, "pillow")
 
 
 def test_more_epochs_are_free_where_no_rate_depends_on_them(capsys):
@@ -111,7 +104,7 @@ def test_another_reference_batch_is_another_learning_rate():
     state["args"]["reference_global_batch"] = 256
     args = parse("--recipe", "resnet50-v2", "--lr-scaling", "linear", "--resume", "auto")
     with pytest.raises(UserError, match=r"lr-scaling linear from 256 in the checkpoint, linear from 1024 now"):
-        guard.check_options(state, args)
+        guard.check_options(state, args, "pillow")
 
 
 def test_processes_and_threads_matter_where_sums_depend_on_them(capsys):
@@ -128,7 +121,7 @@ def test_processes_and_threads_matter_where_sums_depend_on_them(capsys):
 
 
 def test_the_packages_and_the_processor_are_recorded_and_their_upgrade_is_said(capsys):
-    here = guard.describe_environment(parse())
+    here = guard.describe_environment(parse(), "pillow")
     assert here["pillow"] == PIL.__version__
     assert here["cpu"] == torch.backends.cpu.get_cpu_capability()
     assert not here.keys() & {"gpu", "cuda", "cudnn"}  # of no influence on --device cpu
@@ -246,8 +239,8 @@ def test_a_name_that_cannot_be_allowed_is_refused(text, words):
 
 
 def test_names_are_taken_with_and_without_dashes():
-    assert guard.parse_allowed("--lr, wd ,lr_gamma,data", KNOWN) == {"lr", "weight_decay", "lr_gamma", "data"}
-    assert guard.parse_allowed(None, KNOWN) == set()
+    assert options.parse_allowed("--lr, wd ,lr_gamma,data") == {"lr", "weight_decay", "lr_gamma", "data"}
+    assert options.parse_allowed(None) == set()
 
 
 def test_a_permission_without_a_resume_is_refused():

@@ -16,9 +16,9 @@ import numpy
 import pytest
 from torchvision import datasets
 
-import index
 from errors import BadImageError, ImageError, UserError
 from files import locked
+from loading import index
 from tests.conftest import write_images
 from tests.ranks import REPOSITORY, run_ranks
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from checkpointing.preemption import start_worker
 from errors import ImageError, UserError
-from loader import ProcessLoader, ThreadLoader, check_workers, collate
-from preemption import start_worker
+from loading.loader import ProcessLoader, ThreadLoader, check_workers, collate
 
 
 class Numbers(Dataset):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import lock
+from checkpointing import lock
+from checkpointing.store import CheckpointFolder, CheckpointManager
 from errors import UserError
-from store import CheckpointFolder, CheckpointManager
 from tests.ranks import run_ranks, train_rank
 from tests.started import refused
 from tests.test_store import FixedRun, same_end, state_at

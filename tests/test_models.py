@@ -13,7 +13,7 @@ import losses
 import models
 import optim
 import utils
-from checkpoint import load_weights
+from checkpointing.checkpoint import load_weights
 from errors import UserError
 from sampler import VirtualShards
 

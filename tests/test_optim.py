@@ -11,16 +11,12 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR, StepLR
 
 import config
-import monitor
 import optim
 import utils
-from checkpoint import RunState
 from errors import NonFiniteError, UserError
-from hook import StepHook
-from preemption import PreemptionGuard
 from sampler import TrainSampler, VirtualShards
-from store import CheckpointManager
 from tests.ranks import run_ranks
+from tests.runs import run_of
 
 EPOCHS, STEP_SIZE, GAMMA, LR_MIN, DECAY = 14, 3, 0.3, 0.001, 0.02
 SCHEDULERS = ["steplr", "cosineannealinglr", "exponentiallr"]
@@ -650,14 +646,11 @@ def save_with_bad_statistics(folder, bad_rank):
     utils.init_distributed_mode(args)
     model, optimizer = classifier("sgd")
     model[1].running_var[2] = float("inf") if args.rank == bad_rank else 1.0
-    window = monitor.LogWindow(1)
-    parts = {"model": model, "optimizer": optim.OptimizerState(optimizer), "log_window": window}
-    run = RunState(3, {"args": {}}, parts)
-    sampler = TrainSampler(6, VirtualShards(2, 2, args.rank, 2))
-    silent, manager = monitor.Monitor(None, run), CheckpointManager(folder)
-    hook = StepHook(args, run, window, silent, manager, model, PreemptionGuard(is_installed=False), sampler)
+    run = run_of(
+        args, folder, model, optimizer, TrainSampler(6, VirtualShards(2, 2, args.rank, 2)), torch.device("cpu")
+    )
     try:
-        hook.save()
+        run.save()
         print("saved", force=True)
     except NonFiniteError as error:
         print(error, force=True)

@@ -21,7 +21,7 @@ from PIL import Image
 from torchvision import datasets
 
 import data
-from decode import read_frame
+from loading.decode import read_frame
 from tests.conftest import write_images
 from tests.ranks import REPOSITORY, Outcome, run_ranks, strike_at
 
@@ -294,7 +294,11 @@ KILLS = [
     ("tarfile.TarFile.addfile", 1, "before"),  # nothing is written yet
     ("tarfile.TarFile.addfile", 17, "after"),  # in the middle of a shard
     ("scripts.pack.ShardWriter.verify", 2, "before"),  # whole, and not in place
-    ("files.os.replace", 4, "after"),  # in place, and not in the manifest (the first is the manifest's own)
+    (
+        "files.os.replace",
+        4,
+        "after",
+    ),  # in place, and not in the manifest (the first is the manifest's own)
     ("scripts.pack.packed_fingerprint", 1, "before"),  # everything but the last line
 ]
 

@@ -14,16 +14,12 @@ import config
 import data
 import losses
 import models
-import monitor
 import optim
-import precision
 import train
-from checkpoint import RunState
 from errors import UserError
-from hook import StepHook
-from preemption import PreemptionGuard
+from run import BareRun, Run
 from sampler import TrainSampler, VirtualShards
-from store import CheckpointManager
+from tests.runs import run_of
 from tests.test_same_bits import FLAG, Runs, assert_same, differing
 
 CPU = torch.device("cpu")
@@ -53,9 +49,14 @@ def losses_of(args, batches, model=None):
     model = models.place_model(small_model() if model is None else model, args, CPU)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     found = []
+
+    class Noted(BareRun):
+        def end_step(self, metric_logger, results, grad_norm):
+            found.append(results[0][0])
+
     train.train_one_epoch(
-        model, nn.CrossEntropyLoss(), optimizer, batches, CPU, 0, args, scaler=precision.build_scaler(args, CPU),
-        on_step=lambda logger, results, norm: found.append(results[0][0]),
+        model, nn.CrossEntropyLoss(), optimizer, batches, CPU, 0, args, scaler=models.build_scaler(args, CPU),
+        run=Noted(model, CPU),
     )  # fmt: skip
     return torch.stack(found), model
 
@@ -138,9 +139,9 @@ def test_amp_computes_in_its_own_type_and_scales_the_loss_in_float16_only():
     model.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
     for argv in ["", "--amp", "--amp --amp-dtype float16", "--amp --amp-dtype bfloat16"]:
         args = options(*argv.split())
-        with precision.autocast(args, CPU):
+        with models.autocast(args, CPU):
             model(torch.randn(1, 3, 2, 2))
-        assert precision.build_scaler(args, CPU).is_enabled() == (types[-1] == torch.float16)
+        assert models.build_scaler(args, CPU).is_enabled() == (types[-1] == torch.float16)
     assert types == [torch.float32, torch.float16, torch.float16, torch.bfloat16]
 
 
@@ -160,7 +161,7 @@ def test_evaluation_computes_in_the_precision_of_training():
 
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_tf32_governs_convolutions_and_matrix_products(is_allowed):
-    precision.set_tf32(is_allowed=is_allowed)
+    models.set_tf32(is_allowed=is_allowed)
     assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is is_allowed
     assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is is_allowed
 
@@ -282,14 +283,6 @@ def train_without_reads(args, tmp_path, criterion=None):
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     if "fused" in optimizer.defaults:  # as on a GPU: the others read the loss scaler's verdict, or a step count
         optimizer = type(optimizer)(optim.build_parameter_groups(args, model), lr=args.lr, fused=True)
-    window = monitor.LogWindow(shards.num_local)
-    run = RunState(
-        13, {"args": {}}, {"model": model, "optimizer": optim.OptimizerState(optimizer), "log_window": window}
-    )
-    run.start_epoch(0)
-    silent = monitor.Monitor(None, run)
-    manager = CheckpointManager(tmp_path)
-    hook = StepHook(args, run, window, silent, manager, model, PreemptionGuard(is_installed=False), sampler)
     watch = [nothing()]
     watched = []
 
@@ -298,7 +291,7 @@ def train_without_reads(args, tmp_path, criterion=None):
             watch[:] = [NoOperatorReads(), NoFunctionReads()]
             for mode in watch:
                 mode.__enter__()
-        watched.append(run.step)
+        watched.append(run.state.step)
 
     def end():
         if isinstance(watch[0], NoOperatorReads):
@@ -306,17 +299,18 @@ def train_without_reads(args, tmp_path, criterion=None):
                 mode.__exit__(None, None, None)
             watch[:] = [nothing()]
 
-    def on_step(metric_logger, *results):
-        if metric_logger.is_line_due:
-            end()
-        hook(metric_logger, *results)
+    class Watched(Run):
+        def end_step(self, metric_logger, *results):
+            if metric_logger.is_line_due:
+                end()
+            super().end_step(metric_logger, *results)
 
+    run = run_of(args, tmp_path, model, optimizer, sampler, CPU, Watched)
     model.register_forward_pre_hook(begin)
     try:
         train.train_one_epoch(
             model, criterion or losses.build_criterion(args), optimizer,
-            data.DeviceLoader(loader, CPU, transform, 0), CPU, 0, args, model_ema, precision.build_scaler(args, CPU),
-            optim.build_lr_scheduler(args, optimizer), models.ShardedStep(model, shards, device=CPU), on_step,
+            data.DeviceLoader(loader, CPU, transform, 0), CPU, 0, args, model_ema, models.build_scaler(args, CPU), run,
         )  # fmt: skip
     finally:
         end()

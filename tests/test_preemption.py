@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
-from tests.chaos import ending, equal
+from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
+from tests.endings import differing_results
 from tests.ranks import REPOSITORY, run_ranks, torchrun_environment, train_rank
 
 # 29 images in 4 shards of 2: 3 steps an epoch, 6 in all; nothing is saved but at the ends of epochs.
@@ -42,9 +42,7 @@ class Runs:
         return json.loads((self.folder / name / "status.json").read_text())
 
     def check_same(self, name):
-        (ours, our_metrics), (theirs, their_metrics) = ending(self.folder / name), ending(self.folder / "undisturbed")
-        assert [key for key in theirs if not equal(theirs[key], ours.get(key))] == []
-        assert our_metrics == their_metrics
+        assert differing_results(self.folder / name, self.folder / "undisturbed") == []
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +198,7 @@ def test_a_hung_rank_ends_the_run_with_stacks_and_images_of_the_others(runs):
 
 def hang_a_loader(argv, faults):
     """Train, where reading an image in a loader process never ends."""
-    import index
+    from loading import index
 
     index.ImageIndex.read = hang_in_read
     train_rank(argv, faults)

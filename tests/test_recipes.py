@@ -13,6 +13,7 @@ import data
 import losses
 import models
 import optim
+import presets
 import preview
 from errors import UserError
 from tests.ranks import run_ranks, train_rank
@@ -126,7 +127,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command):
     criterion = losses.build_criterion(args)
     criterion = criterion.criterion if said["model"] == "inception_v3" else criterion
     assert criterion.label_smoothing == float(said.get("label-smoothing", 0))
-    train, _ = data.build_presets(args)
+    train, _ = presets.build_presets(args)
     policies = [step for step in train.transforms.transforms if type(step) in POLICIES.values()]
     assert [type(step) for step in policies] == ([POLICIES[said["auto-augment"]]] if "auto-augment" in said else [])
     args.device = "cpu"

@@ -14,9 +14,10 @@ import torch
 import torchvision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from checkpoint import load_checkpoint, load_weights
+from checkpointing.archive import load_checkpoint
+from checkpointing.checkpoint import load_weights
+from checkpointing.store import CheckpointFolder
 from files import write_atomically
-from store import CheckpointFolder
 from tests.conftest import write_images
 from tests.started import DAMAGES, damage_flipped, damage_truncated, refused, run_train, state_of
 from tests.test_index import pack_classes, pack_shards
@@ -431,7 +432,7 @@ def test_curves_go_on_over_a_kill_without_overlap(started, tmp_path):
     # Killed two steps after the last save, and again after an evaluation was logged and before it was saved.
     faults = [(0, "torch.optim.SGD.step", 3, "after")]
     assert started.go_on(tmp_path, out, "--print-freq", 1, "--checkpoint-steps", 2, faults=faults).codes == [-9]
-    faults = [(0, "store.CheckpointManager.save", 2, "before")]
+    faults = [(0, "checkpointing.store.CheckpointManager.save", 2, "before")]
     argv = ["--print-freq", 1, "--checkpoint-steps", 2, "--resume", "auto"]
     assert started.go_on(tmp_path, out, *argv, faults=faults).codes == [-9]
     with open(out / "metrics.jsonl", "a") as file:

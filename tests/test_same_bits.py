@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import monitor
-from checkpoint import load_checkpoint
+from checkpointing.archive import load_checkpoint
 from tests.chaos import flatten
 from tests.ranks import run_ranks, train_rank
 
@@ -108,12 +108,12 @@ def test_without_the_flag_same_start_and_learning_rates(runs):
 KILLS = {
     "mid-epoch, two steps after a save": ("torch.optim.SGD.step", 2, "before"),
     "mid-epoch, before any save": ("torch.optim.SGD.step", 1, "after"),
-    "right after a save inside an epoch": ("store.CheckpointManager.save", 1, "after"),
+    "right after a save inside an epoch": ("checkpointing.store.CheckpointManager.save", 1, "after"),
     "at a boundary, before its save": ("torch.optim.SGD.step", 3, "after"),
-    "at a boundary, before the first evaluation": ("store.CheckpointManager.save", 2, "after"),
+    "at a boundary, before the first evaluation": ("checkpointing.store.CheckpointManager.save", 2, "after"),
     "during evaluation": ("models.ExponentialMovingAverage.forward", 2, "before"),
-    "between the result and its save": ("store.CheckpointManager.save", 3, "before"),
-    "after the result's save": ("store.CheckpointManager.save", 3, "after"),
+    "between the result and its save": ("checkpointing.store.CheckpointManager.save", 3, "before"),
+    "after the result's save": ("checkpointing.store.CheckpointManager.save", 3, "after"),
     "in the middle of a save": ("os.replace", 8, "before"),
     "inside a log window": ("torch.optim.SGD.step", 5, "before"),
     "in the last epoch": ("torch.optim.SGD.step", 8, "after"),

@@ -12,14 +12,16 @@ import torchvision
 from PIL import Image
 
 import train
-from checkpoint import load_checkpoint, load_weights
+from checkpointing.archive import load_checkpoint
+from checkpointing.checkpoint import load_weights
 from errors import UserError
 from tests.conftest import write_images
 from tests.ranks import REPOSITORY, run_ranks, train_rank
 from tests.started import Hostile
 from tests.test_train import SMALL
 
-SOURCES = sorted([*REPOSITORY.glob("*.py"), *REPOSITORY.glob("scripts/**/*.py")])
+FOLDERS = (".", "checkpointing", "loading", "scripts")
+SOURCES = sorted(path for name in FOLDERS for path in (REPOSITORY / name).glob("*.py"))
 
 FORBIDDEN_MODULES = {
     "PIL.EpsImagePlugin", "PIL.ImageGrab", "PIL.ImageShow",
@@ -229,5 +231,5 @@ def test_hostile_weights_in_torchs_cache_are_refused(monkeypatch, tmp_path, host
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     args = types.SimpleNamespace(model="resnet18", weights="IMAGENET1K_V1")
     with pytest.raises(UserError, match="in torch's cache is damaged or contains code and was refused; remove it"):
-        train.start_weights(args, None, None)
+        train.start_weights(args, None)
     assert not executed.exists()

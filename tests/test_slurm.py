@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from preemption import end_with_parent
-from tests.chaos import ending, equal
+from checkpointing.preemption import end_with_parent
+from tests.endings import differing_results
 from tests.ranks import REPOSITORY, run_ranks, train_rank
 
 DAEMONS = ["munged", "slurmctld", "slurmd"]
@@ -235,10 +235,7 @@ class Runs:
 
     def check_same(self, name):
         assert "all 2 ranks stopped after step" in self.log(name), self.log(name)
-        ours, our_metrics = ending(self.folder / name / "out")
-        theirs, their_metrics = ending(self.folder / "undisturbed")
-        assert [key for key in theirs if not equal(theirs[key], ours.get(key))] == []
-        assert our_metrics == their_metrics
+        assert differing_results(self.folder / name / "out", self.folder / "undisturbed") == []
         assert self.status(name)["state"] == "finished"
 
 

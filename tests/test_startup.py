@@ -1,4 +1,4 @@
-"""startup.py: the script from its first line on, as a real process: signals while it imports, closed files, limits."""
+"""The script from its first line on, as a real process: signals while it imports, closed files, limits."""
 
 import json
 import os
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from monitor import write_status
+from checkpointing.checkpoint import RunState
+from run import StatusFile
 from tests.ranks import REPOSITORY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -51,7 +52,7 @@ def wait_for_handler(pid, number):
 def check_preempted(started, out, number, delay_s):
     """Signal a run that goes on where one was killed, so many seconds after its start, and see how it ends."""
     started.copy(out)
-    write_status(out, "running", 6)  # as a killed run leaves it
+    StatusFile(out, RunState(3, {}, {})).replace("running")  # as a killed run leaves it
     process = start(started, out, "--resume", "auto")
     begin = time.monotonic()
     wait_for_handler(process.pid, signal.SIGHUP)

@@ -23,15 +23,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import config
 import data
 import files
-import guard
 import models
 import optim
-import store
-from checkpoint import FORMAT, RunState, check_schema, load_checkpoint
+from checkpointing import guard, store
+from checkpointing.archive import load_checkpoint
+from checkpointing.checkpoint import RunState
+from checkpointing.schema import FORMAT, check_schema
+from checkpointing.store import CheckpointClock, CheckpointFolder, CheckpointManager
 from errors import StorageError, UserError
 from files import explain_failure, find_os_error
 from monitor import MACHINE_FIELDS, LogWindow, Monitor
-from store import CheckpointClock, CheckpointFolder, CheckpointManager
+from run import StatusFile
 from tests.ranks import run_ranks, torchrun_environment, train_rank
 from tests.started import damage_flipped, refused, state_of
 from tests.test_same_bits import differing, flatten
@@ -584,7 +586,7 @@ def test_an_unreadable_best_is_not_taken_for_a_damaged_one(folder, monkeypatch):
 
 def test_a_full_disk_holds_metrics_back_and_loses_none(tmp_path, capsys):
     run = RunState(2, {}, {})
-    with Monitor.of_run(tmp_path, run) as monitor:
+    with opened(tmp_path, run) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
         file, monitor._file = monitor._file, open("/dev/full", "ab", buffering=0)  # noqa: SIM115
         for step in (2, 3):
@@ -597,6 +599,13 @@ def test_a_full_disk_holds_metrics_back_and_loses_none(tmp_path, capsys):
     assert line == f"warning: metrics.jsonl in {tmp_path} is not written: No space left on device; training goes on"
 
 
+def opened(folder, state):
+    """Return what writes the records of a run in a folder."""
+    monitor = Monitor(folder, state)
+    monitor.open()
+    return monitor
+
+
 def points(folder):
     """Return the (step, value) of each curve that TensorBoard shows of a run."""
     events = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0}).Reload()
@@ -607,17 +616,19 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
     def refuse(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("monitor.RETRY_S", 0.0)
-    with Monitor.of_run(tmp_path, RunState(2, {}, {})) as monitor:
+    state = RunState(2, {}, {})
+    monkeypatch.setattr("run.RETRY_S", 0.0)
+    with opened(tmp_path, state) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
         with monkeypatch.context() as patch:
             patch.setattr("monitor.write_all", refuse)
-            patch.setattr("monitor.write_status", refuse)
+            patch.setattr("run.write_atomically", refuse)
             monitor.write("train", 2, 0, loss=2.0)
             monitor.write("train", 3, 0, loss=3.0)
-            monitor.status("running", 2)
+            status = StatusFile(tmp_path, state)
+            status.write("running")
             with pytest.raises(StorageError, match=r"all is saved, but status.json was not written: disk full"):
-                monitor.finish()
+                status.finish()
         monitor.write("train", 4, 0, loss=4.0)
         assert points(tmp_path) == {"train/loss": [(step, float(step)) for step in range(1, 5)]}
         assert len(list((tmp_path / "tb").iterdir())) == 1
@@ -629,14 +640,14 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
 
 def test_curves_that_were_lost_are_drawn_again_at_the_next_start_even_if_the_clock_is_set_back(tmp_path, monkeypatch):
     run = RunState(2, {}, {})
-    with Monitor.of_run(tmp_path, run) as monitor:
+    with opened(tmp_path, run) as monitor:
         for step in (1, 2, 3):
             monitor.write("train", step, 0, loss=float(step))
     run.epoch, run.steps, run.is_resumed = 1, 0, True
     yesterday = time.time() - 86_400
     monkeypatch.setattr(time, "time", lambda: yesterday)
     before = [path.name for path in (tmp_path / "tb").iterdir()]
-    with Monitor.of_run(tmp_path, run) as monitor:
+    with opened(tmp_path, run) as monitor:
         monitor.write("train", 3, 1, loss=30.0)
         (name,) = [path.name for path in (tmp_path / "tb").iterdir()]
     assert name > before[0]  # a TensorBoard that is running reads on in a file with a later name only
@@ -881,7 +892,7 @@ def recipe_state(argv):
         "log_window": LogWindow(args.num_shards),
     }
     images = data.SyntheticImages(4096, 1, num_classes=3)
-    run = RunState(4096 // args.global_batch_size, guard.run_facts(args, images, images), parts)
+    run = RunState(4096 // args.global_batch_size, guard.run_facts(args, "pillow", images, images), parts)
     run.steps = run.steps_per_epoch
     run.note_results({"val": {"acc1": 1.0}}, "acc1")
     return run.state_dict()

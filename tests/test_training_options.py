@@ -12,13 +12,15 @@ from torchvision.models import list_models
 
 import config
 import data
-import guard
 import losses
 import models
 import optim
 import train
 import transforms
-from checkpoint import RunState, check_schema, load_checkpoint
+from checkpointing import guard
+from checkpointing.archive import load_checkpoint
+from checkpointing.checkpoint import RunState
+from checkpointing.schema import check_schema
 from presets import ClassificationPresetTrain, ProgressivePreset, TimmPolicy
 from randomness import seed_host
 from sampler import RASampler, VirtualShards
@@ -163,9 +165,8 @@ def step_save_and_resume(name, tmp_path):
     # A ViT's classifier begins at zero, and nothing below it moves yet.
     assert any(moved) if name.startswith("vit_") else sum(moved) > 0.9 * len(moved)
 
-    args.rank, args.world_size = 0, 1
-    train.set_shards(args, None)
-    facts = guard.run_facts(args, *data.build_datasets(None, None, args))
+    args = config.with_shards(config.Record(**{**vars(args), "world_size": 1}), None)
+    facts = guard.run_facts(args, "pillow", *data.build_datasets(None, None, args))
     state = RunState(1, facts, {"model": model, "optimizer": optim.OptimizerState(optimizer)}).state_dict()
     torch.save(state, tmp_path / "checkpoint.pth")
     restored, restored_optimizer = build()

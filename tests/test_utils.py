@@ -205,81 +205,6 @@ def test_setting_up_print_again_replaces_the_first(own_print, capsys):
     assert builtins.print.original is own_print
 
 
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("node[1-4]", "node1"),
-        ("gpu[007-010,12],login1", "gpu007"),
-        ("gpu[3,7-9]", "gpu3"),
-        ("login1,gpu[007-010]", "login1"),
-        ("dgx-a[01-02]-ib", "dgx-a01-ib"),
-        ("rack-2-node-03.example.org", "rack-2-node-03.example.org"),
-        ("rack[0-3]node[0-7]", "rack0node0"),  # Slurm allows two ranges in one name
-    ],
-)
-def test_first_slurm_host(nodelist, host):
-    assert utils.first_slurm_host(nodelist) == host
-
-
-def test_environment_of_torchrun_is_taken_as_it_is():
-    environ = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    found = utils.launcher_environment(environ, 1)
-    assert found == {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-
-
-def test_world_size_comes_from_the_option_where_only_the_rank_is_set():
-    assert utils.launcher_environment({"RANK": "1"}, 4) == {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-
-
-SRUN = {
-    "SLURM_JOB_ID": "4711", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_JOB_NODELIST": "gpu[06-09]", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_NTASKS": "8",
-}  # fmt: skip
-
-
-def test_environment_of_srun_is_translated():
-    found = utils.launcher_environment(SRUN, 1)
-    port = int(found.pop("MASTER_PORT"))
-    assert found == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07"}
-    assert 20000 <= port < 32000  # below the ports that systems hand out by themselves
-
-
-def test_tasks_of_a_slurm_step_share_a_port_and_steps_do_not():
-    def port(job, step, task):
-        own = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": task}
-        return utils.launcher_environment({**SRUN, **own}, 1)["MASTER_PORT"]
-
-    steps = [("4711", "0"), ("4711", "1"), ("4712", "0")]
-    ports = [{port(*step, task) for task in ("0", "7")} for step in steps]
-    assert [len(tasks) for tasks in ports] == [1, 1, 1]
-    assert len(set.union(*ports)) == 3
-
-
-def test_master_that_the_user_names_wins_under_slurm():
-    found = utils.launcher_environment({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, 1)
-    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "29500")
-
-
-def test_job_node_list_is_used_where_the_step_has_none():
-    environ = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NODELIST"}
-    assert utils.launcher_environment(environ, 1)["MASTER_ADDR"] == "gpu06"
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"},  # a batch script
-        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
-    ],
-    ids=["nothing", "batch script", "srun of one task"],
-)
-def test_no_launcher(environ):
-    assert utils.launcher_environment(environ, 1) == {}
-
-
 @pytest.fixture
 def no_launcher(own_print, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
@@ -295,11 +220,6 @@ def test_alone_without_a_launcher(no_launcher):
     utils.init_distributed_mode(args)
     assert (args.distributed, args.rank, args.world_size, args.gpu) == (False, 0, 1, 0)
     assert not utils.is_dist_avail_and_initialized()
-
-
-def test_world_size_without_a_launcher_is_refused(no_launcher):
-    with pytest.raises(UserError, match=r"torchrun --nproc_per_node=2 train\.py"):
-        utils.init_distributed_mode(options_of_init(2))
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 8, 10])

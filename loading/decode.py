@@ -18,8 +18,7 @@ import torch
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin, features
 from torch import Tensor
 
-from errors import BadImageError
-from extras import require_torchcodec
+from errors import BadImageError, require_torchcodec
 
 # The formats that ImageFolder's extensions stand for. Pillow reads others too, and starts Ghostscript for one of them.
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")

@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
-from contextlib import suppress
 from types import FrameType, TracebackType
+
+from errors import say
+from launch import read_launch
 
 # The last two come from a terminal that is closed, or a key; torchrun passes them on.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -45,21 +47,15 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # A terminal's Ctrl-C comes twice under torchrun: from the terminal and from the agent.
-        if number == self.number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+        if number == self.number == signal.SIGINT and not read_launch().is_torchrun:
             if self._when == "after this step":
                 raise KeyboardInterrupt
             say("train.py: error: interrupted")
             os._exit(1)
         is_first, self.number = not self.number, self.number or number  # before it is said, and another one may come
-        if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first and read_launch().local_rank == 0:
             more = "; once more to stop at once" if number == signal.SIGINT else ""
             say(f"{signal.Signals(number).name}: stopping {self._when}{more}")
-
-
-def say(line: str) -> None:
-    """Write a line to standard error, at any place of the program."""
-    with suppress(OSError):  # the terminal may be gone
-        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
 
 
 _early: Signals | None = None
@@ -100,7 +96,7 @@ def _say_failed_import(kind: type[BaseException], error: BaseException, trace: T
     if not issubclass(kind, ImportError | OSError | MemoryError):
         sys.__excepthook__(kind, error, trace)
         return
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if read_launch().local_rank == 0:
         reason = " ".join(str(error).split()) or "out of memory"
         say(
             f"train.py: error: an import failed ({reason}); install what requirements.txt names, and see that "

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 import utils
-from errors import UserError
-from startup import SIGNALS, say, take_signals
+from checkpointing.startup import SIGNALS, take_signals
+from errors import UserError, say
+from launch import read_launch
 
 NEVER = -(1 << 62)
 PR_SET_PDEATHSIG = 1
@@ -50,7 +51,7 @@ class PreemptionGuard:
         self.signals.begin_steps()
         # Without it the ranks of a killed agent train on, and write, beside those of its successor. Not so for a run
         # from a shell, which may well go on after the shell.
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if read_launch().is_torchrun:
             end_with_parent(signal.SIGTERM)
             if is_orphan():
                 raise UserError("the torchrun that started this process is gone; start again")

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -10,9 +10,10 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from decode import decode_plainly
-from errors import BadImageError, UserError
-from extras import require_torchcodec
+import utils
+from errors import BadImageError, UserError, require_torchcodec
+from loading.decode import decode_plainly
+from options import parse_allowed
 
 # What decoding fails of when nothing is wrong with the image: it must not come out as another decoder's.
 _NOT_THE_IMAGE = (torch.OutOfMemoryError, torch.AcceleratorError)
@@ -180,3 +181,27 @@ def find_obstacle(device: torch.device) -> str | None:
         return f"TorchCodec {torchcodec.__version__} cannot use it ({reason[0]})"
     is_right = all(abs(value - expected) < 5 for value, expected in zip(found, (200, 100, 50), strict=True))
     return None if is_right else f"TorchCodec {torchcodec.__version__} decodes a plain image to {found}"
+
+
+def settle_decode_device(args: Any, device: torch.device, resumed: dict | None = None) -> str:
+    """Return where images are decoded: on the CPU where a process's device cannot do it.
+
+    A run that the CPU has decoded for stays with it, unless `--allow-change decode-device` is given; of one that began
+    on the device, `guard.check_options` refuses to go on without it. Collective: every rank must call it.
+
+    Args:
+        args: the options.
+        device: of this process.
+        resumed: the checkpoint that the run goes on from.
+    """
+    if args.decode_device == "cpu":
+        return "cpu"
+    there = args.decode_device if resumed is None else resumed["args"].get("decode_device", "cpu")
+    if there == "cpu" and "decode_device" not in parse_allowed(args.allow_change):
+        print("--decode-device cpu: as in the checkpoint")
+        return "cpu"
+    obstacles = [obstacle for obstacle in utils.gather_plain(find_obstacle(device)) if obstacle is not None]
+    if not obstacles:
+        return args.decode_device
+    print(f"--decode-device {args.decode_device}: {obstacles[0]}; images are decoded on the CPU, by {args.decoder}")
+    return "cpu"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from errors import LockedError
 from files import open_regular
+from launch import read_launch
 
 # How long a run may take to stop: one that lost its launcher, or is saving because it was told to end.
 WAIT_S = 60.0
@@ -85,7 +86,7 @@ class FolderLock:
 
 
 def _describe_holder() -> str:
-    job = os.environ.get("SLURM_JOB_ID")
+    job = read_launch().job
     return (
         f"host {socket.gethostname()}, pid {os.getpid()}, {f'Slurm job {job}, ' if job else ''}"
         f"started {time.strftime('%Y-%m-%d %H:%M:%S')}\n"

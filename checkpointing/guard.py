@@ -2,7 +2,6 @@
 
 import platform
 import subprocess
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,81 +11,11 @@ import PIL
 import torch
 import torchvision
 
-import decode
-import encoded
-from errors import UserError, did_you_mean
-
-# Where a run is, how it is done, watched and kept: no weight depends on these. Nor on `--bad-images` while images are
-# good; at a bad one `error` stops, and going on without it is what `skip` is given for.
-FREE = {
-    "bad_images",
-    "allow_change", "best_metric", "cache_dataset", "checkpoint_minutes", "checkpoint_steps", "data_path", "device",
-    "dist_timeout", "dist_url", "dry_run", "ema", "grad_checkpointing", "keep_every", "keep_last", "list_recipes",
-    "output_dir", "overwrite", "prefetch_factor", "print_freq", "recipe", "resume", "save_per_node",
-    "stall_timeout", "start_epoch", "test_only", "use_v2", "weights", "worker_type", "workers", "world_size",
-}  # fmt: skip
-
-# Options without which the state or the position of a checkpoint means nothing, and why.
-FIXED = {
-    "batch_size": "a step is made of its shards",
-    "freeze": "the optimizer's state is that of the parameters that train",
-    "global_batch_size": "a position is counted in its steps",
-    "model": "its weights fit no other",
-    "opt": "its state fits no other",
-    "synthetic": "a position is counted in steps of its images",
-}
-
-# Options that change the numbers of the steps to come; and two facts that do and are no options.
-ON_REQUEST = {
-    "amp", "amp_dtype", "augmix_severity", "auto_augment", "backend", "bce_loss", "bce_target_thresh",
-    "bias_weight_decay", "channels_last", "clip_grad_norm", "compile", "crop_ramp_epochs", "crop_scale", "cutmix_alpha",
-    "decode_device", "decoder", "dropout", "epochs", "eval_flip", "grad_compression", "hflip_prob", "interpolation",
-    "label_smoothing", "layer_decay", "lr", "lr_gamma", "lr_min", "lr_per_step", "lr_scaling", "lr_scheduler",
-    "lr_step_size", "lr_warmup_decay", "lr_warmup_epochs", "lr_warmup_method", "mixup_alpha", "mixup_off_epoch",
-    "mixup_prob", "mixup_switch_prob", "model_ema", "model_ema_decay", "model_ema_steps", "momentum",
-    "norm_weight_decay", "opt_betas", "opt_eps", "ra_magnitude", "ra_reps", "ra_sampler", "random_erase", "seed",
-    "stochastic_depth", "sync_bn", "tf32", "train_crop_size", "train_crop_size_min", "transformer_embedding_decay",
-    "use_deterministic_algorithms", "val_crop_size", "val_resize_size", "weight_decay",
-}  # fmt: skip
-FACTS = {"data", "threads"}
+from errors import UserError
+from options import BY_NAME, FREE, SILENT, parse_allowed
 
 # Set by the script, not by the user.
 _DERIVED = {"distributed", "given", "gpu", "mean", "num_shards", "rank", "reference_global_batch", "std"}
-
-# Free, and different at any restart or told elsewhere.
-_SILENT = {"allow_change", "overwrite", "recipe", "resume", "start_epoch", "test_only", "world_size"}
-
-
-def option_name(name: str) -> str:
-    """Return an option's name as it is written after the two dashes."""
-    return name.replace("_", "-")
-
-
-def parse_allowed(text: str | None, known: Iterable[str]) -> set[str]:
-    """Return the names in `--allow-change`.
-
-    Args:
-        text: option names with commas between them, with or without their dashes, or None.
-        known: the names of all options, as `argparse` calls them.
-
-    Raises:
-        UserError: one of them is no option, or may not be changed.
-    """
-    known = {*known, *FACTS}
-    names = {word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")} - {""}
-    names = {"weight_decay" if name == "wd" else name for name in names}
-    for name in sorted(names):
-        if name not in known:
-            hint = did_you_mean(option_name(name), map(option_name, known))
-            raise UserError(f"--allow-change {option_name(name)}: there is no such option{hint}")
-        if name in FIXED:
-            raise UserError(
-                f"--allow-change {option_name(name)}: it cannot be changed, since {FIXED[name]}; "
-                "another run can start from the weights: pass the checkpoint to --weights"
-            )
-    if text is not None and not names:
-        raise UserError("--allow-change is empty; give names of options with commas between them, such as lr,epochs")
-    return names
 
 
 def describe_data(train: Any, val: Any) -> dict:
@@ -99,19 +28,19 @@ def _describe_set(dataset: Any) -> dict:
     return {"num_images": len(dataset), "fingerprint": dataset.fingerprint(), **dataset.identity()}
 
 
-def describe_environment(args: Any) -> dict[str, Any]:
+def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
     """Return what a run's numbers may depend on beside its options: versions, code revision, threads, processes."""
     try:
         revision = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+            cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False,
         ).stdout.strip()  # fmt: skip
     except OSError:  # a machine without git
         revision = None
     return {
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
-        "decoder": " ".join(decode.describe(args.decoder).values()) + encoded.describe(args.decode_device),
+        "decoder": decoder,
         "python": platform.python_version(),
         **_describe_machine(args),
         "revision": revision or None,
@@ -134,17 +63,17 @@ def _describe_machine(args: Any) -> dict[str, str]:
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
-def run_facts(args: Any, train: Any, val: Any) -> dict:
+def run_facts(args: Any, decoder: str, train: Any, val: Any) -> dict:
     """Return the plain values that describe a run in its checkpoints and in run.json."""
     return {
         "args": dict(vars(args)),
         "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
         "data": describe_data(train, val),
-        "environment": describe_environment(args),
+        "environment": describe_environment(args, decoder),
     }
 
 
-def check_options(state: dict, args: Any) -> None:
+def check_options(state: dict, args: Any, decoder: str) -> None:
     """Check that a run that goes on from a checkpoint computes what its first part did; say what else has changed.
 
     Before any data is looked at, and before the shards are set.
@@ -152,19 +81,19 @@ def check_options(state: dict, args: Any) -> None:
     Raises:
         UserError: something has changed that changes numbers, and `--allow-change` does not name it.
     """
-    there, here = state["environment"], describe_environment(args)
+    there, here = state["environment"], describe_environment(args, decoder)
     differing = _differing_options(state["args"], args)
     if there["world_size"] != here["world_size"]:
         differing["world_size"] = (there["world_size"], here["world_size"])
     if args.use_deterministic_algorithms and there["threads"] != here["threads"]:
         differing["threads"] = (there["threads"], here["threads"])
-    allowed = parse_allowed(args.allow_change, vars(args))
+    allowed = parse_allowed(args.allow_change)
     refused = {name for name in differing if not _is_free(name, args) and name not in allowed}
     if refused:
         raise UserError(_refusal(args, {name: differing[name] for name in differing if name in refused}))
 
     _say_allowed(allowed, differing, args)
-    free = [_difference(name, *differing[name]) for name in differing if _is_free(name, args) and name not in _SILENT]
+    free = [_difference(name, *differing[name]) for name in differing if _is_free(name, args) and not _is_silent(name)]
     if free:
         print(f"options that changed: {'; '.join(free)}")
     if "world_size" in differing:
@@ -237,7 +166,7 @@ def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
 
 def _refuse_data(args: Any, what: str, differences: list[str]) -> None:
     """Refuse other data, unless `--allow-change data` is given."""
-    if "data" not in parse_allowed(args.allow_change, vars(args)):
+    if "data" not in parse_allowed(args.allow_change):
         raise UserError(f"{what}: {'; '.join(differences)}; to go on with them, give --allow-change data")
     print(f"changed as --allow-change says: {'; '.join(differences)}")
 
@@ -281,7 +210,7 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
     for name, value in vars(args).items():
         if name in _DERIVED or name == "world_size":
             continue
-        if name == "global_batch_size" and value is None:
+        if (name == "global_batch_size" and value is None) or (name == "weights" and name not in args.given):
             continue  # then it is the checkpoint's
         if name not in theirs and name not in args.given:
             continue  # an option that is younger than the checkpoint, and not used
@@ -307,7 +236,15 @@ def _is_free(name: str, args: Any) -> bool:
         return args.compile is None  # which fuses otherwise then
     if name == "weights":
         return args.model not in ("googlenet", "inception_v3")  # whose input is scaled as weights by name want it
-    return name in FREE
+    return name in BY_NAME and BY_NAME[name].resume in (FREE, SILENT)
+
+
+def _is_silent(name: str) -> bool:
+    return BY_NAME[name].resume == SILENT
+
+
+def _why_fixed(name: str) -> str | None:
+    return BY_NAME[name].why_fixed if name in BY_NAME else None
 
 
 def _why_epochs_matter(args: Any) -> str | None:
@@ -317,7 +254,7 @@ def _why_epochs_matter(args: Any) -> str | None:
 
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
-    label = {"threads": "CPU threads (OMP_NUM_THREADS)", "world_size": "world-size"}.get(name, option_name(name))
+    label = {"threads": "CPU threads (OMP_NUM_THREADS)", "world_size": "world-size"}.get(name, name.replace("_", "-"))
     note = " (from here on; of good images the numbers are the same)" if name == "bad_images" else ""
     return f"{label} {theirs} in the checkpoint, {ours} now{note}"
 
@@ -326,10 +263,10 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
     """Name all that differs in one line, with what can be done about it."""
     parts = []
     for name, (theirs, ours) in differing.items():
-        reason = FIXED.get(name) or (_why_epochs_matter(args) if name == "epochs" else None)
+        reason = _why_fixed(name) or (_why_epochs_matter(args) if name == "epochs" else None)
         parts.append(_difference(name, theirs, ours) + (f" ({reason})" if reason else ""))
-    fixed = [option_name(name) for name in differing if name in FIXED]
-    changeable = [option_name(name) for name in differing if name not in FIXED]
+    fixed = [name.replace("_", "-") for name in differing if _why_fixed(name)]
+    changeable = [name.replace("_", "-") for name in differing if not _why_fixed(name)]
     advice = []
     if fixed:
         advice.append(f"{', '.join(fixed)} cannot be changed: give the checkpoint's")
@@ -344,7 +281,7 @@ def _say_allowed(allowed: set[str], differing: dict[str, tuple[Any, Any]], args:
     changed = [_difference(name, *differing[name]) for name in differing if name in allowed]
     if changed:
         print(f"changed as --allow-change says: {'; '.join(changed)}")
-    idle = [option_name(name) for name in sorted(allowed - differing.keys() - {"data"})]
+    idle = [name.replace("_", "-") for name in sorted(allowed - differing.keys() - {"data"})]
     if idle:
         print(f"--allow-change {','.join(idle)}: as in the checkpoint")
 

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-import lock
 import utils
-from checkpoint import BEST_NAMES, OtherFormatError, RunState, find_bad_record, load_checkpoint, read_checkpoint
+from checkpointing import lock
+from checkpointing.archive import find_bad_record, load_checkpoint, read_checkpoint
+from checkpointing.checkpoint import BEST_NAMES, RunState
+from checkpointing.schema import OtherFormatError
 from errors import NoUsableCheckpointError, StorageError, UserError
 from files import (
     explain_failure,
@@ -33,6 +35,7 @@ from files import (
     sync_folder,
     write_atomically,
 )
+from launch import read_launch
 
 NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
 
@@ -499,6 +502,17 @@ class CheckpointManager:
         self._num_failures = 0  # in a row
         self._writers, self._group = [0], None
 
+    @classmethod
+    def of_options(cls, args: Any) -> "CheckpointManager":
+        """Return the one that the options ask for."""
+        return cls(
+            Path(args.output_dir),
+            keep_last=args.keep_last,
+            keep_every=args.keep_every,
+            minutes=args.checkpoint_minutes,
+            save_per_node=args.save_per_node,
+        )
+
     @property
     def _is_writer(self) -> bool:
         return utils.get_rank() in self._writers
@@ -520,7 +534,7 @@ class CheckpointManager:
 
     def _find_writers(self) -> None:
         """Find the ranks that write: the first of each node, or one of those that see the same folder."""
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        is_first = read_launch().local_rank == 0
         firsts = [rank for rank, is_one in enumerate(utils.gather_plain(is_first)) if is_one]
         token = utils.gather_plain(secrets.token_hex(8))[0]
         marks = {rank: self.folder / f".node-{rank}-{token}" for rank in firsts}

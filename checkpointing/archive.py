@@ -1,0 +1,244 @@
+"""Read the files that hold checkpoints and weights, check every byte of them and run nothing that is in them."""
+
+import io
+import os
+import pickletools
+import re
+import shlex
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpointing.schema import MOST_PICKLE_BYTES, check_schema
+from errors import StorageError, UserError
+from files import memory_bytes, read_bytes, retry
+
+# Of a file that is refused in any case: in which to look for code, so that it can be said.
+_MOST_OLD_BYTES = 1 << 20
+
+# Bytes of an element of each kind of storage that `torch.save` names; the rest of what it names for plain data.
+_ITEM_BYTES = {
+    "torch BFloat16Storage": 2, "torch BoolStorage": 1, "torch ByteStorage": 1, "torch CharStorage": 1,
+    "torch DoubleStorage": 8, "torch FloatStorage": 4, "torch HalfStorage": 2, "torch IntStorage": 4,
+    "torch LongStorage": 8, "torch ShortStorage": 2, "torch.storage UntypedStorage": 1,
+}  # fmt: skip
+_PLAIN_GLOBALS = {
+    "collections OrderedDict", "torch Size", "torch._utils _rebuild_parameter", "torch._utils _rebuild_tensor",
+    "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3", *_ITEM_BYTES,
+    *(f"torch {name}" for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
+}  # fmt: skip
+
+
+def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
+    """Return a file's bytes and the state in it, checked; what it claims to hold is checked before it is read.
+
+    Args:
+        path: of the file.
+        name: what to call it in an error.
+
+    Raises:
+        UserError: it is damaged, or no checkpoint of this script.
+        StorageError: the disk does not answer, or there is no memory for it now.
+    """
+
+    def check() -> None:
+        with open(path, "rb") as file:
+            if not check_archive(file, name):
+                file.seek(0)
+                raise UserError(_explain(name, _find_code(file.read(_MOST_OLD_BYTES))))
+
+    if path.is_file():  # of what is something else, `read_bytes` says so
+        retry(check, path)
+    try:
+        payload = read_bytes(path)
+        return payload, check_schema(load_checkpoint(payload, name), name)
+    except MemoryError as error:
+        raise StorageError(f"{name} does not fit into the memory that is free now") from error
+
+
+def load_checkpoint(source: Path | bytes, name: str) -> dict:
+    """Load a file of tensors and plain values; check every byte of it and run nothing that is in it.
+
+    `torch.load` accepts flipped bits in a tensor; the archive's checksums do not (docs/research/RELIABILITY.md, 2.1).
+
+    Args:
+        source: a path, or a file's bytes.
+        name: what to call it in an error.
+
+    Raises:
+        UserError: damaged, not a checkpoint, or one that needs code to load; says which.
+        MemoryError: it is larger than the memory that is free.
+    """
+    stream = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
+    with stream:
+        try:
+            if check_archive(stream, name):
+                bad = find_bad_record(stream)
+                if bad is not None:
+                    raise UserError(f"{name} is damaged (record {bad.split('/', 1)[-1]} fails its CRC)")
+                check_pickle(stream, name)
+            stream.seek(0)
+            content = torch.load(stream, map_location="cpu", weights_only=True)
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # bad bytes raise anything from EOFError to AssertionError (same place)
+            if "allocate" in str(error):
+                raise MemoryError(f"{name} does not fit into memory") from error
+            raise UserError(_explain(name, error)) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{name} holds a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def check_archive(file: Any, name: str) -> bool:
+    """Check by its directory, which is read alone, that a file is as large as its records are; say if it is an archive.
+
+    So nothing that is loaded is larger than the file: `torch.save` compresses nothing.
+
+    Args:
+        file: open for reading.
+        name: what to call it in an error.
+
+    Raises:
+        UserError: it is none that `torch.save` writes, or larger than the memory of this machine.
+    """
+    size = file.seek(0, os.SEEK_END)
+    if size > memory_bytes():
+        raise UserError(f"{name} has {size / 1e9:,.1f} GB, and this machine {memory_bytes() / 1e9:,.1f} GB of memory")
+    file.seek(0)
+    if file.read(4) != b"PK\3\4":  # by which torch tells an archive from what it wrote before version 1.6
+        return False
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError) as error:
+        raise UserError(f"{name} is damaged or no checkpoint ({str(error)[:160]})") from error
+    # Torch's reader is blind to case.
+    names = {record.filename.lower() for record in records}
+    roots = {record.filename.split("/")[0] for record in records}
+    # Headers, and what torch.save leaves free so that records begin at whole pages, if it was told to.
+    gaps = size - sum(record.compress_size for record in records)
+    is_stored = all(record.compress_type == 0 and record.compress_size == record.file_size for record in records)
+    if not is_stored or len(names) < len(records) or len(roots) != 1 or not 0 < gaps <= 8192 * (len(records) + 1):
+        raise UserError(f"{name} is damaged or no checkpoint (its records are not laid out as torch.save does it)")
+    return True
+
+
+def check_pickle(file: Any, name: str) -> None:
+    """Check, without unpickling, that a pickle names plain data only, and storages as large as their records.
+
+    Torch believes the size that a pickle gives, and would read beyond the record.
+
+    Args:
+        file: the archive, open for reading.
+        name: what to call it in an error.
+
+    Raises:
+        UserError: it does not.
+    """
+    with zipfile.ZipFile(file) as archive:
+        root = archive.infolist()[0].filename.split("/")[0]
+        sizes = {record.filename.removeprefix(f"{root}/data/"): record.file_size for record in archive.infolist()}
+        if archive.getinfo(f"{root}/data.pkl").file_size > MOST_PICKLE_BYTES:
+            raise UserError(f"{name} is no checkpoint: it describes more than a model has")
+        pickled = archive.read(f"{root}/data.pkl")
+    for kind, key, numel in _storages(pickled):
+        if sizes.get(key) != _ITEM_BYTES[kind] * numel:
+            raise UserError(f"{name} is damaged (record data/{key} is not as large as its tensors)")
+
+
+def _storages(pickled: bytes) -> Iterator[tuple[str, str, int]]:
+    """Yield the kind, the key and the number of elements of each storage that a pickle of `torch.save` asks for.
+
+    Raises:
+        ValueError: it is none of `torch.save`, or names more than plain data; says what.
+    """
+    literals, stack, named = {}, [], None
+    for opcode, argument, _ in pickletools.genops(pickled):
+        _check_opcode(opcode.name, argument)
+        if opcode.name in ("BINPUT", "LONG_BINPUT"):
+            literals[argument] = stack[-1] if stack else None
+            continue
+        if opcode.name == "MARK":
+            stack = []
+        elif opcode.name == "TUPLE":
+            stack, named = [], stack
+            continue
+        elif opcode.name in ("BINGET", "LONG_BINGET"):
+            stack.append(literals.get(argument))
+        elif opcode.name in ("GLOBAL", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"):
+            stack.append(argument)
+        elif opcode.name == "BINPERSID":
+            is_storage = named is not None and len(named) == 5 and named[0] == "storage" and named[1] in _ITEM_BYTES
+            if not is_storage or type(named[2]) is not str or type(named[4]) is not int:
+                raise ValueError("Unsupported operand: not a storage of torch.save")
+            yield named[1], named[2], named[4]
+            stack = [None]
+        else:
+            stack = [None]
+        named = None
+
+
+def _check_opcode(name: str, argument: Any) -> None:
+    if name == "GLOBAL" and argument not in _PLAIN_GLOBALS:
+        raise ValueError(f"GLOBAL {argument.replace(' ', '.')}")
+    if name in ("INST", "STACK_GLOBAL"):
+        raise ValueError("Unsupported operand: not of torch.save")
+
+
+def _find_code(content: bytes) -> Exception:
+    """Return why a file that is no archive is refused, with the code that it names if it is a pickle, or several.
+
+    Older versions of torch wrote several, one after the other, and the tensors behind them.
+    """
+    stream = io.BytesIO(content)
+    try:
+        while stream.tell() < len(content):
+            for opcode, argument, _ in pickletools.genops(stream):
+                _check_opcode(opcode.name, argument)
+    except Exception as error:  # pickletools has a dozen kinds for what is no pickle
+        if re.match("GLOBAL|Unsupported operand", str(error)):
+            return error
+    return ValueError("not the archive that torch.save writes; nothing in it was run")
+
+
+def find_bad_record(file: Any) -> str | None:
+    """Return the name of the first record of a zip archive that is not what was written, or None.
+
+    Args:
+        file: a path or a binary file.
+
+    Raises:
+        zipfile.BadZipFile: the archive as a whole is damaged.
+    """
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            # One flipped bit of the index makes a folder of a record. Python reads it all the same and finds it good;
+            # torch reads nothing, and gives a tensor of whatever was in memory.
+            if record.external_attr & 0x10:
+                return record.filename
+        return archive.testzip()
+
+
+def _explain(name: str, error: Exception) -> str:
+    """Say in one line why a file could not be loaded."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if found and found[1] == "argparse.Namespace":
+        command = (
+            "import argparse, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
+            f"torch.save(torch.load({name!r}, weights_only=True)['model'], 'weights.pth')"
+        )
+        return (
+            f"{name} is a checkpoint of torchvision's reference script: it holds an argparse.Namespace, which this "
+            f"script does not unpickle; to start from its weights, run `python -c {shlex.quote(command)}` and pass "
+            "--weights weights.pth"
+        )
+    if found:
+        return f"{name} contains code ({found[1]}) and was refused; nothing in it was run"
+    if "Unsupported operand" in str(error):
+        return f"{name} is damaged or no checkpoint (a pickle that torch.save did not write; nothing in it was run)"
+    reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
+    return f"{name} is damaged or no checkpoint ({reason[:160]})"

@@ -1,0 +1,268 @@
+"""What a checkpoint must be: types, ranges, shapes, and what its fields say of each other."""
+
+import math
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from errors import UserError, is_printable
+
+FORMAT = 2
+
+# More than any checkpoint has: of the text that describes it, of values, of a counter.
+MOST_PICKLE_BYTES, MOST_VALUES, MOST_COUNT = 1 << 24, 1_000_000, 1 << 53
+_LARGEST = torch.finfo(torch.float32).max
+MOST_DEPTH, MOST_CHARACTERS = 12, 1 << 16
+
+
+class OtherFormatError(UserError):
+    """A checkpoint is whole and of a version of this script that writes another format."""
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST_COUNT
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_count(value) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    """Tell whether a value is text that can be printed on one line."""
+    return type(value) is str and is_printable(value)
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        type(name) is str and type(tensor) is torch.Tensor for name, tensor in value.items()
+    )
+
+
+def _are_moments(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        type(number) is str  # what some of timm's keep beside the parameters
+        or (_is_count(number) and isinstance(moments, dict) and all(type(name) is str for name in moments))
+        for number, moments in value.items()
+    )
+
+
+def _are_named(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(name) is str for name in value)
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) and all(map(_is_count, group["params"]))
+        for group in value
+    )
+
+
+def _is_scaler(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+        and all(_is_number(value[name]) and value[name] > 0 for name in ("scale", "growth_factor", "backoff_factor"))
+        and 0 < value["scale"] < _LARGEST
+        and _is_positive(value["growth_interval"])
+        and _is_count(value["_growth_tracker"])
+    )
+
+
+def _are_sums(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 4 and all(_is_number(total) and total >= 0 for total in value)
+
+
+def _is_best(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {"metric", "value", "step"}
+        and _is_text(value["metric"])
+        and type(value["value"]) is float
+        and _is_count(value["step"])
+    )
+
+
+def _are_options(value: Any) -> bool:
+    """Tell whether a value is what options can be, by their names."""
+    return isinstance(value, dict) and all(
+        _is_text(name) and all(_is_option(item) for item in (each if type(each) is list else [each]))
+        for name, each in value.items()
+    )
+
+
+def _is_option(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float) or _is_text(value)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(type(name) is str for name in value) and len(set(value)) == len(value) > 0
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or _is_text(value)
+
+
+_SPLIT = {
+    "num_images": (_is_positive, "a number of images"),
+    "fingerprint": (_is_text, "text"),
+    "form": (_is_text, "text"),
+    "path": (lambda value: type(value) is str, "a path"),
+    "sizes": (_is_text_or_none, "text or None"),
+    "times": (_is_text_or_none, "text or None"),
+    "checksums": (_is_text_or_none, "text or None"),
+}
+
+# Each field of a checkpoint: whether a value can be one, and in words what is expected.
+_FIELDS = {
+    "format": (_is_count, "a number"),
+    "model": (_are_tensors, "tensors by their names"),
+    "optimizer.state": (_are_moments, "values by name for each parameter's number"),
+    "optimizer.param_groups": (_are_groups, "a list of groups of parameters' numbers"),
+    "epoch": (lambda value: type(value) is int and -1 <= value < MOST_COUNT, "an epoch, or -1"),
+    "step": (_is_count, "a number of steps"),
+    "position.epoch": (_is_count, "an epoch"),
+    "position.steps": (_is_count, "a number of steps"),
+    "position.is_evaluated": (lambda value: type(value) is bool, "True or False"),
+    "best": (_is_best, "None, or a metric, its value and a step"),
+    "best_ema": (_is_best, "None, or a metric, its value and a step"),
+    "args": (_are_options, "values of options by their names"),
+    "args.model": (_is_text, "a name"),
+    "args.epochs": (_is_positive, "a number of epochs"),
+    "args.start_epoch": (_is_count, "an epoch"),
+    "args.batch_size": (_is_positive, "a number of images"),
+    "args.lr_scaling": (_is_text, "a name"),
+    "args.weights": (_is_text_or_none, "a name or None"),
+    "args.reference_global_batch": (lambda value: value is None or _is_positive(value), "a number of images or None"),
+    "shards.global_batch_size": (_is_positive, "a number of images"),
+    "shards.num_shards": (_is_positive, "a number of shards"),
+    **{f"{split}.{name}": rule for split in ("data", "data.val") for name, rule in _SPLIT.items()},
+    "data.num_classes": (_is_positive, "a number of classes"),
+    "data.classes": (_are_names, "different names"),
+    "environment": (_are_options, "values by their names"),
+    "environment.world_size": (_is_positive, "a number of processes"),
+    "environment.threads": (_is_positive, "a number of threads"),
+}
+# Those that a checkpoint need not have.
+_OPTIONAL_FIELDS = {
+    "model_ema": (_are_tensors, "tensors by their names"),
+    "scaler": (_is_scaler, "the numbers of a GradScaler"),
+    "optimizer.group_state": (
+        lambda value: isinstance(value, list) and all(map(_are_named, value)),
+        "a list of values by name",
+    ),
+    "log_window": (lambda value: isinstance(value, dict) and _are_sums(value.get("sums")), "four sums"),
+}
+
+
+def check_schema(state: dict, name: str) -> dict:
+    """Return the state if it is a checkpoint of this script: types, ranges, shapes, and what they say of each other.
+
+    What passes can be restored, or does not fit the run at hand; nothing else is to be feared of it.
+
+    Raises:
+        UserError: it is not.
+        OtherFormatError: it is one of another version of this script.
+    """
+    missing = sorted({field.split(".")[0] for field in _FIELDS} - state.keys())
+    if missing:
+        raise UserError(
+            f"{name} is no checkpoint of this script: it lacks {', '.join(missing)}; "
+            "to start from the weights that it holds, pass it to --weights"
+        )
+    reason = _find_foreign(state)
+    if reason is None and _is_count(state["format"]) and state["format"] != FORMAT:
+        raise OtherFormatError(
+            f"{name} has format {state['format']} and this script reads {FORMAT}; use the version that wrote it"
+        )
+    reason = reason or _find_misfit(state) or _find_contradiction(state)
+    if reason is not None:
+        raise UserError(f"{name} is no sound checkpoint: {reason}")
+    return state
+
+
+def _find_foreign(state: dict) -> str | None:
+    """Say why a state is not plain data of a size that can be looked through, or return None.
+
+    What is in it twice is looked at twice: a list may hold a list ten times, which holds another ten times, and so on.
+    """
+    todo, count = [(state, 0)], 0
+    while todo:
+        value, depth = todo.pop()
+        children = _children(value)
+        if children is None:
+            return f"it holds {_shown(value)}, which is no plain data"
+        count += len(children)
+        if count > MOST_VALUES or depth > MOST_DEPTH:
+            return "it holds more values, or deeper ones, than a checkpoint has"
+        todo += [(child, depth + 1) for child in children]
+    return None
+
+
+def _children(value: Any) -> list | None:
+    """Return what a plain value is made of; None for a value that is not plain."""
+    if type(value) is dict or (type(value) is OrderedDict and vars(value).keys() <= {"_metadata"}):
+        versions = list(vars(value).values()) if type(value) is OrderedDict else []
+        return [*value.keys(), *value.values(), *versions]
+    if type(value) in (list, tuple):
+        return list(value)
+    if type(value) is torch.Tensor:
+        is_plain = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
+        return [] if is_plain and not value.is_complex() else None
+    is_short = abs(value) < 1 << 63 if type(value) is int else type(value) is not str or len(value) <= MOST_CHARACTERS
+    return [] if is_short and (value is None or type(value) in (bool, int, float, str)) else None
+
+
+def _find_misfit(state: dict) -> str | None:
+    """Name the first field of a state that has not the type or the range that it must have, or return None."""
+    for field, (is_right, expected) in {**_FIELDS, **_OPTIONAL_FIELDS}.items():
+        *parents, key = field.split(".")
+        holder = state
+        for parent in parents:
+            holder = holder.get(parent, {}) if isinstance(holder, dict) else None
+        if not isinstance(holder, dict):
+            return f"{'.'.join(parents)} holds no {key}"
+        if key in holder and not is_right(holder[key]):
+            return f"{field} is {_shown(holder[key])}, expected {expected}"
+        if key not in holder and field in _FIELDS:
+            return f"{field} is missing, expected {expected}"
+    return None
+
+
+def _find_contradiction(state: dict) -> str | None:
+    """Name the first thing that two fields of a state, each right by itself, say otherwise, or return None."""
+    position, shards, data = state["position"], state["shards"], state["data"]
+    batch, num_shards = shards["global_batch_size"], shards["num_shards"]
+    steps_per_epoch = data["num_images"] // batch
+    is_complete = position["steps"] == steps_per_epoch
+    bests = [best for best in (state["best"], state["best_ema"]) if best is not None]
+    numbers = {number for group in state["optimizer"]["param_groups"] for number in group["params"]}
+    for is_right, words in [
+        (batch == num_shards * state["args"]["batch_size"], f"{num_shards} shards of a global batch of {batch}"),
+        (steps_per_epoch > 0, f"a global batch of {batch} of {data['num_images']} images"),
+        (position["steps"] <= steps_per_epoch, f"{position['steps']} steps of an epoch of {steps_per_epoch}"),
+        (position["epoch"] < state["args"]["epochs"], f"epoch {position['epoch']} of {state['args']['epochs']}"),
+        (is_complete or not position["is_evaluated"], "the evaluation of an epoch that is not done"),
+        (state["step"] == position["epoch"] * steps_per_epoch + position["steps"], f"step {state['step']}"),
+        (state["epoch"] == position["epoch"] - (not is_complete), f"{state['epoch']} as the last epoch"),
+        (all(best["step"] <= state["step"] for best in bests), "a best evaluation that is still to come"),
+        (len(data["classes"]) == data["num_classes"], f"{data['num_classes']} classes and other names"),
+        (
+            all(type(key) is str or key in numbers for key in state["optimizer"]["state"]),
+            "an optimizer's state for parameters that it has not",
+        ),
+    ]:
+        if not is_right:
+            return f"it claims {words}, at {position}"
+    return None
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it can be shown in a line, or its type."""
+    if value is None or type(value) in (bool, int, float, str):
+        return ascii(value)[:60] if type(value) is not int or abs(value) < 1 << 63 else "a very large number"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,93 @@
+"""What a launcher says of this process: torchrun, Slurm's srun, or RANK set by hand. Nothing else reads its words."""
+
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Launch(NamedTuple):
+    """Who started this process, and beside which others.
+
+    Attributes:
+        rank: this process's number, from 0.
+        world_size: processes in all.
+        local_rank: its number on its machine.
+        num_local: processes on its machine.
+        is_launched: whether a launcher started it; else it is alone.
+        is_torchrun: whether that is torchrun.
+        agent: what the processes that one torchrun starts and restarts have in common; None without torchrun.
+        attempt: how often torchrun has started them again.
+        num_nodes: machines that torchrun uses.
+        is_restart: whether the launcher has started this run again by itself.
+        job: Slurm's number of the job, or None.
+        address: MASTER_ADDR and MASTER_PORT, where the processes meet; empty where nobody said.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    num_local: int = 1
+    is_launched: bool = False
+    is_torchrun: bool = False
+    agent: str | None = None
+    attempt: int = 0
+    num_nodes: int = 1
+    is_restart: bool = False
+    job: str | None = None
+    address: Mapping[str, str] = {}
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which torch finds the other processes."""
+        ranks = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank}
+        return {name: str(number) for name, number in ranks.items()} | dict(self.address) if self.is_launched else {}
+
+
+def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -> Launch:
+    """Return what the environment says.
+
+    Args:
+        environ: by default the process's.
+        world_size: the number of processes where only RANK is set (`--world-size`).
+    """
+    environ = os.environ if environ is None else environ
+    address = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
+    common = {
+        "is_torchrun": "TORCHELASTIC_RUN_ID" in environ,
+        "attempt": int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "num_nodes": int(environ.get("GROUP_WORLD_SIZE", "1")),
+        "is_restart": any(
+            environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+        ),
+        "job": environ.get("SLURM_JOB_ID"),
+    }
+    if common["is_torchrun"]:
+        common["agent"] = f"{environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
+    if "RANK" in environ:
+        rank = int(environ["RANK"])
+        size = int(environ.get("WORLD_SIZE", world_size))
+        local = int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        return Launch(rank, size, *local, is_launched=True, address=address, **common)
+    # SLURM_PROCID alone is also set in a batch script, where nobody started the other tasks: only srun sets the step's.
+    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        rank, size, local_rank = (int(environ[f"SLURM_{name}"]) for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
+        num_local = int(re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0])  # such as 8(x2)
+        address = _slurm_address(environ) | address
+        return Launch(rank, size, local_rank, num_local, is_launched=True, address=address, **common)
+    return Launch(**common)
+
+
+def _slurm_address(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return where the tasks of a step meet: the same on each, and another port for another step or job."""
+    step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
+    port = 20000 + int(hashlib.sha256(step.encode()).hexdigest(), 16) % 12000
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    return {"MASTER_ADDR": first_slurm_host(nodes), "MASTER_PORT": str(port)}
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """Return the first host of a Slurm node list such as `gpu[007-010,12],login1`."""
+    # Each bracket stands for its first number; what follows a comma outside brackets is another host.
+    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", nodelist).split(",")[0]

@@ -1,0 +1,126 @@
+"""Which images a run has read, and whether they are still the same."""
+
+import io
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import Dataset
+
+import utils
+from errors import PreemptedError
+from files import explain_failure, write_atomically
+from loading.index import ImageIndex, open_to_read
+from options import parse_allowed
+
+
+class SeenRecord:
+    """Remembers, from one start of a run to the next, the size and time of each file of its class folders.
+
+    A process notes them when it first opens a file (`index.SeenFiles`), which costs no look at a million files before
+    the first step, and compares them when it opens the file again. Here the notes of all processes are put together and
+    written to a file of the output folder. What was read since they last were is not known to the next start; a file
+    that is lost or damaged begins anew.
+
+    As a context, it puts the notes together once more at an end that all ranks agree on.
+
+    Args:
+        args: the options.
+        state: the checkpoint that the run goes on from, if any. Where that is not so, or `--allow-change data` is
+            given, nothing is known of any file.
+        datasets: the training and validation set, by their names.
+    """
+
+    FILE = "images.npz"
+
+    def __init__(self, args: Any, state: dict | None, **datasets: Dataset | None) -> None:
+        self.folder = None if args.test_only else Path(args.output_dir)
+        indexes = {name: getattr(dataset, "index", None) for name, dataset in datasets.items()}
+        self.watched = {name: index for name, index in indexes.items() if index is not None and index.seen is not None}
+        # Of other images nothing is known.
+        self.keys = {name: f"{name}-{index.fingerprint()}" for name, index in self.watched.items()}
+        # As all processes know them; a row of `seen` that differs is news.
+        self.known = {name: numpy.zeros_like(index.seen.states) for name, index in self.watched.items()}
+        self.is_new = state is None or "data" in parse_allowed(args.allow_change)
+        self.is_elsewhere = not self.is_new and args.resume != "auto"
+        if self.is_new or not self.watched:
+            return
+        folder = Path(args.resume).parent if self.is_elsewhere else Path(args.output_dir)
+        payload = utils.call_on_master(self._read, folder / self.FILE)
+        paths = {"train": state["data"]["path"], "val": state["data"]["val"]["path"]}
+        for name, states in self._parse(payload or b"").items():
+            if paths[name] != self.watched[name].identity()["path"]:
+                states[:, 1] = 0  # times of another disk differ by right
+            self.known[name][:] = self.watched[name].seen.states[:] = states
+
+    def __enter__(self) -> "SeenRecord":
+        # Whatever is there may be another run's.
+        if self.is_new and self.folder is not None and utils.is_main_process():
+            with suppress(OSError):  # not there; or the disk fails, which the next checkpoint will tell of
+                (self.folder / self.FILE).unlink()
+        elif self.is_elsewhere:
+            self._write()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
+        if error is None or isinstance(error, PreemptedError):
+            self.keep()
+
+    def keep(self) -> None:
+        """Put the notes of all processes together, say what has changed, and write what is new.
+
+        Collective: every rank must call it.
+        """
+        has_news = [self._gather(name, index) for name, index in self.watched.items()]
+        if any(has_news):
+            self._write()
+
+    def _write(self) -> None:
+        if self.folder is None or not self.watched or not utils.is_main_process():
+            return
+        arrays = {self.keys[name]: states for name, states in self.known.items()}
+        try:
+            write_atomically(self.folder / self.FILE, lambda file: numpy.savez(file, **arrays))
+        except OSError as error:
+            num_bytes = sum(states.nbytes for states in arrays.values())
+            print(f"{self.folder / self.FILE} is not written: {explain_failure(error, self.folder, num_bytes)}")
+
+    def _gather(self, name: str, index: ImageIndex) -> bool:
+        """Take what any process has noted of a set since the last call, and say which files have changed."""
+        states, known = index.seen.states, self.known[name]
+        numbers = numpy.flatnonzero((states != known).any(axis=1))
+        rows = numpy.column_stack([numbers, states[numbers]]).astype(numpy.int64)
+        numbers, news = numpy.split(torch.cat(utils.all_gather(torch.from_numpy(rows))).numpy(), [1], axis=1)
+        numbers = numbers[:, 0]
+        before = known[numbers]
+        has_other_size, has_other_time = ((before != news) & (before != 0)).T
+        changed = numbers[has_other_size | has_other_time]
+        if len(changed):
+            what = "sizes" if has_other_size.any() else "times"
+            first = index.path(int(changed.min()))
+            print(
+                f"{len(changed)} images of {index.root} have other {what} than when the run read them, such as {first}"
+            )
+        known[numbers] = states[numbers] = news
+        return len(numbers) > 0
+
+    def _read(self, path: Path) -> bytes | None:
+        """Return the file's content, as far as it is not larger than it may be."""
+        most = 65536 + sum(states.nbytes for states in self.known.values())
+        try:
+            with open_to_read(path, follows_links=False) as file:
+                return file.read(most)
+        except OSError:  # not there; or a disk that fails, which the next checkpoint will tell of
+            return None
+
+    def _parse(self, payload: bytes) -> dict[str, numpy.ndarray]:
+        """Return the states of the sets in a file that is whole, as far as they are those of this run's sets."""
+        try:
+            with numpy.load(io.BytesIO(payload), allow_pickle=False) as file:
+                arrays = {name: file[key] for name, key in self.keys.items() if key in file.files}
+        except Exception:  # zip and numpy have a dozen kinds for what is damaged
+            arrays = {}
+        shapes = {name: (states.shape, states.dtype) for name, states in self.known.items()}
+        return {name: states for name, states in arrays.items() if (states.shape, states.dtype) == shapes[name]}

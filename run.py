@@ -1,0 +1,545 @@
+"""The run: how it begins or goes on, where it is, what surrounds its steps and evaluations, and how it ends."""
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import config
+import models
+import optim
+import utils
+from checkpointing.checkpoint import RunState, load_weights
+from checkpointing.guard import check_classes, check_options, run_facts
+from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
+from checkpointing.store import CheckpointManager
+from errors import LoaderKilledError, NonFiniteError, NoProgressError, PreemptedError, StorageError, UserError
+from files import RETRY_S, explain_failure, read_json, write_atomically
+from launch import read_launch
+from loading.encoded import settle_decode_device
+from loading.seen import SeenRecord
+from models import ShardedStep
+from monitor import LogWindow, Monitor, non_finite_loss
+from presets import describe_decoder
+from sampler import TrainSampler, VirtualShards
+
+# Starts in a row from one and the same step after which nothing starts a run again by itself.
+MOST_STARTS = 3
+
+
+def read_resumed(
+    args: config.Record, manager: CheckpointManager, device: torch.device
+) -> tuple[config.Record, dict | None]:
+    """Return the final options, and the checkpoint that `--resume` means or None.
+
+    Changes nothing in the output folder but who holds its lock. Collective: every rank must call it.
+
+    Raises:
+        UserError: it cannot be used, or the output folder holds a run that the options do not speak of.
+    """
+    if not args.test_only:
+        manager.lock()
+        args = go_on_after_restart(args, manager)
+    state = manager.read(args.resume)
+    if args.test_only:
+        if args.resume and state is None:
+            raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
+        if state is not None:
+            manager.say_damaged()
+            args = config.as_trained(args, state["args"])
+        return args.replaced(decode_device=settle_decode_device(args, device)), state
+    manager.check(args.resume, overwrite=args.overwrite)
+    args = args.replaced(decode_device=settle_decode_device(args, device, state))
+    if state is not None:
+        check_options(state, args, describe_decoder(args))
+    args = config.with_shards(args, state)
+    shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
+    shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn)
+    return args, state
+
+
+def go_on_after_restart(args: config.Record, manager: CheckpointManager) -> config.Record:
+    """Return the options of processes that torchrun restarts: they go on with what they saved before.
+
+    What another torchrun left in the folder is not theirs. Collective: every rank must call it.
+    """
+
+    def has_saved() -> bytes | None:
+        launched = read_json(manager.folder / "run.json").get("launch")
+        is_ours = launched not in (None, "") and launched == read_launch().agent
+        return b"yes" if is_ours and manager.files.numbered() else None
+
+    if not utils.call_on_master(has_saved):
+        return args
+    print(f"restarted by torchrun: going on from the newest checkpoint in {manager.folder}")
+    return args.replaced(resume="auto", overwrite=False)
+
+
+def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None:
+    """Return the state dict that `--weights` means, or None.
+
+    Args:
+        args: the options.
+        val: the validation set, which has the classes' names.
+
+    Raises:
+        UserError: it means none, or cannot be evaluated on these classes.
+    """
+    if args.weights is None:
+        return None
+    if Path(args.weights).is_file():
+        weights, kind = load_weights(Path(args.weights), is_average=args.ema)
+        print(f"--weights {args.weights}: {kind}")
+        check_classes(weights.classes, args, val)
+        return weights
+    weights = models.resolve_weights(args)
+    try:
+        # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
+        return weights.get_state_dict(progress=utils.is_main_process(), check_hash=True, weights_only=True)
+    except OSError as error:
+        raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
+    except Exception as error:  # as of any bad file: see load_checkpoint
+        raise UserError(
+            f"--weights {args.weights}: the copy of {weights.url} in torch's cache is damaged or contains code and was "
+            "refused; remove it, so that it is fetched anew"
+        ) from error
+
+
+class BareRun:
+    """What a loop over steps needs where there is no run around it: each process computes one shard a step.
+
+    Args:
+        model: in DDP or bare.
+        device: where it is.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        world_size = utils.get_world_size()
+        shards = VirtualShards(0, world_size, utils.get_rank(), world_size)
+        self.sharded_step = ShardedStep(model, shards, device=device)
+
+    @property
+    def local_shards(self) -> range:
+        """The numbers of the shards that this process computes in each step."""
+        return self.sharded_step.shards.local
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of each shard's mean loss."""
+        return self.sharded_step.loss_scale
+
+    def steps(self, num_batches: int) -> range:
+        """Return the steps of the epoch that a loader of so many batches holds."""
+        return range(num_batches // len(self.local_shards))
+
+    def begin_step(self, epoch: int, step: int) -> None:
+        """Prepare a step."""
+
+    def shard(self, step: int, shard: int) -> AbstractContextManager:
+        """Return what surrounds the passes of a shard of a step."""
+        return self.sharded_step.shard(step, shard)
+
+    def finish_gradients(self) -> None:
+        """Make every gradient the mean over all shards. Collective."""
+        self.sharded_step.finish_gradients()
+
+    def end_step(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
+        """Take what a step gave: (mean loss, top-1 hits, top-5 hits, images) of each local shard, and the norm."""
+        for loss, correct1, correct5, n in results:
+            metric_logger.meters["loss"].update(loss, n)
+            metric_logger.meters["acc1"].add(100 * correct1, n)
+            metric_logger.meters["acc5"].add(100 * correct5, n)
+
+
+class Run(BareRun):
+    """A run in its output folder; a context, which it begins or goes on in, and ends well or says why not.
+
+    Args:
+        args: the resolved options.
+        resumed: the checkpoint that it goes on from, or None.
+        manager: of its checkpoints.
+        preemption: knows of signals.
+        seen: remembers the images that were read.
+        sampler: knows the images of a step.
+        datasets: the training and the validation set.
+        sharded_step: surrounds the passes of each shard.
+        lr_scheduler: sets the learning rate of each step.
+        parts: what is saved under which name, or None; `model` is the bare model.
+    """
+
+    def __init__(
+        self,
+        args: config.Record,
+        resumed: dict | None,
+        manager: CheckpointManager,
+        preemption: PreemptionGuard,
+        seen: SeenRecord,
+        *,
+        sampler: TrainSampler,
+        datasets: tuple,
+        sharded_step: ShardedStep,
+        lr_scheduler: optim.LRScheduler,
+        parts: dict[str, Any],
+    ) -> None:
+        self.args, self.manager, self.preemption, self.seen = args, manager, preemption, seen
+        self.sampler, self.sharded_step, self.lr_scheduler = sampler, sharded_step, lr_scheduler
+        self.model, self.folder = parts["model"], manager.folder
+        self.window = LogWindow(sampler.shards.num_local)
+        facts = run_facts(args, describe_decoder(args), *datasets)
+        self.state = RunState(sampler.steps_per_epoch, facts, {**parts, "log_window": self.window})
+        self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
+        self.monitor = Monitor(self.folder if utils.is_main_process() else None, self.state)
+        self.status = StatusFile(self.folder if utils.is_main_process() else None, self.state)
+        self.finite = FiniteWatch(next(self.model.parameters()).device)
+        self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
+        self.saved = self.position  # nothing to save yet
+        self.start_line(wait_s=0.0)
+
+    # Begin and end
+
+    def __enter__(self) -> "Run":
+        """Make the folder ready and write down what the run is. Collective: every rank must call it.
+
+        Also that of a finished run: a kill may have left its last save half done.
+        """
+        start = self.status.count_start()
+        self.manager.open(self.args.resume, self.state, overwrite=self.args.overwrite)
+        utils.call_on_master(self.write_description, start)
+        with ExitStack() as stack:
+            stack.enter_context(self.seen)
+            utils.call_on_master(self.monitor.open)
+            stack.enter_context(self.monitor)
+            self.watchdog.start()
+            stack.callback(self.watchdog.end)
+            self._contexts = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        cause = error
+        if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
+            error = LoaderKilledError(str(error))
+        if isinstance(error, PreemptedError):
+            self.status.write("preempted", str(error))
+        elif error is not None:
+            self.status.write("failed", f"{type(error).__name__}: {error}".rstrip(": "))
+        self._contexts.__exit__(error and type(error), error, trace)
+        if error is not cause:
+            raise error from cause
+
+    def write_description(self, start: dict) -> None:
+        """Write status.json, run.json, what the run is, and recipe.toml, which runs it again. Rank 0 only.
+
+        Raises:
+            NoProgressError: a launcher starts it again and again, and it gets nowhere.
+            StorageError: the files cannot be written.
+        """
+        is_done, launch = self.state.is_finished(self.args.epochs), read_launch()
+        try:
+            self.status.replace("running", start=start)
+            if start["count"] > MOST_STARTS and launch.is_restart and not is_done:
+                reason = f"no progress: start number {start['count']} in a row from step {self.state.step}"
+                self.status.replace("failed", reason)
+                raise NoProgressError(f"{reason}; not trying again by itself: look into the log, then start it by hand")
+            record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
+            description = json.dumps({**record, "launch": launch.agent, **self.state.facts}, indent=2) + "\n"
+            for name, text in {"run.json": description, "recipe.toml": config.write_recipe(self.args)}.items():
+                path = self.folder / name
+                if not (is_done and path.exists()):  # which tell how it was computed
+                    write_atomically(path, lambda file, text=text: file.write(text.encode()))
+        except OSError as error:
+            why = explain_failure(error, self.folder, 0)
+            raise StorageError(f"--output-dir {self.folder}: {why}; nothing was begun") from error
+
+    def finish(self) -> None:
+        """Record and say how the run ended. Collective: every rank must call it."""
+        utils.call_on_master(self.status.finish)
+        print(self.state.result(self.args.output_dir))
+
+    # Where it is
+
+    @property
+    def position(self) -> tuple[int, bool]:
+        """Where the run is: what a save is of."""
+        return self.state.step, self.state.is_evaluated
+
+    def epochs(self) -> Iterator[int]:
+        """Yield the epochs that are left to train or to evaluate; then say how the run ended. Collective."""
+        for epoch in range(self.state.epoch, self.args.epochs):
+            self.check()
+            first_step = self.state.start_epoch(epoch)
+            # Also where the epoch is only to be evaluated: the rate is part of what is saved.
+            self.lr_scheduler.set_position(epoch, max(first_step - 1, 0), self.state.steps_per_epoch)
+            self.sampler.set_epoch(epoch, first_step)
+            self.start_line(wait_s=0.0)
+            yield epoch
+        self.finish()
+
+    @property
+    def has_steps_left(self) -> bool:
+        """Whether the epoch is still to be trained."""
+        return self.state.steps < self.state.steps_per_epoch
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the epoch has been evaluated."""
+        return self.state.is_evaluated
+
+    def describe(self) -> str:
+        """Say what is being worked on, for whoever looks into a hang."""
+        if not self.has_steps_left:
+            return f"evaluating after step {self.state.step}"
+        return f"{self.state.step} steps done, images of the next: {self.sampler.indices_at(self.state.steps)}"
+
+    def note_stall(self, reason: str) -> None:
+        """Record that the run hangs and is ended."""
+        self.status.write("failed", reason)
+
+    # What surrounds a step
+
+    def steps(self, num_batches: int) -> range:
+        """Return the steps of the epoch that are left."""
+        return range(self.state.steps, self.state.steps_per_epoch)
+
+    def begin_step(self, epoch: int, step: int) -> None:
+        """Set the learning rate of a step."""
+        self.lr_scheduler.set_position(epoch, step, self.state.steps_per_epoch)
+
+    def shard(self, step: int, shard: int) -> AbstractContextManager:
+        """Return what surrounds the passes of a shard of the step that is under way."""
+        return self.sharded_step.shard(self.state.step, shard)
+
+    def end_step(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
+        """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
+        for result in results:
+            self.window.update(self.state.step, *result)
+        self.finite.note(self.state.step, [loss for loss, *_ in results])
+        self.state.advance()
+        self.watchdog.beat()
+        verdict = self.preemption.agree(is_save_due=self.manager.is_due(), bad_step=self.finite.first_bad())
+        if verdict.bad_step is not None:
+            raise NonFiniteError(non_finite_loss(verdict.bad_step))
+        if metric_logger.is_line_due:
+            self.log(metric_logger, grad_norm)
+        is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
+        if (is_due or verdict.is_save_due) and self.has_steps_left and not verdict.stop:
+            self.save()
+        if verdict.stop:
+            self.stop(verdict.stop)
+
+    def check(self) -> None:
+        """Stop before the next step or evaluation if a signal asks for it. Collective: every rank must call it."""
+        verdict = self.preemption.agree()
+        if verdict.stop:
+            self.stop(verdict.stop)
+
+    def stop(self, cause: str) -> None:
+        """Save what is not saved yet, and leave the loop. Collective: every rank must call it.
+
+        Raises:
+            PreemptedError: always; says what was agreed.
+        """
+        ranks = f"all {self.args.world_size} ranks" if self.args.world_size > 1 else "the run"
+        done = f"{cause}: {ranks} stopped after step {self.state.step}"
+        start = time.perf_counter()
+        if self.saved == self.position:
+            raise PreemptedError(f"{done}, which is saved" if self.state.step else f"{done}; nothing to save yet")
+        self.save(is_last=True)
+        raise PreemptedError(f"{done}, saved in {time.perf_counter() - start:.1f} s")
+
+    # What surrounds an evaluation
+
+    def end_epoch(self) -> None:
+        """Save an epoch that has been trained, and say which images have changed. Collective."""
+        self.save()
+        self.seen.keep()
+
+    def watched(self, data_loader: Any) -> WatchedLoader:
+        """Return a loader whose batches all ranks stop at together when a signal asks for it."""
+        return WatchedLoader(data_loader, self.preemption, self.stop, self.watchdog.beat)
+
+    def take_results(self, results: dict[str, dict[str, float]]) -> None:
+        """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
+        for kind, result in results.items():
+            self.monitor.write(kind, self.state.step, self.state.epoch, **result)
+        self.state.note_results(results, self.args.best_metric)
+        self.save(is_last=self.state.is_finished(self.args.epochs))
+
+    # Log and save
+
+    def start_line(self, wait_s: float) -> None:
+        """Measure rates from now on; at the start of an epoch too, or its first line would include an evaluation."""
+        self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), self.state.step, wait_s
+
+    def log(self, metric_logger: utils.MetricLogger, grad_norm: Tensor) -> None:
+        """Write the means over all images since the last line. Collective: every rank must call it."""
+        self.window.gather()
+        means, n = self.window.read()
+        elapsed_s = time.perf_counter() - self.line_s
+        images = (self.state.step - self.line_step) * self.args.global_batch_size
+        for name, value in means.items():
+            metric_logger.meters[name].update(value, n)
+        metric_logger.meters.setdefault("img/s", utils.SmoothedValue(fmt="{value:.1f}")).update(images / elapsed_s)
+        self.monitor.write(
+            "train",
+            self.state.step,
+            self.state.epoch,
+            **means,
+            lr=metric_logger.lr.value,
+            grad_norm=float(grad_norm),
+            images_per_s=images / elapsed_s,
+            data_wait=(metric_logger.wait_s - self.line_wait_s) / elapsed_s,
+            memory_gib=peak_memory_gib(),
+            world_size=self.args.world_size,
+        )
+        if self.state.step - self.line_step > 1:  # the first step of an epoch waits for the loaders to start
+            self.say_who_waits((metric_logger.wait_s - self.line_wait_s) / elapsed_s)
+        self.start_line(metric_logger.wait_s)
+
+    def say_who_waits(self, data_wait: float) -> None:
+        """Name the process that waits for its data much longer than the others, and so makes them wait. Collective."""
+        waits = torch.cat(utils.all_gather(torch.tensor([data_wait])))
+        longest, median = float(waits.max()), float(waits.median())
+        if longest > median + 0.1:
+            print(
+                f"slowest: rank {int(waits.argmax())} waits for data {longest:.0%} of the time, the median rank "
+                f"{median:.0%}; look at its machine's disk and cores"
+            )
+
+    def save(self, *, is_last: bool = False) -> None:
+        """Save the run, or end it if its weights are not finite. Collective: every rank must call it.
+
+        Args:
+            is_last: whether nothing comes after, so that a failing save fails the run.
+        """
+        self.window.gather()
+        # Weights are equal on all ranks, running statistics are not; rank 0's are saved.
+        average, optimizer = self.state.parts.get("model_ema"), self.state.parts["optimizer"].optimizer
+        bad = utils.call_on_master(optim.find_non_finite, self.model, average, optimizer)
+        if bad is not None:
+            raise NonFiniteError(
+                f"the {bad.decode()} after step {self.state.step} are not finite; the last checkpoint is kept"
+            )
+        scaler = self.state.parts.get("scaler")
+        if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
+            raise NonFiniteError(
+                f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}: gradients overflow float16 "
+                "at every step; the last checkpoint is kept; try --amp-dtype bfloat16 or a lower --lr"
+            )
+        self.monitor.sync()
+        if self.manager.save(self.state, is_last=is_last):
+            self.saved = self.position
+        self.watchdog.beat()
+
+
+class StatusFile:
+    """Writes status.json, which tells what became of a run: running, preempted, finished or failed.
+
+    torchrun turns every exit code into 1, so this file is the truth.
+
+    Args:
+        folder: the output folder; None for one that writes nothing.
+        state: where the run is.
+    """
+
+    def __init__(self, folder: Path | None, state: RunState) -> None:
+        self.folder, self.state = folder, state
+        self._is_warned = False
+
+    def count_start(self) -> dict:
+        """Return the position that the run starts from, and the number of starts in a row from there."""
+        position = [self.state.step, self.state.is_evaluated]
+        before = read_json(self.folder / "status.json").get("start") if self.folder else None
+        is_same = is_start(before) and before["position"] == position
+        return {"position": position, "count": before["count"] + 1 if is_same else 1}
+
+    def replace(self, state: str, reason: str = "", start: dict | None = None) -> None:
+        """Replace the file.
+
+        `requeue` tells a job script whether to start the run again: where it was preempted, unless it has been, time
+        and again, without getting anywhere.
+
+        Args:
+            state: running, preempted, finished or failed.
+            reason: why it stopped.
+            start: what `count_start` returned; by default, what the file says already.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        step = self.state.step
+        start = start or read_json(self.folder / "status.json").get("start")
+        if not is_start(start):
+            start = {"position": [step, False], "count": 1}
+        is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
+        status = {
+            "state": state,
+            "reason": reason,
+            "step": step,
+            "requeue": state == "preempted" and not is_stuck,
+            "start": start,
+            "time": round(time.time(), 3),
+        }
+        write_atomically(self.folder / "status.json", lambda file: file.write(json.dumps(status).encode() + b"\n"))
+
+    def write(self, state: str, reason: str = "") -> None:
+        """Replace the file as no run may end for: a failure is said once."""
+        try:
+            self._try(state, reason)
+        except OSError as error:
+            if not self._is_warned:
+                self._is_warned = True
+                why = error.strerror or error
+                print(f"warning: status.json in {self.folder} is not written: {why}; training goes on")
+
+    def _try(self, state: str, reason: str = "") -> None:
+        for left in (2, 1, 0) if self.folder else ():
+            try:
+                self.replace(state, reason)
+                return
+            except OSError:
+                if not left:
+                    raise
+                time.sleep(RETRY_S)
+
+    def finish(self) -> None:
+        """Record that the run has ended as it should.
+
+        Raises:
+            StorageError: that cannot be written, so that nobody could know.
+        """
+        try:
+            self._try("finished")
+        except OSError as error:
+            why = explain_failure(error, self.folder, 0)
+            raise StorageError(
+                f"all is saved, but status.json was not written: {why}; the same command ends it"
+            ) from error
+
+
+def is_start(value: Any) -> bool:
+    """Tell whether what a status.json says of a start can be believed."""
+    return (
+        isinstance(value, dict)
+        and type(value.get("count")) is int
+        and 0 < value["count"] < 1 << 53
+        and isinstance(value.get("position"), list)
+        and [type(item) for item in value["position"]] == [int, bool]
+    )
+
+
+def peak_memory_gib() -> float:
+    """Return the most memory that this process has used: the GPU's where there is one, else its own."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
