@@ -324,9 +324,10 @@ def with_shards(args: Record, state: dict | None) -> Record:
     if state is None:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         return args.replaced(global_batch_size=global_batch_size, num_shards=global_batch_size // args.batch_size)
+    shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
     # Two models take from --weights how they scale their input.
     weights = args.weights if "weights" in args.given else state["args"]["weights"]
-    return args.replaced(**state["shards"], weights=weights)
+    return args.replaced(**shards, weights=weights)
 
 
 def validate(args: argparse.Namespace) -> None:

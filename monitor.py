@@ -267,11 +267,12 @@ def _parse_record(line: bytes) -> dict | None:
     try:
         record = json.loads(line)
         is_record = isinstance(record["kind"], str) and type(record["step"]) is type(record["epoch"]) is int
-        is_record = is_record and isinstance(record["time"], float | int) and 0 <= record["step"] < 1 << 62
-        numbers = [value for name, value in record.items() if name in SCALARS and value is not None]
+        numbers = [value for name, value in record.items() if name in SCALARS and value is not None] + [record["time"]]
+        are_numbers = all(type(number) is float or abs(number) < 1 << 62 for number in numbers)
+        is_record = is_record and are_numbers and 0 <= record["step"] < 1 << 62
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return record if is_record and all(type(number) in (int, float) for number in numbers) else None
+    return record if is_record else None
 
 
 def _is_infinite(value: Any) -> bool:

@@ -111,7 +111,8 @@ class SeenRecord:
         most = 65536 + sum(states.nbytes for states in self.known.values())
         try:
             with open_to_read(path, follows_links=False) as file:
-                return file.read(most)
+                content = file.read(most + 1)
+                return content if len(content) <= most else None
         except OSError:  # not there; or a disk that fails, which the next checkpoint will tell of
             return None
 
