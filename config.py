@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError, did_you_mean, is_printable
-from launch import Launch, read_launch
 from options import (
     ALWAYS,
     BY_NAME,
@@ -18,6 +17,7 @@ from options import (
     IF_GIVEN,
     INTERPOLATIONS,
     MEASURED_MODES,
+    MOST_COUNT,
     OPTIMIZERS,
     OPTIONS,
     POLICIES,
@@ -90,7 +90,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
             known = sorted(RECIPE_FACTS) + sorted(groups)
             raise UserError(f"recipe {path}: unknown fact {name}{did_you_mean(name, known)}")
     batch = recipe.get("reference-global-batch")
-    if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
+    if batch is not None and (type(batch) is not int or not 1 <= batch < MOST_COUNT):
         raise UserError(f"recipe {path}: reference-global-batch = {batch!r}, expected a positive integer")
     return recipe
 
@@ -202,6 +202,8 @@ def complete(given: argparse.Namespace, reference_global_batch: int | None = Non
     """
     if "given" in given:
         return given
+    if getattr(given, "recipe", None) and reference_global_batch is None and len(vars(given)) >= len(BY_NAME):
+        raise UserError(f"--recipe {given.recipe} is read by config.parse_args, and not by the parser alone; use that")
     defaults = {name: option.default for name, option in BY_NAME.items()}
     values = vars(given)
     is_sparse = len(values.keys() & defaults.keys()) < len(defaults)
@@ -226,7 +228,9 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     """
     import torch  # not above: whoever only wants help need not wait for it
 
-    changes, lines, launch = {}, [], place(args)
+    import utils
+
+    changes, lines, launch = {}, [], utils.place(args.world_size, args.dist_url)
     is_there = torch.accelerator.is_available()
     accelerator = torch.accelerator.current_accelerator().type if is_there else None
     device = args.device or accelerator or "cpu"
@@ -257,29 +261,9 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     if args.decode_device != "cpu" and (reason := _needs_pixels(args)):
         lines.append(f"--decode-device {args.decode_device} has no effect: {reason}")
         changes["decode_device"] = "cpu"
-    # A launcher may show each process its own GPU only; then that one is number 0.
-    num_devices = torch.cuda.device_count() if kind == "cuda" else 0
-    gpu = launch.local_rank if launch.is_launched else torch.device(device).index or 0
     changes |= {"rank": launch.rank, "world_size": launch.world_size, "distributed": launch.is_launched}
-    changes["gpu"] = gpu % num_devices if num_devices else gpu
+    changes["gpu"] = utils.choose_gpu(launch, device)
     return Record(**{**vars(args), **changes}), lines + _without_effect(args)
-
-
-def place(args: Any) -> Launch:
-    """Return this process's place among others, as its launcher says or RANK and `--world-size`.
-
-    Raises:
-        UserError: there is half of what is needed.
-    """
-    launch = read_launch(world_size=args.world_size)
-    if not launch.is_launched and args.world_size > 1:
-        raise UserError(
-            f"--world-size {args.world_size}, but no launcher set RANK; start the processes with "
-            f"`torchrun --nproc_per_node={args.world_size} train.py ...`"
-        )
-    if launch.is_launched and args.dist_url == "env://" and "MASTER_ADDR" not in launch.address:
-        raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
-    return launch
 
 
 def _without_effect(args: argparse.Namespace) -> list[str]:

@@ -20,7 +20,6 @@ import transforms
 import utils
 from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError
-from files import memory_bytes
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
 from loading.index import RETRY_WAITS_S, check_split, open_index, with_retries
 from loading.loader import ProcessLoader, ThreadLoader, check_workers, collate
@@ -307,21 +306,6 @@ def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader 
     )
 
 
-def check_memory(args: Any) -> None:
-    """Refuse batches that no memory of this machine holds.
-
-    Raises:
-        UserError: they are larger.
-    """
-    side = max(args.train_crop_size, args.val_crop_size)
-    needed = args.batch_size * 3 * side**2
-    if needed > memory_bytes():
-        raise UserError(
-            f"--batch-size {args.batch_size} of {side} px are {needed / 1e9:,.0f} GB of pixels, more than this "
-            "machine's memory; use fewer or smaller ones"
-        )
-
-
 def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[ProcessLoader | None]]:
     """Return the training and validation sets, and their loaders where those are processes, which start now.
 
@@ -329,7 +313,6 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Proce
         UserError: the data cannot be used, or there is not enough of this machine for it.
     """
     check_workers(args.workers)
-    check_memory(args)
     start = time.perf_counter()
     sets = build_datasets(*(os.path.join(args.data_path or "", split) for split in ("train", "val")), args)
     dataset, dataset_test = sets

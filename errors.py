@@ -1,8 +1,6 @@
 """Errors that a user can act on, and packages that are good to have and never needed."""
 
-import difflib
 import importlib
-import importlib.metadata
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +9,8 @@ from types import ModuleType
 
 def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
     """Return `; did you mean X?` for the closest known word, written with its prefix, or nothing."""
+    import difflib  # not above: the script watches signals before it imports more than it must
+
     close = difflib.get_close_matches(given, list(known), n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
@@ -153,6 +153,8 @@ def require_torchcodec(option: str) -> ModuleType:
     Raises:
         UserError: it is not installed, cannot be loaded, or is from before it decoded images.
     """
+    from importlib import metadata  # see above
+
     try:
         torchcodec = importlib.import_module("torchcodec")
     except ImportError as error:
@@ -163,7 +165,7 @@ def require_torchcodec(option: str) -> ModuleType:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"{option}: TorchCodec {torchcodec.__version__} cannot be loaded ({reason}); install the one that is made "
-            f"for torch {importlib.metadata.version('torch')}"
+            f"for torch {metadata.version('torch')}"
         ) from error
     if not hasattr(decoders, "decode_jpeg"):
         raise UserError(

@@ -1,9 +1,7 @@
 """What a launcher says of this process: torchrun, Slurm's srun, or RANK set by hand. Nothing else reads its words."""
 
-import hashlib
 import os
 import re
-import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -64,23 +62,28 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
         "job": environ.get("SLURM_JOB_ID"),
     }
     if common["is_torchrun"]:
+        import socket  # not above: the script watches signals before it imports more than it must
+
         common["agent"] = f"{environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
+    on_node = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_STEP_TASKS_PER_NODE", "1")  # such as 8(x2)
+    common["num_local"] = int(re.match(r"\d+", on_node)[0])
     if "RANK" in environ:
         rank = int(environ["RANK"])
-        size = int(environ.get("WORLD_SIZE", world_size))
-        local = int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-        return Launch(rank, size, *local, is_launched=True, address=address, **common)
+        size, local_rank = int(environ.get("WORLD_SIZE", world_size)), int(environ.get("LOCAL_RANK", rank))
+        return Launch(rank, size, local_rank, is_launched=True, address=address, **common)
     # SLURM_PROCID alone is also set in a batch script, where nobody started the other tasks: only srun sets the step's.
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         rank, size, local_rank = (int(environ[f"SLURM_{name}"]) for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
-        num_local = int(re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0])  # such as 8(x2)
-        address = _slurm_address(environ) | address
-        return Launch(rank, size, local_rank, num_local, is_launched=True, address=address, **common)
+        if not address.get("MASTER_ADDR"):
+            address = _slurm_address(environ) | {name: value for name, value in address.items() if value}
+        return Launch(rank, size, local_rank, is_launched=True, address=address, **common)
     return Launch(**common)
 
 
 def _slurm_address(environ: Mapping[str, str]) -> dict[str, str]:
     """Return where the tasks of a step meet: the same on each, and another port for another step or job."""
+    import hashlib  # see above
+
     step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
     port = 20000 + int(hashlib.sha256(step.encode()).hexdigest(), 16) % 12000
     nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]

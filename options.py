@@ -72,6 +72,8 @@ class Option:
     def __post_init__(self) -> None:
         if isinstance(self.default, bool):
             object.__setattr__(self, "is_switch", True)
+        if self.is_action:
+            object.__setattr__(self, "default", False)
 
     @property
     def name(self) -> str:

@@ -196,7 +196,7 @@ class ClassificationPresetTrain(_Preset):
         backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's.
         decoder: what decodes JPEGs in that way: pillow or torchcodec.
-        leaves_decoding: `load` leaves it to the device, and returns what `encoded.py` needs for it.
+        leaves_decoding: `load` leaves it to the device, and returns what `loading/encoded.py` needs for it.
         use_v2: accepted as torchvision's; both its versions draw and compute the same here.
     """
 
@@ -365,7 +365,7 @@ class ClassificationPresetEval(_Preset):
         backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's.
         decoder: what decodes JPEGs in that way: pillow or torchcodec.
-        leaves_decoding: `load` leaves it to the device, and returns what `encoded.py` needs for it.
+        leaves_decoding: `load` leaves it to the device, and returns what `loading/encoded.py` needs for it.
         use_v2: accepted as torchvision's; changes nothing.
     """
 

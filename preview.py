@@ -17,6 +17,7 @@ import utils
 from errors import UserError
 from launch import read_launch
 from loading.index import find_splits, open_index
+from loading.loader import check_memory
 from sampler import VirtualShards
 
 # What ImageNet-1k is, where no data is at hand.
@@ -31,6 +32,8 @@ def preview(args: Any) -> str:
     Raises:
         UserError: the options cannot be used together.
     """
+    optim.check_rates(args)
+    check_memory(args)
     launch = read_launch(world_size=args.world_size)
     utils.setup_for_distributed(launch.rank == 0)
     args = config.Record(**{**vars(args), "world_size": launch.world_size, "distributed": False})

@@ -127,6 +127,7 @@ class BareRun:
         world_size = utils.get_world_size()
         shards = VirtualShards(0, world_size, utils.get_rank(), world_size)
         self.sharded_step = ShardedStep(model, shards, device=device)
+        self.steps_per_epoch = self.number = 0
 
     @property
     def local_shards(self) -> range:
@@ -140,14 +141,16 @@ class BareRun:
 
     def steps(self, num_batches: int) -> range:
         """Return the steps of the epoch that a loader of so many batches holds."""
-        return range(num_batches // len(self.local_shards))
+        self.steps_per_epoch = num_batches // len(self.local_shards)
+        return range(self.steps_per_epoch)
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Prepare a step."""
+        self.number = epoch * self.steps_per_epoch + step  # the address of its random draws
 
-    def shard(self, step: int, shard: int) -> AbstractContextManager:
-        """Return what surrounds the passes of a shard of a step."""
-        return self.sharded_step.shard(step, shard)
+    def shard(self, shard: int) -> AbstractContextManager:
+        """Return what surrounds the passes of a shard of the step that is under way."""
+        return self.sharded_step.shard(self.number, shard)
 
     def finish_gradients(self) -> None:
         """Make every gradient the mean over all shards. Collective."""
@@ -314,7 +317,7 @@ class Run(BareRun):
         """Set the learning rate of a step."""
         self.lr_scheduler.set_position(epoch, step, self.state.steps_per_epoch)
 
-    def shard(self, step: int, shard: int) -> AbstractContextManager:
+    def shard(self, shard: int) -> AbstractContextManager:
         """Return what surrounds the passes of a shard of the step that is under way."""
         return self.sharded_step.shard(self.state.step, shard)
 

@@ -22,6 +22,7 @@ from checkpointing.preemption import PreemptionGuard
 from checkpointing.startup import take_signals
 from checkpointing.store import CheckpointManager
 from errors import ImageError, LoaderKilledError, PreemptedError, UserError
+from loading.loader import check_memory
 from loading.seen import SeenRecord
 from losses import build_criterion
 from options import get_args_parser
@@ -61,7 +62,7 @@ def train_one_epoch(
         results = []
         for shard, (image, target) in zip(run.local_shards, batches, strict=False):
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
-            with run.shard(step, shard):
+            with run.shard(shard):
                 with autocast:
                     output = model(image)
                     loss = criterion(output, target)
@@ -159,6 +160,8 @@ def join(args):
         UserError: the device, the processes, the weights or the data are not there.
     """
     args = config.complete(args)
+    optim.check_rates(args)
+    check_memory(args)
     preemption = PreemptionGuard(is_installed=not args.test_only)
     args, notes = config.on_machine(args)
     args, more = data.take_published_options(args)

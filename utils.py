@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from errors import LimitError, UserError, one_line, say
-from launch import read_launch
+from launch import Launch, read_launch
 
 # Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
 PATIENCE_MIN = 24 * 60
@@ -375,11 +375,36 @@ def init_distributed_mode(args: Any) -> None:
 
     For people's own scripts; `main` resolves its options first. Collective: every rank must call it.
     """
-    launch = read_launch(world_size=getattr(args, "world_size", 1))
-    args.rank, args.world_size, args.gpu = launch.rank, launch.world_size, launch.local_rank
-    args.distributed = launch.is_launched
+    launch = place(getattr(args, "world_size", 1), args.dist_url)
+    args.rank, args.world_size, args.distributed = launch.rank, launch.world_size, launch.is_launched
+    args.gpu = choose_gpu(launch, args.device)
     setup_for_distributed(args.rank == 0)
     join_processes(args)
+
+
+def place(world_size: int, dist_url: str) -> Launch:
+    """Return this process's place among others, as its launcher says or RANK and `--world-size`.
+
+    Raises:
+        UserError: there is half of what is needed.
+    """
+    launch = read_launch(world_size=world_size)
+    if not launch.is_launched and world_size > 1:
+        raise UserError(
+            f"--world-size {world_size}, but no launcher set RANK; start the processes with "
+            f"`torchrun --nproc_per_node={world_size} train.py ...`"
+        )
+    if launch.is_launched and dist_url == "env://" and "MASTER_ADDR" not in launch.address:
+        raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
+    return launch
+
+
+def choose_gpu(launch: Launch, device: str) -> int:
+    """Return the index of this process's accelerator."""
+    gpu = launch.local_rank if launch.is_launched else torch.device(device).index or 0
+    # A launcher may show each process its own GPU only; then that one is number 0.
+    num_devices = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
+    return gpu % num_devices if num_devices else gpu
 
 
 def join_processes(args: Any) -> None:
@@ -402,7 +427,7 @@ def join_processes(args: Any) -> None:
     os.environ.update(launch.environment())
     timeout = datetime.timedelta(minutes=getattr(args, "dist_timeout", 30))
     # What a launcher has set up counts; --dist-url is for where there is none.
-    url = "env://" if launch.address else args.dist_url
+    url = "env://" if "MASTER_ADDR" in launch.address else args.dist_url
     store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
     # torchrun's store outlives a restart, with the addresses of the dead in it: each attempt has keys of its own. On
     # several nodes each torchrun has a count of its own, and so they cannot.
@@ -456,8 +481,7 @@ def leave(error: Exception, exit_code: int, is_agreed: bool = True) -> None:
     is_silent = False
     if rank != 0 and is_agreed:
         time.sleep(10)
-        is_first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
-        is_silent = not is_first and not isinstance(error, LimitError)  # which one rank may meet alone
+        is_silent = launch.local_rank != 0 and not isinstance(error, LimitError)  # which one rank may meet alone
     where = f" on rank {rank}" if rank != 0 else ""
     # Not print, which is silent on this rank.
     if not is_silent:

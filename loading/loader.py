@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from errors import LimitError, UserError
+from files import memory_bytes
 
 # Batches that a loader of processes has room for beyond those being filled: the one that is used, and one more.
 _SPARE_SLOTS = 2
@@ -44,6 +45,21 @@ def check_workers(num_workers: int) -> None:
     if num_workers > most:
         raise UserError(
             f"--workers {num_workers}: this process has {cores} cores, of use to {most} at most; give about {cores}"
+        )
+
+
+def check_memory(args: Any) -> None:
+    """Refuse batches that no memory of this machine holds.
+
+    Raises:
+        UserError: they are larger.
+    """
+    side = max(args.train_crop_size, args.val_crop_size)
+    needed = args.batch_size * 3 * side**2
+    if needed > memory_bytes():
+        raise UserError(
+            f"--batch-size {args.batch_size} of {side} px are {needed / 1e9:,.0f} GB of pixels, more than this "
+            "machine's memory; use fewer or smaller ones"
         )
 
 

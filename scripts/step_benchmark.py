@@ -91,20 +91,15 @@ class LoggedRun(BareRun):
     """
 
     def __init__(self, step: Step, model: torch.nn.Module) -> None:
+        super().__init__(model, step.device)
         self.sharded_step = models.ShardedStep(model, step.shards, device=step.device)
         self.scheduler = optim.build_lr_scheduler(step.args, step.optimizer)
         self.window = monitor.LogWindow(step.shards.num_local)
-        self.num_steps = 0
-
-    def steps(self, num_batches: int) -> range:
-        """Return the steps of the epoch."""
-        steps = super().steps(num_batches)
-        self.num_steps = len(steps)
-        return steps
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
-        self.scheduler.set_position(epoch, step, self.num_steps)
+        super().begin_step(epoch, step)
+        self.scheduler.set_position(epoch, step, self.steps_per_epoch)
 
     def end_step(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
         """Keep a step's numbers, and read them when a line is due."""

@@ -90,8 +90,18 @@ def test_the_processes_of_a_node_are_counted():
     assert read_launch({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}).num_local == 4
 
 
+def test_a_master_under_srun_needs_no_list_of_nodes():
+    environ = {name: value for name, value in SRUN.items() if "NODELIST" not in name}
+    found = read_launch({**environ, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert found.address == {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_ranks_set_by_hand_under_slurm_share_their_node():
+    assert read_launch({**SRUN, "RANK": "5", "SLURM_STEP_TASKS_PER_NODE": "8"}).num_local == 8
+
+
 def test_world_size_without_a_launcher_is_refused(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     args = config.parse_args(["--synthetic", "--world-size", "2"])
     with pytest.raises(UserError, match=r"torchrun --nproc_per_node=2 train\.py"):
-        config.place(args)
+        config.on_machine(args)

@@ -22,6 +22,7 @@ import sampler
 import train
 import utils
 from checkpointing.archive import load_checkpoint
+from errors import UserError
 from tests.ranks import REPOSITORY, run_ranks, slurm_environment, train_rank
 
 # A model with BatchNorm whose checkpoints are 3 MB: the suite writes hundreds.
@@ -316,6 +317,25 @@ def test_main_takes_what_the_parser_returns(tmp_path, capsys):
     train.main(args)
     assert vars(args) == before
     assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_recipe_that_nobody_read_is_refused():
+    args = train.get_args_parser().parse_args(["--recipe", "digits"])
+    with pytest.raises(UserError, match=r"--recipe digits is read by config.parse_args"):
+        train.main(args)
+
+
+def test_draws_of_a_bare_loop_are_others_in_each_epoch():
+    """Dropout is addressed by the step since the beginning."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(12, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    masks = []
+    model[1].register_forward_hook(lambda module, inputs, output: masks.append(output.detach() == 0))
+    args = config.parse_args(["--synthetic"])
+    loader = [(torch.ones(4, 3, 2, 2), torch.tensor([0, 1, 2, 0]))] * 2
+    for epoch in (0, 1):
+        train.train_one_epoch(model, torch.nn.CrossEntropyLoss(), optimizer, loader, torch.device("cpu"), epoch, args)
+    assert not any(torch.equal(masks[first], masks[second]) for first in range(4) for second in range(first))
 
 
 def test_imports_only_point_down():
