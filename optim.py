@@ -185,7 +185,7 @@ def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
     timm's keep more, such as means of a matrix's rows; of those nothing is known here.
 
     Raises:
-        UserError: a name or a shape is not this optimizer's.
+        UserError: a name, a shape or a type is not this optimizer's.
     """
     if type(optimizer) not in _MOMENTS:
         return
@@ -202,6 +202,8 @@ def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
             shape = () if name == "step" and value is not parameter else parameter.shape
             if not (value is None and name in possible - needed) and not _is_moment(value, shape):
                 raise UserError(f"{name} of parameter {number} is not a tensor of shape {tuple(shape)}")
+            if shape and value is not None and value.dtype != parameter.dtype:
+                raise UserError(f"{name} of parameter {number} is {value.dtype}, expected {parameter.dtype}")
             if name == "step" and value is not parameter and not 0 <= value < 1 << 53:
                 raise UserError(f"step of parameter {number} is {value.item()}, expected a number of steps")
 

@@ -31,8 +31,9 @@ def _describe_set(dataset: Any) -> dict:
 def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
     """Return what a run's numbers may depend on beside its options: versions, code revision, threads, processes."""
     try:
+        # Without a lock, which a kill would leave behind for whoever works in the repository.
         revision = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"],
             cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False,
         ).stdout.strip()  # fmt: skip
     except OSError:  # a machine without git

@@ -610,7 +610,7 @@ class Watch:
             return
         if event in STARTS:
             words = arguments[1] if event == "subprocess.Popen" else arguments
-            if list(words)[:2] != ["git", "describe"] and event != "os.fork":
+            if list(words)[:3] != ["git", "--no-optional-locks", "describe"] and event != "os.fork":
                 self.found.append(f"started {words}")
         elif event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             self.look(arguments[0])
