@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -244,8 +243,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     if kind not in ("cpu", accelerator):
         raise UserError(f"--device {device}: this machine has none that torch {torch.__version__} can use; try cpu")
     if args.workers is None:
-        # Those that this process may use, which in a container or a job are fewer than the machine's.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores = utils.count_cores()
         changes["workers"] = min(16, max(cores // launch.num_local, 1))
         lines.append(
             f"--workers {changes['workers']}: {cores} cores, {launch.num_local} processes on this node, at most 16"

@@ -240,11 +240,12 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
     Raises:
         UserError: `--weights` names none.
     """
-    if not args.test_only or not args.weights or Path(args.weights).is_file():
-        if args.weights and not Path(args.weights).is_file():
-            resolve_weights(args)  # whose name may be wrong
+    if not args.weights or Path(args.weights).is_file():
         return args, []
-    published = options_of_weights(resolve_weights(args))
+    weights = resolve_weights(args)  # whose name may be wrong, in training too
+    if not args.test_only:
+        return args, []
+    published = options_of_weights(weights)
     changes = {name: value for name, value in published.items() if name not in args.given}
     lines = [f"{name.replace('_', '-')} {value}: as {args.weights} was published" for name, value in changes.items()]
     return args.replaced(**changes), lines

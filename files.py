@@ -56,6 +56,21 @@ def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
     return descriptor
 
 
+def open_to_read(path: str | Path, *, buffering: int = -1, follows_links: bool = True) -> BinaryIO:
+    """Open a file to read; of what is no file, such as a pipe, nobody waits for its content.
+
+    Args:
+        path: of the file.
+        buffering: as `open` takes it.
+        follows_links: as `open_regular` takes it.
+
+    Raises:
+        OSError: it cannot be opened.
+        IsADirectoryError: it is no file.
+    """
+    return open(open_regular(path, os.O_RDONLY, follows_links=follows_links), "rb", buffering=buffering)
+
+
 def write_atomically(
     path: Path, write: Callable[[BinaryIO], None], verify: Callable[[Path], None] | None = None
 ) -> None:
@@ -180,7 +195,7 @@ def read_bytes(path: Path, largest: int | None = None) -> bytes:
     """
 
     def read() -> bytes:
-        with open(open_regular(path, os.O_RDONLY, follows_links=True), "rb") as file:
+        with open_to_read(path) as file:
             size = os.fstat(file.fileno()).st_size
             if largest is not None and size > largest:
                 raise ValueError(f"{path} has {size} bytes")

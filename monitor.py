@@ -181,15 +181,14 @@ class Monitor:
             StorageError: the records of a resumed run cannot be read or written.
         """
         try:
-            if self.run.is_resumed:
-                self._truncate(self.run.step, self.run.is_evaluated)
+            records = self._truncate(self.run.step, self.run.is_evaluated) if self.run.is_resumed else self._records()
             path = self.folder / "metrics.jsonl"
             descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             sync_folder(self.folder)  # or a power failure could leave a checkpoint, and no file of its records
         except OSError as error:
             raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
         self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
-        self._attempt("tb/", self._open_events)
+        self._attempt("tb/", self._open_events, records)
 
     def __enter__(self) -> "Monitor":
         return self
@@ -209,16 +208,17 @@ class Monitor:
             return []
         return [record for record in map(_parse_record, lines) if record is not None]
 
-    def _truncate(self, step: int, is_evaluated: bool) -> None:
-        """Drop the records that a resumed run will write again, and a last line torn by a kill."""
+    def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
+        """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
         kept = [r for r in self._records() if r["step"] < step + (r["kind"] == "train" or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
+        return kept
 
-    def _open_events(self) -> None:
-        """Make TensorBoard's file anew, where metrics.jsonl has all that it is made of."""
+    def _open_events(self, records: list[dict] | None = None) -> None:
+        """Make TensorBoard's file anew, where metrics.jsonl has all its records; take them as given, if they are."""
         if not self._pending:
-            self._events = EventFile(self.folder / "tb", self._records())
+            self._events = EventFile(self.folder / "tb", self._records() if records is None else records)
 
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
         """Write one record: `kind` is train, val or val_ema; `step` the steps done when it was measured."""

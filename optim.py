@@ -160,9 +160,8 @@ def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> t
         raise UserError(f"--opt {args.opt} cannot be had with these options on this machine: {reason}") from error
     if getattr(optimizer, "is_second_order", False):
         raise UserError(f"--opt {args.opt} needs second derivatives, which training here does not compute; use another")
-    if hasattr(
-        optimizer, "deterministic"
-    ):  # Kron: else it draws from the device's generator, other numbers on each rank
+    if hasattr(optimizer, "deterministic"):
+        # Kron: else it draws from the device's generator, other numbers on each rank.
         optimizer.deterministic = True
     return optimizer
 

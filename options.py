@@ -140,7 +140,7 @@ class Option:
     def is_value(self, value: Any) -> bool:
         """Tell whether a plain value is one that this option can have."""
         if value is None or (value == self.default and type(value) is type(self.default)):
-            return value is self.default or value is not None
+            return value == self.default
         kind = bool if self.is_switch else self.type if isinstance(self.type, type) else str
         return type(value) is kind and (self.choices is None or value in self.choices)
 

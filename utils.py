@@ -399,6 +399,11 @@ def place(world_size: int, dist_url: str) -> Launch:
     return launch
 
 
+def count_cores() -> int:
+    """Return the cores that this process may use, which in a container or a job are fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def choose_gpu(launch: Launch, device: str) -> int:
     """Return the index of this process's accelerator."""
     gpu = launch.local_rank if launch.is_launched else torch.device(device).index or 0

@@ -52,10 +52,11 @@ OWN_FILES = re.compile(
     r"|\.node-\d+-[0-9a-f]+|\.lock|events\.out\.tfevents\..*"
 )
 
+BEST_FILES = [f"{name}.pth" for name in BEST_NAMES.values()]
+
 # Those of them that a run writes under these names for certain.
 SINGLE_FILES = {
-    "checkpoint.pth", *(f"{name}.pth" for name in BEST_NAMES.values()),
-    "metrics.jsonl", "recipe.toml", "run.json", "status.json", ".lock",
+    "checkpoint.pth", *BEST_FILES, "metrics.jsonl", "recipe.toml", "run.json", "status.json", ".lock",
 }  # fmt: skip
 
 # What a file system without hard links says to one.
@@ -203,7 +204,7 @@ class CheckpointFolder:
             step = _step_of(newest)
             if step is not None and all(step > _step_in(path) for path in numbered):
                 return [newest, *numbered]
-        return [*numbered, newest, *(self.folder / f"{name}.pth" for name in BEST_NAMES.values())]
+        return [*numbered, newest, *(self.folder / name for name in BEST_FILES)]
 
     def say_damaged(self, found: Found, kept: dict[Path, str]) -> None:
         """Name each file that was found damaged, what it is called now, and what is used in its place."""
@@ -233,7 +234,7 @@ class CheckpointFolder:
 
     def _holds_only_copies(self, resume: str) -> bool:
         """Tell whether nothing is in the folder but what an earlier start took over from elsewhere, and no more."""
-        origins = [Path(resume), *(Path(resume).with_name(f"{name}.pth") for name in BEST_NAMES.values())]
+        origins = [Path(resume), *(Path(resume).with_name(name) for name in BEST_FILES)]
         origins = [path for path in origins if path.is_file()]
         copies = self._own_files(STATE_FILES)
         return all(
@@ -369,7 +370,7 @@ class CheckpointFolder:
 
         Checkpoints go first, newest first: whatever is left after a kill must not look like a run to go on with.
         """
-        linked = [self.folder / f"{name}.pth" for name in ("checkpoint", *BEST_NAMES.values())]
+        linked = [self.folder / name for name in ("checkpoint.pth", *BEST_FILES)]
         paths = [*self.numbered(), *linked, *self._own_files()]
         tensorboard = self.folder / "tb"
         if tensorboard.is_dir():

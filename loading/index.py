@@ -19,7 +19,7 @@ import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import BadImageError, ImageError, UserError
-from files import locked, open_regular, write_atomically
+from files import locked, open_regular, open_to_read, write_atomically
 
 # What scripts/pack.py writes beside its shards, and how that says whose it is.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -74,21 +74,6 @@ class Names(Sequence):
         """Return the bytes of the names from `first` to below `last`, each with its zero."""
         begin = self.ends[first - 1] + 1 if first else 0
         return self.blob[begin : self.ends[last - 1] + 1].tobytes()
-
-
-def open_to_read(path: str | Path, *, buffering: int = -1, follows_links: bool = True) -> BinaryIO:
-    """Open a file to read; of what is no file, such as a pipe, nobody waits for its content.
-
-    Args:
-        path: of the file.
-        buffering: as `open` takes it.
-        follows_links: as `open_regular` takes it.
-
-    Raises:
-        OSError: it cannot be opened.
-        IsADirectoryError: it is no file.
-    """
-    return open(open_regular(path, os.O_RDONLY, follows_links=follows_links), "rb", buffering=buffering)
 
 
 def encode(names: Iterable[str]) -> bytes:
@@ -413,8 +398,7 @@ class _Tar:
     """An open tar, closed when nothing uses it any more: another thread may be reading when the cache drops it."""
 
     def __init__(self, path: str) -> None:
-        with open_to_read(path) as file:
-            self.descriptor = os.dup(file.fileno())
+        self.descriptor = open_regular(path, os.O_RDONLY, follows_links=True)
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):

@@ -3,7 +3,6 @@
 import itertools
 import math
 import mmap
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from errors import LimitError, UserError
 from files import memory_bytes
+from utils import count_cores
 
 # Batches that a loader of processes has room for beyond those being filled: the one that is used, and one more.
 _SPARE_SLOTS = 2
@@ -40,7 +40,7 @@ def check_workers(num_workers: int) -> None:
     Raises:
         UserError: there are too many.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = count_cores()
     most = max(_MOST_PER_CORE * cores, _MOST_ANYWHERE)
     if num_workers > most:
         raise UserError(

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 import utils
 from errors import PreemptedError
-from files import explain_failure, write_atomically
-from loading.index import ImageIndex, open_to_read
+from files import explain_failure, open_to_read, write_atomically
+from loading.index import ImageIndex
 from options import parse_allowed
 
 
