@@ -1,4 +1,4 @@
-"""Recipes, and the record of options that a start computes with: command line, recipe, machine and checkpoint."""
+"""Recipes, and the final record of options, resolved from command line, recipe, machine and checkpoint."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ RECIPES_DIR = Path(__file__).parent / "recipes"
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-# What a recipe says about itself, for readers; no options.
+# Metadata of a recipe for readers, not options.
 RECIPE_FACTS = {
     "title", "source", "command", "expected-acc1", "expected-acc5", "tolerance", "evaluation",
     "reference-global-batch", "hardware", "hours", "reproduced", "notes",
@@ -38,7 +38,7 @@ RECIPE_FACTS = {
 
 
 class Record(argparse.Namespace):
-    """Options that nobody writes to: a change makes another record."""
+    """Options that cannot be written to; `replaced` returns a changed copy."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
@@ -70,7 +70,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """Return a recipe's tables and facts.
 
     Raises:
-        UserError: it is not TOML, or says something that no recipe can say.
+        UserError: it is not TOML, or holds an unknown table or fact.
     """
     try:
         recipe = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -95,10 +95,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
-    """Turn a recipe into the command line that it stands for: tables are option groups, keys their long options.
+    """Return the command line that a recipe stands for: its tables are option groups, its keys long options.
 
     Raises:
-        UserError: an option that its group does not have, or a value of another type than the option's.
+        UserError: a group has no such option, or the option takes values of another type.
     """
     argv = []
     for group in GROUPS:
@@ -111,7 +111,7 @@ def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
 
 
 def list_recipes() -> str:
-    """Return a table of the recipes: name, model, expected accuracy, where from, and whether it was reproduced."""
+    """Return a table of the recipes: name, model, expected accuracy, epochs, whether we reproduced it, and source."""
     rows = [("recipe", "model", "Acc@1", "global batch", "epochs", "reproduced", "source")]
     for path in sorted(RECIPES_DIR.glob("*.toml")):
         recipe = read_recipe(path)
@@ -143,10 +143,10 @@ def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str
 
 
 def write_recipe(args: argparse.Namespace) -> str:
-    """Return the TOML text of a recipe that runs what `args` says, wherever it is run.
+    """Return the TOML text of a recipe that repeats this run on any machine.
 
-    Every option is written, defaults too, so that a later default cannot change it; but for those that say where and
-    how this run was started, and those that were derived from this machine.
+    It holds defaults too, so that a later change of a default cannot change the run. It leaves out options that say
+    where and how this run was started, and those that were derived from this machine.
     """
     lines = [f"title = {json.dumps(f'{args.model}, as resolved by train.py')}"]
     if args.reference_global_batch is not None:
@@ -174,7 +174,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and validate a command line, with its recipe ahead of it.
 
     Raises:
-        UserError: anything that is wrong with it, in one line.
+        UserError: the command line or its recipe cannot be used; one line.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     recipe_parser = OneLineParser(add_help=False, allow_abbrev=False)
@@ -190,11 +190,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def complete(given: argparse.Namespace, reference_global_batch: int | None = None) -> argparse.Namespace:
-    """Return all options, validated, from what was given, be it all of them or some; the others have their defaults.
+    """Fill in the defaults of options that were not given, and validate all.
 
     Args:
-        given: what a parser made of a command line.
-        reference_global_batch: the one that the recipe's learning rate is for.
+        given: the options that a parser found, with or without defaults.
+        reference_global_batch: global batch that the recipe's learning rate belongs to.
 
     Raises:
         UserError: the first option that cannot be used.
@@ -220,10 +220,10 @@ def complete(given: argparse.Namespace, reference_global_batch: int | None = Non
 
 
 def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
-    """Return the options with those that follow from this machine and the launcher, and a line about each.
+    """Derive options from this machine and its launcher; return all options and a line about each derived one.
 
     Raises:
-        UserError: the device that was asked for is not there, or half of what a launcher says.
+        UserError: the device is not there, or the launcher's variables are incomplete.
     """
     import torch  # not above: whoever only wants help need not wait for it
 
@@ -265,7 +265,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
 
 
 def _without_effect(args: argparse.Namespace) -> list[str]:
-    """Return a line about each option that changes nothing."""
+    """Return a line about each given option that has no effect in this run."""
     lines = []
     if args.batch_size == 1 and (args.mixup_alpha or args.cutmix_alpha):
         lines.append(
@@ -283,10 +283,10 @@ def _without_effect(args: argparse.Namespace) -> list[str]:
 
 
 def as_trained(args: Record, trained: dict) -> Record:
-    """Return the options that evaluate a checkpoint as its run did, but for what the command line says.
+    """Take options of evaluation from the checkpoint's run, unless the command line gives them.
 
     Raises:
-        UserError: the checkpoint holds something that is no value of an option.
+        UserError: the checkpoint holds an impossible value of an option.
     """
     changes = {}
     for name, option in BY_NAME.items():
@@ -302,18 +302,18 @@ def as_trained(args: Record, trained: dict) -> Record:
 
 
 def with_shards(args: Record, state: dict | None) -> Record:
-    """Return the options with the global batch and its shards: those of a resumed run, else what was given comes to."""
+    """Settle the global batch and its shards: those of the resumed run, else from --batch-size and processes."""
     if state is None:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         return args.replaced(global_batch_size=global_batch_size, num_shards=global_batch_size // args.batch_size)
     shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
-    # Two models take from --weights how they scale their input.
+    # GoogLeNet and Inception rescale inputs only for published weights.
     weights = args.weights if "weights" in args.given else state["args"]["weights"]
     return args.replaced(**shards, weights=weights)
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Check what can be checked of the options before a device or a disk is touched.
+    """Check the options as far as possible before a device or a disk is touched.
 
     Raises:
         UserError: the first option that cannot be used.
@@ -348,7 +348,7 @@ def validate(args: argparse.Namespace) -> None:
 
 
 def _validate_texts(args: argparse.Namespace) -> None:
-    """Refuse what neither a recipe nor a message could repeat: other names than UTF-8's, and more than one line."""
+    """Refuse names that are not one line of UTF-8, which no recipe and no message could repeat."""
     for name, value in vars(args).items():
         if isinstance(value, str) and not is_printable(value):
             raise UserError(
@@ -388,7 +388,7 @@ def _validate_bad_images(args: argparse.Namespace) -> None:
 
 
 def _validate_names(args: argparse.Namespace) -> None:
-    """Check names of which some come from timm; those are looked up when they are built."""
+    """Check names of models, optimizers and policies; timm's are looked up when they are built."""
     from torchvision import models  # not above: whoever only wants help need not wait for it
 
     for option, given, known, what in [
@@ -456,7 +456,7 @@ def _validate_optimization(args: argparse.Namespace) -> None:
 
 
 def _validate_interpolation(args: argparse.Namespace) -> None:
-    """Refuse what torchvision's transforms would refuse at the first image that needs it."""
+    """Refuse interpolations that torchvision's transforms would refuse at the first image that needs them."""
     known, needed_by = set(INTERPOLATIONS), ""
     if args.backend == "tensor":
         known, needed_by = {"nearest", "nearest-exact", "bilinear", "bicubic"}, "--backend tensor"
@@ -470,12 +470,12 @@ def _validate_interpolation(args: argparse.Namespace) -> None:
 
 
 def _is_fast(args: argparse.Namespace) -> bool:
-    """Return whether images are loaded the fast way, by --decoder and with draws of their own."""
+    """Tell whether images are loaded the fast way: by --decoder, with addressed random draws."""
     return args.backend is None and args.interpolation in ("bilinear", "bicubic")
 
 
 def _needs_pixels(args: argparse.Namespace) -> str:
-    """Return why images must be decoded where they are loaded, or nothing."""
+    """Return why the GPU cannot decode these images, or an empty string."""
     if args.synthetic is not None:
         return "made-up images are not decoded"
     if args.auto_augment is not None:

@@ -1,4 +1,4 @@
-"""What a launcher says of this process: torchrun, Slurm's srun, or RANK set by hand. Nothing else reads its words."""
+"""This process as its launcher describes it: torchrun, srun, or RANK set by hand. No other module reads that."""
 
 import os
 import re
@@ -7,21 +7,21 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """Who started this process, and beside which others.
+    """This process among the others that its launcher started.
 
     Attributes:
         rank: this process's number, from 0.
         world_size: processes in all.
         local_rank: its number on its machine.
         num_local: processes on its machine.
-        is_launched: whether a launcher started it; else it is alone.
-        is_torchrun: whether that is torchrun.
-        agent: what the processes that one torchrun starts and restarts have in common; None without torchrun.
+        is_launched: a launcher started it; else it is alone.
+        is_torchrun: the launcher is torchrun.
+        agent: name of the torchrun that starts and restarts it; None without torchrun.
         attempt: how often torchrun has started them again.
         num_nodes: machines that torchrun uses.
-        is_restart: whether the launcher has started this run again by itself.
+        is_restart: the launcher has restarted this run by itself.
         job: Slurm's number of the job, or None.
-        address: MASTER_ADDR and MASTER_PORT, where the processes meet; empty where nobody said.
+        address: MASTER_ADDR and MASTER_PORT, where the processes meet; empty if not set.
     """
 
     rank: int = 0
@@ -44,7 +44,7 @@ class Launch(NamedTuple):
 
 
 def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -> Launch:
-    """Return what the environment says.
+    """Read the launcher's environment variables.
 
     Args:
         environ: by default the process's.
@@ -81,7 +81,7 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
 
 
 def _slurm_address(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return where the tasks of a step meet: the same on each, and another port for another step or job."""
+    """Return the address at which the tasks of a Slurm step meet, with a port for each step."""
     import hashlib  # see above
 
     step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"

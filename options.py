@@ -11,19 +11,19 @@ from typing import Any
 
 from errors import UserError, did_you_mean
 
-# What a resumed run may do with an option. Where no number depends on it, change it, and have that said; or not said,
-# since it is another one at any restart. Else, change it if --allow-change names it. Anything else is the reason why
-# it cannot be changed.
+# How a resumed run treats an option that differs from the checkpoint's: FREE options change no result, and the change
+# is printed; SILENT ones differ at every restart; ON_REQUEST ones must be named by --allow-change. Any other text is
+# the reason why the option cannot be changed.
 FREE, SILENT, ON_REQUEST = "free", "silent", "on request"
 
-# Whether the recipe that a run writes holds an option: always; never, as it says where the run is and how it was
-# started, and not what it computes; or if it was given, as it is derived from the machine otherwise.
+# Whether the recipe that a run writes holds an option: NEVER for where the run is and how it was started, IF_GIVEN for
+# options that are otherwise derived from the machine.
 ALWAYS, NEVER, IF_GIVEN = "always", "never", "if given"
 
-# No run has more steps, epochs and the like: a float no longer counts them.
+# Largest number of steps, epochs and the like: beyond it a float no longer counts in ones.
 MOST_COUNT = 1 << 53
 
-# Those of torchvision and torch, named here so that neither has to be imported.
+# Names that torchvision and torch know, listed so that neither has to be imported.
 INTERPOLATIONS = ["nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 POLICIES = ["ra", "ta_wide", "augmix", "cifar10", "imagenet", "svhn"]
 OPTIMIZERS = ["adamw", "rmsprop", "sgd", "sgd_nesterov"]
@@ -33,21 +33,21 @@ MEASURED_MODES = {"max-autotune", "max-autotune-no-cudagraphs"}  # choose kernel
 
 @dataclass(frozen=True)
 class Option:
-    """All that is known of an option.
+    """One option: its flags, bounds, default and help, and how resumed runs, recipes and evaluations treat it.
 
     Args:
         flag: its long name.
         aliases: other spellings of it.
-        help: meaning and unit; the default is put behind it.
-        default: where it is not given. A bool makes the option a switch, which has a --no-NAME too.
-        is_switch: it is one without a default.
-        is_action: it is asked for, and has no --no-NAME.
+        help: meaning and unit; --help adds the default.
+        default: its value if it is not given. A bool makes the option a switch with a --no-NAME.
+        is_switch: it is a switch; needed only if its default is no bool.
+        is_action: it prints something and exits, without a --no-NAME.
         type: of its value, or of each of `nargs` values.
         at_least: smallest value.
         at_most: largest value.
-        resume: FREE, SILENT, ON_REQUEST, or why a resumed run cannot change it.
+        resume: FREE, SILENT, ON_REQUEST, or the reason why a resumed run cannot change it.
         recipe: ALWAYS, NEVER or IF_GIVEN.
-        is_of_checkpoint: an evaluation takes it from the checkpoint, unless it is given.
+        is_of_checkpoint: an evaluation of a checkpoint uses the value of the training run unless it is given.
         metavar: as of argparse; as are choices, nargs and const.
     """
 
@@ -77,22 +77,22 @@ class Option:
 
     @property
     def name(self) -> str:
-        """Its name as it is written after the two dashes."""
+        """The flag without its dashes."""
         return self.flag[2:]
 
     @property
     def dest(self) -> str:
-        """Its name in the record of the options."""
+        """The attribute of `args` that holds it."""
         return self.name.replace("-", "_")
 
     @property
     def keys(self) -> list[str]:
-        """Its names in a recipe."""
+        """The names that a recipe may use."""
         return [flag[2:] for flag in (self.flag, *self.aliases) if flag.startswith("--")]
 
     @property
     def why_fixed(self) -> str | None:
-        """Why a resumed run cannot change it; None where it can."""
+        """Reason why a resumed run cannot change it, or None."""
         return None if self.resume in (FREE, SILENT, ON_REQUEST) else self.resume
 
     def add_to(self, group: Any, *, has_default: bool) -> None:
@@ -100,7 +100,7 @@ class Option:
 
         Args:
             group: of `argparse`.
-            has_default: whether the default is filled in where it is not given, or nothing is.
+            has_default: fill in the default if the option is not given; else leave it out of the result.
         """
         settings = {"default": self.default if has_default else argparse.SUPPRESS, "help": self.help}
         if self.is_action:
@@ -138,7 +138,7 @@ class Option:
             raise UserError(f"{self.flag} {given}: expected {self.at_least or 0} to {most:.10g}")
 
     def is_value(self, value: Any) -> bool:
-        """Tell whether a plain value is one that this option can have."""
+        """Tell whether a plain value has the type and is among the choices of this option."""
         if value is None or (value == self.default and type(value) is type(self.default)):
             return value == self.default
         kind = bool if self.is_switch else self.type if isinstance(self.type, type) else str
@@ -153,22 +153,24 @@ OPTIONS = {
             help="options to start from: a name in recipes/, or a TOML file",
         ),
         Option(
-            "--list-recipes", is_action=True, resume=FREE, help="print the recipes with what they promise, and exit",
+            "--list-recipes", is_action=True, resume=FREE,
+            help="print the recipes with their expected accuracy and source, and exit",
         ),
         Option(
             "--dry-run", is_action=True, resume=FREE,
-            help="print what the options resolve to, the batch arithmetic and the learning rates, and exit",
+            help="print the resolved options, the batch arithmetic and the learning rates, and exit",
         ),
     ],
     "data": [
         Option(
             "--data-path", metavar="DIR", resume=FREE,
-            help="folder that holds train/ and val/, one folder a class, or train.tar and val.tar, or shards of them",
+            help="folder that holds train/ and val/ with one folder for each class, or train.tar and val.tar, or "
+            "their shards train-000000.tar ...",
         ),
         Option(
             "--bad-images", default="error", choices=["error", "skip"], resume=FREE,
-            help="what to do about a training image that cannot be read: stop, or take the next one and say so after "
-            "each epoch; in evaluation it always stops",
+            help="error: stop at a training image that cannot be read; skip: take the next image instead and report "
+            "the skipped ones after each epoch; an evaluation always stops",
         ),
         Option(
             "--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800, at_least=1, at_most=1 << 40,
@@ -177,7 +179,7 @@ OPTIONS = {
         ),
         Option(
             "--workers", aliases=["-j"], metavar="N", type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
-            help="loader processes for each training process (default: 16, or fewer if there are fewer cores)",
+            help="loader processes for each training process (default: up to 16, as many as there are cores)",
         ),
         Option(
             "--worker-type", default="process", choices=["process", "thread"], resume=FREE,
@@ -186,54 +188,54 @@ OPTIONS = {
         ),
         Option(
             "--prefetch-factor", metavar="N", default=2, type=int, at_least=1, at_most=4096, resume=FREE,
-            help="batches each worker is ahead",
+            help="batches that each loader process prepares ahead",
         ),
         Option(
             "--cache-dataset", default=False, resume=FREE,
-            help="accepted as torchvision's; the index of the images is cached anyway",
+            help="no effect, accepted for torchvision's commands: the index of the images is always cached",
         ),
         Option(
             "--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
-            help="exact pixels: pil = Pillow's, torchvision's default; tensor = torchvision's tensor resize "
-            "(default: a faster way, within one grey level of pil)",
+            help="resize to exactly the pixels of Pillow (pil, torchvision's default) or of torchvision's tensor "
+            "resize (tensor); (default: a faster way, within one grey level of pil)",
         ),
         Option(
             "--decoder", default="pillow", choices=["pillow", "torchcodec"], is_of_checkpoint=True,
-            help="what decodes JPEGs: torchcodec is an optional extra, faster, and may differ by a grey level",
+            help="library that decodes JPEGs; torchcodec is an optional package, faster, and may differ by a grey "
+            "level",
         ),
         Option(
             "--decode-device", default="cpu", choices=["cpu", "cuda"], is_of_checkpoint=True,
-            help="cuda = the GPU decodes, crops and resizes JPEGs (TorchCodec's nvJPEG), or it is said why it "
-            "cannot; its pixels differ from the CPU's by some grey levels; what it cannot decode, the CPU does",
+            help="cuda: the GPU decodes, crops and resizes JPEGs (TorchCodec's nvJPEG) and leaves to the CPU those "
+            "that it cannot decode; pixels differ from the CPU's by some grey levels",
         ),
-        Option("--use-v2", default=False, resume=FREE, help="accepted as torchvision's; changes no number here"),
+        Option("--use-v2", default=False, resume=FREE, help="no effect, accepted for torchvision's commands"),
     ],
     "augmentation": [
         Option(
             "--train-crop-size", metavar="PX", default=224, type=int, at_least=1, at_most=16384,
-            help="side of a training crop",
+            help="side of a training image after random cropping, in pixels",
         ),
         Option(
             "--train-crop-size-min", metavar="PX", type=int, at_least=1,
-            help="progressive resolution: train at this size until --crop-ramp-epochs begin, growing to "
-            "--train-crop-size",
+            help="progressive resolution: crop size of the first epochs, which grows to --train-crop-size during "
+            "--crop-ramp-epochs",
         ),
         Option(
             "--crop-ramp-epochs", metavar=("FIRST", "LAST"), type=int, nargs=2,
-            help="when the crops grow, in steps of 32 px",
+            help="epochs between which the crop size of --train-crop-size-min grows, by 32 pixels at a time",
         ),
         Option(
             "--val-resize-size", metavar="PX", default=256, type=int, at_least=1, at_most=16384, is_of_checkpoint=True,
-            help="shorter side in evaluation",
+            help="shorter side of an image in evaluation before its centre is cropped, in pixels",
         ),
         Option(
             "--val-crop-size", metavar="PX", default=224, type=int, at_least=1, at_most=16384, is_of_checkpoint=True,
-            help="side of the central crop",
+            help="side of the central crop in evaluation, in pixels",
         ),
         Option(
-            "--interpolation", default="bilinear",
-            choices=INTERPOLATIONS,
-            is_of_checkpoint=True, help="of a resize",
+            "--interpolation", default="bilinear", choices=INTERPOLATIONS, is_of_checkpoint=True,
+            help="interpolation of resized images",
         ),
         Option(
             "--crop-scale", metavar="SHARE", default=0.08, type=float, at_least=0, at_most=1,
@@ -241,7 +243,7 @@ OPTIONS = {
         ),
         Option(
             "--hflip-prob", metavar="P", default=0.5, type=float, at_least=0, at_most=1,
-            help="odds of a mirrored image",
+            help="probability that a training image is mirrored",
         ),
         Option(
             "--auto-augment", metavar="POLICY",
@@ -258,7 +260,7 @@ OPTIONS = {
         ),
         Option(
             "--random-erase", metavar="P", default=0.0, type=float, at_least=0, at_most=1,
-            help="odds of an erased rectangle",
+            help="probability that a random rectangle of a training image is erased",
         ),
         Option(
             "--mixup-alpha", metavar="A", default=0.0, type=float, at_least=0, at_most=1e9,
@@ -266,24 +268,26 @@ OPTIONS = {
         ),
         Option(
             "--cutmix-alpha", metavar="A", default=0.0, type=float, at_least=0, at_most=1e9,
-            help="cutmix: likewise",
+            help="cutmix: the alpha of its Beta distribution; 0 = off",
         ),
         Option(
             "--mixup-prob", metavar="P", default=1.0, type=float, at_least=0, at_most=1,
-            help="odds of a batch that is mixed at all",
+            help="probability that a batch is mixed (mixup or cutmix)",
         ),
         Option(
             "--mixup-switch-prob", metavar="P", default=0.5, type=float, at_least=0, at_most=1,
-            help="odds of cutmix, where mixup is on as well",
+            help="probability of cutmix rather than mixup, if both are on",
         ),
         Option(
             "--mixup-off-epoch", metavar="N", type=int, at_least=0, help="first epoch without mixing (default: never)",
         ),
         Option(
             "--ra-sampler", default=False,
-            help="repeated augmentation: each image --ra-reps times, in different shards",
+            help="repeated augmentation: train on each image --ra-reps times in a step, in different micro-batches",
         ),
-        Option("--ra-reps", metavar="N", default=3, type=int, at_least=1, help="repetitions of --ra-sampler"),
+        Option(
+            "--ra-reps", metavar="N", default=3, type=int, at_least=1, help="how often --ra-sampler repeats an image",
+        ),
     ],
     "model": [
         Option(
@@ -292,11 +296,12 @@ OPTIONS = {
         ),
         Option(
             "--weights", metavar="NAME|FILE", resume=FREE, is_of_checkpoint=True,
-            help="weights to start from: torchvision's name of them, a state dict, or a checkpoint of this script",
+            help="weights to start from: a name of torchvision's such as IMAGENET1K_V2, or a file with a state dict "
+            "or a checkpoint",
         ),
         Option(
             "--ema", default=False, resume=FREE,
-            help="take the average of the weights (model_ema) out of --weights FILE, not the raw ones",
+            help="take the averaged weights (model_ema) from --weights FILE instead of the raw ones",
         ),
         Option(
             "--freeze", default=False, resume="the optimizer's state is that of the parameters that train",
@@ -304,90 +309,95 @@ OPTIONS = {
         ),
         Option(
             "--stochastic-depth", metavar="P", type=float, at_least=0, at_most=1,
-            help="of the deepest layer (default: the model's)",
+            help="stochastic depth: probability of dropping the deepest block (default: the model's)",
         ),
         Option(
             "--dropout", metavar="P", type=float, at_least=0, at_most=1,
-            help="of every dropout layer (default: the model's)",
+            help="probability of every dropout layer (default: the model's)",
         ),
         Option(
             "--eval-flip", default=False, is_of_checkpoint=True,
             help="evaluate each image and its mirror image, and average the two outputs",
         ),
         Option(
-            "--sync-bn", default=False, help="BatchNorm over the whole global batch; needs as many processes as shards",
+            "--sync-bn", default=False,
+            help="synchronise BatchNorm over all processes; needs a process for each --batch-size of images in a step",
         ),
         Option("--model-ema", default=False, help="keep and evaluate an exponential moving average of the weights"),
         Option("--model-ema-steps", metavar="N", default=32, type=int, at_least=1, help="steps between two averagings"),
         Option(
             "--model-ema-decay", metavar="D", default=0.99998, type=float, at_least=0, at_most=1,
-            help="decay of the average a sample, of which the decay a step is derived",
+            help="decay of the average, as torchvision's: adjusted to global batch, --model-ema-steps and epochs",
         ),
     ],
     "optimization": [
         Option(
             "--batch-size", aliases=["-b"], metavar="N", default=32, type=int, at_least=1, at_most=1 << 24,
-            resume="a step is made of its shards", help="images a process and step",
+            resume="a step is made of its shards",
+            help="images per process and step",
         ),
         Option(
             "--global-batch-size", metavar="N", type=int, at_least=1, at_most=1 << 31,
             resume="a position is counted in its steps",
-            help="images a step over all processes, a multiple of --batch-size; what the processes are too few for, "
-            "they accumulate (default: --batch-size x processes of the first start)",
+            help="images per step over all processes, a multiple of --batch-size; fewer processes accumulate "
+            "gradients (default: --batch-size x processes of the first start)",
         ),
-        Option("--seed", metavar="N", default=0, type=int, at_least=0, at_most=(1 << 32) - 1, help="of all draws"),
+        Option(
+            "--seed", metavar="N", default=0, type=int, at_least=0, at_most=(1 << 32) - 1,
+            help="seed of every random number: weights, order, augmentation, mixing, dropout",
+        ),
         Option(
             "--opt", metavar="NAME", default="sgd", type=str.lower, resume="its state fits no other",
-            help="the optimizer: adamw, rmsprop, sgd, sgd_nesterov, or timm/NAME such as timm/lamb",
+            help="optimizer: adamw, rmsprop, sgd, sgd_nesterov, or timm/NAME such as timm/lamb",
         ),
-        Option("--opt-betas", metavar=("B1", "B2"), type=float, nargs=2, help="of adamw (default: 0.9 0.999)"),
+        Option("--opt-betas", metavar=("B1", "B2"), type=float, nargs=2, help="betas of adamw (default: 0.9 0.999)"),
         Option(
             "--opt-eps", metavar="EPS", type=float, at_least=0, at_most=1e12,
-            help="of adamw and rmsprop (default: 1e-8, 0.0316)",
+            help="epsilon of adamw and rmsprop (default: 1e-8 and 0.0316)",
         ),
         Option(
             "--lr", default=0.1, type=float, at_least=0, at_most=1e30,
-            help="peak learning rate; scaled only if --lr-scaling says so",
+            help="peak learning rate; does not follow the batch size unless --lr-scaling is given",
         ),
         Option(
             "--lr-scaling", default="none", choices=["none", "linear", "sqrt"],
-            help="how the rate follows the global batch, from the recipe's reference-global-batch",
+            help="multiply --lr by global batch / the recipe's reference-global-batch (linear), or by its square root",
         ),
         Option(
             "--layer-decay", metavar="F", type=float, at_least=0, at_most=1,
-            help="factor of the rate from each layer to the one below it",
+            help="layer-wise learning rates: factor from each layer to the one below it (default: one rate for all)",
         ),
         Option(
             "--momentum", metavar="M", default=0.9, type=float, at_least=0, at_most=1e12,
-            help="of sgd and rmsprop",
+            help="momentum of sgd and rmsprop",
         ),
         Option(
             "--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, type=float, at_least=0, at_most=1e6,
-            help="L2",
+            help="weight decay: the factor of the weights in each update",
         ),
         Option(
             "--norm-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6,
-            help="of normalisation layers (default: --wd)",
+            help="weight decay of normalisation layers (default: --weight-decay)",
         ),
         Option(
             "--bias-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6,
-            help="of biases (default: --wd)",
+            help="weight decay of biases (default: --weight-decay)",
         ),
         Option(
             "--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6,
-            help="of class and position embeddings (default: --wd)",
+            help="weight decay of class and position embeddings (default: --weight-decay)",
         ),
         Option(
             "--label-smoothing", metavar="P", default=0.0, type=float, at_least=0, at_most=1, is_of_checkpoint=True,
-            help="of the cross-entropy",
+            help="label smoothing of the cross-entropy",
         ),
         Option(
             "--bce-loss", default=False, is_of_checkpoint=True,
-            help="one binary cross-entropy a class in place of the softmax's",
+            help="binary cross-entropy for each class instead of the softmax cross-entropy",
         ),
         Option(
             "--bce-target-thresh", metavar="T", type=float, at_least=0, at_most=1, is_of_checkpoint=True,
-            help="count a class as there above this target",
+            help="with --bce-loss: a mixed target above this counts as 1, any other as 0",
         ),
         Option(
             "--clip-grad-norm", metavar="NORM", type=float, at_least=0, at_most=1e12,
@@ -398,34 +408,39 @@ OPTIONS = {
         Option("--epochs", metavar="N", default=90, type=int, at_least=1, at_most=10**9, help="epochs to train"),
         Option(
             "--start-epoch", metavar="N", default=0, type=int, at_least=0, resume=SILENT, recipe=NEVER,
-            help="first epoch, without a checkpoint",
+            help="begin at this epoch without a checkpoint",
         ),
         Option(
             "--lr-scheduler", default="steplr", type=str.lower,
             choices=["cosineannealinglr", "exponentiallr", "linearlr", "steplr"],
-            help="schedule after the warm-up; linearlr falls to --lr-min at the end",
+            help="learning rate schedule after the warm-up; linearlr falls to --lr-min at the end",
         ),
-        Option("--lr-warmup-epochs", metavar="N", default=0, type=int, at_least=0, help="epochs of warm-up"),
         Option(
-            "--lr-warmup-method", default="constant", type=str.lower, choices=["constant", "linear"], help="its shape",
+            "--lr-warmup-epochs", metavar="N", default=0, type=int, at_least=0,
+            help="epochs in which the learning rate warms up",
+        ),
+        Option(
+            "--lr-warmup-method", default="constant", type=str.lower, choices=["constant", "linear"],
+            help="shape of the warm-up: a constant low rate, or a linear rise",
         ),
         Option(
             "--lr-warmup-decay", metavar="F", default=0.01, type=float, at_least=0, at_most=1,
-            help="factor that it begins with",
+            help="factor of --lr that the warm-up begins with",
         ),
         Option(
             "--lr-step-size", metavar="N", default=30, type=int, at_least=1, help="epochs between two steps of steplr",
         ),
         Option(
             "--lr-gamma", metavar="F", default=0.1, type=float, at_least=0, at_most=1e9,
-            help="factor of steplr and exponentiallr",
+            help="factor by which steplr and exponentiallr multiply the rate",
         ),
         Option(
             "--lr-min", metavar="LR", default=0.0, type=float, at_least=0, at_most=1e30,
-            help="where cosineannealinglr and linearlr end",
+            help="learning rate at which cosineannealinglr and linearlr end",
         ),
         Option(
-            "--lr-per-step", default=False, help="change the rate at each step, not at each epoch as torchvision does",
+            "--lr-per-step", default=False,
+            help="change the learning rate at every step; torchvision changes it at every epoch",
         ),
     ],
     "precision": [
@@ -434,79 +449,78 @@ OPTIONS = {
         ),
         Option(
             "--amp-dtype", choices=["bfloat16", "float16"], is_of_checkpoint=True,
-            help="what --amp computes in; float16 scales the loss, bfloat16 need not (default: float16)",
+            help="type that --amp computes in; float16 scales the loss, bfloat16 needs none of that (default: "
+            "float16)",
         ),
         Option(
             "--tf32", is_switch=True, is_of_checkpoint=True,
-            help="float32 matrix products and convolutions of NVIDIA GPUs with inputs rounded to TF32, or neither "
-            "(default: convolutions only, as torch has it)",
+            help="round inputs of float32 matrix products and convolutions to TF32 on NVIDIA GPUs, which is faster "
+            "(default: convolutions only, as in torch)",
         ),
         Option(
             "--channels-last", default=False,
-            help="keep images and weights in NHWC order, which tensor cores are fastest with",
+            help="keep images and weights in NHWC memory order, the fastest one for tensor cores",
         ),
         Option(
-            "--compile", metavar="MODE",
-            choices=COMPILE_MODES, nargs="?",
-            const="default",
-            help="compile the model, for training and evaluation: default, reduce-overhead, max-autotune, "
-            "max-autotune-no-cudagraphs (default: no; alone: default). The same bits then need the same number "
-            "of processes",
+            "--compile", metavar="MODE", choices=COMPILE_MODES, nargs="?", const="default",
+            help="compile the model with torch.compile in this mode (--compile alone: default); takes a minute before "
+            "the first step, and bits are the same only for the same number of processes",
         ),
         Option(
             "--grad-checkpointing", default=False, resume=FREE,
-            help="keep no activations inside the model's blocks and compute them again: less memory, a third more work",
+            help="recompute activations inside the model's blocks in the backward pass: less memory, a third more "
+            "work",
         ),
         Option(
             "--use-deterministic-algorithms", default=False,
-            help="the same bits after any restart and on 1, 2, 4, 8 ... processes: deterministic kernels and order "
-            "of sums",
+            help="same weights in every bit after any restart and on 1, 2, 4, 8 ... processes: deterministic kernels "
+            "and order of sums",
         ),
     ],
     "checkpoint": [
         Option(
             "--output-dir", metavar="DIR", resume=FREE, recipe=NEVER,
-            help="where everything goes (default: runs/MODEL)",
+            help="folder for checkpoints, logs and TensorBoard's events (default: runs/MODEL)",
         ),
         Option(
             "--overwrite", default=False, resume=SILENT, recipe=NEVER,
-            help="remove what an earlier run left in the output folder, and start over",
+            help="remove the files of an earlier run from the output folder and start over",
         ),
         Option(
             "--resume", metavar="PATH|auto", default="", resume=SILENT, recipe=NEVER,
-            help="go on from this checkpoint; auto: from the newest good one in the output folder, if there is one",
+            help="resume from this checkpoint; auto: from the newest intact one in the output folder, or start if "
+            "there is none",
         ),
         Option(
             "--allow-change", metavar="NAMES", resume=SILENT, recipe=NEVER,
-            help="resume although these options, which change the numbers of the run, are others than the "
-            "checkpoint's: names with commas between them, such as lr,epochs; data: names, labels or sizes of "
-            "files",
+            help="options that may differ from the checkpoint's although they change results, separated by commas, "
+            "such as lr,epochs; data allows other images",
         ),
         Option(
             "--checkpoint-steps", metavar="N", type=int, at_least=1, resume=FREE,
-            help="save every N steps too, not only around each evaluation",
+            help="save a checkpoint every N steps, besides those around each evaluation",
         ),
         Option(
-            "--checkpoint-minutes", metavar="MIN", default=10.0, type=float, at_least=0, at_most=1e9,
-            resume=FREE, help="save when the last checkpoint is this old; 0 = never for that reason",
+            "--checkpoint-minutes", metavar="MIN", default=10.0, type=float, at_least=0, at_most=1e9, resume=FREE,
+            help="save a checkpoint when the last one is this many minutes old; 0 = never",
         ),
         Option("--keep-last", metavar="N", default=3, type=int, resume=FREE, help="numbered checkpoints to keep"),
         Option(
             "--keep-every", metavar="K", type=int, at_least=1, resume=FREE,
-            help="keep for good what is saved at the end of every K-th epoch",
+            help="keep the checkpoint of every K-th epoch for good",
         ),
         Option(
             "--best-metric", default="acc1", choices=["acc1", "acc5", "loss"], resume=FREE,
-            help="what best.pth is best in, on the validation set, and best_ema.pth with the average of --model-ema",
+            help="validation metric that chooses best.pth, and best_ema.pth for the average of --model-ema",
         ),
         Option(
             "--save-per-node", default=False, resume=FREE,
-            help="keep a copy of each checkpoint in the output folder of every node, where they share no disk; "
-            "--resume auto takes the newest of all nodes",
+            help="for nodes without a shared disk: copy each checkpoint to the output folder of every node; --resume "
+            "auto takes the newest of all",
         ),
         Option(
             "--test-only", default=False, resume=SILENT, recipe=NEVER,
-            help="evaluate and exit; takes --weights or --resume",
+            help="evaluate the model of --weights or --resume, and exit",
         ),
     ],
     "monitoring": [
@@ -517,29 +531,31 @@ OPTIONS = {
         Option(
             "--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
             recipe=NEVER,
-            help="minutes without a step after which a run counts as hung: every process says where, and the run "
-            "ends; 0 = never",
+            help="minutes without a step after which the run counts as hung: every process prints where it waits, and "
+            "the run ends; 0 = never",
         ),
     ],
     "distributed": [
         Option(
             "--device", resume=FREE, recipe=IF_GIVEN,
-            help="cuda, cpu, mps ... (default: the accelerator that is there, else cpu)",
+            help="device to train on: cuda, cpu, mps ... (default: the accelerator of this machine, else cpu)",
         ),
         Option(
             "--world-size", metavar="N", default=1, type=int, at_least=1, at_most=1 << 20, resume=SILENT, recipe=NEVER,
-            help="processes, where a launcher sets RANK but not this",
+            help="number of processes, if the launcher sets RANK but not WORLD_SIZE",
         ),
         Option(
-            "--dist-url", metavar="URL", default="env://", resume=FREE, recipe=NEVER, help="where the processes meet",
+            "--dist-url", metavar="URL", default="env://", resume=FREE, recipe=NEVER,
+            help="address at which the processes meet; torchrun and srun set it up themselves",
         ),
         Option(
             "--grad-compression", default="none", choices=["bf16", "none"],
-            help="what gradients are rounded to on their way between processes",
+            help="type to which gradients are rounded while they travel between processes",
         ),
         Option(
             "--dist-timeout", metavar="MIN", default=30, type=float, at_least=0.001, at_most=1e6, resume=FREE,
-            recipe=NEVER, help="minutes that the processes wait for each other in a step",
+            recipe=NEVER,
+            help="minutes that a process waits for the others in a step before it fails",
         ),
     ],
 }  # fmt: skip
@@ -548,7 +564,7 @@ GROUPS = [group for group in OPTIONS if group != "options"]
 BY_NAME = {option.dest: option for options in OPTIONS.values() for option in options}
 
 
-# Facts that change numbers as options do, by the names that `--allow-change` has for them.
+# Names in `--allow-change` that are no options.
 FACTS = {"data", "threads"}
 
 
@@ -599,7 +615,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Show each option's default, where it has one to speak of."""
+    """Append each option's default, unless it is empty or off."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         default = BY_NAME[action.dest].default if action.dest in BY_NAME else None
@@ -617,7 +633,7 @@ def build_parser(*, add_help: bool, has_defaults: bool) -> argparse.ArgumentPars
 
     Args:
         add_help: whether it knows --help.
-        has_defaults: whether it fills in the defaults; else only what is given comes out.
+        has_defaults: fill in the defaults; else the result holds only options that were given.
     """
     parser = OneLineParser(
         prog="train.py",

@@ -40,10 +40,10 @@ def _splitmix64(state: int) -> int:
 
 
 class Draws:
-    """The random numbers at an address, from splitmix64: a few of them cost less than to seed a generator.
+    """Random numbers of one address, from splitmix64: drawing a few is cheaper than seeding a generator.
 
     Args:
-        address: of the numbers; other ones at another address.
+        address: integers that say where the numbers are used.
     """
 
     def __init__(self, *address: int) -> None:
@@ -61,7 +61,7 @@ class Draws:
 
 
 class TorchDraws:
-    """The random numbers of a torch generator on the CPU, just as torch's own functions would use them up.
+    """Random numbers of a torch CPU generator, drawn exactly as torch's own functions draw them.
 
     Args:
         generator: by default the process's.
@@ -71,17 +71,17 @@ class TorchDraws:
         self.generator = generator
 
     def pair(self) -> tuple[int, int]:
-        """Draw two 32-bit numbers, each of which torch would make one number of."""
+        """Draw two 32-bit numbers, from each of which torch would make one sample."""
         bits = torch.empty(1, dtype=torch.int64).random_(-(1 << 63), None, generator=self.generator).item()
         return bits >> 32 & 0xFFFFFFFF, bits & 0xFFFFFFFF
 
     def uniform(self) -> float:
-        """Draw what `torch.rand` would."""
+        """Draw the number that `torch.rand` would draw."""
         return torch.empty(1).uniform_(generator=self.generator).item()
 
 
 def unit(bits: int) -> float:
-    """Return the number in [0, 1) that torch makes of 32 bits for a float32."""
+    """Convert 32 bits to the float32 in [0, 1) that torch makes of them."""
     return (bits & 0xFFFFFF) / (1 << 24)
 
 
