@@ -1,0 +1,984 @@
+"""A script as people write them on top of torchvision's references/classification: `torchvision_script.py FOLDER ...`.
+
+Every step uses the folder's modules the way such scripts do and prints `step NAME: RESULT`, the result as JSON, so that
+two folders can be compared step by step. One that fails prints `step NAME: failed: ...`; the script then leaves with 1.
+"""
+
+import argparse
+import builtins
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+import traceback
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+import torchvision
+from PIL import Image
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data.dataloader import default_collate
+
+NUM_CLASSES = 6  # at least five, of which torchvision's accuracy takes the best
+SIZES = ["--train-crop-size", "32", "--val-crop-size", "32", "--val-resize-size", "36"]
+OPTIONS = (
+    "model batch_size epochs opt lr momentum weight_decay norm_weight_decay bias_weight_decay "
+    "transformer_embedding_decay label_smoothing mixup_alpha cutmix_alpha lr_scheduler lr_warmup_epochs "
+    "lr_warmup_method lr_warmup_decay lr_step_size lr_gamma lr_min print_freq resume start_epoch cache_dataset sync_bn "
+    "test_only auto_augment ra_magnitude augmix_severity random_erase amp world_size dist_url model_ema "
+    "model_ema_steps model_ema_decay use_deterministic_algorithms interpolation val_resize_size val_crop_size "
+    "train_crop_size clip_grad_norm ra_sampler ra_reps weights use_v2 data_path device workers output_dir backend"
+).split()
+
+# The folder's modules, imported once it is known which folder.
+presets = sampler = train = transforms = utils = None
+
+
+def import_folder(folder):
+    global presets, sampler, train, transforms, utils  # noqa: PLW0603
+    sys.path.insert(0, str(folder))
+    import presets
+    import sampler
+    import train
+    import transforms
+    import utils
+
+
+class Place:
+    """Where the script finds its images and leaves its files."""
+
+    def __init__(self, images, out):
+        self.images = Path(images)
+        self.out = Path(out)
+
+    def argv(self, name, *more):
+        argv = ["--data-path", str(self.images), "--model", "resnet18", "--device", "cpu", "--batch-size", "4"]
+        argv += ["--epochs", "1", "--workers", "1", "--lr", "0.01", *SIZES, "--output-dir", str(self.out / name)]
+        return [*argv, *map(str, more)]
+
+    def args(self, name="own", *more):
+        args = train.get_args_parser().parse_args(self.argv(name, *more))
+        args.distributed = False
+        return args
+
+    def load(self, **changes):
+        args = self.args()
+        for name, value in changes.items():
+            setattr(args, name, value)
+        return train.load_data(str(self.images / "train"), str(self.images / "val"), args)
+
+
+class CheckError(Exception):
+    """A step's own check that did not hold."""
+
+
+def check(condition, reason):
+    if not condition:
+        raise CheckError(reason)
+
+
+def shown(tensor):
+    """Type, shape, mean, and mean weighted from left to right of a tensor."""
+    means = tensor.double().mean(), (tensor.double() * torch.linspace(0, 1, tensor.shape[-1])).mean()
+    return [str(tensor.dtype), list(tensor.shape), *(round(float(mean), 3) for mean in means)]
+
+
+def error_of(function, *args, **kwargs):
+    """The name of the error that a call raises, or None."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
+def captured(function, *args, **kwargs):
+    """What a call returns and prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        result = function(*args, **kwargs)
+    return result, printed.getvalue()
+
+
+def small_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+                         nn.Flatten(), nn.Linear(8, NUM_CLASSES))  # fmt: skip
+
+
+def noise_loader(num_images=12, batch_size=4):
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(num_images, 3, 16, 16, generator=generator)
+    labels = torch.arange(num_images) % NUM_CLASSES
+    return DataLoader(TensorDataset(images, labels), batch_size=batch_size)
+
+
+def sum_of(model):
+    return round(sum(float(p.detach().double().abs().sum()) for p in model.parameters()), 4)
+
+
+def picture(place):
+    path = sorted((place.images / "val").rglob("*.jpg"))[0]
+    return Image.open(path).convert("RGB")
+
+
+# The parser and main.
+
+
+def parser_defaults(place):
+    parser = train.get_args_parser()
+    args = vars(parser.parse_args(["--data-path", "images"]))
+    return {"parser": isinstance(parser, argparse.ArgumentParser), **{name: args[name] for name in OPTIONS}}
+
+
+def parser_is_a_parent(place):
+    parser = argparse.ArgumentParser(parents=[train.get_args_parser(add_help=False)])
+    parser.add_argument("--note", default="")
+    args = parser.parse_args([*place.argv("parent"), "--note", "mine", "-b", "7", "-j", "0", "--wd", "0.5"])
+    return [args.note, args.batch_size, args.workers, args.weight_decay, args.opt]
+
+
+def checkpoint_of(folder):
+    checkpoint = torch.load(folder / "checkpoint.pth", map_location="cpu", weights_only=True)
+    names = ("model", "optimizer", "epoch", "args", "lr_scheduler", "model_ema")
+    model = torchvision.models.resnet18(num_classes=NUM_CLASSES)
+    model.load_state_dict(checkpoint["model"])
+    result = {"keys": [name for name in names if name in checkpoint], "epoch": checkpoint["epoch"]}
+    if "model_ema" in checkpoint:
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        average.load_state_dict(checkpoint["model_ema"])
+        result["n_averaged"] = int(average.n_averaged)
+    return result
+
+
+def results_of(printed):
+    found = re.findall(r"^Test: *(\w*) Acc@1 (\d+\.\d{3}) Acc@5 (\d+\.\d{3})", printed, flags=re.M)
+    return [[suffix, 0 <= float(acc1) <= float(acc5) <= 100] for suffix, acc1, acc5 in found]
+
+
+def main_trains(place):
+    returned, printed = captured(train.main, train.get_args_parser().parse_args(place.argv("run")))
+    epochs = re.findall(r"^Epoch: \[(\d+)\] +\[ *(\d+)/(\d+)\]", printed, flags=re.M)
+    return [returned, results_of(printed), epochs[0], checkpoint_of(place.out / "run")]
+
+
+def main_resumes(place):
+    argv = place.argv("run", "--epochs", 2, "--resume", place.out / "run" / "checkpoint.pth")
+    _, printed = captured(train.main, train.get_args_parser().parse_args(argv))
+    epochs = sorted(set(re.findall(r"^Epoch: \[(\d+)\]", printed, flags=re.M)))
+    return [epochs, results_of(printed), checkpoint_of(place.out / "run")]
+
+
+def main_tests_only(place):
+    argv = place.argv("run", "--test-only", "--resume", place.out / "run" / "checkpoint.pth")
+    returned, printed = captured(train.main, train.get_args_parser().parse_args(argv))
+    return [returned, results_of(printed), "Epoch:" in printed]
+
+
+def main_with_much(place):
+    """With an option of the script's own beside the folder's."""
+    parser = argparse.ArgumentParser(parents=[train.get_args_parser(add_help=False)])
+    parser.add_argument("--note", default="")
+    argv = "--model-ema --model-ema-steps 2 --mixup-alpha 0.2 --cutmix-alpha 1.0 --label-smoothing 0.1 --opt adamw "
+    argv += "--norm-weight-decay 0 --lr-scheduler cosineannealinglr --lr-warmup-epochs 1 --lr-warmup-method linear "
+    argv += "--auto-augment ta_wide --random-erase 0.1 --clip-grad-norm 1 --epochs 2 --note mine"
+    _, printed = captured(train.main, parser.parse_args(place.argv("much", *argv.split())))
+    return [results_of(printed), checkpoint_of(place.out / "much")]
+
+
+# Data.
+
+
+def load_data_returns(place):
+    dataset, dataset_test, train_sampler, test_sampler = place.load()
+    is_set = [isinstance(each, torch.utils.data.Dataset) for each in (dataset, dataset_test)]
+    is_sampler = [isinstance(each, torch.utils.data.Sampler) for each in (train_sampler, test_sampler)]
+    return [len(dataset), len(dataset_test), len(train_sampler), len(test_sampler), is_set, is_sampler]
+
+
+def datasets_know_their_images(place):
+    dataset, dataset_test, *_ = place.load()
+    path, label = dataset.samples[-1]
+    return {
+        "classes": dataset.classes,
+        "class_to_idx": dataset.class_to_idx,
+        "last": [Path(path).relative_to(place.images / "train").as_posix(), label],
+        "samples": [len(dataset.samples), type(dataset.samples).__name__, type(dataset.samples[0]).__name__],
+        "path": type(path).__name__,
+        "imgs": dataset.imgs == dataset.samples,
+        "targets": [list(dataset.targets), list(dataset_test.targets)],
+        "root": str(dataset.root) == str(place.images / "train"),
+        "transform": [type(each.transform).__name__ for each in (dataset, dataset_test)],
+        "target_transform": dataset.target_transform,
+    }
+
+
+def datasets_give_floats(place):
+    dataset, dataset_test, *_ = place.load()
+    image, label = dataset[5]
+    is_normalised = bool(image.min() < 0 and image.abs().max() < 3)
+    return [str(image.dtype), list(image.shape), type(label).__name__, label, is_normalised,
+            shown(dataset_test[3][0]), dataset_test[3][1]]  # fmt: skip
+
+
+def datasets_take_another_transform(place):
+    _, dataset_test, *_ = place.load()
+    dataset_test.transform = torchvision.transforms.ToTensor()
+    return [shown(dataset_test[3][0]), type(dataset_test.transform).__name__]
+
+
+def plain_loader(place, num_workers):
+    dataset, dataset_test, train_sampler, test_sampler = place.load()
+    data_loader = DataLoader(dataset, batch_size=4, sampler=train_sampler, num_workers=num_workers, pin_memory=True)
+    data_loader_test = DataLoader(dataset_test, batch_size=5, sampler=test_sampler, num_workers=num_workers)
+    labels = Counter()
+    for _, target in data_loader:
+        labels.update(target.tolist())
+    image, target = next(iter(data_loader))
+    test = list(data_loader_test)
+    return {
+        "train": [len(data_loader), str(image.dtype), list(image.shape), str(target.dtype)],
+        "normalised": bool(image.min() < 0 and image.abs().max() < 3),
+        "labels": sorted(labels.items()),
+        "test": [len(data_loader_test), [list(image.shape) for image, _ in test]],
+        "test_labels": torch.cat([target for _, target in test]).tolist(),
+        "test_mean": round(float(torch.cat([image for image, _ in test]).mean()), 3),
+    }
+
+
+def training_orders_differ(place):
+    """Without `set_epoch`, which such scripts call on several processes only."""
+    dataset, _, train_sampler, _ = place.load()
+    orders = [[int(key) for key in train_sampler] for _ in range(2)]
+    return [sorted(orders[0]) == sorted(orders[1]) == list(range(len(dataset))), orders[0] != orders[1]]
+
+
+def loaders_of_other_kinds(place):
+    dataset, dataset_test, *_ = place.load()
+    weights = [1.0 / dataset.targets.count(label) for label in dataset.targets]
+    loaders = [
+        DataLoader(dataset, batch_size=4, shuffle=True),
+        DataLoader(dataset, batch_size=4, sampler=WeightedRandomSampler(weights, 8)),
+        DataLoader(Subset(dataset, range(6)), batch_size=4),
+        DataLoader(ConcatDataset([dataset_test, dataset]), batch_size=16),
+        DataLoader(torch.utils.data.random_split(dataset_test, [6, 6])[0], batch_size=3),
+    ]
+    return [[[list(image.shape) for image, _ in loader][-1], len(loader)] for loader in loaders]
+
+
+def load_data_with_published_weights(place):
+    """With which an evaluation takes the weights' own transform."""
+    dataset, dataset_test, *_ = place.load(weights="ResNet18_Weights.IMAGENET1K_V1", test_only=True)
+    return [len(dataset), shown(dataset_test[3][0])]
+
+
+# Training and evaluation.
+
+
+def evaluate_returns_a_float(place):
+    model, criterion, device = small_model(), nn.CrossEntropyLoss(), torch.device("cpu")
+    acc1, printed = captured(train.evaluate, model, criterion, noise_loader(), device)
+    again = train.evaluate(model, criterion, noise_loader(), device=device, print_freq=1, log_suffix="EMA")
+    return [type(acc1).__name__, round(acc1, 3), acc1 == again, results_of(printed), model.training]
+
+
+def evaluate_an_image_folder(place):
+    dataset = torchvision.datasets.ImageFolder(place.images / "val", presets.ClassificationPresetEval(crop_size=32))
+    model = small_model()
+    loader = DataLoader(dataset, batch_size=5)
+    with torch.inference_mode():
+        acc1 = train.evaluate(model, nn.CrossEntropyLoss(), loader, torch.device("cpu"), 1, "own")
+        right = [(model(image).argmax(1) == target).sum() for image, target in loader]
+    check(acc1 == 100 * float(sum(right)) / len(dataset), f"{acc1} is not {right} of {len(dataset)}")
+    return type(acc1).__name__
+
+
+def train_one_epoch_alone(place, **options):
+    model = small_model()
+    args = argparse.Namespace(print_freq=1, clip_grad_norm=None)
+    ema, scaler = None, options.pop("scaler", None) and torch.amp.GradScaler("cpu", enabled=False)
+    if options.pop("model_ema", False):
+        ema = utils.ExponentialMovingAverage(model, decay=0.9, device="cpu")
+        args.model_ema_steps, args.lr_warmup_epochs = 2, 0
+    vars(args).update(options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    call = (model, nn.CrossEntropyLoss(), optimizer, noise_loader(), torch.device("cpu"), 3, args, ema, scaler)
+    returned, printed = captured(train.train_one_epoch, *call)
+    lines = re.findall(r"^Epoch: \[3\]  \[(\d)/3\] .*", printed, flags=re.M)
+    words = [word for word in ("eta", "lr", "loss", "acc1", "acc5", "time", "data") if f"  {word}: " in printed]
+    return [returned, sum_of(model), model.training, lines, words, ema and [int(ema.n_averaged), sum_of(ema.module)]]
+
+
+def train_one_epoch_in_warmup(place):
+    result = train_one_epoch_alone(place, model_ema=True, model_ema_steps=1, lr_warmup_epochs=5)
+    check(result[1] == result[-1][1], "in the warm-up the average is not a copy of the weights")
+    return result[-1][0]
+
+
+def own_loop(place):
+    """Train the way most people's scripts do, end to end."""
+    args = place.args()
+    utils.mkdir(args.output_dir)
+    dataset, dataset_test, train_sampler, test_sampler = place.load()
+    mix = transforms.get_mixup_cutmix(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=NUM_CLASSES, use_v2=False)
+    data_loader = DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler, num_workers=0,
+                             collate_fn=lambda batch: mix(*default_collate(batch)))  # fmt: skip
+    data_loader_test = DataLoader(dataset_test, batch_size=args.batch_size, sampler=test_sampler)
+    device = torch.device(args.device)
+    model = torchvision.models.get_model(args.model, weights=None, num_classes=len(dataset.classes)).to(device)
+    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    parameters = utils.set_weight_decay(model, args.weight_decay, norm_weight_decay=0.0)
+    optimizer = torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    model_ema = utils.ExponentialMovingAverage(model, device=device, decay=0.5)
+    results = []
+    for epoch in range(args.start_epoch, 2):
+        train.train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema, None)
+        lr_scheduler.step()
+        results.append(train.evaluate(model, criterion, data_loader_test, device=device))
+        results.append(train.evaluate(model_ema, criterion, data_loader_test, device=device, log_suffix="EMA"))
+        parts = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "model_ema": model_ema}
+        checkpoint = {name: part.state_dict() for name, part in parts.items()}
+        utils.save_on_master({**checkpoint, "epoch": epoch, "args": args}, Path(args.output_dir) / "checkpoint.pth")
+    return [[type(result).__name__ for result in results], optimizer.param_groups[0]["lr"],
+            checkpoint_of(Path(args.output_dir))]  # fmt: skip
+
+
+# Meters and processes.
+
+
+def smoothed_value(place):
+    meter, short = utils.SmoothedValue(), utils.SmoothedValue(window_size=2, fmt="{value:.1f} {avg:.2f} {max:.0f}")
+    for value, n in [(1.0, 1), (4.0, 3), (2.0, 1), (8.0, 2)]:
+        meter.update(value, n=n)
+        short.update(value)
+    meter.synchronize_between_processes()
+    names = ("median", "avg", "global_avg", "max", "value", "total", "count")
+    return [{name: getattr(meter, name) for name in names}, list(meter.deque), str(meter), str(short)]
+
+
+def metric_logger(place):
+    logger = utils.MetricLogger(delimiter="  ")
+    logger.add_meter("lr", utils.SmoothedValue(window_size=1, fmt="{value}"))
+
+    def loop():
+        for value in logger.log_every([1, 2, 3, 4, 5], 2, "Part:"):
+            logger.update(loss=torch.tensor(float(value)), lr=0.1)
+            logger.meters["acc1"].update(10.0 * value, n=value)
+
+    _, printed = captured(loop)
+    logger.synchronize_between_processes()
+    lines = printed.splitlines()
+    shapes = [re.sub(r"\d+\.\d{4}", "N", re.sub(r"\d:\d\d:\d\d", "T", line)) for line in lines]
+    meters = {name: logger.meters[name].global_avg for name in ("loss", "lr", "acc1")}
+    return {
+        "lines": shapes,
+        "meters": meters,
+        "attribute": logger.acc1.global_avg,
+        "names": sorted(logger.meters),
+        "text": str(logger),
+        "missing": error_of(lambda: logger.nothing),
+    }
+
+
+def accuracies(place):
+    output = torch.eye(6)[[0, 1, 2, 3]] + torch.arange(6) * 0.01
+    target = torch.tensor([0, 1, 5, 0])
+    soft = nn.functional.one_hot(target, 6).float()
+    results = utils.accuracy(output, target, topk=(1, 5)) + utils.accuracy(output, soft) + utils.accuracy(output, soft)
+    return [type(results).__name__, [result.item() for result in results], [str(results[0].dtype), results[0].ndim]]
+
+
+def mkdirs(place):
+    folder = place.out / "a" / "b"
+    utils.mkdir(str(folder))
+    utils.mkdir(folder)
+    return folder.is_dir()
+
+
+def process_words(place):
+    args = place.args()
+    del args.distributed
+    captured(utils.init_distributed_mode, args)
+    words = [utils.is_dist_avail_and_initialized(), utils.get_world_size(), utils.get_rank(), utils.is_main_process()]
+    return [args.distributed, args.world_size, words]
+
+
+def init_with_a_small_namespace(place):
+    args = argparse.Namespace()
+    utils.init_distributed_mode(args)
+    return args.distributed
+
+
+def reductions(place):
+    values = [3, 2.5, [1, 2], [0.5, 4.0]]
+    return [[type(total).__name__, total.tolist()] for total in map(utils.reduce_across_processes, values)]
+
+
+def save_on_master(place):
+    utils.save_on_master({"epoch": 3}, place.out / "positional.pth")
+    utils.save_on_master({"epoch": 4}, f=place.out / "named.pth")
+    return [torch.load(place.out / f"{name}.pth")["epoch"] for name in ("positional", "named")]
+
+
+def setup_for_distributed(place):
+    original = builtins.print
+
+    def talk(is_master):
+        utils.setup_for_distributed(is_master)
+        print("plain", end=" ")
+        print("forced", force=True, end=" ")
+
+    try:
+        return [captured(talk, True)[1], captured(talk, False)[1]]
+    finally:
+        builtins.print = original
+
+
+# Weights.
+
+
+def groups(model, *args, **kwargs):
+    """How many parameters each group has, its first and last ones by name, and its weight decay."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = utils.set_weight_decay(model, *args, **kwargs)
+    keys = sorted({key for group in found for key in group})
+    optimizer = torch.optim.SGD(found, lr=0.1, weight_decay=0.25)
+    ends = [[names[id(group["params"][end])] for end in (0, -1)] for group in found]
+    groups = zip(optimizer.param_groups, ends, strict=True)
+    return [keys, *([len(group["params"]), *names, group["weight_decay"]] for group, names in groups)]
+
+
+def weight_decays(place):
+    resnet = torchvision.models.resnet18(num_classes=NUM_CLASSES)
+    frozen = torchvision.models.resnet18(num_classes=NUM_CLASSES)
+    frozen.conv1.weight.requires_grad_(False)
+    vit = torchvision.models.VisionTransformer(32, 16, 2, 2, 16, 32, num_classes=NUM_CLASSES)
+    embedding = [(key, 0.0) for key in ("class_token", "position_embedding", "relative_position_bias_table")]
+    return {
+        "plain": groups(resnet, 1e-4),
+        "norm": groups(resnet, 1e-4, norm_weight_decay=0.0),
+        "norm, positional": groups(resnet, 1e-4, 0.5),
+        "bias": groups(resnet, 1e-4, custom_keys_weight_decay=[("bias", 0.1)]),
+        "bias and norm": groups(resnet, 1e-4, norm_weight_decay=0.2, custom_keys_weight_decay=[("bias", 0.1)]),
+        "path": groups(resnet, 1e-4, custom_keys_weight_decay=[("layer1.0.conv1.weight", 0.3)]),
+        "classes": groups(resnet, 1e-4, norm_weight_decay=0.0, norm_classes=[nn.Linear]),
+        "frozen": groups(frozen, 1e-4),
+        "embedding": groups(vit, 0.3, norm_weight_decay=0.0, custom_keys_weight_decay=embedding),
+    }
+
+
+def moving_average(place):
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    ema = utils.ExponentialMovingAverage(model, decay=0.75, device="cpu")
+    values = []
+    for value in (1.0, 2.0, 6.0):
+        with torch.no_grad():
+            model[0].weight.fill_(value)
+            model[1].running_mean.fill_(value)
+        ema.update_parameters(model)
+        values.append([ema.module[0].weight[0, 0].item(), ema.module[1].running_mean.item(), int(ema.n_averaged)])
+    fresh = utils.ExponentialMovingAverage(model, 0.75)
+    fresh.load_state_dict(ema.state_dict())
+    ema.eval()
+    return {
+        "values": values,
+        "kind": [isinstance(ema, torch.optim.swa_utils.AveragedModel), isinstance(ema, nn.Module)],
+        "keys": list(ema.state_dict()),
+        "loaded": fresh.module[0].weight[0, 0].item(),
+        "output": list(ema(torch.zeros(3, 2)).shape),
+    }
+
+
+def averages(place):
+    folder = place.out / "averages"
+    utils.mkdir(folder)
+    paths = []
+    for number, count in [(1.0, 5), (2.0, 8), (6.0, 9)]:
+        state = {"weight": torch.full((2,), number), "count": torch.tensor(count), "half": torch.ones(1).half()}
+        paths.append(str(folder / f"model_{count}.pth"))
+        torch.save({"model": state, "epoch": count}, paths[-1])
+    averaged = utils.average_checkpoints(paths)
+    torch.save({"model": {"other": torch.ones(1)}}, folder / "other.pth")
+    return {
+        "keys": [list(averaged), list(averaged["model"])],
+        "epoch": averaged["epoch"],
+        "model": {name: [str(value.dtype), value.tolist()] for name, value in averaged["model"].items()},
+        "other": error_of(utils.average_checkpoints, [paths[0], folder / "other.pth"]),
+    }
+
+
+def stored_weights(place):
+    folder = place.out / "stored"
+    utils.mkdir(folder)
+    model = small_model()
+    before = sum_of(model)
+    ema = utils.ExponentialMovingAverage(model, decay=0.5)
+    ema.update_parameters(model)
+    source = small_model()
+    source[0].weight.data.add_(1.0)
+    unneeded = {**source.state_dict(), "aux.weight": torch.ones(1)}
+    checkpoint = {"model": source.state_dict(), "model_ema": ema.state_dict(), "aux": unneeded, "epoch": 3}
+    path = folder / "checkpoint.pth"
+    torch.save(checkpoint, path)
+    written = {
+        "model": utils.store_model_weights(model, str(path)),
+        "model_ema": utils.store_model_weights(model, str(path), checkpoint_key="model_ema"),
+        "aux": utils.store_model_weights(model, str(path), "aux", strict=False),
+    }
+    results = {}
+    for name, output in written.items():
+        content = Path(output).read_bytes()
+        is_named = Path(output).name == f"weights-{hashlib.sha256(content).hexdigest()[:8]}.pth"
+        weights = torch.load(output, weights_only=True)
+        target = small_model()
+        target.load_state_dict(weights)
+        results[name] = [type(output).__name__, Path(output).parent == folder, is_named, list(weights), sum_of(target)]
+    results["strict"] = error_of(utils.store_model_weights, model, str(path), "aux")
+    results["same model"] = sum_of(model) == before
+    results["files"] = sum(1 for each in folder.iterdir())
+    return results
+
+
+# Presets, transforms and samplers.
+
+
+def presets_on_an_image(place):
+    image = picture(place)
+    results = {"eval": shown(presets.ClassificationPresetEval(crop_size=32, resize_size=36)(image))}
+    results["eval, 224"] = shown(presets.ClassificationPresetEval(crop_size=224)(image))
+    bicubic = torchvision.transforms.InterpolationMode.BICUBIC
+    keywords = {
+        "train": {},
+        "no flip": {"hflip_prob": 0.0},
+        "flip": {"hflip_prob": 1.0},
+        "bicubic": {"interpolation": bicubic},
+        "mean": {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
+        "pil": {"backend": "PIL"},
+        "tensor": {"backend": "tensor"},
+    }
+    for name, more in keywords.items():
+        torch.manual_seed(5)
+        results[name] = shown(presets.ClassificationPresetTrain(crop_size=24, **more)(image))
+    results["positional"] = error_of(presets.ClassificationPresetEval, 32)
+    results["backend"] = error_of(presets.ClassificationPresetEval, crop_size=32, backend="other")
+    return results
+
+
+def presets_augment(place):
+    image, results = picture(place), {}
+    for policy in ("ra", "ta_wide", "augmix", "imagenet", "cifar10"):
+        torch.manual_seed(5)
+        preset = presets.ClassificationPresetTrain(crop_size=24, auto_augment_policy=policy, ra_magnitude=5,
+                                                   augmix_severity=2)  # fmt: skip
+        results[policy] = shown(preset(image))[:2]
+    torch.manual_seed(5)
+    erased = presets.ClassificationPresetTrain(crop_size=24, random_erase_prob=1.0)(image)
+    results["erased"] = bool((erased == 0).all(0).float().mean() > 0.01)
+    return results
+
+
+def presets_of_version_2(place):
+    image = picture(place)
+    evaluation = presets.ClassificationPresetEval(crop_size=32, resize_size=36, use_v2=True)(image)
+    torch.manual_seed(5)
+    training = presets.ClassificationPresetTrain(crop_size=24, use_v2=True, backend="pil")(image)
+    return [shown(evaluation), type(evaluation).__name__, shown(training)[:2], type(training).__name__]
+
+
+def presets_in_an_image_folder(place):
+    train_set = torchvision.datasets.ImageFolder(
+        place.images / "train", presets.ClassificationPresetTrain(crop_size=24)
+    )
+    val_set = torchvision.datasets.ImageFolder(
+        str(place.images / "val"), transform=presets.ClassificationPresetEval(crop_size=32, resize_size=36)
+    )
+    image, target = next(iter(DataLoader(train_set, batch_size=4, shuffle=True, num_workers=2)))
+    means = [round(float(image.mean()), 3) for image, _ in val_set]
+    return [str(image.dtype), list(image.shape), bool(image.min() < 0), str(target.dtype), means[:4]]
+
+
+def modules_of_versions(place):
+    return [presets.get_module(use_v2).__name__ for use_v2 in (False, True)]
+
+
+def mixed_batch(mix):
+    """What became of a batch, put so that it is independent of what was drawn."""
+    torch.manual_seed(7)
+    image = torch.randn(4, 3, 16, 16)
+    target = torch.tensor([0, 3, 3, 5])
+    given = image.clone()
+    mixed, soft = mix(image, target)
+    neighbour, own = given.roll(1, 0), nn.functional.one_hot(target, NUM_CLASSES).float()
+    share = float(soft[0, 0])
+    is_own, is_other = (mixed == given).all(1), (mixed == neighbour).all(1)
+    is_cut = bool((is_own | is_other).all()) and abs(float(is_own.float().mean()) - share) < 1e-4
+    is_blended = torch.allclose(mixed, share * given + (1 - share) * neighbour, atol=1e-5)
+    is_soft = torch.allclose(soft, share * own + (1 - share) * own.roll(1, 0), atol=1e-5)
+    return {
+        "image": shown(mixed)[:2],
+        "target": shown(soft)[:2],
+        "rows": [round(float(total), 4) for total in soft.sum(1)],
+        "mixed": is_soft and ("cut" if is_cut else "blended" if is_blended else "neither"),
+        "given": bool((image == given).all()),
+    }
+
+
+def mixup(place):
+    torch.manual_seed(0)
+    mix = transforms.RandomMixUp(NUM_CLASSES, p=1.0, alpha=0.8)
+    return [mixed_batch(mix), isinstance(mix, nn.Module), mix.num_classes, mix.p, mix.alpha, repr(mix)]
+
+
+def cutmix(place):
+    torch.manual_seed(0)
+    mix = transforms.RandomCutMix(NUM_CLASSES, 1.0, 1.0)
+    return [mixed_batch(mix), isinstance(mix, nn.Module), mix.num_classes, mix.p, mix.alpha, repr(mix)]
+
+
+def mixing_never(place):
+    mixes = transforms.RandomMixUp(num_classes=NUM_CLASSES, p=0.0), transforms.RandomCutMix(NUM_CLASSES, p=0.0)
+    image, target = torch.randn(3, 3, 4, 4), torch.tensor([0, 2, 5])
+    one_hot = nn.functional.one_hot(target, NUM_CLASSES).float()
+    results = [mix(image, target) for mix in mixes]
+    return [[bool((mixed == image).all()), bool((soft == one_hot).all()), str(soft.dtype)] for mixed, soft in results]
+
+
+def mixing_sometimes(place):
+    torch.manual_seed(0)
+    mix = transforms.RandomMixUp(NUM_CLASSES)
+    image, target = torch.randn(3, 3, 4, 4), torch.tensor([0, 2, 5])
+    share = sum(bool((mix(image, target)[0] != image).any()) for _ in range(400)) / 400
+    return [0.4 < share < 0.6, mix.p, mix.alpha]
+
+
+def mixing_refuses(place):
+    image, target = torch.randn(3, 3, 4, 4), torch.tensor([0, 2, 5])
+    results = {}
+    for kind in (transforms.RandomMixUp, transforms.RandomCutMix):
+        mix = kind(NUM_CLASSES, p=1.0)
+        results[kind.__name__] = [
+            error_of(kind, 0), error_of(kind, NUM_CLASSES, alpha=0.0), error_of(mix, image[0], target),
+            error_of(mix, image, target[None]), error_of(mix, image.byte(), target),
+            error_of(mix, image, target.float()),
+        ]  # fmt: skip
+    return results
+
+
+def mixing_in_place(place):
+    torch.manual_seed(0)
+    image = torch.randn(4, 3, 16, 16)
+    given = image.clone()
+    mixed, _ = transforms.RandomMixUp(NUM_CLASSES, p=1.0, alpha=0.8, inplace=True)(image, torch.tensor([0, 3, 3, 5]))
+    return [mixed is image, bool((image != given).any())]
+
+
+def mixup_or_cutmix(place):
+    results = []
+    for use_v2 in (False, True):
+        build = partial(transforms.get_mixup_cutmix, num_classes=NUM_CLASSES, use_v2=use_v2)
+        torch.manual_seed(0)
+        both, one = build(mixup_alpha=0.4, cutmix_alpha=1.0), build(mixup_alpha=0.4, cutmix_alpha=0.0)
+        other = build(mixup_alpha=0.0, cutmix_alpha=1.0)
+        results.append([mixed_batch(each)["mixed"] for each in (one, other)])
+        kinds = Counter()
+        for seed in range(40):
+            torch.manual_seed(seed)
+            image = torch.randn(4, 3, 16, 16)
+            mixed, soft = both(image, torch.tensor([0, 1, 2, 3]))
+            is_cut = bool(((mixed == image) | (mixed == image.roll(1, 0))).all())
+            kinds["cut" if is_cut else "blended"] += 1
+            check(list(soft.shape) == [4, NUM_CLASSES], f"{soft.shape}")
+        results.append([min(kinds.values()) > 5, sorted(kinds), build(mixup_alpha=0.0, cutmix_alpha=0.0)])
+    return results
+
+
+def mixed_loader(place):
+    """The collate function that torchvision's main makes, in a loader of two processes."""
+    dataset, _, train_sampler, _ = place.load()
+    mix = transforms.get_mixup_cutmix(mixup_alpha=0.4, cutmix_alpha=1.0, num_classes=NUM_CLASSES, use_v2=False)
+
+    def collate_fn(batch):
+        return mix(*default_collate(batch))
+
+    loader = DataLoader(dataset, batch_size=4, sampler=train_sampler, num_workers=2, collate_fn=collate_fn)
+    batches = list(loader)
+    return [len(batches), *(shown(part)[:2] for part in batches[0]), round(float(batches[-1][1].sum()), 3)]
+
+
+def repeated(num_images, **options):
+    sampled = sampler.RASampler(range(num_images), **options)
+    first = [int(index) for index in sampled]
+    sampled.set_epoch(2)
+    second = [int(index) for index in sampled]
+    hashes = [hashlib.sha256(str(order[:256]).encode()).hexdigest()[:8] for order in (first, second)]
+    return [len(sampled), len(first), first[:8], second[:8], hashes]
+
+
+def repeated_augmentation(place):
+    return {
+        "rank 0": repeated(512, num_replicas=2, rank=0),
+        "rank 1": repeated(512, num_replicas=2, rank=1),
+        "seed": repeated(512, num_replicas=2, rank=1, seed=3),
+        "in order": repeated(512, num_replicas=2, rank=1, shuffle=False),
+        "twice": repeated(768, num_replicas=3, rank=2, shuffle=True, seed=1, repetitions=2),
+        "alone": repeated(256, num_replicas=1, rank=0, repetitions=1),
+    }
+
+
+def repeated_augmentation_cut(place):
+    """Of a set whose size is no multiple of 256 torchvision leaves the rest out."""
+    return repeated(600, num_replicas=2, rank=1)
+
+
+def repeated_augmentation_in_a_loader(place):
+    dataset = TensorDataset(torch.arange(512))
+    sampled = sampler.RASampler(dataset, num_replicas=2, rank=0, shuffle=False)
+    batches = [batch.tolist() for (batch,) in DataLoader(dataset, batch_size=100, sampler=sampled)]
+    attributes = [sampled.num_replicas, sampled.rank, sampled.repetitions, sampled.shuffle, sampled.seed]
+    return [
+        [len(batch) for batch in batches],
+        batches[0][:9],
+        attributes,
+        isinstance(sampled, torch.utils.data.Sampler),
+    ]
+
+
+# The calls of torchvision's own train_quantization.py, in their order.
+
+
+def quantization_args(place):
+    """With the options of that script, which are fewer."""
+    return argparse.Namespace(
+        data_path=str(place.images), model="small", qbackend="fbgemm", device="cpu", batch_size=4, eval_batch_size=5,
+        epochs=1, num_observer_update_epochs=0, num_batch_norm_update_epochs=0, num_calibration_batches=2, workers=0,
+        lr=0.01, momentum=0.9, weight_decay=1e-4, lr_step_size=30, lr_gamma=0.1, print_freq=10, resume="",
+        output_dir=str(place.out / "quantized"), start_epoch=0, cache_dataset=False, sync_bn=False, test_only=False,
+        post_training_quantize=False, world_size=1, dist_url="env://", interpolation="bilinear", val_resize_size=36,
+        val_crop_size=32, train_crop_size=32, clip_grad_norm=None, weights=None, backend="pil", use_v2=False,
+    )  # fmt: skip
+
+
+def quantization_loads(args):
+    utils.mkdir(args.output_dir)
+    utils.init_distributed_mode(args)
+    folders = [os.path.join(args.data_path, split) for split in ("train", "val")]
+    dataset, dataset_test, train_sampler, test_sampler = train.load_data(*folders, args)
+    data_loader = DataLoader(
+        dataset, batch_size=args.batch_size, sampler=train_sampler, num_workers=args.workers, pin_memory=True
+    )
+    data_loader_test = DataLoader(
+        dataset_test, batch_size=args.eval_batch_size, sampler=test_sampler, num_workers=args.workers, pin_memory=True
+    )
+    return dataset, data_loader, data_loader_test
+
+
+def quantization_aware_training(place):
+    args = quantization_args(place)
+    _, data_loader, data_loader_test = quantization_loads(args)
+    device, criterion = torch.device(args.device), nn.CrossEntropyLoss()
+    model = small_model().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=args.lr_step_size, gamma=args.lr_gamma)
+    results = []
+    for epoch in range(args.start_epoch, args.epochs):
+        train.train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args)
+        lr_scheduler.step()
+        with torch.inference_mode():
+            results.append(train.evaluate(model, criterion, data_loader_test, device=device, log_suffix="QAT"))
+            evaluated = copy.deepcopy(model)
+            evaluated.eval()
+            results.append(train.evaluate(evaluated, criterion, data_loader_test, device=torch.device("cpu")))
+        model.train()
+        checkpoint = {
+            "model": model.state_dict(), "eval_model": evaluated.state_dict(), "optimizer": optimizer.state_dict(),
+            "lr_scheduler": lr_scheduler.state_dict(), "epoch": epoch, "args": args,
+        }  # fmt: skip
+        utils.save_on_master(checkpoint, os.path.join(args.output_dir, f"model_{epoch}.pth"))
+        utils.save_on_master(checkpoint, os.path.join(args.output_dir, "checkpoint.pth"))
+    loaded = torch.load(os.path.join(args.output_dir, "checkpoint.pth"), map_location="cpu", weights_only=True)
+    return [[type(result).__name__ for result in results], results[0] == results[1], loaded["epoch"], list(loaded)]
+
+
+def quantization_after_training(place):
+    args = quantization_args(place)
+    dataset, _, data_loader_test = quantization_loads(args)
+    device, criterion, model = torch.device(args.device), nn.CrossEntropyLoss(), small_model()
+    calibration = Subset(dataset, indices=list(range(args.batch_size * args.num_calibration_batches)))
+    data_loader = DataLoader(calibration, batch_size=args.batch_size, shuffle=False, num_workers=args.workers,
+                             pin_memory=True)  # fmt: skip
+    model.eval()
+    first = train.evaluate(model, criterion, data_loader, device=device, print_freq=1)
+    second = train.evaluate(model, criterion, data_loader_test, device=device)
+    if utils.is_main_process():
+        torch.save(model.state_dict(), os.path.join(args.output_dir, "quantized_post_train_model.pth"))
+    return [type(first).__name__, type(second).__name__]
+
+
+# Two processes.
+
+
+def ranks_join(place):
+    args = argparse.Namespace(device="cpu", world_size=1, dist_url="env://")
+    captured(utils.init_distributed_mode, args)
+    rank = utils.get_rank()
+    check(args.rank == rank == int(os.environ["RANK"]), f"rank {args.rank}")
+    check(utils.is_main_process() == (rank == 0), "the main process is rank 0")
+    return [args.distributed, args.world_size, args.gpu == rank, utils.get_world_size()]
+
+
+def ranks_print(place):
+    def talk():
+        print("plain", end=" ")
+        print("forced", force=True, end=" ")
+
+    return captured(talk)[1]
+
+
+def ranks_reduce(place):
+    rank = utils.get_rank()
+    values = [rank + 1, [rank, 10], 0.5 * rank, [1.5, float(rank)]]
+    meter = utils.SmoothedValue()
+    meter.update(4.0 * rank, n=1 + 2 * rank)
+    meter.synchronize_between_processes()
+    logger = utils.MetricLogger()
+    logger.meters["acc1"].update(10.0 + 10 * rank, n=4)
+    logger.synchronize_between_processes()
+    reduced = [utils.reduce_across_processes(value).tolist() for value in values]
+    return [reduced, [meter.count, meter.total, meter.global_avg], logger.acc1.global_avg]
+
+
+def ranks_save(place):
+    path = place.out / "one.pth"
+    utils.save_on_master({"rank": utils.get_rank()}, path)
+    torch.distributed.barrier()
+    return torch.load(path)["rank"]
+
+
+def ranks_load(place):
+    args = place.args()
+    args.distributed, args.rank, args.world_size = True, utils.get_rank(), 2
+    args.gpu = args.rank
+    folders = [str(place.images / split) for split in ("train", "val")]
+    return args, train.load_data(*folders, args)
+
+
+def ranks_sample(place):
+    """Which images this process gets, epoch by epoch, through a plain loader's batches of four."""
+    args, (dataset, dataset_test, train_sampler, test_sampler) = ranks_load(place)
+    epochs = []
+    for epoch in (0, 1):
+        train_sampler.set_epoch(epoch)
+        epochs.append([int(key) for key in train_sampler])
+    data_loader = DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler, num_workers=1)
+    shapes = [list(image.shape) for image, _ in data_loader]
+    batches = [target.tolist() for _, target in DataLoader(dataset_test, batch_size=4, sampler=test_sampler)]
+    labels = [dataset.targets[index] for index in epochs[1]]
+    return {"epochs": epochs, "shapes": shapes, "labels": labels, "test": [int(key) for key in test_sampler],
+            "test_labels": batches}  # fmt: skip
+
+
+def ranks_repeat(place):
+    """By default a sampler is this process's."""
+    sampled = sampler.RASampler(range(512))
+    return [sampled.num_replicas, sampled.rank == utils.get_rank(), [int(index) for index in sampled][:8]]
+
+
+def ranks_train(place):
+    args, (dataset, dataset_test, train_sampler, test_sampler) = ranks_load(place)
+    device, criterion, model = torch.device("cpu"), nn.CrossEntropyLoss(), small_model()
+    data_loader = DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler)
+    data_loader_test = DataLoader(dataset_test, batch_size=args.batch_size, sampler=test_sampler)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(utils.set_weight_decay(model, 1e-4), lr=0.05, momentum=0.9)
+    ema = utils.ExponentialMovingAverage(model, decay=0.5, device=device)
+    before = sum_of(model)
+    for epoch in range(2):
+        train_sampler.set_epoch(epoch)
+        train.train_one_epoch(wrapped, criterion, optimizer, data_loader, device, epoch, args, ema)
+    acc1 = train.evaluate(wrapped, criterion, data_loader_test, device=device)
+    acc1_ema = train.evaluate(ema, criterion, data_loader_test, device=device, log_suffix="EMA")
+    parts = [torch.tensor([sum_of(model), acc1, acc1_ema], dtype=torch.float64) for _ in range(2)]
+    torch.distributed.all_gather(parts, parts[0].clone())
+    is_same = bool(torch.equal(*parts))
+    return [is_same, before != sum_of(model), [type(result).__name__ for result in (acc1, acc1_ema)]]
+
+
+def ranks_main(place):
+    _, printed = captured(train.main, train.get_args_parser().parse_args(place.argv("run")))
+    torch.distributed.barrier()
+    return [results_of(printed), checkpoint_of(place.out / "run")]
+
+
+MAIN = [main_trains, main_resumes, main_tests_only, main_with_much]
+NAMES = [
+    parser_defaults, parser_is_a_parent, load_data_returns, datasets_know_their_images, datasets_give_floats,
+    datasets_take_another_transform, partial(plain_loader, num_workers=0), partial(plain_loader, num_workers=2),
+    training_orders_differ, loaders_of_other_kinds, load_data_with_published_weights, evaluate_returns_a_float,
+    evaluate_an_image_folder, train_one_epoch_alone, partial(train_one_epoch_alone, clip_grad_norm=0.1),
+    partial(train_one_epoch_alone, model_ema=True), partial(train_one_epoch_alone, scaler="disabled"),
+    train_one_epoch_in_warmup, own_loop, smoothed_value, metric_logger, accuracies, mkdirs,
+    process_words, init_with_a_small_namespace, reductions, save_on_master, setup_for_distributed, weight_decays,
+    moving_average, averages, stored_weights, presets_on_an_image, presets_augment, presets_of_version_2,
+    presets_in_an_image_folder, modules_of_versions, mixup, cutmix, mixing_never, mixing_sometimes, mixing_refuses,
+    mixing_in_place, mixup_or_cutmix, mixed_loader, repeated_augmentation, repeated_augmentation_cut,
+    repeated_augmentation_in_a_loader, quantization_aware_training, quantization_after_training,
+]  # fmt: skip
+PARTS = {
+    "one": NAMES + MAIN,
+    "ranks": [ranks_join, ranks_print, ranks_reduce, ranks_save, ranks_sample, ranks_repeat, ranks_train],
+    "ranks_main": [ranks_main],
+}
+
+
+def name_of(step):
+    options = step.keywords if isinstance(step, partial) else {}
+    return " ".join([getattr(step, "func", step).__name__, *(f"{name}={value}" for name, value in options.items())])
+
+
+def run_step(step, place):
+    """Run one step and report it; tell whether it succeeded."""
+    original = builtins.print
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            text, is_done = json.dumps(step(place)), True
+    except (Exception, SystemExit) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"failed: {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+        text, is_done = " ".join(text.split()), False
+    if "RANK" not in os.environ:
+        builtins.print = original
+    # Not print, which torchvision's folder silences on other ranks than 0.
+    sys.stdout.write(f"step {name_of(step)}: {text}\n")
+    sys.stdout.flush()
+    return is_done
+
+
+def main(folder, images, out, part="one"):
+    import_folder(folder)
+    # As a checkpoint of torchvision's, whose `args` is a Namespace, needs since weights_only is the default.
+    torch.serialization.add_safe_globals([argparse.Namespace])
+    torch.set_num_threads(1)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    place = Place(images, out)
+    results = []
+    for step in PARTS[part]:
+        results.append(run_step(step, place))
+        if part != "one" and not results[-1]:  # others would wait for this process
+            break
+    if part != "one" and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if not all(results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
