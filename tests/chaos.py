@@ -25,8 +25,8 @@ import torch
 
 from checkpointing.archive import load_checkpoint
 from errors import UserError
-from tests.conftest import write_images
 from tests.endings import Ending, equal, flatten
+from tests.images import write_images
 from tests.ranks import run_ranks, train_rank
 from tests.rounds import Rounds
 

@@ -7,12 +7,11 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
+from tests.images import write_images
 from tests.ranks import REPOSITORY
 
 # The number of threads changes the order of sums, and so bits.
@@ -30,22 +29,6 @@ def own_print():
     original = builtins.print
     yield original
     builtins.print = original
-
-
-def write_images(folder: Path, counts: dict[str, list[int]], size: tuple[int, int] = (40, 32)) -> Path:
-    """Write JPEGs of smooth noise, counts[split][class] of them, and return the folder."""
-    generator = torch.Generator().manual_seed(1)
-    for split, numbers in counts.items():
-        for label, number in enumerate(numbers):
-            directory = folder / split / f"class{label}"
-            directory.mkdir(parents=True)
-            for index in range(number):
-                # A class has a mean colour, so that there is something to learn.
-                pixels = torch.randint(0, 128, (4, 4, 3), generator=generator)
-                pixels[..., label % 3] += 100
-                image = Image.fromarray(pixels.to(torch.uint8).numpy()).resize(size, Image.Resampling.BICUBIC)
-                image.save(directory / f"image{index:03d}.jpg", quality=90)
-    return folder
 
 
 @pytest.fixture(scope="session")

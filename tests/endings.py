@@ -164,6 +164,12 @@ def equal(ours, theirs) -> bool:
     return type(ours) is type(theirs) and ours == theirs
 
 
+def differing(ours: dict, theirs: dict) -> list[str]:
+    """Name the leaves that differ, of two that have the same."""
+    assert ours.keys() == theirs.keys()
+    return [name for name, value in ours.items() if not equal(value, theirs[name])]
+
+
 def _describe(ours, theirs) -> str:
     """Say what one value is and the other should be, in the parts that differ."""
     if isinstance(ours, dict) and isinstance(theirs, dict):

@@ -50,7 +50,7 @@ from checkpointing.store import CheckpointManager
 from launch import read_launch
 from loading import index
 from loading.seen import SeenRecord
-from tests.conftest import write_images
+from tests.images import write_images
 from tests.started import Hostile
 
 LIMIT_S = 10

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from tests.conftest import write_images
+from tests.images import write_images
 from tests.ranks import run_ranks, train_rank
-from tests.test_train import SMALL
+from tests.started import SMALL
 
 
 @pytest.fixture(scope="module")

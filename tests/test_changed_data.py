@@ -11,12 +11,12 @@ import numpy
 import pytest
 from torchvision import datasets
 
+import config
 import data
 from checkpointing.archive import load_checkpoint
 from loading.seen import SeenRecord
-from tests.conftest import write_images
-from tests.started import DAMAGES, refused, run_train
-from tests.test_train import SMALL
+from tests.images import write_images
+from tests.started import DAMAGES, SMALL, refused, run_train
 
 
 class Run:
@@ -177,9 +177,8 @@ def test_of_a_damaged_record_nothing_is_taken_that_is_not_whole(run, damage):
 
 
 def open_record(run):
-    from tests.test_data import arguments
-
-    args = arguments(run.images, "--resume", "auto", "--output-dir", str(run.out))
+    options = ["--data-path", str(run.images), "--device", "cpu", "--resume", "auto", "--output-dir", str(run.out)]
+    args = config.parse_args(options)
     train, val = data.build_datasets(run.images / "train", run.images / "val", args)
     state = load_checkpoint(run.checkpoint, "it")
     return SeenRecord(args, state, train=train, val=val)

@@ -18,9 +18,7 @@ import data
 from errors import ImageError, UserError
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from sampler import EvalSampler, RASampler, SampleKey, TrainSampler, VirtualShards
-from tests.conftest import write_images
-from tests.test_index import FORMS, pack_classes
-from tests.test_pack import needs_jpegtran, pack_losslessly
+from tests.images import FORMS, needs_jpegtran, pack_classes, pack_losslessly, write_images
 
 
 def arguments(folder, *argv):

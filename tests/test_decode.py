@@ -20,52 +20,10 @@ from errors import BadImageError, UserError
 from loading import decode
 from loading.decode import ImageFile, PillowDecoder, cut_rows, read_frame, shorten
 from presets import ClassificationPresetEval, ClassificationPresetTrain
+from tests.images import FILES, ROWS, encoded, picture
 from tests.ranks import REPOSITORY
 
 has_torchcodec = pytest.mark.skipif(importlib.util.find_spec("torchcodec") is None, reason="needs torchcodec")
-
-
-def picture(width=150, height=110, mode="RGB"):
-    """Smooth colours with some noise: a photograph, as far as a JPEG decoder is concerned."""
-    generator = numpy.random.default_rng(width)
-    small = generator.integers(0, 256, (7, 9, 3), dtype=numpy.uint8)
-    image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
-    noisy = numpy.asarray(image).astype(int) + generator.integers(-8, 9, (height, width, 3))
-    return Image.fromarray(noisy.clip(0, 255).astype(numpy.uint8)).convert(mode)
-
-
-def encoded(image, kind, **options):
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
-
-
-def rotated_by_exif():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return encoded(picture(), "JPEG", exif=exif)
-
-
-FILES = {
-    "4:2:0": encoded(picture(), "JPEG", quality=85),
-    "4:4:4": encoded(picture(), "JPEG", quality=95, subsampling=0),
-    "4:2:2": encoded(picture(), "JPEG", subsampling=1),
-    "odd size": encoded(picture(333, 257), "JPEG"),
-    "grey": encoded(picture(mode="L"), "JPEG"),
-    "CMYK": encoded(picture(mode="CMYK"), "JPEG"),
-    "progressive": encoded(picture(), "JPEG", progressive=True),
-    "restart markers": encoded(picture(), "JPEG", restart_marker_rows=1),
-    "restart blocks": encoded(picture(), "JPEG", restart_marker_blocks=3),
-    "EXIF": rotated_by_exif(),
-    "comment": encoded(picture(), "JPEG", comment=b"x" * 5000),
-    "PNG": encoded(picture(), "PNG"),
-    "palette": encoded(picture().quantize(16), "PNG"),
-    "transparent": encoded(picture(mode="RGBA"), "PNG"),
-    "one bit": encoded(picture(mode="1"), "PNG"),
-    "WebP": encoded(picture(), "WEBP"),
-    "16 bit": encoded(Image.fromarray(numpy.arange(110 * 150, dtype=numpy.uint16).reshape(110, 150)), "PNG"),
-    "one row": encoded(picture(40, 1), "JPEG"),
-}
 
 
 def plain(payload):
@@ -141,19 +99,6 @@ def test_policies_see_the_crop_and_the_flip():
     expected = preset.policy(Image.fromarray(crop.permute(1, 2, 0).numpy()))
     torch.manual_seed(0)
     assert torch.equal(preset.load(FILES["4:2:0"]), torch.from_numpy(numpy.array(expected)).permute(2, 0, 1))
-
-
-# Files with one restart marker a row of blocks, as jpegtran -restart 1 and Pillow write them.
-ROWS = {
-    f"{name} {width} x {height}": encoded(picture(width, height, mode), "JPEG", restart_marker_rows=1, **options)
-    for name, mode, options in [
-        ("4:2:0", "RGB", {"subsampling": 2}),
-        ("4:2:2", "RGB", {"subsampling": 1}),
-        ("4:4:4", "RGB", {"subsampling": 0, "quality": 95}),
-        ("grey", "L", {}),
-    ]
-    for width, height in [(96, 208), (83, 177), (41, 8), (17, 33)]
-}
 
 
 @pytest.mark.parametrize("kind", ROWS)

@@ -15,7 +15,7 @@ from loading import encoded
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError, find_obstacle
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from sampler import EvalSampler, TrainSampler, VirtualShards
-from tests.test_decode import FILES, ROWS
+from tests.images import FILES, ROWS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchcodec") is None, reason="needs torchcodec")
 

@@ -19,8 +19,8 @@ from checkpointing.schema import FORMAT, check_schema
 from errors import UserError
 from tests import fuzz
 from tests.ranks import REPOSITORY
+from tests.runs import state_at
 from tests.started import refused, run_train
-from tests.test_store import state_at
 
 
 def test_a_short_round_finds_nothing():

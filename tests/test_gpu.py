@@ -18,9 +18,9 @@ from loading.encoded import EncodedBatch, find_obstacle
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from run import Run
 from sampler import EvalSampler, TrainSampler, VirtualShards
+from tests.images import FILES, ROWS
 from tests.ranks import run_ranks, train_rank
 from tests.runs import run_of
-from tests.test_decode import FILES, ROWS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,7 +19,7 @@ from torchvision import datasets
 from errors import BadImageError, ImageError, UserError
 from files import locked
 from loading import index
-from tests.conftest import write_images
+from tests.images import FORMS, pack, pack_shards, pack_whole, write_images
 from tests.ranks import REPOSITORY, run_ranks
 
 
@@ -49,67 +49,6 @@ def scans(monkeypatch):
 
 def samples(found):
     return [(found.name(number), found.label(number), found.read(number)) for number in range(len(found))]
-
-
-def pack(path, names, prefix=""):
-    """Write a tar of {member: file}, in the order given."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as archive:
-        for member, file in names.items():
-            archive.add(file, prefix + member, recursive=False)
-    return path
-
-
-def files_of(root, *, reverse=True):
-    """Return {name: path} of a folder, not in the order that ImageFolder has."""
-    paths = sorted((path for path in root.rglob("*") if path.is_file()), reverse=reverse)
-    return {str(path.relative_to(root)): path for path in paths}
-
-
-def class_tars(root, target, *, prefix=False):
-    """Pack each class folder into a tar of its own."""
-    for folder in [path for path in root.iterdir() if path.is_dir()]:
-        pack(target / f"{folder.name}.tar", files_of(folder), f"{folder.name}/" if prefix else "")
-    return target
-
-
-def pack_whole(root, target):
-    pack(target / "train.tar", files_of(root))
-
-
-def pack_as_tar_does(root, target):
-    with tarfile.open(target / "train.tar", "w", format=tarfile.GNU_FORMAT) as archive:
-        archive.add(root, "./train")
-
-
-def pack_shards(root, target):
-    files = list(files_of(root).items())
-    for number in range(3):
-        pack(target / f"train-{number:06d}.tar", dict(files[number::3]), "train/")
-
-
-def pack_shards_within(root, target):
-    pack_shards(root, target / "train")
-
-
-def pack_classes(root, target):
-    class_tars(root, target / "train")
-
-
-def pack_classes_with_their_names(root, target):
-    class_tars(root, target / "train", prefix=True)
-
-
-def pack_official(root, target):
-    inner = class_tars(root, target / "inner")
-    pack(target / "ILSVRC2012_img_train.tar", files_of(inner))
-    shutil.rmtree(inner)
-
-
-FORMS = [
-    pack_whole, pack_as_tar_does, pack_shards, pack_shards_within, pack_classes, pack_classes_with_their_names,
-    pack_official,
-]  # fmt: skip
 
 
 def test_images_are_image_folders_with_links_and_odd_names(folder):

@@ -14,9 +14,10 @@ import torch
 from checkpointing import lock
 from checkpointing.store import CheckpointFolder, CheckpointManager
 from errors import UserError
+from tests.endings import differing_results
 from tests.ranks import run_ranks, train_rank
+from tests.runs import FixedRun, state_at
 from tests.started import refused
-from tests.test_store import FixedRun, same_end, state_at
 
 
 def paused_rank(argv, gate):
@@ -79,7 +80,7 @@ def test_a_second_run_is_refused_by_the_name_of_the_first_and_touches_nothing(st
         assert {path.name: path.stat().st_mtime_ns for path in first.out.iterdir()} == before
     finally:
         first.release().check()
-    same_end(first.out, started.out)
+    assert differing_results(first.out, started.out) == []
 
 
 def test_a_second_run_waits_for_an_orphan_to_end_and_goes_on(started, tmp_path):
@@ -90,7 +91,7 @@ def test_a_second_run_waits_for_an_orphan_to_end_and_goes_on(started, tmp_path):
     assert first.release().codes == [-9]
     assert "waiting up to 60 s for it to end" in outcome.check().output
     assert "resumed step 3 " in outcome.output
-    same_end(first.out, started.out)
+    assert differing_results(first.out, started.out) == []
 
 
 def test_a_run_that_began_in_the_meantime_is_not_overwritten(tmp_path):

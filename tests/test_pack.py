@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -22,13 +21,9 @@ from torchvision import datasets
 
 import data
 from loading.decode import read_frame
-from tests.conftest import write_images
-from tests.ranks import REPOSITORY, Outcome, run_ranks, strike_at
-
-# CI must not pass without it; who has it not may still run the other tests.
-needs_jpegtran = pytest.mark.skipif(
-    shutil.which("jpegtran") is None and "CI" not in os.environ, reason="jpegtran (libjpeg-turbo) is not installed"
-)
+from tests.images import needs_jpegtran, write_images
+from tests.images import run_pack as run
+from tests.ranks import REPOSITORY, Outcome
 
 
 def smooth_image(mode: str, size: tuple[int, int], seed: int = 0) -> Image.Image:
@@ -66,40 +61,9 @@ def source(tmp_path_factory):
     return folder
 
 
-def pack_process(argv, fault=None, environment=None, largest_file=None, fifo=None):
-    """Run the packer's command line in this process, small tars and all."""
-    from scripts import pack
-
-    if fifo:
-        os.open(fifo, os.O_WRONLY)  # open for as long as this process or one that it forked lives
-    os.environ.update(environment or {})
-    if largest_file:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    if fault:
-        strike_at(*fault)
-    plan_shards = pack.plan_shards
-    pack.plan_shards = lambda splits, _: plan_shards(splits, 12_000)  # --shard-mib knows whole MiB only
-    sys.argv = ["pack", *map(str, argv)]
-    pack.main()
-
-
-def run(tmp_path: Path, *argv, fault=None, environment=None, largest_file=None, fifo=None) -> Outcome:
-    """Run the packer in a process of its own, and return what became of it."""
-    arguments = (argv, fault, environment, largest_file, fifo)
-    return run_ranks(pack_process, 1, *arguments, log_folder=tmp_path, timeout_s=60)
-
-
 def images_of(folder: Path) -> list[Path]:
     """Return the image files below a folder, without the index that reading it leaves there."""
     return sorted(path for path in folder.rglob("*.*") if path.is_file() and not path.name.startswith("."))
-
-
-def pack_losslessly(root: Path, target: Path) -> None:
-    """Pack a split's folder into `target`."""
-    target.mkdir(parents=True, exist_ok=True)
-    logs = target.with_name(f"{target.name}-logs")
-    logs.mkdir()
-    run(logs, "--data-path", root.parent, target, "--splits", root.name, "--lossless", "--workers", 1).check()
 
 
 def error_line(outcome: Outcome, exit_code: int) -> str:

@@ -19,8 +19,8 @@ import train
 from errors import UserError
 from run import BareRun, Run
 from sampler import TrainSampler, VirtualShards
-from tests.runs import run_of
-from tests.test_same_bits import FLAG, Runs, assert_same, differing
+from tests.endings import differing
+from tests.runs import FLAG, Runs, assert_same, run_of
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ import optim
 import presets
 import preview
 from errors import UserError
+from tests.images import pack_shards
 from tests.ranks import run_ranks, train_rank
-from tests.test_index import pack_shards
 from transforms import RandomMix
 
 RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))

@@ -18,11 +18,9 @@ from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import load_weights
 from checkpointing.store import CheckpointFolder
 from files import write_atomically
-from tests.conftest import write_images
+from tests.endings import differing, flatten
+from tests.images import needs_jpegtran, pack_classes, pack_losslessly, pack_shards, write_images
 from tests.started import DAMAGES, damage_flipped, damage_truncated, refused, run_train, state_of
-from tests.test_index import pack_classes, pack_shards
-from tests.test_pack import needs_jpegtran, pack_losslessly
-from tests.test_same_bits import differing, flatten
 
 
 def test_the_newest_three_numbered_checkpoints_stay(started):

@@ -1,60 +1,9 @@
 """The same bits, whatever happens: kills, restarts, and any number of processes."""
 
-import json
-
 import pytest
-import torch
 
-import monitor
-from checkpointing.archive import load_checkpoint
-from tests.chaos import flatten
-from tests.ranks import run_ranks, train_rank
-
-# BatchNorm, dropout, momentum, EMA, random crops and flips, an augmentation policy, repeated augmentation, erasing,
-# mixing, clipping and a rate for each step and layer.
-# 29 images in batches of 8: 3 steps an epoch, and 5 images left out.
-OPTIONS = """
-    --model mobilenet_v3_small --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu
-    --auto-augment ta_wide --random-erase 0.3 --mixup-alpha 0.2 --cutmix-alpha 1.0 --label-smoothing 0.1
-    --model-ema --model-ema-steps 2 --model-ema-decay 0.9 --lr 0.05 --lr-warmup-epochs 1 --clip-grad-norm 1.0
-    --epochs 3 --print-freq 2 --workers 0 --checkpoint-steps 2 --ra-sampler --lr-scheduler cosineannealinglr
-    --lr-per-step --layer-decay 0.9 --norm-weight-decay 0.0
-""".split()
-FLAG = "--use-deterministic-algorithms"
-
-
-class Runs:
-    """Runs of one recipe on the same images, each in a folder of its own."""
-
-    def __init__(self, images, folder):
-        self.images = images
-        self.folder = folder
-
-    def run(self, name, world_size, *extra, faults=(), shards=4, timeout_s=120):
-        out = self.folder / name
-        logs = self.folder / f"{name}-logs"
-        logs.mkdir(exist_ok=True)
-        batch = ["--batch-size", str(8 // shards), "--global-batch-size", str(8 // shards * shards)]
-        argv = ["--data-path", str(self.images), "--output-dir", str(out), *OPTIONS, *batch, *map(str, extra)]
-        return run_ranks(train_rank, world_size, argv, list(faults), log_folder=logs, timeout_s=timeout_s)
-
-    def final(self, name):
-        """Return everything that a run ended with, as {name: tensor or number}."""
-        path = self.folder / name / "checkpoint.pth"
-        return flatten({k: v for k, v in load_checkpoint(path, str(path)).items() if k not in ("args", "environment")})
-
-    def metrics(self, name):
-        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if k not in monitor.MACHINE_FIELDS} for line in lines]
-
-
-def differing(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    return [
-        name
-        for name, value in ours.items()
-        if not (torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name])
-    ]
+from tests.endings import differing
+from tests.runs import FLAG, Runs, assert_same
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +11,6 @@ def runs(image_folder, tmp_path_factory):
     runs = Runs(image_folder, tmp_path_factory.mktemp("runs"))
     runs.run("undisturbed", 4, FLAG).check()
     return runs
-
-
-def assert_same(runs, name, reference="undisturbed"):
-    assert differing(runs.final(name), runs.final(reference)) == []
-    assert runs.metrics(name) == runs.metrics(reference)
 
 
 def test_the_reference_run_trains(runs):

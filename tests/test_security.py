@@ -15,10 +15,9 @@ import train
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import load_weights
 from errors import UserError
-from tests.conftest import write_images
+from tests.images import write_images
 from tests.ranks import REPOSITORY, run_ranks, train_rank
-from tests.started import Hostile
-from tests.test_train import SMALL
+from tests.started import SMALL, Hostile
 
 FOLDERS = (".", "checkpointing", "loading", "scripts")
 SOURCES = sorted(path for name in FOLDERS for path in (REPOSITORY / name).glob("*.py"))

@@ -28,54 +28,16 @@ import optim
 from checkpointing import guard, store
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import RunState
-from checkpointing.schema import FORMAT, check_schema
+from checkpointing.schema import check_schema
 from checkpointing.store import CheckpointClock, CheckpointFolder, CheckpointManager
 from errors import StorageError, UserError
 from files import explain_failure, find_os_error
-from monitor import MACHINE_FIELDS, LogWindow, Monitor
+from monitor import LogWindow, Monitor
 from run import StatusFile
+from tests.endings import differing, differing_results, flatten
 from tests.ranks import run_ranks, torchrun_environment, train_rank
+from tests.runs import FixedRun, state_at
 from tests.started import damage_flipped, refused, state_of
-from tests.test_same_bits import differing, flatten
-
-
-def state_at(step, value=0.0, **more):
-    """Return the smallest state that the schema accepts: of a run of 16 images in epochs of two steps."""
-    epoch, steps = divmod(step, 2) if step % 2 or not step else (step // 2 - 1, 2)
-    split = {"fingerprint": "0123456789abcdef", "form": "folder", "path": "/data", "times": "0"}
-    split |= {"sizes": None, "checksums": None}
-    plain = {
-        "format": FORMAT,
-        "optimizer": {"state": {}, "param_groups": []},
-        "epoch": epoch - (steps < 2),
-        "position": {"epoch": epoch, "steps": steps, "is_evaluated": False},
-        "best": None,
-        "best_ema": None,
-        "args": {
-            "model": "resnet18", "epochs": 1 << 40, "start_epoch": 0, "batch_size": 8, "lr_scaling": "none",
-            "weights": None, "reference_global_batch": None,
-        },
-        "shards": {"global_batch_size": 8, "num_shards": 1},
-        "data": {"num_images": 16, **split, "num_classes": 2, "classes": ["a", "b"], "val": {"num_images": 2, **split}},
-        "environment": {"world_size": 1, "threads": 1},
-    }  # fmt: skip
-    return {**plain, "step": step, "model": {"weight": torch.full((8,), value)}, **more}
-
-
-class FixedRun:
-    """A run at a step of which only what the store reads is there."""
-
-    steps_per_epoch = 2
-
-    def __init__(self, step, best=None):
-        self.step, self.bests = step, {"best": best, "best_ema": None}
-
-    @property
-    def best_now(self):
-        return [name for name, best in self.bests.items() if best is not None and best["step"] == self.step]
-
-    def state_dict(self):
-        return state_at(self.step, **self.bests)
 
 
 @pytest.fixture
@@ -698,22 +660,6 @@ def broken_rank(argv, how, failing):
 CAUSES = {"rlimit": "the ulimit -f, 1.0 MB, allows no file so large", "fsync": "disk full on", "write": "disk full on"}
 
 
-def same_end(out, reference):
-    """Check that two folders hold the same last state and the same metrics, but for what the machine decides."""
-    ends = [load_checkpoint(folder / "checkpoint.pth", "newest") for folder in (out, reference)]
-    ours, theirs = ({k: v for k, v in end.items() if k not in ("args", "environment")} for end in ends)
-    assert differing(flatten(ours), flatten(theirs)) == []
-    ours, theirs = (
-        [
-            {k: v for k, v in json.loads(line).items() if k not in MACHINE_FIELDS}
-            for line in (folder / "metrics.jsonl").read_text().splitlines()
-        ]
-        for folder in (out, reference)
-    )
-    assert ours == theirs
-
-
-# Eight saves: after each of six steps, and after each of two evaluations.
 @pytest.mark.parametrize("how", CAUSES)
 @pytest.mark.parametrize("number", [1, 2, 8])
 def test_a_full_disk_costs_nothing_but_the_save(started, tmp_path, how, number):
@@ -732,7 +678,7 @@ def test_a_full_disk_costs_nothing_but_the_save(started, tmp_path, how, number):
         assert CAUSES[how] in status["reason"]
         outcome = run_ranks(train_rank, 1, [*argv, "--resume", "auto"], log_folder=tmp_path)
     outcome.check()
-    same_end(out, started.out)
+    assert differing_results(out, started.out) == []
 
 
 def test_two_failing_saves_in_a_row_end_the_run_on_every_rank(started, tmp_path):
@@ -793,7 +739,7 @@ def test_each_node_keeps_a_copy_and_the_newest_of_all_is_resumed(started, tmp_pa
     alone = tmp_path / "alone"
     argv = [*started.argv, "--batch-size", 4, "--global-batch-size", 8, "--output-dir", alone, "--epochs", 2]
     run_ranks(train_rank, 1, list(map(str, argv)), log_folder=tmp_path).check()
-    same_end(alone, tmp_path / "out0")
+    assert differing_results(alone, tmp_path / "out0") == []
 
 
 @pytest.mark.dist

@@ -24,11 +24,7 @@ import utils
 from checkpointing.archive import load_checkpoint
 from errors import UserError
 from tests.ranks import REPOSITORY, run_ranks, slurm_environment, train_rank
-
-# A model with BatchNorm whose checkpoints are 3 MB: the suite writes hundreds.
-SMALL = """
-    --model shufflenet_v2_x0_5 --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
-""".split()
+from tests.started import SMALL
 
 
 class Scorer(nn.Module):
@@ -265,7 +261,7 @@ def test_every_rank_stops_at_a_loss_that_is_not_finite(image_folder, tmp_path):
 
 
 def test_a_truncated_image_is_named_with_its_path(tmp_path):
-    from tests.conftest import write_images
+    from tests.images import write_images
 
     for workers in [0, 2]:
         images = write_images(tmp_path / f"images{workers}", {"train": [4, 4], "val": [1, 1]})
@@ -356,6 +352,16 @@ def test_imports_only_point_down():
             imported = set().union(*(imports_of(path) for path in REPOSITORY.glob(f"{name}.py")))
             imported |= set().union(*(imports_of(path) for path in REPOSITORY.glob(f"{name}/*.py"))) - {name}
             assert imported & everything <= set().union(*layers[:level]), name
+
+
+def test_no_test_needs_another_modules_tests():
+    """A module of tests may be moved, split or deleted; several of them share helper modules only."""
+    for path in (REPOSITORY / "tests").glob("*.py"):
+        nodes = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        needed = {f"{getattr(node, 'module', '')}.{name.name}" for node in nodes for name in node.names}
+        assert not any(part.startswith("test_") for name in needed for part in name.split(".")), path.name
 
 
 @pytest.mark.parametrize("package", ["checkpointing", "loading"])

@@ -1,0 +1,185 @@
+"""Images made up: folders of them, files of every kind, and every form in which a split may be packed."""
+
+import io
+import os
+import resource
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from tests.ranks import Outcome, run_ranks, strike_at
+
+# CI must not pass without it; who has it not may still run the other tests.
+needs_jpegtran = pytest.mark.skipif(
+    shutil.which("jpegtran") is None and "CI" not in os.environ, reason="jpegtran (libjpeg-turbo) is not installed"
+)
+
+
+def write_images(folder: Path, counts: dict[str, list[int]], size: tuple[int, int] = (40, 32)) -> Path:
+    """Write JPEGs of smooth noise, counts[split][class] of them, and return the folder."""
+    generator = torch.Generator().manual_seed(1)
+    for split, numbers in counts.items():
+        for label, number in enumerate(numbers):
+            directory = folder / split / f"class{label}"
+            directory.mkdir(parents=True)
+            for index in range(number):
+                # A class has a mean colour, so that there is something to learn.
+                pixels = torch.randint(0, 128, (4, 4, 3), generator=generator)
+                pixels[..., label % 3] += 100
+                image = Image.fromarray(pixels.to(torch.uint8).numpy()).resize(size, Image.Resampling.BICUBIC)
+                image.save(directory / f"image{index:03d}.jpg", quality=90)
+    return folder
+
+
+def picture(width=150, height=110, mode="RGB"):
+    """Smooth colours with some noise: a photograph, as far as a JPEG decoder is concerned."""
+    generator = numpy.random.default_rng(width)
+    small = generator.integers(0, 256, (7, 9, 3), dtype=numpy.uint8)
+    image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+    noisy = numpy.asarray(image).astype(int) + generator.integers(-8, 9, (height, width, 3))
+    return Image.fromarray(noisy.clip(0, 255).astype(numpy.uint8)).convert(mode)
+
+
+def encoded(image, kind, **options):
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def rotated_by_exif():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(picture(), "JPEG", exif=exif)
+
+
+FILES = {
+    "4:2:0": encoded(picture(), "JPEG", quality=85),
+    "4:4:4": encoded(picture(), "JPEG", quality=95, subsampling=0),
+    "4:2:2": encoded(picture(), "JPEG", subsampling=1),
+    "odd size": encoded(picture(333, 257), "JPEG"),
+    "grey": encoded(picture(mode="L"), "JPEG"),
+    "CMYK": encoded(picture(mode="CMYK"), "JPEG"),
+    "progressive": encoded(picture(), "JPEG", progressive=True),
+    "restart markers": encoded(picture(), "JPEG", restart_marker_rows=1),
+    "restart blocks": encoded(picture(), "JPEG", restart_marker_blocks=3),
+    "EXIF": rotated_by_exif(),
+    "comment": encoded(picture(), "JPEG", comment=b"x" * 5000),
+    "PNG": encoded(picture(), "PNG"),
+    "palette": encoded(picture().quantize(16), "PNG"),
+    "transparent": encoded(picture(mode="RGBA"), "PNG"),
+    "one bit": encoded(picture(mode="1"), "PNG"),
+    "WebP": encoded(picture(), "WEBP"),
+    "16 bit": encoded(Image.fromarray(numpy.arange(110 * 150, dtype=numpy.uint16).reshape(110, 150)), "PNG"),
+    "one row": encoded(picture(40, 1), "JPEG"),
+}
+
+
+# Files with one restart marker a row of blocks, as jpegtran -restart 1 and Pillow write them.
+ROWS = {
+    f"{name} {width} x {height}": encoded(picture(width, height, mode), "JPEG", restart_marker_rows=1, **options)
+    for name, mode, options in [
+        ("4:2:0", "RGB", {"subsampling": 2}),
+        ("4:2:2", "RGB", {"subsampling": 1}),
+        ("4:4:4", "RGB", {"subsampling": 0, "quality": 95}),
+        ("grey", "L", {}),
+    ]
+    for width, height in [(96, 208), (83, 177), (41, 8), (17, 33)]
+}
+
+
+def pack(path, names, prefix=""):
+    """Write a tar of {member: file}, in the order given."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for member, file in names.items():
+            archive.add(file, prefix + member, recursive=False)
+    return path
+
+
+def files_of(root, *, reverse=True):
+    """Return {name: path} of a folder, not in the order that ImageFolder has."""
+    paths = sorted((path for path in root.rglob("*") if path.is_file()), reverse=reverse)
+    return {str(path.relative_to(root)): path for path in paths}
+
+
+def class_tars(root, target, *, prefix=False):
+    """Pack each class folder into a tar of its own."""
+    for folder in [path for path in root.iterdir() if path.is_dir()]:
+        pack(target / f"{folder.name}.tar", files_of(folder), f"{folder.name}/" if prefix else "")
+    return target
+
+
+def pack_whole(root, target):
+    pack(target / "train.tar", files_of(root))
+
+
+def pack_as_tar_does(root, target):
+    with tarfile.open(target / "train.tar", "w", format=tarfile.GNU_FORMAT) as archive:
+        archive.add(root, "./train")
+
+
+def pack_shards(root, target):
+    files = list(files_of(root).items())
+    for number in range(3):
+        pack(target / f"train-{number:06d}.tar", dict(files[number::3]), "train/")
+
+
+def pack_shards_within(root, target):
+    pack_shards(root, target / "train")
+
+
+def pack_classes(root, target):
+    class_tars(root, target / "train")
+
+
+def pack_classes_with_their_names(root, target):
+    class_tars(root, target / "train", prefix=True)
+
+
+def pack_official(root, target):
+    inner = class_tars(root, target / "inner")
+    pack(target / "ILSVRC2012_img_train.tar", files_of(inner))
+    shutil.rmtree(inner)
+
+
+FORMS = [
+    pack_whole, pack_as_tar_does, pack_shards, pack_shards_within, pack_classes, pack_classes_with_their_names,
+    pack_official,
+]  # fmt: skip
+
+
+def pack_process(argv, fault=None, environment=None, largest_file=None, fifo=None):
+    """Run the packer's command line in this process, small tars and all."""
+    from scripts import pack
+
+    if fifo:
+        os.open(fifo, os.O_WRONLY)  # open for as long as this process or one that it forked lives
+    os.environ.update(environment or {})
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    if fault:
+        strike_at(*fault)
+    plan_shards = pack.plan_shards
+    pack.plan_shards = lambda splits, _: plan_shards(splits, 12_000)  # --shard-mib knows whole MiB only
+    sys.argv = ["pack", *map(str, argv)]
+    pack.main()
+
+
+def run_pack(tmp_path: Path, *argv, fault=None, environment=None, largest_file=None, fifo=None) -> Outcome:
+    """Run the packer in a process of its own, and return what became of it."""
+    arguments = (argv, fault, environment, largest_file, fifo)
+    return run_ranks(pack_process, 1, *arguments, log_folder=tmp_path, timeout_s=60)
+
+
+def pack_losslessly(root: Path, target: Path) -> None:
+    """Pack a split's folder into `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    logs = target.with_name(f"{target.name}-logs")
+    logs.mkdir()
+    run_pack(logs, "--data-path", root.parent, target, "--splits", root.name, "--lossless", "--workers", 1).check()
