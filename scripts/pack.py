@@ -2,7 +2,6 @@
 
 import argparse
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -13,7 +12,8 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -22,16 +22,19 @@ from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
+from torch.utils.data import DataLoader, Dataset
 
 import config
+from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError
-from files import write_atomically
+from files import locked, write_atomically
 from loading.decode import load_image
-from loading.index import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, open_index
-from scripts.workers import Progress, UnfinishedError, Workers, size_text
+from loading.forms import open_source
+from loading.index import Progress, with_retries
+from loading.source import fingerprint, line_of
+from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
 
-KIND, FORMAT = PACK_KIND, PACK_FORMAT
-MANIFEST, LOCK = PACK_MANIFEST, "pack.lock"
+LOCK = "pack.lock"
 
 # Every name that this tool gives to a file in OUT; `--overwrite` removes these and nothing else.
 OWN_FILES = re.compile(r"(manifest\.json|[^/]+-\d{6}\.tar)(\.tmp\.\d+)?|pack\.lock")
@@ -61,28 +64,30 @@ the same, byte for byte, as without one and with any number of workers.
 """
 
 
+class UnfinishedError(UserError):
+    """The work cannot be finished, or is not what it should be; what is whole stays."""
+
+    exit_code = 1
+
+
 class Split:
-    """The images of one split, in ImageFolder's order: everything that this tool knows of where images come from.
+    """The images of one split, in ImageFolder's order, with the name and size of each.
 
     Args:
-        data_path: the folder that holds the split's folder.
+        data_path: the folder that holds the split.
         name: `train` or `val`.
 
     Raises:
-        UserError: it is no image folder.
+        UserError: it holds no such images.
     """
 
     def __init__(self, data_path: Path, name: str) -> None:
         self.name = name
         self.root = data_path / name
-        self.index = open_index(self.root)
-        self.classes = self.index.classes
-        self.names = [self.index.name(number) for number in range(len(self.index))]
-        self.sizes = [self.index.size(number) for number in range(len(self.index))]
-
-    def read(self, number: int) -> bytes:
-        """Return the bytes of an image file."""
-        return self.index.read(number)
+        self.source = open_source(self.root)
+        self.classes = self.source.classes
+        self.names = [self.source.name(number) for number in range(len(self.source))]
+        self.sizes = [self.source.size(number) for number in range(len(self.source))]
 
     def describe(self) -> dict:
         """Return what another run must find unchanged to go on with this one's shards."""
@@ -115,14 +120,6 @@ def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
         cuts.append((start, len(split.sizes)))
         shards += [Shard(f"{split.name}-{cut:06d}.tar", number, *bounds) for cut, bounds in enumerate(cuts)]
     return shards
-
-
-def fingerprint(names: Iterable[str]) -> str:
-    """Return what `data.IndexedImageFolder.fingerprint` gives for these `class/file` names, in order."""
-    names = list(names)
-    labels = {name: label for label, name in enumerate(sorted({name.split("/")[0] for name in names}))}
-    lines = "".join(f"{name} {labels[name.split('/')[0]]}\n" for name in names)
-    return hashlib.sha256(os.fsencode(lines)).hexdigest()[:16]
 
 
 class Packed(NamedTuple):
@@ -196,11 +193,11 @@ def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int
         ImageError: the disk or memory failed, which may pass, or an image cannot be encoded.
     """
     number, start, stop = task
-    split, packed = splits[number], []
+    source, packed = splits[number].source, []
     for index in range(start, stop):
-        path = split.index.path(index)
+        path = source.path(index)
         try:
-            payload = split.read(index)
+            payload = with_retries(partial(source.read, index))
             image = load_image(payload)
         except (MemoryError, OSError) as error:
             reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
@@ -264,7 +261,7 @@ class ShardWriter:
         with tarfile.open(fileobj=hashing, mode="w", format=tarfile.GNU_FORMAT) as tar:
             for index, packed in zip(range(self.shard.start, self.shard.stop), self.results, strict=True):
                 name = self.split.names[index]
-                self.progress.update(self.split.sizes[index], len(packed.payload or b""))
+                self.progress.show(self.progress.done + 1)
                 if packed.payload is None:
                     self.leave_out(name, packed.note)
                     continue
@@ -326,24 +323,74 @@ def saying_where(path: Path) -> Iterator[None]:
         ) from error
 
 
-class Manifest:
-    """What is in OUT: a file that is written anew, in one piece, after every shard.
+class Pack:
+    """The pack in OUT: which shards it shall have, and which it has; each is noted in the manifest when it is whole.
 
     Args:
         out: the folder.
         facts: settings, tools and source, on which every byte of the shards depends.
-        records: the shards that are there, by file name.
+        splits: that are packed.
+        shards: into which they are cut.
     """
 
-    def __init__(self, out: Path, facts: dict, records: dict[str, dict]) -> None:
-        self.path = out / MANIFEST
-        self.facts, self.records = facts, records
+    def __init__(self, out: Path, facts: dict, splits: list[Split], shards: list[Shard]) -> None:
+        self.out, self.facts, self.splits, self.shards = out, facts, splits, shards
+        self.records = {}  # of the shards that are there, by file name
 
-    def save(self, shards: list[Shard], splits: list[Split], fingerprints: dict[str, str] | None = None) -> None:
+    @property
+    def missing(self) -> list[Shard]:
+        """The shards that are not there yet."""
+        return [shard for shard in self.shards if shard.file not in self.records]
+
+    def go_on(self, manifest: dict, *, skip_bad: bool) -> None:
+        """Take over the shards that an earlier run wrote and that are still there.
+
+        Raises:
+            UserError: that run had other settings, tools or images.
+        """
+        changes = [
+            f"{key} is {new} and was {old}"
+            for topic in ("settings", "tools", "source")
+            for key, old, new in differences(manifest[topic], self.facts[topic])
+        ]
+        if changes:
+            raise UserError(
+                f"{self.out} holds a pack that was begun otherwise: {'; '.join(changes[:3])}. To go on give what it "
+                "was begun with; else choose another folder, or start over with --overwrite"
+            )
+        records = records_of(manifest)
+        skipped = [image["name"] for record in records.values() for image in record["skipped"]]
+        if skipped and not skip_bad:
+            raise UserError(
+                f"{self.out} was begun with --skip-bad and lacks {skipped[0]}; give --skip-bad again, or --overwrite"
+            )
+        paths = {file: self.out / file for file in records}
+        self.records = {
+            file: records[file]
+            for file, path in paths.items()
+            if path.is_file() and path.stat().st_size == records[file]["bytes"]
+        }
+        print(f"{self.out} has {len(self.records)} of {len(self.shards)} shards already")
+
+    def check_free_space(self) -> None:
+        """Refuse what plainly does not fit; repacked JPEGs take about as much as before.
+
+        Raises:
+            UserError: less than nine tenths of what these shards need is free.
+        """
+        needed = sum(sum(self.splits[shard.split].sizes[shard.start : shard.stop]) for shard in self.missing)
+        free = shutil.disk_usage(self.out).free
+        if free < 0.9 * needed:
+            raise UserError(
+                f"{self.out} has {size_text(free)} free, and the pack needs about {size_text(needed)}; "
+                "free some space or choose another disk"
+            )
+
+    def save(self, fingerprints: dict[str, str] | None = None) -> None:
         """Write the manifest: of a complete pack, if the fingerprints of its splits are given."""
         parts = {}
-        for number, split in enumerate(splits):
-            planned = [shard.file for shard in shards if shard.split == number]
+        for number, split in enumerate(self.splits):
+            planned = [shard.file for shard in self.shards if shard.split == number]
             records = [self.records[file] for file in planned if file in self.records]
             totals = {key: sum(record[key] for record in records) for key in ("images", "source_bytes", "bytes")}
             parts[split.name] = {
@@ -356,32 +403,80 @@ class Manifest:
                 "shards": records,
             }
         state = "complete" if fingerprints else "writing"
-        content = {"kind": KIND, "format": FORMAT, "state": state, **self.facts, "splits": parts}
-        with saying_where(self.path):
-            write_atomically(self.path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
+        content = {"kind": PACK_KIND, "format": PACK_FORMAT, "state": state, **self.facts, "splits": parts}
+        path = self.out / PACK_MANIFEST
+        with saying_where(path):
+            write_atomically(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
+
+    def write(self, convert: Convert, *, num_workers: int, skip_bad: bool) -> None:
+        """Write the shards that are missing, one after the other, of images that workers pack."""
+        missing = self.missing
+        tasks = [
+            (shard.split, start, min(start + IMAGES_PER_TASK, shard.stop))
+            for shard in missing
+            for start in range(shard.start, shard.stop, IMAGES_PER_TASK)
+        ]
+        num_images = sum(len(split.names) for split in self.splits)
+        num_done = num_images - sum(shard.stop - shard.start for shard in missing)
+        progress = Progress(f"packing into {self.out}", num_images, "images", num_done)
+        results = chain.from_iterable(in_order(partial(pack_images, self.splits, convert), tasks, num_workers))
+        for shard in missing:
+            writer = ShardWriter(self.splits[shard.split], shard, results, progress, skip_bad=skip_bad)
+            with saying_where(self.out / shard.file):
+                write_atomically(self.out / shard.file, writer.write, writer.verify)
+            self.records[shard.file] = writer.record()
+            self.save()
 
 
-def read_manifest(out: Path) -> dict | None:
+class Tasks(Dataset):
+    """A function of each task, which loader processes work out."""
+
+    def __init__(self, function: Callable[[Any], Any], tasks: list) -> None:
+        self.function, self.tasks = function, tasks
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, number: int) -> Any:
+        """Return the result for a task."""
+        return self.function(self.tasks[number])
+
+
+def start_packer(worker: int) -> None:
+    """Prepare a worker process, which ends with its parent."""
+    start_worker(worker)
+    warnings.simplefilter("ignore")  # Pillow's, on large images and odd palettes
+
+
+def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> DataLoader:
+    """Return what yields the function's result for each task, in the order of the tasks, worked out by processes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about more workers than cores
+        return DataLoader(
+            Tasks(function, tasks),
+            batch_size=None,
+            collate_fn=lambda result: result,
+            num_workers=num_workers,
+            worker_init_fn=start_packer,
+            multiprocessing_context="fork",
+        )
+
+
+def own_manifest(out: Path) -> dict | None:
     """Return the manifest of a folder, or None where there is none.
 
     Raises:
         UserError: it is another tool's or another version's.
     """
-    path = out / MANIFEST
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_bytes())
-        is_ours = content["kind"] == KIND
-    except (ValueError, KeyError, TypeError):
-        is_ours = False
-    if not is_ours:
+    path = out / PACK_MANIFEST
+    manifest = read_manifest(path)
+    if manifest is None and path.exists():
         raise UserError(f"{path} is not of this tool; choose another folder")
-    if content["format"] != FORMAT:
+    if manifest is not None and manifest["format"] != PACK_FORMAT:
         raise UserError(
-            f"{path} is of format {content['format']}, and this version writes {FORMAT}; choose another OUT"
+            f"{path} is of format {manifest['format']}, and this version writes {PACK_FORMAT}; choose another OUT"
         )
-    return content
+    return manifest
 
 
 def records_of(manifest: dict) -> dict[str, dict]:
@@ -395,7 +490,7 @@ def prepare_folder(out: Path, *, overwrite: bool) -> dict | None:
     Raises:
         UserError: the folder holds something else.
     """
-    manifest = read_manifest(out)
+    manifest = own_manifest(out)
     # A reader may have left its index there, which is never taken for this pack's once the tars have changed.
     foreign = [path for path in sorted(out.iterdir()) if path.name != LOCK and not INDEX.fullmatch(path.name)]
     if manifest is not None:
@@ -405,64 +500,10 @@ def prepare_folder(out: Path, *, overwrite: bool) -> dict | None:
     if manifest is None:
         return None
     # The manifest last: without it a folder of tars is nobody's.
-    for path in sorted(out.iterdir(), key=lambda path: path.name == MANIFEST):
+    for path in sorted(out.iterdir(), key=lambda path: path.name == PACK_MANIFEST):
         if ".tmp." in path.name or (overwrite and path.name != LOCK):
             path.unlink()
     return None if overwrite else manifest
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Keep others from writing to the folder; however this process ends, the lock ends with it.
-
-    Raises:
-        UserError: somebody else is writing to it.
-    """
-    path = out / LOCK
-    with open(path, "a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last holder may have removed the file since it was opened here: then this lock keeps nobody out.
-            is_held = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-        except (BlockingIOError, PermissionError, FileNotFoundError):
-            is_held = False
-        if not is_held:
-            raise UserError(f"another process is packing into {out}; wait for it, or choose another folder")
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def shards_to_keep(out: Path, manifest: dict | None, facts: dict, *, skip_bad: bool) -> dict[str, dict]:
-    """Return the records of the shards that an earlier run wrote and that are still there.
-
-    Raises:
-        UserError: that run had other settings, tools or images.
-    """
-    if manifest is None:
-        return {}
-    changes = [
-        f"{key} is {new} and was {old}"
-        for topic in ("settings", "tools", "source")
-        for key, old, new in differences(manifest[topic], facts[topic])
-    ]
-    if changes:
-        raise UserError(
-            f"{out} holds a pack that was begun otherwise: {'; '.join(changes[:3])}. To go on give what it was begun "
-            "with; else choose another folder, or start over with --overwrite"
-        )
-    records = records_of(manifest)
-    skipped = [image["name"] for record in records.values() for image in record["skipped"]]
-    if skipped and not skip_bad:
-        raise UserError(
-            f"{out} was begun with --skip-bad and lacks {skipped[0]}; give --skip-bad again, or --overwrite"
-        )
-    return {
-        file: record
-        for file, record in records.items()
-        if (out / file).is_file() and (out / file).stat().st_size == record["bytes"]
-    }
 
 
 def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -473,21 +514,6 @@ def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, A
             yield from differences(before, after, f"{prefix}{key} ")
         elif before != after:
             yield f"{prefix}{key}", *("none" if value is None else value for value in (before, after))
-
-
-def check_free_space(out: Path, splits: list[Split], shards: list[Shard]) -> None:
-    """Refuse what plainly does not fit; repacked JPEGs take about as much as before.
-
-    Raises:
-        UserError: less than nine tenths of what these shards need is free.
-    """
-    needed = sum(sum(splits[shard.split].sizes[shard.start : shard.stop]) for shard in shards)
-    free = shutil.disk_usage(out).free
-    if free < 0.9 * needed:
-        raise UserError(
-            f"{out} has {size_text(free)} free, and the pack needs about {size_text(needed)}; "
-            "free some space or choose another disk"
-        )
 
 
 def find_jpegtran() -> tuple[str, str]:
@@ -526,50 +552,23 @@ def choose_conversion(options: argparse.Namespace) -> tuple[Convert, dict, dict]
 def pack(options: argparse.Namespace) -> None:
     """Write what is missing of the pack, and say what is there at the end."""
     convert, settings, tools = choose_conversion(options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    with locked(options.out):
-        earlier = prepare_folder(options.out, overwrite=options.overwrite)
+    out = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    busy = UserError(f"another process is packing into {out}; wait for it, or choose another folder")
+    with locked(out / LOCK, refusal=busy):
+        earlier = prepare_folder(out, overwrite=options.overwrite)
         splits = [Split(options.data_path, name) for name in options.splits]
         facts = {"settings": settings, "tools": tools, "source": {split.name: split.describe() for split in splits}}
-        shards = plan_shards(splits, options.shard_mib * 2**20)
-        records = shards_to_keep(options.out, earlier, facts, skip_bad=options.skip_bad)
-        manifest = Manifest(options.out, facts, records)
-        missing = [shard for shard in shards if shard.file not in records]
+        packed = Pack(out, facts, splits, plan_shards(splits, options.shard_mib * 2**20))
+        if earlier is not None:
+            packed.go_on(earlier, skip_bad=options.skip_bad)
         if options.lossless:
-            check_free_space(options.out, splits, missing)
-        if records:
-            print(f"{options.out} has {len(records)} of {len(shards)} shards already")
-        if missing:
-            manifest.save(shards, splits)
-            write_shards(manifest, shards, splits, convert, options)
-        fingerprints = {split.name: packed_fingerprint(split, manifest.records) for split in splits}
-        manifest.save(shards, splits, fingerprints)
-    summarize(read_manifest(options.out))
-
-
-def write_shards(
-    manifest: Manifest, shards: list[Shard], splits: list[Split], convert: Convert, options: argparse.Namespace
-) -> None:
-    """Write the shards that the manifest lacks, one after the other, of images that workers pack."""
-    missing = [shard for shard in shards if shard.file not in manifest.records]
-    tasks = (
-        (shard.split, start, min(start + IMAGES_PER_TASK, shard.stop))
-        for shard in missing
-        for start in range(shard.start, shard.stop, IMAGES_PER_TASK)
-    )
-    num_images = sum(len(split.names) for split in splits)
-    progress = Progress(num_images, num_images - sum(shard.stop - shard.start for shard in missing))
-    with Workers(options.workers, partial(pack_images, splits, convert)) as workers:
-        results = chain.from_iterable(workers.in_order(tasks))
-        try:
-            for shard in missing:
-                writer = ShardWriter(splits[shard.split], shard, results, progress, skip_bad=options.skip_bad)
-                with saying_where(options.out / shard.file):
-                    write_atomically(options.out / shard.file, writer.write, writer.verify)
-                manifest.records[shard.file] = writer.record()
-                manifest.save(shards, splits)
-        finally:
-            progress.finish()
+            packed.check_free_space()
+        if packed.missing:
+            packed.save()
+            packed.write(convert, num_workers=options.workers, skip_bad=options.skip_bad)
+        packed.save({split.name: packed_fingerprint(split, packed.records) for split in splits})
+    summarize(own_manifest(out))
 
 
 def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
@@ -584,13 +583,19 @@ def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
         if file.rpartition("-")[0] == split.name
         for image in record["skipped"]
     }
-    names = [name for name in split.names if name not in skipped]
-    lost = set(split.classes) - {name.split("/")[0] for name in names}
+    numbers = [number for number, name in enumerate(split.names) if name not in skipped]
+    labels = [split.source.label(number) for number in numbers]
+    lost = set(range(len(split.classes))) - set(labels)
     if lost:
         raise UnfinishedError(
-            f"no image of {split.root / min(lost)} can be read; replace one, or remove the class folder"
+            f"no image of {split.root / split.classes[min(lost)]} can be read; replace one, or remove the class folder"
         )
-    return fingerprint(names)
+    return fingerprint(line_of(split.names[number], label) for number, label in zip(numbers, labels, strict=True))
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size in a unit that suits it."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def summarize(manifest: dict) -> None:
@@ -608,17 +613,13 @@ def summarize(manifest: dict) -> None:
         for reason, number in reasons.items():
             line += f"; {number:,} kept as they were ({reason})"
         if part["skipped"]:
-            line += f"; {part['skipped']:,} left out, listed in {MANIFEST}"
+            line += f"; {part['skipped']:,} left out, listed in {PACK_MANIFEST}"
         print(line)
 
 
-def check_shard(out: Path, record: dict) -> tuple[list[str], list[str]]:
-    """Compare a shard with its record, and decode its images.
-
-    Returns:
-        What is wrong with it, one line each, and the names of its members.
-    """
-    path, problems, names, damaged = out / record["file"], [], [], []
+def check_shard(out: Path, record: dict) -> list[str]:
+    """Compare a shard with its record, decode its images, and return what is wrong, one line each."""
+    path, problems, damaged, num_images = out / record["file"], [], [], 0
     try:
         with open(path, "rb") as file:
             checksum, size = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
@@ -628,7 +629,7 @@ def check_shard(out: Path, record: dict) -> tuple[list[str], list[str]]:
             problems.append(f"{path}: its content is not what was written (SHA-256 differs)")
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                names.append(member.name)
+                num_images += 1
                 try:
                     load_image(tar.extractfile(member).read())
                 except BadImageError as error:
@@ -637,9 +638,9 @@ def check_shard(out: Path, record: dict) -> tuple[list[str], list[str]]:
         problems.append(f"{path}: {one_line(error)}")
     if damaged:
         problems.append(f"{path}: {len(damaged)} images cannot be read, the first {damaged[0]}")
-    if len(names) != record["images"]:
-        problems.append(f"{path}: {len(names):,} images, and the manifest says {record['images']:,}")
-    return problems, names
+    if num_images != record["images"]:
+        problems.append(f"{path}: {num_images:,} images, and the manifest says {record['images']:,}")
+    return problems
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -650,22 +651,19 @@ def verify(options: argparse.Namespace) -> None:
         UnfinishedError: something is wrong with it.
     """
     out = options.out
-    manifest = read_manifest(out)
+    manifest = own_manifest(out)
     if manifest is None:
-        raise UserError(f"--verify {out}: there is no {MANIFEST} in it")
+        raise UserError(f"--verify {out}: there is no {PACK_MANIFEST} in it")
     records = records_of(manifest)
     problems = [] if manifest["state"] == "complete" else [f"{out}: not finished; the command that began it goes on"]
-    others = {path.name for path in out.iterdir()} - {*records, MANIFEST, LOCK}
+    others = {path.name for path in out.iterdir() if not INDEX.fullmatch(path.name)} - {*records, PACK_MANIFEST, LOCK}
     problems += [f"{out / name}: not in the manifest" for name in sorted(others)]
-    names = {split: [] for split in manifest["splits"]}
-    with Workers(options.workers, partial(check_shard, out)) as workers:
-        for record, (found, members) in zip(records.values(), workers.in_order(records.values()), strict=True):
-            print(f"{record['file']}: {'wrong' if found else 'ok'}, {len(members):,} images", flush=True)
-            problems += found
-            split = record["file"].rpartition("-")[0]
-            names[split] += [member.removeprefix(f"{split}/") for member in members]
+    results = in_order(partial(check_shard, out), list(records.values()), options.workers)
+    for record, found in zip(records.values(), results, strict=True):
+        print(f"{record['file']}: {'wrong' if found else 'ok'}, {record['images']:,} images", flush=True)
+        problems += found
     for split, part in manifest["splits"].items():
-        if not problems and fingerprint(names[split]) != part["fingerprint"]:
+        if not problems and open_source(out / split).fingerprint() != part["fingerprint"]:
             problems.append(f"{out}: the names of {split} are not those that were packed")
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -768,6 +766,16 @@ def main() -> None:
         message, exit_code = str(error), error.exit_code
     except OSError as error:
         message, exit_code = str(error), 1
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        exit_code, message = (
+            1,
+            (
+                "a worker process ended unexpectedly; if the machine is short of memory, give fewer --workers. "
+                "The same command goes on after the last whole shard"
+            ),
+        )
     except KeyboardInterrupt:
         message, exit_code = "interrupted; the same command goes on after the last whole shard", 130
     else:

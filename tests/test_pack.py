@@ -425,7 +425,7 @@ BAD_COMMANDS = {
     "no mode": ("--data-path {source} {tmp}/out", "one of the arguments --lossless"),
     "two modes": ("--data-path {source} {tmp}/out --lossless --max-side 9", "not allowed with"),
     "no data": ("{tmp}/out --max-side 9", "--data-path is needed"),
-    "no folder": ("--data-path {tmp}/nowhere {tmp}/out --max-side 9", "has no train/"),
+    "no folder": ("--data-path {tmp}/nowhere {tmp}/out --max-side 9", "nowhere is not a folder"),
     "no such split": ("--data-path {source} {tmp}/out --max-side 9 --splits test", "has no test/"),
     "quality": ("--data-path {source} {tmp}/out --max-side 9 --quality 101", "from 1 to 100"),
     "zero": ("--data-path {source} {tmp}/out --max-side 0", "--max-side 0"),
@@ -479,9 +479,9 @@ def test_a_shard_read_back_otherwise_than_written_is_not_kept(source):
     from scripts import pack
 
     split = pack.Split(source, "val")
-    results = iter([pack.Packed(split.read(index)) for index in range(3)])
+    results = iter([pack.Packed(split.source.read(index)) for index in range(3)])
     writer = pack.ShardWriter(
-        split, pack.Shard("val-000000.tar", 0, 0, 3), results, pack.Progress(3, 0), skip_bad=False
+        split, pack.Shard("val-000000.tar", 0, 0, 3), results, pack.Progress("packing", 3, "images"), skip_bad=False
     )
     file = io.BytesIO()
     writer.write(file)
