@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import config
 from checkpointing.preemption import start_worker
@@ -428,38 +428,10 @@ class Pack:
             self.save()
 
 
-class Tasks(Dataset):
-    """A function of each task, which loader processes work out."""
-
-    def __init__(self, function: Callable[[Any], Any], tasks: list) -> None:
-        self.function, self.tasks = function, tasks
-
-    def __len__(self) -> int:
-        return len(self.tasks)
-
-    def __getitem__(self, number: int) -> Any:
-        """Return the result for a task."""
-        return self.function(self.tasks[number])
-
-
-def start_packer(worker: int) -> None:
-    """Prepare a worker process, which ends with its parent."""
-    start_worker(worker)
-    warnings.simplefilter("ignore")  # Pillow's, on large images and odd palettes
-
-
 def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> DataLoader:
-    """Return what yields the function's result for each task, in the order of the tasks, worked out by processes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about more workers than cores
-        return DataLoader(
-            Tasks(function, tasks),
-            batch_size=None,
-            collate_fn=lambda result: result,
-            num_workers=num_workers,
-            worker_init_fn=start_packer,
-            multiprocessing_context="fork",
-        )
+    """Return what yields the function's result for each task, in order, worked out by processes that end with ours."""
+    processes = {"num_workers": num_workers, "multiprocessing_context": "fork", "worker_init_fn": start_worker}
+    return DataLoader(tasks, batch_size=None, collate_fn=function, **processes)
 
 
 def own_manifest(out: Path) -> dict | None:
@@ -758,6 +730,7 @@ def main() -> None:
     parser = get_args_parser()
     # As Ctrl-C: a batch system ends a job with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    warnings.simplefilter("ignore")  # Pillow's, on large images and odd palettes; torch's, on more workers than cores
     try:
         options = parser.parse_args()
         validate(options)

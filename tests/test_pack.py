@@ -467,6 +467,18 @@ def test_verify_says_what_is_wrong(short_side, tmp_path):
         assert any(line.startswith(f"{path}: ") and words in line for line in done.output.splitlines()), done.output
 
 
+def test_verify_takes_an_index_for_no_part_of_the_pack_and_compares_the_names(short_side, tmp_path):
+    out = copy_of(short_side[0], tmp_path)
+    (out / ".touchstone-index-train.npz").touch()  # as a reader leaves it
+    run(tmp_path, "--verify", out, "--workers", 1).check()
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["splits"]["val"]["fingerprint"] = "0" * 16
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    done = run(tmp_path, "--verify", out, "--workers", 1)
+    assert "1 things are wrong" in error_line(done, 1)
+    assert f"{out}: the names of val are not those that were packed" in done.output.splitlines()
+
+
 def test_the_command_itself_runs_and_explains_itself():
     command = [sys.executable, "-m", "scripts.pack", "--help"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
