@@ -45,11 +45,6 @@ class Names(Sequence):
         self.blob = blob
         self.ends = numpy.flatnonzero(blob == 0)
 
-    @classmethod
-    def of(cls, names: Iterable[str]) -> "Names":
-        """Return these names, of which none holds a zero."""
-        return cls(numpy.frombuffer(encode(names), dtype=numpy.uint8))
-
     def __len__(self) -> int:
         return len(self.ends)
 
@@ -63,9 +58,9 @@ class Names(Sequence):
         return self.blob[begin : self.ends[last - 1] + 1].tobytes()
 
 
-def encode(names: Iterable[str]) -> bytes:
+def encode(names: Iterable[str]) -> numpy.ndarray:
     """Return the names as `Names` holds them; a name that is not UTF-8 on the disk stays what it is there."""
-    return "\0".join([*names, ""]).encode("utf-8", "surrogateescape")
+    return numpy.frombuffer("\0".join([*names, ""]).encode("utf-8", "surrogateescape"), dtype=numpy.uint8)
 
 
 def with_retries(work: Callable[[], T]) -> T:
@@ -99,9 +94,6 @@ class ImageIndex(Source):
             relative to the data path. states: (watched, 3) int64. Of images in files also places: (images, 3) int64,
             each one's file by its number, offset and size. header: says of which split it is.
     """
-
-    # What to do before images can be moved into class folders.
-    preparation = ""
 
     def __init__(self, root: Path, files: Sequence[Path] = ()) -> None:
         super().__init__(root)
@@ -156,7 +148,7 @@ class ImageIndex(Source):
     def _header(self) -> numpy.ndarray:
         """Return what an index must say of itself to be of this split: another version or list of files is another."""
         files = [os.path.relpath(file, self.root.parent) for file in self.files]
-        return Names.of([_FORMAT, self.root.name, self.form, *IMG_EXTENSIONS, *files]).blob
+        return encode([_FORMAT, self.root.name, self.form, *IMG_EXTENSIONS, *files])
 
     def _load(self, cache: Path) -> bool:
         """Take the index that a cache file holds if it is whole, of this split, and as the split is now."""
@@ -194,7 +186,7 @@ class ImageIndex(Source):
                 f"{self.class_path(empty[0])}{more} holds no images ({' '.join(IMG_EXTENSIONS)}); "
                 "add some, or remove the folder"
             )
-        self._take({"header": self._header(), "classes": Names.of(classes).blob, **scan.arrays()})
+        self._take({"header": self._header(), "classes": encode(classes), **scan.arrays()})
         return scan.doubt
 
     def check_classes(self, classes: list[str], num_stray: int) -> None:
@@ -206,9 +198,10 @@ class ImageIndex(Source):
         if not classes and not num_stray:
             raise UserError(f"{self.where} holds neither images nor class folders; it needs one folder for each class")
         if not classes:
+            first = "extract it and " if self.files else ""
             raise UserError(
-                f"{self.where} holds {num_stray} images and no class folders; {self.preparation}move every image into "
-                "a folder of its class"
+                f"{self.where} holds {num_stray} images and no class folders; {first}move every image into a folder of "
+                "its class"
             )
 
     def _take(self, arrays: dict[str, numpy.ndarray]) -> None:
@@ -244,12 +237,12 @@ class ImageIndex(Source):
 
     def identity(self) -> dict[str, str | None]:
         """Return the form, the path, and a hash of the times at which the folders or files were changed."""
-        return {**super().identity(), "times": digest(self.arrays["states"][:, 0])}
+        return {**super().identity(), "times": digest(self.arrays["states"][:, 0].tobytes())}
 
 
-def digest(numbers: numpy.ndarray) -> str:
-    """Return a hash of integers."""
-    return hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()[:16]
+def digest(content: bytes) -> str:
+    """Return a hash of anything."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def check_num_bytes(num_bytes: int) -> None:
@@ -279,12 +272,11 @@ def _check_arrays(arrays: dict[str, numpy.ndarray], num_files: int) -> None:
         ValueError: they do not.
     """
     blobs = ("classes", "folders", "names", "watched")
-    is_right = all(arrays[name].dtype == numpy.uint8 and arrays[name].ndim == 1 for name in blobs)
     num_classes, num_folders, num_images, num_watched = (len(Names(arrays[name])) for name in blobs)
-    expected = {"folder_labels": ("int32", (num_folders,)), "starts": ("int64", (num_folders + 1,))}
-    expected |= {"states": ("int64", (num_watched, 3))}
-    expected |= {"places": ("int64", (num_images, 3))} if num_files else {}
-    is_right &= all((str(arrays[name].dtype), arrays[name].shape) == shape for name, shape in expected.items())
+    shapes = {name: ("uint8", arrays[name].shape[:1]) for name in blobs}
+    shapes |= {"folder_labels": ("int32", (num_folders,)), "starts": ("int64", (num_folders + 1,))}
+    shapes |= {"states": ("int64", (num_watched, 3))} | ({"places": ("int64", (num_images, 3))} if num_files else {})
+    is_right = all((str(arrays[name].dtype), arrays[name].shape) == shape for name, shape in shapes.items())
     starts, labels = arrays["starts"], arrays["folder_labels"]
     if not is_right or starts[0] != 0 or starts[-1] != num_images or (numpy.diff(starts) <= 0).any():
         raise ValueError("arrays of other shapes")
@@ -313,8 +305,7 @@ class Scan:
     def __init__(self, base: Path) -> None:
         self.base = base
         self.watched, self.states, self.doubt = [], [], ""
-        self.folders, self.labels, self.counts, self.places = [], [], [], []
-        self.names = bytearray()
+        self.folders, self.labels, self.counts, self.names, self.places = [], [], [], [], []
 
     def watch(self, path: str, status: os.stat_result) -> None:
         """Take down the state of a folder or file, as it is just before it is read."""
@@ -332,18 +323,18 @@ class Scan:
             self.folders.append(folder)
             self.labels.append(label)
             self.counts.append(len(names))
-            self.names += encode(names)
+            self.names.append(encode(names))
             self.places += [] if places is None else [places]
 
     def arrays(self) -> dict[str, numpy.ndarray]:
         """Return everything as `ImageIndex` takes it."""
         arrays = {
-            "watched": Names.of(self.watched).blob,
+            "watched": encode(self.watched),
             "states": numpy.array(self.states, dtype=numpy.int64).reshape(-1, 3),
-            "folders": Names.of(self.folders).blob,
+            "folders": encode(self.folders),
             "folder_labels": numpy.array(self.labels, dtype=numpy.int32),
             "starts": numpy.cumsum([0, *self.counts], dtype=numpy.int64),
-            "names": numpy.frombuffer(self.names, dtype=numpy.uint8),
+            "names": numpy.concatenate(self.names),
         }
         return {**arrays, "places": numpy.concatenate(self.places)} if self.places else arrays
 
@@ -355,18 +346,20 @@ class Progress:
         work: the first words of the line.
         total: how much there is to do.
         unit: of the numbers.
-        done: how much of it is done already.
+        first: how much of it is done already, beside all that is shown from now on.
+        scale: how much a unit is.
     """
 
-    def __init__(self, work: str, total: float, unit: str, done: float = 0) -> None:
-        self.work, self.total, self.unit, self.first, self.done = work, total, unit, done, done
-        self.start_s = self.shown_s = time.monotonic()
+    def __init__(self, work: str, total: int, unit: str, first: int = 0, scale: int = 1) -> None:
+        self.work, self.total, self.unit, self.first, self.scale = work, total, unit, first, scale
+        self.begin_s, self.begin = time.monotonic(), first
+        self.due_s = self.begin_s + _PROGRESS_S
 
-    def show(self, done: float) -> None:
+    def show(self, done: int) -> None:
         """Print how much is done, and how long the rest will take, if the last line was some seconds ago."""
-        self.done, now_s = done, time.monotonic()
-        if now_s - self.shown_s >= _PROGRESS_S:
-            self.shown_s = now_s
-            rate = max(done - self.first, 1e-9) / (now_s - self.start_s)
-            left = timedelta(seconds=int((self.total - done) / rate))
-            print(f"{self.work}: {done:,.6g} of {self.total:,.6g} {self.unit}, {left} left", flush=True)
+        now_s, done = time.monotonic(), self.first + done
+        if now_s >= self.due_s:
+            self.due_s = now_s + _PROGRESS_S
+            left = timedelta(seconds=int((now_s - self.begin_s) * (self.total - done) / max(done - self.begin, 1)))
+            share = f"{done / self.scale:,.7g} of {self.total / self.scale:,.7g} {self.unit}"
+            print(f"{self.work}: {share}, {left} left", flush=True)

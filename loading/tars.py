@@ -1,13 +1,12 @@
 """Images in uncompressed tars: shards, packs, a tar of class folders or of class tars, or a tar for each class."""
 
 import functools
-import hashlib
 import json
 import os
 import re
 import tarfile
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,8 +24,6 @@ PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
 # More than the manifest of any pack: a record of some hundred bytes a shard, and one for each image left out.
 _MANIFEST_BYTES = 1 << 26
 
-_GIB = 1 << 30
-
 
 class TarIndex(ImageIndex):
     """The images of tars: those of the folder that the tars would be extracted to.
@@ -38,7 +35,6 @@ class TarIndex(ImageIndex):
     """
 
     layout = "{split}.tar, or shards from {split}-000000.tar on"
-    preparation = "extract it and "
 
     def __init__(self, root: Path, files: list[Path], form: str = "tars") -> None:
         super().__init__(root, files)
@@ -46,11 +42,7 @@ class TarIndex(ImageIndex):
 
     @classmethod
     def find(cls, root: Path) -> list[Source]:
-        """Return the sources: tars in the split's folder, shards beside it, one tar beside it.
-
-        Raises:
-            UserError: a folder cannot be listed, a shard is missing between others, or a pack is not whole.
-        """
+        """Return the tars in the split's folder, then shards beside it, then one tar beside it."""
         within, beside = _tars_in(root), _tars_in(root.parent)
         official = f"ILSVRC2012_img_{root.name}.tar"
         found = []
@@ -82,9 +74,9 @@ class TarIndex(ImageIndex):
 
     def identity(self) -> dict[str, str | None]:
         """Return also hashes of the images' sizes and, of a pack, of the shards' checksums."""
-        _, listed = _read_records(self.root.name, self.files[0].with_name(PACK_MANIFEST))
-        checksums = hashlib.sha256("".join(listed.values()).encode()).hexdigest()[:16] if listed else None
-        return {**super().identity(), "sizes": digest(self.arrays["places"][:, 2]), "checksums": checksums}
+        listed = "".join(_checksums(self.root.name, self.files[0].parent).values())
+        sizes = digest(self.arrays["places"][:, 2].tobytes())
+        return {**super().identity(), "sizes": sizes, "checksums": digest(listed.encode()) if listed else None}
 
     def read(self, number: int) -> bytes:
         """Return the bytes of an image's file; raises as `Source.read`."""
@@ -94,7 +86,7 @@ class TarIndex(ImageIndex):
         tar = _open_tar(str(self.files[tar_number]), mtime_ns, tar_size)
         content = tar.read(offset, size)
         # After the read, which is then known to be of the tar that was scanned.
-        if content is None or tar.state() != [mtime_ns, tar_size]:
+        if len(content) < size or tar.state() != [mtime_ns, tar_size]:
             raise ImageError(
                 f"cannot read image {self.path(number)}: the tar has changed since it was scanned; start again"
             )
@@ -102,36 +94,34 @@ class TarIndex(ImageIndex):
 
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of the folder that the tars would be extracted to, and return the classes."""
-        progress = Progress(f"scanning {self.where}", sum(tar.stat().st_size for tar in self.files) / _GIB, "GiB")
-
-        def show(before: int, place: int) -> None:
-            progress.show((before + place) / _GIB)
-
-        plain, by_class, num_bytes = _Found(), _Found(), 0
+        num_bytes = sum(tar.stat().st_size for tar in self.files)
+        progress = Progress(f"scanning {self.where}", num_bytes, "GiB", scale=1 << 30)
+        plain, by_class = {}, {}
         for number, path in enumerate(self.files):
             with open_to_read(path) as file:
                 status = os.fstat(file.fileno())
                 scan.watch(str(path), status)
-                reader = _TarReader(path, file, self.root.name, functools.partial(show, num_bytes))
+                reader = _TarReader(path, file, self.root.name, progress)
                 if self.form == "class tars":
                     reader.scan_class(by_class, path.stem, number, 0, status.st_size)
                 else:
                     reader.scan(plain, by_class, number, status.st_size)
-            num_bytes += status.st_size
+            progress.first += status.st_size
             if reader.ignored:
                 print(f"{path}: {len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored")
-        folders = [folder for folder in plain.names if folder]
+        folders = [folder for folder in plain if folder]
         prefix = f"{self.root.name}/"
         # Members may carry the split's name; a class of that name would not be the only one, or hold no folders.
         has_prefix = all(f"{folder}/".startswith(prefix) for folder in folders) and any("/" in name for name in folders)
-        by_class.take(plain, prefix if has_prefix else "")
-        ordered = sorted((folder.split("/")[0], folder) for folder in by_class.names if folder)
+        for folder, (names, places) in plain.items():
+            without = f"{folder}/".removeprefix(prefix if has_prefix else "").rstrip("/")
+            _add(by_class, without, names, places)
+        ordered = sorted((folder.split("/")[0], folder) for folder in by_class if folder)
         classes = sorted({name for name, _ in ordered})
-        self.check_classes(classes, len(by_class.names.get("", ())))
+        self.check_classes(classes, len(by_class.get("", ([],))[0]))
         labels = {name: label for label, name in enumerate(classes)}
         for name, folder in ordered:
-            if by_class.names[folder]:
-                scan.add(folder, labels[name], *by_class.ordered(folder))
+            scan.add(folder, labels[name], *_ordered(*by_class[folder]))
         return classes
 
 
@@ -148,33 +138,14 @@ def _shards(name: str, tars: list[Path]) -> list[Path]:
         if int(numbered.fullmatch(tar.name)[1]) != expected:
             missing = tar.with_name(f"{name}-{expected:06d}.tar")
             raise UserError(f"{missing} is missing, but {tar.name} is there; --data-path needs every shard of a set")
-    if shards:
-        _check_manifest(name, shards)
-    return shards
-
-
-def _check_manifest(name: str, shards: list[Path]) -> None:
-    """Compare the shards of a split with the manifest beside them; one of another tool says nothing about them.
-
-    Raises:
-        UserError: the pack is not finished, or lacks a shard; the manifest cannot be read.
-    """
-    path = shards[0].with_name(PACK_MANIFEST)
-    state, checksums = _read_records(name, path)
-    if state is None:
-        return
-    if state != "complete":
-        raise UserError(
-            f"{path.parent} is a pack that is still being written, or was interrupted; run the scripts.pack command "
-            "that began it again, which goes on where it stopped"
-        )
-    there = {shard.name for shard in shards}
-    missing = [file for file in checksums if file not in there]
+    checksums = _checksums(name, shards[0].parent) if shards else {}
+    missing = [file for file in checksums if file not in {shard.name for shard in shards}]
     if missing:
         raise UserError(
-            f"{path.with_name(missing[0])} is missing: {len(missing)} of the {len(checksums)} shards that {path.name} "
-            "lists are not there; --data-path needs every shard of a set"
+            f"{shards[0].with_name(missing[0])} is missing: {len(missing)} of the {len(checksums)} shards that "
+            f"{PACK_MANIFEST} lists are not there; --data-path needs every shard of a set"
         )
+    return shards
 
 
 def read_manifest(path: Path) -> dict | None:
@@ -195,16 +166,26 @@ def read_manifest(path: Path) -> dict | None:
         return None
 
 
-def _read_records(name: str, path: Path) -> tuple[str | None, dict[str, str]]:
-    """Return the state of a pack, and the checksum of each shard of a split; None where there is no pack of it."""
-    manifest = read_manifest(path)
+def _checksums(name: str, folder: Path) -> dict[str, str]:
+    """Return the checksum of each shard of a split, by its name; nothing where the folder is no pack of it.
+
+    Raises:
+        UserError: the pack is not finished, or its manifest cannot be read.
+    """
+    manifest = read_manifest(folder / PACK_MANIFEST)
     try:
         if manifest is None or manifest["format"] != PACK_FORMAT or name not in manifest["splits"]:
-            return None, {}
-        shards = manifest["splits"][name]["shards"]
-        return str(manifest["state"]), {str(record["file"]): str(record["sha256"]) for record in shards}
+            return {}
+        state, shards = manifest["state"], manifest["splits"][name]["shards"]
+        checksums = {str(record["file"]): str(record["sha256"]) for record in shards}
     except (KeyError, TypeError):
-        return None, {}
+        return {}
+    if state != "complete":
+        raise UserError(
+            f"{folder} is a pack that is still being written, or was interrupted; run the scripts.pack command "
+            "that began it again, which goes on where it stopped"
+        )
+    return checksums
 
 
 class _Tar:
@@ -221,13 +202,10 @@ class _Tar:
         status = os.fstat(self.descriptor)
         return [status.st_mtime_ns, status.st_size]
 
-    def read(self, offset: int, size: int) -> bytes | None:
-        """Return `size` bytes from `offset` on, or None where the tar ends before."""
-        content = os.pread(self.descriptor, size, offset)
-        while len(content) < size:
-            more = os.pread(self.descriptor, size - len(content), offset + len(content))
-            if not more:
-                return None
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset` on, or fewer where the tar ends before."""
+        content = b""
+        while len(content) < size and (more := os.pread(self.descriptor, size - len(content), offset + len(content))):
             content += more
         return content
 
@@ -238,41 +216,21 @@ def _open_tar(path: str, mtime_ns: int, size: int) -> _Tar:
     return _Tar(path)
 
 
-class _Found:
-    """The images that a scan of tars has found, by folder: their names, and the tar, offset and size of each."""
+# The images that a scan finds in each folder: their names, and the tar, offset and size of each, one after the other.
+_Found = dict[str, tuple[list[str], array]]
 
-    def __init__(self) -> None:
-        self.names: dict[str, list[str]] = {}
-        self.places: dict[str, array] = {}
 
-    def add_folder(self, folder: str) -> None:
-        self.names.setdefault(folder, [])
-        self.places.setdefault(folder, array("q"))
+def _add(found: _Found, folder: str, names: Iterable[str] = (), places: Iterable[int] = ()) -> None:
+    known = found.setdefault(folder, ([], array("q")))
+    known[0].extend(names)
+    known[1].extend(places)
 
-    def add(self, folder: str, name: str, *place: int) -> None:
-        self.add_folder(folder)
-        self.names[folder].append(name)
-        self.places[folder].extend(place)
 
-    def take(self, other: "_Found", prefix: str = "") -> None:
-        """Add what another has found, without a prefix of its folders."""
-        for folder, names in other.names.items():
-            target = f"{folder}/".removeprefix(prefix).rstrip("/")
-            self.add_folder(target)
-            self.names[target] += names
-            self.places[target] += other.places[folder]
-
-    def ordered(self, folder: str) -> tuple[list[str], numpy.ndarray]:
-        """Return a folder's images in order, and their places; of one name the last counts, as in extracting a tar."""
-        names = self.names[folder]
-        order = sorted(range(len(names)), key=names.__getitem__)
-        order = [
-            this
-            for this, after in zip(order, [*order[1:], None], strict=True)
-            if after is None or names[this] != names[after]
-        ]
-        places = numpy.array(self.places[folder], dtype=numpy.int64).reshape(-1, 3)[order]
-        return [names[this] for this in order], places
+def _ordered(names: list[str], places: array) -> tuple[list[str], numpy.ndarray]:
+    """Return images in order, and their places; of one name the last counts, as in extracting a tar."""
+    last = {name: number for number, name in enumerate(names)}
+    names = sorted(last)
+    return names, numpy.array(places, dtype=numpy.int64).reshape(-1, 3)[[last[name] for name in names]]
 
 
 class _TarReader:
@@ -282,11 +240,11 @@ class _TarReader:
         path: the tar.
         file: it, open.
         split_name: what members' names may begin with.
-        show: is told how many bytes are read.
+        progress: is told how far the reader is.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, split_name: str, show: Callable[[int], None]) -> None:
-        self.path, self.file, self.split_name, self.show = path, file, split_name, show
+    def __init__(self, path: Path, file: BinaryIO, split_name: str, progress: Progress) -> None:
+        self.path, self.file, self.split_name, self.progress = path, file, split_name, progress
         self.ignored = []
 
     def _members(self, start: int, end: int) -> Iterator[tarfile.TarInfo]:
@@ -305,7 +263,7 @@ class _TarReader:
                     raise tarfile.ReadError(f"member {member.name!r} is not whole")
                 place = member.offset_data
                 archive.members.clear()  # which would keep a million of them
-                self.show(member.offset)
+                self.progress.show(member.offset)
                 yield member
             # tarfile takes a header that it cannot read for the end, unless it is the first.
             self.file.seek(archive.offset)
@@ -345,18 +303,18 @@ class _TarReader:
         """Add the images of a tar whose members say the class, and to `by_class` those of the class tars in it."""
         for folder, name, member in self._entries(0, end):
             if not name:
-                found.add_folder(folder)
+                _add(found, folder)
             elif not name.lower().endswith(".tar"):
-                found.add(folder, name, number, member.offset_data, member.size)
+                _add(found, folder, [name], (number, member.offset_data, member.size))
             elif folder in ("", self.split_name):
                 start = member.offset_data
                 self.scan_class(by_class, name[: -len(".tar")], number, start, start + member.size)
 
     def scan_class(self, by_class: _Found, class_name: str, number: int, start: int, end: int) -> None:
         """Add the images of a tar of one class, whose members may carry the class's name too."""
-        by_class.add_folder(class_name)
+        _add(by_class, class_name)
         for folder, name, member in self._entries(start, end):
             if name.lower().endswith(IMG_EXTENSIONS):
                 inner = f"{folder}/".removeprefix(f"{self.split_name}/{class_name}/").removeprefix(f"{class_name}/")
                 place = (number, member.offset_data, member.size)
-                by_class.add(f"{class_name}/{inner}".rstrip("/"), name, *place)
+                _add(by_class, f"{class_name}/{inner}".rstrip("/"), [name], place)

@@ -25,6 +25,7 @@ from PIL import __version__ as pillow_version
 from torch.utils.data import DataLoader
 
 import config
+import utils
 from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError
 from files import locked, write_atomically
@@ -240,16 +241,20 @@ class ShardWriter:
         results: what the workers make of them; as many are taken as the shard has images.
         progress: is told of every image.
         skip_bad: whether an image that cannot be decoded is left out.
+
+    Attributes:
+        record: the shard's part of the manifest.
     """
 
     def __init__(
         self, split: Split, shard: Shard, results: Iterator[Packed], progress: Progress, *, skip_bad: bool
     ) -> None:
-        self.split, self.shard, self.progress, self.skip_bad = split, shard, progress, skip_bad
-        self.results = islice(results, shard.stop - shard.start)
-        self.members = []
-        self.kept, self.skipped = {}, []
-        self.num_bytes, self.sha256 = 0, ""
+        self.split, self.progress, self.skip_bad = split, progress, skip_bad
+        self.numbers = range(shard.start, shard.stop)
+        self.results = islice(results, len(self.numbers))
+        source_bytes = sum(split.sizes[shard.start : shard.stop])
+        self.record = {"file": shard.file, "images": 0, "source_bytes": source_bytes, "bytes": 0, "sha256": ""}
+        self.record |= {"kept": {}, "skipped": []}
 
     def write(self, file: BinaryIO) -> None:
         """Write every image as a member of a tar, with headers that depend on names and sizes alone.
@@ -259,28 +264,31 @@ class ShardWriter:
         """
         hashing = HashingFile(file)
         with tarfile.open(fileobj=hashing, mode="w", format=tarfile.GNU_FORMAT) as tar:
-            for index, packed in zip(range(self.shard.start, self.shard.stop), self.results, strict=True):
-                name = self.split.names[index]
-                self.progress.show(self.progress.done + 1)
-                if packed.payload is None:
-                    self.leave_out(name, packed.note)
-                    continue
-                if packed.note:
-                    self.kept.setdefault(packed.note, []).append(name)
-                member = tarfile.TarInfo(f"{self.split.name}/{name}")
-                member.size = len(packed.payload)
-                tar.addfile(member, io.BytesIO(packed.payload))
-                self.members.append((member.name, member.size))
-        self.num_bytes, self.sha256 = file.tell(), hashing.sha256.hexdigest()
+            for number, packed in zip(self.numbers, self.results, strict=True):
+                self.progress.show(number - self.numbers.start)
+                self._note(self.split.names[number], packed)
+                if packed.payload is not None:
+                    member = tarfile.TarInfo(f"{self.split.name}/{self.split.names[number]}")
+                    member.size = len(packed.payload)
+                    tar.addfile(member, io.BytesIO(packed.payload))
+        self.record |= {"bytes": file.tell(), "sha256": hashing.sha256.hexdigest()}
 
-    def leave_out(self, name: str, reason: str) -> None:
-        """Note an image that cannot be decoded, or stop because of it."""
-        if not self.skip_bad:
+    def _note(self, name: str, packed: Packed) -> None:
+        """Count an image that is written; note one that is kept or left out, or stop because of it."""
+        if packed.payload is None and not self.skip_bad:
             raise ImageError(
-                f"cannot read image {self.split.root / name}: {reason}; replace it, or leave such images out with "
+                f"cannot read image {self.split.root / name}: {packed.note}; replace it, or leave such images out with "
                 "--skip-bad (the same command goes on after the last whole shard)"
             )
-        self.skipped.append({"name": name, "reason": reason})
+        if packed.payload is None:
+            self.record["skipped"].append({"name": name, "reason": packed.note})
+            return
+        self.record["images"] += 1
+        if packed.note:
+            kept = self.record["kept"].setdefault(packed.note, {"images": 0, "first": []})
+            kept["images"] += 1
+            # A set without any JPEG must not fill the manifest with names.
+            kept["first"] += [name] if kept["images"] <= 10 else []
 
     def verify(self, path: Path) -> None:
         """Read the file back.
@@ -292,23 +300,8 @@ class ShardWriter:
             if hasattr(os, "posix_fadvise"):  # what the disk has, and not what memory still holds
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        with tarfile.open(path, "r:") as tar:
-            members = [(member.name, member.size) for member in tar]
-        if checksum != self.sha256 or members != self.members:
+        if checksum != self.record["sha256"]:
             raise OSError(errno.EIO, "read back otherwise than it was written")
-
-    def record(self) -> dict:
-        """Return the shard's part of the manifest."""
-        return {
-            "file": self.shard.file,
-            "images": len(self.members),
-            "source_bytes": sum(self.split.sizes[self.shard.start : self.shard.stop]),
-            "bytes": self.num_bytes,
-            "sha256": self.sha256,
-            # A set without any JPEG must not fill the manifest with names.
-            "kept": {reason: {"images": len(names), "first": names[:10]} for reason, names in self.kept.items()},
-            "skipped": self.skipped,
-        }
 
 
 @contextmanager
@@ -370,7 +363,8 @@ class Pack:
             for file, path in paths.items()
             if path.is_file() and path.stat().st_size == records[file]["bytes"]
         }
-        print(f"{self.out} has {len(self.records)} of {len(self.shards)} shards already")
+        if self.records:
+            print(f"{self.out} has {len(self.records)} of {len(self.shards)} shards already")
 
     def check_free_space(self) -> None:
         """Refuse what plainly does not fit; repacked JPEGs take about as much as before.
@@ -424,7 +418,8 @@ class Pack:
             writer = ShardWriter(self.splits[shard.split], shard, results, progress, skip_bad=skip_bad)
             with saying_where(self.out / shard.file):
                 write_atomically(self.out / shard.file, writer.write, writer.verify)
-            self.records[shard.file] = writer.record()
+            progress.first += shard.stop - shard.start
+            self.records[shard.file] = writer.record
             self.save()
 
 
@@ -678,7 +673,8 @@ def get_args_parser() -> argparse.ArgumentParser:
         default=512,
         help="how much of the source goes into one tar (default: 512); shrunk images make it smaller",
     )
-    parser.add_argument("--workers", metavar="N", type=int, help="processes that pack images (default: one a core)")
+    words = "processes that pack images (default: one a core)"
+    parser.add_argument("--workers", metavar="N", type=int, default=utils.count_cores(), help=words)
     parser.add_argument(
         "--skip-bad", action="store_true", help="leave out and list images that cannot be decoded, where else it stops"
     )
@@ -687,13 +683,11 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def validate(options: argparse.Namespace) -> None:
-    """Fill in what follows from the machine, and refuse what makes no sense.
+    """Refuse options that make no sense.
 
     Raises:
         UserError: two options contradict each other, or a value is out of range.
     """
-    if options.workers is None:
-        options.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     limits = {"--short-side": 65500, "--max-side": 65500, "--quality": 100, "--shard-mib": 2**20, "--workers": 1024}
     for option, largest in limits.items():
         value = getattr(options, option[2:].replace("-", "_"))
@@ -716,11 +710,10 @@ def check_folders(options: argparse.Namespace) -> None:
     Raises:
         UserError: it is so.
     """
-    if len({*options.splits}) < len(options.splits) or any(
-        "/" in name or name in ("", ".", "..") for name in options.splits
-    ):
-        raise UserError(f"--splits {' '.join(options.splits)}: give names of folders in {options.data_path}, each once")
     for name in options.splits:
+        if name in ("", ".", "..") or "/" in name or options.splits.count(name) > 1:
+            words = " ".join(options.splits)
+            raise UserError(f"--splits {words}: give names of folders in {options.data_path}, each once")
         if (options.data_path / name).resolve() in (options.out.resolve(), *options.out.resolve().parents):
             raise UserError(f"{options.out} is inside {options.data_path / name}; choose a folder outside the images")
 
