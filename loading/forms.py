@@ -15,9 +15,6 @@ FORMS: list[type[Source]] = [FolderIndex, TarIndex]
 def find_sources(root: Path) -> list[Source]:
     """Return the sources that are there for a split, the one to use first; none of them is opened yet.
 
-    Args:
-        root: the data path and the split's name.
-
     Raises:
         UserError: a folder cannot be listed, a shard is missing between others, or a pack is not whole.
     """
@@ -45,10 +42,7 @@ def check_source(root: Path) -> list[Source]:
 
 
 def open_source(root: Path) -> Source:
-    """Return the images of a split, ready to be read.
-
-    Args:
-        root: the data path and the split's name.
+    """Return the images of a split, ready to be read; its root is the data path and the split's name.
 
     Raises:
         UserError: the split is not there, or holds what none may.

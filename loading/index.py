@@ -15,7 +15,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import BadImageError, UserError
 from files import locked, open_to_read, write_atomically
-from loading.source import Source, line_of
+from loading.source import Source, digest, line_of
 
 # What was changed less than this before it was read may have been changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
@@ -116,11 +116,10 @@ class ImageIndex(Source):
     def open(self) -> "ImageIndex":
         """Take the index from its cache where that is fresh, else scan, and write it for the next start.
 
-        The cache is beside the split, or in the user's cache folder where that cannot be written. Of several processes
-        that start together one scans, and the others wait for its cache.
+        Of several processes that start together one scans, and the others wait for its cache.
 
         Raises:
-            UserError: the split holds what no image folder may.
+            UserError: the split cannot be read, or holds what no image folder may.
         """
         caches, reasons = cache_paths(self.root), []
         if any(self._load(cache) for cache in caches):
@@ -190,11 +189,7 @@ class ImageIndex(Source):
         return scan.doubt
 
     def check_classes(self, classes: list[str], num_stray: int) -> None:
-        """Refuse a split without classes; `num_stray` images are in none.
-
-        Raises:
-            UserError: it is one.
-        """
+        """Raise UserError where there are no classes; `num_stray` images are in none."""
         if not classes and not num_stray:
             raise UserError(f"{self.where} holds neither images nor class folders; it needs one folder for each class")
         if not classes:
@@ -237,20 +232,11 @@ class ImageIndex(Source):
 
     def identity(self) -> dict[str, str | None]:
         """Return the form, the path, and a hash of the times at which the folders or files were changed."""
-        return {**super().identity(), "times": digest(self.arrays["states"][:, 0].tobytes())}
-
-
-def digest(content: bytes) -> str:
-    """Return a hash of anything."""
-    return hashlib.sha256(content).hexdigest()[:16]
+        return {**super().identity(), "times": digest([self.arrays["states"][:, 0].tobytes()])}
 
 
 def check_num_bytes(num_bytes: int) -> None:
-    """Refuse a file that is too large for an image.
-
-    Raises:
-        BadImageError: it is.
-    """
+    """Raise BadImageError for a file that is too large for an image."""
     if num_bytes > _MAX_BYTES:
         raise BadImageError(f"it has {num_bytes:,} bytes; an image has at most {_MAX_BYTES:,}")
 

@@ -5,7 +5,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from errors import UserError
 
@@ -13,15 +12,15 @@ from errors import UserError
 class Source(ABC):
     """The images of one split in one form. A new form is a subclass, and an entry in `forms.FORMS`.
 
-    A form must give `classes`, `__len__`, `label`, `name` and `read`, and `find` if it lies on a disk. Everything else
-    has a default. Loader processes are forked from the process that opened a source, and share what it holds.
+    It gives `find`, `classes`, `__len__`, `label`, `name` and `read`; everything else has a default. Loader processes
+    are forked from the process that opened a source, and share what it holds.
 
     Args:
         root: the data path and the split's name; there need not be such a folder.
 
     Attributes:
-        form: name of the form in checkpoints and messages.
-        layout: the files that the form needs in the data path, for the message to a user who has none.
+        form: its name in checkpoints and messages.
+        layout: the files that it needs in the data path, for a user who has none.
         classes: their names, in the order of the labels.
         seen: the `SeenFiles` of a source that notes which files were read.
     """
@@ -86,13 +85,12 @@ class Source(ABC):
 
     def fingerprint(self) -> str:
         """Return a hash of the names and labels of all images, the same in every form."""
-        return fingerprint(self.lines())
+        return digest(self.lines())
 
     def identity(self) -> dict[str, str | None]:
-        """Return how else a split can be told from another without a look at each file of it.
+        """Return how a split can be told from another of the same names, without a look at each file.
 
-        The form and the path; hashes of the sizes of all images, of the times at which the files were changed, and of
-        their contents, each as far as the form knows it.
+        Its form and path; hashes of the images' sizes, of the times of its files, and of their checksums, or None.
         """
         path = os.path.abspath(self.root)
         return {"form": self.form, "path": path, "sizes": None, "times": None, "checksums": None}
@@ -102,17 +100,17 @@ class Source(ABC):
         self.seen = None
 
 
-def line_of(name: str, label: Any) -> bytes:
-    """Return an image's line of the fingerprint."""
+def line_of(name: str, label: int) -> bytes:
+    """Return an image's line of the fingerprint, which checkpoints hold."""
     return f"{name} {label}\n".encode("utf-8", "surrogateescape")
 
 
-def fingerprint(lines: Iterable[bytes]) -> str:
-    """Return the hash of the lines of all images; checkpoints hold it."""
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(line)
-    return digest.hexdigest()[:16]
+def digest(pieces: Iterable[bytes]) -> str:
+    """Return a hash of bytes that come in pieces."""
+    whole = hashlib.sha256()
+    for piece in pieces:
+        whole.update(piece)
+    return whole.hexdigest()[:16]
 
 
 def list_folder(folder: Path) -> list[str]:

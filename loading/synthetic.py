@@ -11,16 +11,7 @@ from loading.source import Source
 
 
 class SyntheticSource(Source):
-    """A fixed pool of noise, so that loading costs next to nothing.
-
-    Args:
-        num_images: the size of the set.
-        size_px: side of an image.
-        num_classes: labels go round them.
-
-    Attributes:
-        pool: (POOL, 3, size_px, size_px) uint8.
-    """
+    """A fixed pool of noise, so that loading costs next to nothing; labels go round the classes."""
 
     POOL = 64
     form = "synthetic"

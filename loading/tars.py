@@ -15,8 +15,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import ImageError, UserError
 from files import open_regular, open_to_read
-from loading.index import ImageIndex, Progress, Scan, check_num_bytes, digest
-from loading.source import Source, list_folder
+from loading.index import ImageIndex, Progress, Scan, check_num_bytes
+from loading.source import Source, digest, list_folder
 
 # What scripts/pack.py writes beside its shards, and how that says whose it is.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -75,8 +75,8 @@ class TarIndex(ImageIndex):
     def identity(self) -> dict[str, str | None]:
         """Return also hashes of the images' sizes and, of a pack, of the shards' checksums."""
         listed = "".join(_checksums(self.root.name, self.files[0].parent).values())
-        sizes = digest(self.arrays["places"][:, 2].tobytes())
-        return {**super().identity(), "sizes": sizes, "checksums": digest(listed.encode()) if listed else None}
+        sizes = digest([self.arrays["places"][:, 2].tobytes()])
+        return {**super().identity(), "sizes": sizes, "checksums": digest([listed.encode()]) if listed else None}
 
     def read(self, number: int) -> bytes:
         """Return the bytes of an image's file; raises as `Source.read`."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +33,7 @@ from files import locked, write_atomically
 from loading.decode import load_image
 from loading.forms import open_source
 from loading.index import Progress, with_retries
-from loading.source import fingerprint, line_of
+from loading.source import digest, line_of
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
 
 LOCK = "pack.lock"
@@ -50,15 +51,13 @@ examples:
   python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
   python -m scripts.pack --verify /data/imagenet-256
 
-OUT gets train-000000.tar, train-000001.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums,
-settings, what was kept or left out). `tar xf` of every shard in one folder gives back an image folder: names, classes
-and order stay as they are. Every JPEG gets a restart marker for each row of blocks, so that a loader can decode the
-rows that a crop needs and no others.
+OUT gets train-000000.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums, settings, images kept
+or left out). `tar xf` of every shard in one folder gives back an image folder: names, classes and order stay as they
+are. Every JPEG gets a restart marker for each row of blocks, so that a loader can decode only the rows of a crop.
 
 --lossless keeps every pixel, which is checked image by image; a file that jpegtran cannot repack is kept as it is.
---short-side and --max-side shrink what is larger and write every image, also one that fits, as an RGB JPEG (4:2:0,
-no metadata, pixels as stored, so that an EXIF rotation is dropped and not applied). A name keeps its ending, though
-x.png then holds a JPEG: loaders go by content, and the order of names is the order of labels.
+--short-side and --max-side write every image as an RGB JPEG (4:2:0, no metadata, pixels as stored, so that an EXIF
+rotation is dropped and not applied). A name keeps its ending, though x.png then holds a JPEG: loaders go by content.
 
 Run the same command again after an interruption of any kind: it goes on after the last whole shard, and the files are
 the same, byte for byte, as without one and with any number of workers.
@@ -72,15 +71,7 @@ class UnfinishedError(UserError):
 
 
 class Split:
-    """The images of one split, in ImageFolder's order, with the name and size of each.
-
-    Args:
-        data_path: the folder that holds the split.
-        name: `train` or `val`.
-
-    Raises:
-        UserError: it holds no such images.
-    """
+    """The images of one split, `train` or `val`, in ImageFolder's order."""
 
     def __init__(self, data_path: Path, name: str) -> None:
         self.name = name
@@ -357,21 +348,13 @@ class Pack:
             raise UserError(
                 f"{self.out} was begun with --skip-bad and lacks {skipped[0]}; give --skip-bad again, or --overwrite"
             )
-        paths = {file: self.out / file for file in records}
-        self.records = {
-            file: records[file]
-            for file, path in paths.items()
-            if path.is_file() and path.stat().st_size == records[file]["bytes"]
-        }
+        sizes = {path.name: path.stat().st_size for path in self.out.iterdir() if path.is_file()}
+        self.records = {file: record for file, record in records.items() if sizes.get(file) == record["bytes"]}
         if self.records:
             print(f"{self.out} has {len(self.records)} of {len(self.shards)} shards already")
 
     def check_free_space(self) -> None:
-        """Refuse what plainly does not fit; repacked JPEGs take about as much as before.
-
-        Raises:
-            UserError: less than nine tenths of what these shards need is free.
-        """
+        """Raise UserError where even nine tenths do not fit; repacked JPEGs take about as much as before."""
         needed = sum(sum(self.splits[shard.split].sizes[shard.start : shard.stop]) for shard in self.missing)
         free = shutil.disk_usage(self.out).free
         if free < 0.9 * needed:
@@ -544,12 +527,8 @@ def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
     Raises:
         UnfinishedError: nothing is left of a class, which would change every later label.
     """
-    skipped = {
-        image["name"]
-        for file, record in records.items()
-        if file.rpartition("-")[0] == split.name
-        for image in record["skipped"]
-    }
+    of_split = [record for file, record in records.items() if file.rpartition("-")[0] == split.name]
+    skipped = {image["name"] for record in of_split for image in record["skipped"]}
     numbers = [number for number, name in enumerate(split.names) if name not in skipped]
     labels = [split.source.label(number) for number in numbers]
     lost = set(range(len(split.classes))) - set(labels)
@@ -557,7 +536,7 @@ def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
         raise UnfinishedError(
             f"no image of {split.root / split.classes[min(lost)]} can be read; replace one, or remove the class folder"
         )
-    return fingerprint(line_of(split.names[number], label) for number, label in zip(numbers, labels, strict=True))
+    return digest(line_of(split.names[number], label) for number, label in zip(numbers, labels, strict=True))
 
 
 def size_text(num_bytes: int) -> str:
@@ -573,12 +552,10 @@ def summarize(manifest: dict) -> None:
             f"{name}: {part['images']:,} images of {part['classes']:,} classes in {part['num_shards']} shards, "
             f"{size_text(part['bytes'])}, {share} of {size_text(part['source_bytes'])}"
         )
-        reasons = {}
+        reasons = Counter()
         for record in part["shards"]:
-            for reason, kept in record["kept"].items():
-                reasons[reason] = reasons.get(reason, 0) + kept["images"]
-        for reason, number in reasons.items():
-            line += f"; {number:,} kept as they were ({reason})"
+            reasons.update({reason: kept["images"] for reason, kept in record["kept"].items()})
+        line += "".join(f"; {number:,} kept as they were ({reason})" for reason, number in reasons.items())
         if part["skipped"]:
             line += f"; {part['skipped']:,} left out, listed in {PACK_MANIFEST}"
         print(line)
@@ -611,12 +588,7 @@ def check_shard(out: Path, record: dict) -> list[str]:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Check every shard of a pack, and print what is wrong.
-
-    Raises:
-        UserError: there is no pack.
-        UnfinishedError: something is wrong with it.
-    """
+    """Check every shard of a pack, and print what is wrong; raises UnfinishedError if anything is."""
     out = options.out
     manifest = own_manifest(out)
     if manifest is None:
@@ -651,28 +623,16 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the pack: new, empty, or holding one already")
     parser.add_argument("--data-path", metavar="DIR", type=Path, help="folder with train/ and val/, one folder a class")
-    parser.add_argument(
-        "--splits",
-        metavar="NAME",
-        nargs="+",
-        default=["train", "val"],
-        help="which of its folders (default: train val)",
-    )
+    words = "which of its folders (default: train val)"
+    parser.add_argument("--splits", metavar="NAME", nargs="+", default=["train", "val"], help=words)
     modes = parser.add_mutually_exclusive_group(required=True)
     modes.add_argument("--lossless", action="store_true", help="the same pixels, restart markers added (by jpegtran)")
     modes.add_argument("--short-side", metavar="PX", type=int, help="shrink so that the shorter side is at most this")
     modes.add_argument("--max-side", metavar="PX", type=int, help="shrink so that the longer side is at most this")
-    modes.add_argument(
-        "--verify", action="store_true", help="check the pack in OUT: checksums, and every image decodes"
-    )
+    modes.add_argument("--verify", action="store_true", help="check that every image in OUT is whole, and decodes")
     parser.add_argument("--quality", metavar="Q", type=int, help="of JPEGs that are encoded again (default: 90)")
-    parser.add_argument(
-        "--shard-mib",
-        metavar="MIB",
-        type=int,
-        default=512,
-        help="how much of the source goes into one tar (default: 512); shrunk images make it smaller",
-    )
+    words = "how much of the source goes into one tar (default: 512); shrunk images make it smaller"
+    parser.add_argument("--shard-mib", metavar="MIB", type=int, default=512, help=words)
     words = "processes that pack images (default: one a core)"
     parser.add_argument("--workers", metavar="N", type=int, default=utils.count_cores(), help=words)
     parser.add_argument(
@@ -705,11 +665,7 @@ def validate(options: argparse.Namespace) -> None:
 
 
 def check_folders(options: argparse.Namespace) -> None:
-    """Refuse splits that are no folders of their own, and a pack inside of what it packs.
-
-    Raises:
-        UserError: it is so.
-    """
+    """Raise UserError for splits that are no folders of their own, and a pack inside of what it packs."""
     for name in options.splits:
         if name in ("", ".", "..") or "/" in name or options.splits.count(name) > 1:
             words = " ".join(options.splits)
