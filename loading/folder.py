@@ -84,13 +84,10 @@ def _list_folder(path: str, scan: Scan) -> tuple[list[str], list[str]]:
         entries = list(iterator)
     # Comprehensions: this is done for every image, and a loop with branches takes twice as long.
     try:
-        folders = [entry.name for entry in entries if entry.is_dir()]
-        files = (
-            [entry.name for entry in entries if not entry.is_dir()] if folders else [entry.name for entry in entries]
-        )
+        folders = {entry.name for entry in entries if entry.is_dir()}
     except OSError:  # of a link that leads in a circle
-        folders = [entry.name for entry in entries if os.path.isdir(entry.path)]
-        files = [entry.name for entry in entries if not os.path.isdir(entry.path)]
+        folders = {entry.name for entry in entries if os.path.isdir(entry.path)}
+    files = [entry.name for entry in entries if entry.name not in folders]
     images = [name for name in files if name.endswith(_USUAL_EXTENSIONS) or name.lower().endswith(IMG_EXTENSIONS)]
     if len(images) < len(files):
         others = [os.path.join(path, name) for name in set(files) - set(images)]

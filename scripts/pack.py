@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image, ImageFile, features
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader
 import config
 import utils
 from checkpointing.preemption import start_worker
-from errors import BadImageError, ImageError, UserError
+from errors import BadImageError, ImageError, UserError, one_line
 from files import locked, write_atomically
 from loading.decode import load_image
 from loading.forms import open_source
@@ -200,27 +201,8 @@ def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int
         try:
             packed.append(convert(payload, image))
         except Exception as error:
-            raise ImageError(f"cannot pack image {path}: {one_line(error)}") from error
+            raise ImageError(f"cannot pack image {path}: {one_line(str(error) or type(error).__name__)}") from error
     return packed
-
-
-def one_line(error: Exception) -> str:
-    """Return the reason of an error, as one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-class HashingFile:
-    """What tarfile needs of a file that is written, and a SHA-256 of what went through."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.sha256 = hashlib.sha256()
-        self.tell = file.tell
-
-    def write(self, payload: bytes) -> int:
-        """Write and hash."""
-        self.sha256.update(payload)
-        return self.file.write(payload)
 
 
 class ShardWriter:
@@ -253,7 +235,8 @@ class ShardWriter:
         Raises:
             ImageError: an image cannot be decoded.
         """
-        hashing = HashingFile(file)
+        sha256 = hashlib.sha256()
+        hashing = SimpleNamespace(tell=file.tell, write=lambda content: sha256.update(content) or file.write(content))
         with tarfile.open(fileobj=hashing, mode="w", format=tarfile.GNU_FORMAT) as tar:
             for number, packed in zip(self.numbers, self.results, strict=True):
                 self.progress.show(number - self.numbers.start)
@@ -262,7 +245,7 @@ class ShardWriter:
                     member = tarfile.TarInfo(f"{self.split.name}/{self.split.names[number]}")
                     member.size = len(packed.payload)
                     tar.addfile(member, io.BytesIO(packed.payload))
-        self.record |= {"bytes": file.tell(), "sha256": hashing.sha256.hexdigest()}
+        self.record |= {"bytes": file.tell(), "sha256": sha256.hexdigest()}
 
     def _note(self, name: str, packed: Packed) -> None:
         """Count an image that is written; note one that is kept or left out, or stop because of it."""
@@ -579,7 +562,7 @@ def check_shard(out: Path, record: dict) -> list[str]:
                 except BadImageError as error:
                     damaged.append(f"{member.name}: {error}")
     except (MemoryError, OSError, tarfile.TarError) as error:
-        problems.append(f"{path}: {one_line(error)}")
+        problems.append(f"{path}: {one_line(str(error) or type(error).__name__)}")
     if damaged:
         problems.append(f"{path}: {len(damaged)} images cannot be read, the first {damaged[0]}")
     if num_images != record["images"]:

@@ -406,7 +406,7 @@ def case_cache(bench: Bench, folder: Path, rng: random.Random) -> None:
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     cache = index.cache_paths(root / "train")[0]
     arrays = dict(bench.truth.arrays)
-    states = [index._state(os.stat(root / path)) for path in bench.truth.watched]
+    states = [index._state(os.stat(root / path)) for path in index.Names(bench.truth.arrays["watched"])]
     arrays["states"] = numpy.array(states, dtype=numpy.int64).reshape(-1, 3)
     if rng.random() < 0.7:
         name = rng.choice(sorted(arrays))
