@@ -21,8 +21,10 @@ import utils
 from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
-from loading.index import RETRY_WAITS_S, check_split, open_index, with_retries
+from loading.forms import check_source, open_source
+from loading.index import RETRY_WAITS_S, with_retries
 from loading.loader import ProcessLoader, ThreadLoader, check_workers, collate
+from loading.synthetic import SyntheticSource
 from models import resolve_weights
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, MIXING, Draws, fold_seed, seed_host
@@ -33,7 +35,7 @@ class IndexedImageFolder(Dataset):
     """The images of a split, one folder or tar a class, as uint8 samples; indexed by number or by `SampleKey`.
 
     Args:
-        root: the folder; where there is none, its tars beside it (`index.find_splits`).
+        root: the data path and the split's name; `forms.find_sources` says which files there are its images.
         transform: a preset, whose `load` makes a (3, H, W) uint8 tensor of a file's bytes; where keys are `SampleKey`s,
             its `at` gives the preset of an epoch. It draws from what it is given or from the process's generators.
         seed: the run's, the first part of the address of every draw.
@@ -51,7 +53,7 @@ class IndexedImageFolder(Dataset):
         self.root = Path(root)
         self.transform = transform
         self.seed = seed
-        self.index = open_index(self.root)
+        self.index = open_source(self.root)
         self.classes = self.index.classes
 
     def fingerprint(self) -> str:
@@ -59,7 +61,7 @@ class IndexedImageFolder(Dataset):
         return self.index.fingerprint()
 
     def identity(self) -> dict[str, str | None]:
-        """Return what tells changed files of the same names apart: see `ImageIndex.identity`."""
+        """Return what tells changed files of the same names apart: see `Source.identity`."""
         return self.index.identity()
 
     def __len__(self) -> int:
@@ -101,7 +103,7 @@ class IndexedImageFolder(Dataset):
         """
         number = _number_of(key)
         try:
-            payload = self.index.read(number)
+            payload = with_retries(partial(self.index.read, number))
             return with_retries(partial(self._transform, key, payload)), self.index.label(number)
         except (MemoryError, OSError) as error:
             reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
@@ -165,8 +167,8 @@ class LenientImageFolder(IndexedImageFolder):
         raise self.error(key.index, f"{error}; nor is any of the next {num_tries - 1} good: are these the images?")
 
 
-class SyntheticImages(Dataset):
-    """Made-up uint8 images, for runs without data: a fixed pool of noise, so that loading costs next to nothing.
+class SyntheticImages(IndexedImageFolder):
+    """Made-up uint8 images, for runs without data: see `SyntheticSource`.
 
     Args:
         num_images: the size of the set.
@@ -174,31 +176,16 @@ class SyntheticImages(Dataset):
         num_classes: labels go round them.
     """
 
-    POOL = 64
+    POOL = SyntheticSource.POOL
 
     def __init__(self, num_images: int, size_px: int, num_classes: int = 1000) -> None:
-        self.num_images = num_images
-        self.num_classes = num_classes
-        self.classes = [f"class{label:04d}" for label in range(num_classes)]
-        generator = torch.Generator().manual_seed(0)
-        pool = torch.randint(0, 256, (self.POOL, 3, size_px, size_px), dtype=torch.uint8, generator=generator)
-        self.pool = pool.contiguous(memory_format=torch.channels_last)  # the order of a batch, into which it is copied
-
-    def fingerprint(self) -> str:
-        """Return what stands for these images in a checkpoint."""
-        return f"synthetic-{self.num_images}-{self.num_classes}"
-
-    def identity(self) -> dict[str, str | None]:
-        """Return what a checkpoint keeps of files, of which there are none."""
-        return {"form": "synthetic", "path": "", "sizes": None, "times": None, "checksums": None}
-
-    def __len__(self) -> int:
-        return self.num_images
+        self.index = SyntheticSource(num_images, size_px, num_classes)
+        self.classes = self.index.classes
 
     def __getitem__(self, key: int | SampleKey) -> tuple[Tensor, int]:
         """Return one image and its class, the same class for the same image."""
-        slot = (key.index if isinstance(key, SampleKey) else key) % self.POOL
-        return self.pool[slot], slot % self.num_classes
+        number = _number_of(key)
+        return self.index.pixels(number), self.index.label(number)
 
 
 def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple[Dataset | None, Dataset]:
@@ -211,10 +198,8 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     if args.synthetic is not None:
         train = None if args.test_only else SyntheticImages(args.synthetic, args.train_crop_size)
         return train, SyntheticImages(max(args.synthetic // 10, 1), args.val_crop_size)
-    if not Path(args.data_path).is_dir():
-        raise UserError(f"--data-path {args.data_path} is not a folder; give the one that holds train/ and val/")
     for folder in [valdir] if args.test_only else [traindir, valdir]:
-        check_split(Path(folder))
+        check_source(Path(folder))
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed)
     # Here, since loader processes may be forked any time from now on.
     dataset_test.index.watch(is_strict=not args.test_only)

@@ -111,19 +111,20 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, notice: str) -> Iterator[None]:
-    """Hold a lock that one process at a time can hold, on all machines that see the file; wait for it.
+def locked(path: Path, notice: str = "", refusal: Exception | None = None) -> Iterator[None]:
+    """Hold a lock that one process at a time can hold, on all machines that see the file; wait for it, or refuse.
 
     The system frees it when the process ends, however it ends. The file is removed with it.
 
     Args:
         path: of the lock's file.
         notice: is printed where it has to be waited for.
+        refusal: is raised where it would have to be.
 
     Raises:
         OSError: the file cannot be written, or its disk knows no locks.
     """
-    descriptor = _open_locked(path, notice)
+    descriptor = _open_locked(path, notice, refusal)
     try:
         yield
     finally:
@@ -131,13 +132,15 @@ def locked(path: Path, notice: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _open_locked(path: Path, notice: str) -> int:
+def _open_locked(path: Path, notice: str, refusal: Exception | None) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                if refusal is not None:
+                    raise refusal from None
                 print(notice, flush=True)
                 fcntl.lockf(descriptor, fcntl.LOCK_EX)
             # While we waited, the one before us has removed it, and another may hold a new one.

@@ -16,7 +16,7 @@ import presets
 import utils
 from errors import UserError
 from launch import read_launch
-from loading.index import find_splits, open_index
+from loading.forms import find_sources, open_source
 from loading.loader import check_memory
 from sampler import VirtualShards
 
@@ -87,11 +87,11 @@ def count_images(args: Any) -> tuple[int, int, str]:
     if args.synthetic is not None:
         return args.synthetic, IMAGENET_CLASSES, f"{args.synthetic:,} made-up training images"
     traindir = Path(args.data_path or "") / "train"
-    if args.data_path is None or not find_splits(traindir):
+    if args.data_path is None or not find_sources(traindir):
         where = f"no data in {traindir}" if args.data_path else "no --data-path"
         return IMAGENET_IMAGES, IMAGENET_CLASSES, f"{where}: assuming {IMAGENET_IMAGES:,} images of 1,000 classes"
     with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe
-        images = open_index(traindir)
+        images = open_source(traindir)
     num_classes = len(images.classes)
     return len(images), num_classes, f"{traindir}: {len(images):,} images of {num_classes:,} classes"
 

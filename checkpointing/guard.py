@@ -196,7 +196,7 @@ def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list
     differing = [key for key in meanings if theirs[key] != ours[key] and None not in (theirs[key], ours[key])]
     is_same_place = is_same_form and theirs["path"] == ours["path"]
     if not differing and is_same_place and theirs["times"] != ours["times"]:
-        what = "class folders" if ours["form"] == "folder" else "tars"
+        what = "class folders" if ours["form"] == "folder" else ours["form"]
         notes.append(
             f"data of {name}: {ours['path']}: the {what} have changed since the checkpoint, but no name in them"
         )

@@ -1,6 +1,8 @@
 """Which images a run has read, and whether they are still the same."""
 
 import io
+import mmap
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,50 @@ import torch
 from torch.utils.data import Dataset
 
 import utils
-from errors import PreemptedError
+from errors import ImageError, PreemptedError
 from files import explain_failure, open_to_read, write_atomically
-from loading.index import ImageIndex
+from loading.source import Source
 from options import parse_allowed
+
+
+class SeenFiles:
+    """The size and time of each file of a split as a run read it first, in memory that forked loader processes share.
+
+    It is 8 bytes an image: what all of them together say is more than a checkpoint should carry.
+
+    Args:
+        num_images: of the split.
+        is_strict: whether a file that has another size now ends the run.
+    """
+
+    def __init__(self, num_images: int, *, is_strict: bool) -> None:
+        self.is_strict = is_strict
+        memory = mmap.mmap(-1, max(8 * num_images, 1))
+        # (images, 2): its bytes and one, and the second that it was changed in; zeros before it is read.
+        self.states = numpy.frombuffer(memory, dtype=numpy.uint32, count=2 * num_images).reshape(-1, 2)
+
+    def note(self, number: int, path: str, status: os.stat_result) -> None:
+        """Take down the state of a file that is read.
+
+        Raises:
+            ImageError: it is not the file that was read before.
+        """
+        state = [(status.st_size + 1) % (1 << 32), int(status.st_mtime) % (1 << 32)]
+        known = self.states[number].tolist()
+        if known == state:
+            return
+        if self.is_strict and known[0] not in (0, state[0]):
+            raise ImageError(
+                f"{path} has {status.st_size} bytes, and had {known[0] - 1} when this run read it before; put back the "
+                "images that the run began with, or resume with --allow-change data to go on with these"
+            )
+        self.states[number] = state
 
 
 class SeenRecord:
     """Remembers, from one start of a run to the next, the size and time of each file of its class folders.
 
-    A process notes them when it first opens a file (`index.SeenFiles`), which costs no look at a million files before
+    A process notes them when it first opens a file (`SeenFiles`), which costs no look at a million files before
     the first step, and compares them when it opens the file again. Here the notes of all processes are put together and
     written to a file of the output folder. What was read since they last were is not known to the next start; a file
     that is lost or damaged begins anew.
@@ -87,7 +123,7 @@ class SeenRecord:
             num_bytes = sum(states.nbytes for states in arrays.values())
             print(f"{self.folder / self.FILE} is not written: {explain_failure(error, self.folder, num_bytes)}")
 
-    def _gather(self, name: str, index: ImageIndex) -> bool:
+    def _gather(self, name: str, index: Source) -> bool:
         """Take what any process has noted of a set since the last call, and say which files have changed."""
         states, known = index.seen.states, self.known[name]
         numbers = numpy.flatnonzero((states != known).any(axis=1))

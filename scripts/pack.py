@@ -2,7 +2,6 @@
 
 import argparse
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -13,25 +12,32 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
+from torch.utils.data import DataLoader
 
 import config
-from errors import BadImageError, ImageError, UserError
-from files import write_atomically
+import utils
+from checkpointing.preemption import start_worker
+from errors import BadImageError, ImageError, UserError, one_line
+from files import locked, write_atomically
 from loading.decode import load_image
-from loading.index import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, open_index
-from scripts.workers import Progress, UnfinishedError, Workers, size_text
+from loading.forms import open_source
+from loading.index import Progress, with_retries
+from loading.source import digest, line_of
+from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
 
-KIND, FORMAT = PACK_KIND, PACK_FORMAT
-MANIFEST, LOCK = PACK_MANIFEST, "pack.lock"
+LOCK = "pack.lock"
 
 # Every name that this tool gives to a file in OUT; `--overwrite` removes these and nothing else.
 OWN_FILES = re.compile(r"(manifest\.json|[^/]+-\d{6}\.tar)(\.tmp\.\d+)?|pack\.lock")
@@ -46,43 +52,35 @@ examples:
   python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
   python -m scripts.pack --verify /data/imagenet-256
 
-OUT gets train-000000.tar, train-000001.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums,
-settings, what was kept or left out). `tar xf` of every shard in one folder gives back an image folder: names, classes
-and order stay as they are. Every JPEG gets a restart marker for each row of blocks, so that a loader can decode the
-rows that a crop needs and no others.
+OUT gets train-000000.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums, settings, images kept
+or left out). `tar xf` of every shard in one folder gives back an image folder: names, classes and order stay as they
+are. Every JPEG gets a restart marker for each row of blocks, so that a loader can decode only the rows of a crop.
 
 --lossless keeps every pixel, which is checked image by image; a file that jpegtran cannot repack is kept as it is.
---short-side and --max-side shrink what is larger and write every image, also one that fits, as an RGB JPEG (4:2:0,
-no metadata, pixels as stored, so that an EXIF rotation is dropped and not applied). A name keeps its ending, though
-x.png then holds a JPEG: loaders go by content, and the order of names is the order of labels.
+--short-side and --max-side write every image as an RGB JPEG (4:2:0, no metadata, pixels as stored, so that an EXIF
+rotation is dropped and not applied). A name keeps its ending, though x.png then holds a JPEG: loaders go by content.
 
 Run the same command again after an interruption of any kind: it goes on after the last whole shard, and the files are
 the same, byte for byte, as without one and with any number of workers.
 """
 
 
+class UnfinishedError(UserError):
+    """The work cannot be finished, or is not what it should be; what is whole stays."""
+
+    exit_code = 1
+
+
 class Split:
-    """The images of one split, in ImageFolder's order: everything that this tool knows of where images come from.
-
-    Args:
-        data_path: the folder that holds the split's folder.
-        name: `train` or `val`.
-
-    Raises:
-        UserError: it is no image folder.
-    """
+    """The images of one split, `train` or `val`, in ImageFolder's order."""
 
     def __init__(self, data_path: Path, name: str) -> None:
         self.name = name
         self.root = data_path / name
-        self.index = open_index(self.root)
-        self.classes = self.index.classes
-        self.names = [self.index.name(number) for number in range(len(self.index))]
-        self.sizes = [self.index.size(number) for number in range(len(self.index))]
-
-    def read(self, number: int) -> bytes:
-        """Return the bytes of an image file."""
-        return self.index.read(number)
+        self.source = open_source(self.root)
+        self.classes = self.source.classes
+        self.names = [self.source.name(number) for number in range(len(self.source))]
+        self.sizes = [self.source.size(number) for number in range(len(self.source))]
 
     def describe(self) -> dict:
         """Return what another run must find unchanged to go on with this one's shards."""
@@ -115,14 +113,6 @@ def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
         cuts.append((start, len(split.sizes)))
         shards += [Shard(f"{split.name}-{cut:06d}.tar", number, *bounds) for cut, bounds in enumerate(cuts)]
     return shards
-
-
-def fingerprint(names: Iterable[str]) -> str:
-    """Return what `data.IndexedImageFolder.fingerprint` gives for these `class/file` names, in order."""
-    names = list(names)
-    labels = {name: label for label, name in enumerate(sorted({name.split("/")[0] for name in names}))}
-    lines = "".join(f"{name} {labels[name.split('/')[0]]}\n" for name in names)
-    return hashlib.sha256(os.fsencode(lines)).hexdigest()[:16]
 
 
 class Packed(NamedTuple):
@@ -196,11 +186,11 @@ def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int
         ImageError: the disk or memory failed, which may pass, or an image cannot be encoded.
     """
     number, start, stop = task
-    split, packed = splits[number], []
+    source, packed = splits[number].source, []
     for index in range(start, stop):
-        path = split.index.path(index)
+        path = source.path(index)
         try:
-            payload = split.read(index)
+            payload = with_retries(partial(source.read, index))
             image = load_image(payload)
         except (MemoryError, OSError) as error:
             reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
@@ -211,27 +201,8 @@ def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int
         try:
             packed.append(convert(payload, image))
         except Exception as error:
-            raise ImageError(f"cannot pack image {path}: {one_line(error)}") from error
+            raise ImageError(f"cannot pack image {path}: {one_line(str(error) or type(error).__name__)}") from error
     return packed
-
-
-def one_line(error: Exception) -> str:
-    """Return the reason of an error, as one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-class HashingFile:
-    """What tarfile needs of a file that is written, and a SHA-256 of what went through."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.sha256 = hashlib.sha256()
-        self.tell = file.tell
-
-    def write(self, payload: bytes) -> int:
-        """Write and hash."""
-        self.sha256.update(payload)
-        return self.file.write(payload)
 
 
 class ShardWriter:
@@ -243,16 +214,20 @@ class ShardWriter:
         results: what the workers make of them; as many are taken as the shard has images.
         progress: is told of every image.
         skip_bad: whether an image that cannot be decoded is left out.
+
+    Attributes:
+        record: the shard's part of the manifest.
     """
 
     def __init__(
         self, split: Split, shard: Shard, results: Iterator[Packed], progress: Progress, *, skip_bad: bool
     ) -> None:
-        self.split, self.shard, self.progress, self.skip_bad = split, shard, progress, skip_bad
-        self.results = islice(results, shard.stop - shard.start)
-        self.members = []
-        self.kept, self.skipped = {}, []
-        self.num_bytes, self.sha256 = 0, ""
+        self.split, self.progress, self.skip_bad = split, progress, skip_bad
+        self.numbers = range(shard.start, shard.stop)
+        self.results = islice(results, len(self.numbers))
+        source_bytes = sum(split.sizes[shard.start : shard.stop])
+        self.record = {"file": shard.file, "images": 0, "source_bytes": source_bytes, "bytes": 0, "sha256": ""}
+        self.record |= {"kept": {}, "skipped": []}
 
     def write(self, file: BinaryIO) -> None:
         """Write every image as a member of a tar, with headers that depend on names and sizes alone.
@@ -260,30 +235,34 @@ class ShardWriter:
         Raises:
             ImageError: an image cannot be decoded.
         """
-        hashing = HashingFile(file)
+        sha256 = hashlib.sha256()
+        hashing = SimpleNamespace(tell=file.tell, write=lambda content: sha256.update(content) or file.write(content))
         with tarfile.open(fileobj=hashing, mode="w", format=tarfile.GNU_FORMAT) as tar:
-            for index, packed in zip(range(self.shard.start, self.shard.stop), self.results, strict=True):
-                name = self.split.names[index]
-                self.progress.update(self.split.sizes[index], len(packed.payload or b""))
-                if packed.payload is None:
-                    self.leave_out(name, packed.note)
-                    continue
-                if packed.note:
-                    self.kept.setdefault(packed.note, []).append(name)
-                member = tarfile.TarInfo(f"{self.split.name}/{name}")
-                member.size = len(packed.payload)
-                tar.addfile(member, io.BytesIO(packed.payload))
-                self.members.append((member.name, member.size))
-        self.num_bytes, self.sha256 = file.tell(), hashing.sha256.hexdigest()
+            for number, packed in zip(self.numbers, self.results, strict=True):
+                self.progress.show(number - self.numbers.start)
+                self._note(self.split.names[number], packed)
+                if packed.payload is not None:
+                    member = tarfile.TarInfo(f"{self.split.name}/{self.split.names[number]}")
+                    member.size = len(packed.payload)
+                    tar.addfile(member, io.BytesIO(packed.payload))
+        self.record |= {"bytes": file.tell(), "sha256": sha256.hexdigest()}
 
-    def leave_out(self, name: str, reason: str) -> None:
-        """Note an image that cannot be decoded, or stop because of it."""
-        if not self.skip_bad:
+    def _note(self, name: str, packed: Packed) -> None:
+        """Count an image that is written; note one that is kept or left out, or stop because of it."""
+        if packed.payload is None and not self.skip_bad:
             raise ImageError(
-                f"cannot read image {self.split.root / name}: {reason}; replace it, or leave such images out with "
+                f"cannot read image {self.split.root / name}: {packed.note}; replace it, or leave such images out with "
                 "--skip-bad (the same command goes on after the last whole shard)"
             )
-        self.skipped.append({"name": name, "reason": reason})
+        if packed.payload is None:
+            self.record["skipped"].append({"name": name, "reason": packed.note})
+            return
+        self.record["images"] += 1
+        if packed.note:
+            kept = self.record["kept"].setdefault(packed.note, {"images": 0, "first": []})
+            kept["images"] += 1
+            # A set without any JPEG must not fill the manifest with names.
+            kept["first"] += [name] if kept["images"] <= 10 else []
 
     def verify(self, path: Path) -> None:
         """Read the file back.
@@ -295,23 +274,8 @@ class ShardWriter:
             if hasattr(os, "posix_fadvise"):  # what the disk has, and not what memory still holds
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        with tarfile.open(path, "r:") as tar:
-            members = [(member.name, member.size) for member in tar]
-        if checksum != self.sha256 or members != self.members:
+        if checksum != self.record["sha256"]:
             raise OSError(errno.EIO, "read back otherwise than it was written")
-
-    def record(self) -> dict:
-        """Return the shard's part of the manifest."""
-        return {
-            "file": self.shard.file,
-            "images": len(self.members),
-            "source_bytes": sum(self.split.sizes[self.shard.start : self.shard.stop]),
-            "bytes": self.num_bytes,
-            "sha256": self.sha256,
-            # A set without any JPEG must not fill the manifest with names.
-            "kept": {reason: {"images": len(names), "first": names[:10]} for reason, names in self.kept.items()},
-            "skipped": self.skipped,
-        }
 
 
 @contextmanager
@@ -326,24 +290,67 @@ def saying_where(path: Path) -> Iterator[None]:
         ) from error
 
 
-class Manifest:
-    """What is in OUT: a file that is written anew, in one piece, after every shard.
+class Pack:
+    """The pack in OUT: which shards it shall have, and which it has; each is noted in the manifest when it is whole.
 
     Args:
         out: the folder.
         facts: settings, tools and source, on which every byte of the shards depends.
-        records: the shards that are there, by file name.
+        splits: that are packed.
+        shards: into which they are cut.
     """
 
-    def __init__(self, out: Path, facts: dict, records: dict[str, dict]) -> None:
-        self.path = out / MANIFEST
-        self.facts, self.records = facts, records
+    def __init__(self, out: Path, facts: dict, splits: list[Split], shards: list[Shard]) -> None:
+        self.out, self.facts, self.splits, self.shards = out, facts, splits, shards
+        self.records = {}  # of the shards that are there, by file name
 
-    def save(self, shards: list[Shard], splits: list[Split], fingerprints: dict[str, str] | None = None) -> None:
+    @property
+    def missing(self) -> list[Shard]:
+        """The shards that are not there yet."""
+        return [shard for shard in self.shards if shard.file not in self.records]
+
+    def go_on(self, manifest: dict, *, skip_bad: bool) -> None:
+        """Take over the shards that an earlier run wrote and that are still there.
+
+        Raises:
+            UserError: that run had other settings, tools or images.
+        """
+        changes = [
+            f"{key} is {new} and was {old}"
+            for topic in ("settings", "tools", "source")
+            for key, old, new in differences(manifest[topic], self.facts[topic])
+        ]
+        if changes:
+            raise UserError(
+                f"{self.out} holds a pack that was begun otherwise: {'; '.join(changes[:3])}. To go on give what it "
+                "was begun with; else choose another folder, or start over with --overwrite"
+            )
+        records = records_of(manifest)
+        skipped = [image["name"] for record in records.values() for image in record["skipped"]]
+        if skipped and not skip_bad:
+            raise UserError(
+                f"{self.out} was begun with --skip-bad and lacks {skipped[0]}; give --skip-bad again, or --overwrite"
+            )
+        sizes = {path.name: path.stat().st_size for path in self.out.iterdir() if path.is_file()}
+        self.records = {file: record for file, record in records.items() if sizes.get(file) == record["bytes"]}
+        if self.records:
+            print(f"{self.out} has {len(self.records)} of {len(self.shards)} shards already")
+
+    def check_free_space(self) -> None:
+        """Raise UserError where even nine tenths do not fit; repacked JPEGs take about as much as before."""
+        needed = sum(sum(self.splits[shard.split].sizes[shard.start : shard.stop]) for shard in self.missing)
+        free = shutil.disk_usage(self.out).free
+        if free < 0.9 * needed:
+            raise UserError(
+                f"{self.out} has {size_text(free)} free, and the pack needs about {size_text(needed)}; "
+                "free some space or choose another disk"
+            )
+
+    def save(self, fingerprints: dict[str, str] | None = None) -> None:
         """Write the manifest: of a complete pack, if the fingerprints of its splits are given."""
         parts = {}
-        for number, split in enumerate(splits):
-            planned = [shard.file for shard in shards if shard.split == number]
+        for number, split in enumerate(self.splits):
+            planned = [shard.file for shard in self.shards if shard.split == number]
             records = [self.records[file] for file in planned if file in self.records]
             totals = {key: sum(record[key] for record in records) for key in ("images", "source_bytes", "bytes")}
             parts[split.name] = {
@@ -356,32 +363,53 @@ class Manifest:
                 "shards": records,
             }
         state = "complete" if fingerprints else "writing"
-        content = {"kind": KIND, "format": FORMAT, "state": state, **self.facts, "splits": parts}
-        with saying_where(self.path):
-            write_atomically(self.path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
+        content = {"kind": PACK_KIND, "format": PACK_FORMAT, "state": state, **self.facts, "splits": parts}
+        path = self.out / PACK_MANIFEST
+        with saying_where(path):
+            write_atomically(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
+
+    def write(self, convert: Convert, *, num_workers: int, skip_bad: bool) -> None:
+        """Write the shards that are missing, one after the other, of images that workers pack."""
+        missing = self.missing
+        tasks = [
+            (shard.split, start, min(start + IMAGES_PER_TASK, shard.stop))
+            for shard in missing
+            for start in range(shard.start, shard.stop, IMAGES_PER_TASK)
+        ]
+        num_images = sum(len(split.names) for split in self.splits)
+        num_done = num_images - sum(shard.stop - shard.start for shard in missing)
+        progress = Progress(f"packing into {self.out}", num_images, "images", num_done)
+        results = chain.from_iterable(in_order(partial(pack_images, self.splits, convert), tasks, num_workers))
+        for shard in missing:
+            writer = ShardWriter(self.splits[shard.split], shard, results, progress, skip_bad=skip_bad)
+            with saying_where(self.out / shard.file):
+                write_atomically(self.out / shard.file, writer.write, writer.verify)
+            progress.first += shard.stop - shard.start
+            self.records[shard.file] = writer.record
+            self.save()
 
 
-def read_manifest(out: Path) -> dict | None:
+def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> DataLoader:
+    """Return what yields the function's result for each task, in order, worked out by processes that end with ours."""
+    processes = {"num_workers": num_workers, "multiprocessing_context": "fork", "worker_init_fn": start_worker}
+    return DataLoader(tasks, batch_size=None, collate_fn=function, **processes)
+
+
+def own_manifest(out: Path) -> dict | None:
     """Return the manifest of a folder, or None where there is none.
 
     Raises:
         UserError: it is another tool's or another version's.
     """
-    path = out / MANIFEST
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_bytes())
-        is_ours = content["kind"] == KIND
-    except (ValueError, KeyError, TypeError):
-        is_ours = False
-    if not is_ours:
+    path = out / PACK_MANIFEST
+    manifest = read_manifest(path)
+    if manifest is None and path.exists():
         raise UserError(f"{path} is not of this tool; choose another folder")
-    if content["format"] != FORMAT:
+    if manifest is not None and manifest["format"] != PACK_FORMAT:
         raise UserError(
-            f"{path} is of format {content['format']}, and this version writes {FORMAT}; choose another OUT"
+            f"{path} is of format {manifest['format']}, and this version writes {PACK_FORMAT}; choose another OUT"
         )
-    return content
+    return manifest
 
 
 def records_of(manifest: dict) -> dict[str, dict]:
@@ -395,7 +423,7 @@ def prepare_folder(out: Path, *, overwrite: bool) -> dict | None:
     Raises:
         UserError: the folder holds something else.
     """
-    manifest = read_manifest(out)
+    manifest = own_manifest(out)
     # A reader may have left its index there, which is never taken for this pack's once the tars have changed.
     foreign = [path for path in sorted(out.iterdir()) if path.name != LOCK and not INDEX.fullmatch(path.name)]
     if manifest is not None:
@@ -405,64 +433,10 @@ def prepare_folder(out: Path, *, overwrite: bool) -> dict | None:
     if manifest is None:
         return None
     # The manifest last: without it a folder of tars is nobody's.
-    for path in sorted(out.iterdir(), key=lambda path: path.name == MANIFEST):
+    for path in sorted(out.iterdir(), key=lambda path: path.name == PACK_MANIFEST):
         if ".tmp." in path.name or (overwrite and path.name != LOCK):
             path.unlink()
     return None if overwrite else manifest
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Keep others from writing to the folder; however this process ends, the lock ends with it.
-
-    Raises:
-        UserError: somebody else is writing to it.
-    """
-    path = out / LOCK
-    with open(path, "a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last holder may have removed the file since it was opened here: then this lock keeps nobody out.
-            is_held = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-        except (BlockingIOError, PermissionError, FileNotFoundError):
-            is_held = False
-        if not is_held:
-            raise UserError(f"another process is packing into {out}; wait for it, or choose another folder")
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def shards_to_keep(out: Path, manifest: dict | None, facts: dict, *, skip_bad: bool) -> dict[str, dict]:
-    """Return the records of the shards that an earlier run wrote and that are still there.
-
-    Raises:
-        UserError: that run had other settings, tools or images.
-    """
-    if manifest is None:
-        return {}
-    changes = [
-        f"{key} is {new} and was {old}"
-        for topic in ("settings", "tools", "source")
-        for key, old, new in differences(manifest[topic], facts[topic])
-    ]
-    if changes:
-        raise UserError(
-            f"{out} holds a pack that was begun otherwise: {'; '.join(changes[:3])}. To go on give what it was begun "
-            "with; else choose another folder, or start over with --overwrite"
-        )
-    records = records_of(manifest)
-    skipped = [image["name"] for record in records.values() for image in record["skipped"]]
-    if skipped and not skip_bad:
-        raise UserError(
-            f"{out} was begun with --skip-bad and lacks {skipped[0]}; give --skip-bad again, or --overwrite"
-        )
-    return {
-        file: record
-        for file, record in records.items()
-        if (out / file).is_file() and (out / file).stat().st_size == record["bytes"]
-    }
 
 
 def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -473,21 +447,6 @@ def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, A
             yield from differences(before, after, f"{prefix}{key} ")
         elif before != after:
             yield f"{prefix}{key}", *("none" if value is None else value for value in (before, after))
-
-
-def check_free_space(out: Path, splits: list[Split], shards: list[Shard]) -> None:
-    """Refuse what plainly does not fit; repacked JPEGs take about as much as before.
-
-    Raises:
-        UserError: less than nine tenths of what these shards need is free.
-    """
-    needed = sum(sum(splits[shard.split].sizes[shard.start : shard.stop]) for shard in shards)
-    free = shutil.disk_usage(out).free
-    if free < 0.9 * needed:
-        raise UserError(
-            f"{out} has {size_text(free)} free, and the pack needs about {size_text(needed)}; "
-            "free some space or choose another disk"
-        )
 
 
 def find_jpegtran() -> tuple[str, str]:
@@ -526,50 +485,23 @@ def choose_conversion(options: argparse.Namespace) -> tuple[Convert, dict, dict]
 def pack(options: argparse.Namespace) -> None:
     """Write what is missing of the pack, and say what is there at the end."""
     convert, settings, tools = choose_conversion(options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    with locked(options.out):
-        earlier = prepare_folder(options.out, overwrite=options.overwrite)
+    out = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    busy = UserError(f"another process is packing into {out}; wait for it, or choose another folder")
+    with locked(out / LOCK, refusal=busy):
+        earlier = prepare_folder(out, overwrite=options.overwrite)
         splits = [Split(options.data_path, name) for name in options.splits]
         facts = {"settings": settings, "tools": tools, "source": {split.name: split.describe() for split in splits}}
-        shards = plan_shards(splits, options.shard_mib * 2**20)
-        records = shards_to_keep(options.out, earlier, facts, skip_bad=options.skip_bad)
-        manifest = Manifest(options.out, facts, records)
-        missing = [shard for shard in shards if shard.file not in records]
+        packed = Pack(out, facts, splits, plan_shards(splits, options.shard_mib * 2**20))
+        if earlier is not None:
+            packed.go_on(earlier, skip_bad=options.skip_bad)
         if options.lossless:
-            check_free_space(options.out, splits, missing)
-        if records:
-            print(f"{options.out} has {len(records)} of {len(shards)} shards already")
-        if missing:
-            manifest.save(shards, splits)
-            write_shards(manifest, shards, splits, convert, options)
-        fingerprints = {split.name: packed_fingerprint(split, manifest.records) for split in splits}
-        manifest.save(shards, splits, fingerprints)
-    summarize(read_manifest(options.out))
-
-
-def write_shards(
-    manifest: Manifest, shards: list[Shard], splits: list[Split], convert: Convert, options: argparse.Namespace
-) -> None:
-    """Write the shards that the manifest lacks, one after the other, of images that workers pack."""
-    missing = [shard for shard in shards if shard.file not in manifest.records]
-    tasks = (
-        (shard.split, start, min(start + IMAGES_PER_TASK, shard.stop))
-        for shard in missing
-        for start in range(shard.start, shard.stop, IMAGES_PER_TASK)
-    )
-    num_images = sum(len(split.names) for split in splits)
-    progress = Progress(num_images, num_images - sum(shard.stop - shard.start for shard in missing))
-    with Workers(options.workers, partial(pack_images, splits, convert)) as workers:
-        results = chain.from_iterable(workers.in_order(tasks))
-        try:
-            for shard in missing:
-                writer = ShardWriter(splits[shard.split], shard, results, progress, skip_bad=options.skip_bad)
-                with saying_where(options.out / shard.file):
-                    write_atomically(options.out / shard.file, writer.write, writer.verify)
-                manifest.records[shard.file] = writer.record()
-                manifest.save(shards, splits)
-        finally:
-            progress.finish()
+            packed.check_free_space()
+        if packed.missing:
+            packed.save()
+            packed.write(convert, num_workers=options.workers, skip_bad=options.skip_bad)
+        packed.save({split.name: packed_fingerprint(split, packed.records) for split in splits})
+    summarize(own_manifest(out))
 
 
 def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
@@ -578,19 +510,21 @@ def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
     Raises:
         UnfinishedError: nothing is left of a class, which would change every later label.
     """
-    skipped = {
-        image["name"]
-        for file, record in records.items()
-        if file.rpartition("-")[0] == split.name
-        for image in record["skipped"]
-    }
-    names = [name for name in split.names if name not in skipped]
-    lost = set(split.classes) - {name.split("/")[0] for name in names}
+    of_split = [record for file, record in records.items() if file.rpartition("-")[0] == split.name]
+    skipped = {image["name"] for record in of_split for image in record["skipped"]}
+    numbers = [number for number, name in enumerate(split.names) if name not in skipped]
+    labels = [split.source.label(number) for number in numbers]
+    lost = set(range(len(split.classes))) - set(labels)
     if lost:
         raise UnfinishedError(
-            f"no image of {split.root / min(lost)} can be read; replace one, or remove the class folder"
+            f"no image of {split.root / split.classes[min(lost)]} can be read; replace one, or remove the class folder"
         )
-    return fingerprint(names)
+    return digest(line_of(split.names[number], label) for number, label in zip(numbers, labels, strict=True))
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size in a unit that suits it."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def summarize(manifest: dict) -> None:
@@ -601,24 +535,18 @@ def summarize(manifest: dict) -> None:
             f"{name}: {part['images']:,} images of {part['classes']:,} classes in {part['num_shards']} shards, "
             f"{size_text(part['bytes'])}, {share} of {size_text(part['source_bytes'])}"
         )
-        reasons = {}
+        reasons = Counter()
         for record in part["shards"]:
-            for reason, kept in record["kept"].items():
-                reasons[reason] = reasons.get(reason, 0) + kept["images"]
-        for reason, number in reasons.items():
-            line += f"; {number:,} kept as they were ({reason})"
+            reasons.update({reason: kept["images"] for reason, kept in record["kept"].items()})
+        line += "".join(f"; {number:,} kept as they were ({reason})" for reason, number in reasons.items())
         if part["skipped"]:
-            line += f"; {part['skipped']:,} left out, listed in {MANIFEST}"
+            line += f"; {part['skipped']:,} left out, listed in {PACK_MANIFEST}"
         print(line)
 
 
-def check_shard(out: Path, record: dict) -> tuple[list[str], list[str]]:
-    """Compare a shard with its record, and decode its images.
-
-    Returns:
-        What is wrong with it, one line each, and the names of its members.
-    """
-    path, problems, names, damaged = out / record["file"], [], [], []
+def check_shard(out: Path, record: dict) -> list[str]:
+    """Compare a shard with its record, decode its images, and return what is wrong, one line each."""
+    path, problems, damaged, num_images = out / record["file"], [], [], 0
     try:
         with open(path, "rb") as file:
             checksum, size = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
@@ -628,44 +556,36 @@ def check_shard(out: Path, record: dict) -> tuple[list[str], list[str]]:
             problems.append(f"{path}: its content is not what was written (SHA-256 differs)")
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                names.append(member.name)
+                num_images += 1
                 try:
                     load_image(tar.extractfile(member).read())
                 except BadImageError as error:
                     damaged.append(f"{member.name}: {error}")
     except (MemoryError, OSError, tarfile.TarError) as error:
-        problems.append(f"{path}: {one_line(error)}")
+        problems.append(f"{path}: {one_line(str(error) or type(error).__name__)}")
     if damaged:
         problems.append(f"{path}: {len(damaged)} images cannot be read, the first {damaged[0]}")
-    if len(names) != record["images"]:
-        problems.append(f"{path}: {len(names):,} images, and the manifest says {record['images']:,}")
-    return problems, names
+    if num_images != record["images"]:
+        problems.append(f"{path}: {num_images:,} images, and the manifest says {record['images']:,}")
+    return problems
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Check every shard of a pack, and print what is wrong.
-
-    Raises:
-        UserError: there is no pack.
-        UnfinishedError: something is wrong with it.
-    """
+    """Check every shard of a pack, and print what is wrong; raises UnfinishedError if anything is."""
     out = options.out
-    manifest = read_manifest(out)
+    manifest = own_manifest(out)
     if manifest is None:
-        raise UserError(f"--verify {out}: there is no {MANIFEST} in it")
+        raise UserError(f"--verify {out}: there is no {PACK_MANIFEST} in it")
     records = records_of(manifest)
     problems = [] if manifest["state"] == "complete" else [f"{out}: not finished; the command that began it goes on"]
-    others = {path.name for path in out.iterdir()} - {*records, MANIFEST, LOCK}
+    others = {path.name for path in out.iterdir() if not INDEX.fullmatch(path.name)} - {*records, PACK_MANIFEST, LOCK}
     problems += [f"{out / name}: not in the manifest" for name in sorted(others)]
-    names = {split: [] for split in manifest["splits"]}
-    with Workers(options.workers, partial(check_shard, out)) as workers:
-        for record, (found, members) in zip(records.values(), workers.in_order(records.values()), strict=True):
-            print(f"{record['file']}: {'wrong' if found else 'ok'}, {len(members):,} images", flush=True)
-            problems += found
-            split = record["file"].rpartition("-")[0]
-            names[split] += [member.removeprefix(f"{split}/") for member in members]
+    results = in_order(partial(check_shard, out), list(records.values()), options.workers)
+    for record, found in zip(records.values(), results, strict=True):
+        print(f"{record['file']}: {'wrong' if found else 'ok'}, {record['images']:,} images", flush=True)
+        problems += found
     for split, part in manifest["splits"].items():
-        if not problems and fingerprint(names[split]) != part["fingerprint"]:
+        if not problems and open_source(out / split).fingerprint() != part["fingerprint"]:
             problems.append(f"{out}: the names of {split} are not those that were packed")
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -686,29 +606,18 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the pack: new, empty, or holding one already")
     parser.add_argument("--data-path", metavar="DIR", type=Path, help="folder with train/ and val/, one folder a class")
-    parser.add_argument(
-        "--splits",
-        metavar="NAME",
-        nargs="+",
-        default=["train", "val"],
-        help="which of its folders (default: train val)",
-    )
+    words = "which of its folders (default: train val)"
+    parser.add_argument("--splits", metavar="NAME", nargs="+", default=["train", "val"], help=words)
     modes = parser.add_mutually_exclusive_group(required=True)
     modes.add_argument("--lossless", action="store_true", help="the same pixels, restart markers added (by jpegtran)")
     modes.add_argument("--short-side", metavar="PX", type=int, help="shrink so that the shorter side is at most this")
     modes.add_argument("--max-side", metavar="PX", type=int, help="shrink so that the longer side is at most this")
-    modes.add_argument(
-        "--verify", action="store_true", help="check the pack in OUT: checksums, and every image decodes"
-    )
+    modes.add_argument("--verify", action="store_true", help="check that every image in OUT is whole, and decodes")
     parser.add_argument("--quality", metavar="Q", type=int, help="of JPEGs that are encoded again (default: 90)")
-    parser.add_argument(
-        "--shard-mib",
-        metavar="MIB",
-        type=int,
-        default=512,
-        help="how much of the source goes into one tar (default: 512); shrunk images make it smaller",
-    )
-    parser.add_argument("--workers", metavar="N", type=int, help="processes that pack images (default: one a core)")
+    words = "how much of the source goes into one tar (default: 512); shrunk images make it smaller"
+    parser.add_argument("--shard-mib", metavar="MIB", type=int, default=512, help=words)
+    words = "processes that pack images (default: one a core)"
+    parser.add_argument("--workers", metavar="N", type=int, default=utils.count_cores(), help=words)
     parser.add_argument(
         "--skip-bad", action="store_true", help="leave out and list images that cannot be decoded, where else it stops"
     )
@@ -717,13 +626,11 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def validate(options: argparse.Namespace) -> None:
-    """Fill in what follows from the machine, and refuse what makes no sense.
+    """Refuse options that make no sense.
 
     Raises:
         UserError: two options contradict each other, or a value is out of range.
     """
-    if options.workers is None:
-        options.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     limits = {"--short-side": 65500, "--max-side": 65500, "--quality": 100, "--shard-mib": 2**20, "--workers": 1024}
     for option, largest in limits.items():
         value = getattr(options, option[2:].replace("-", "_"))
@@ -741,16 +648,11 @@ def validate(options: argparse.Namespace) -> None:
 
 
 def check_folders(options: argparse.Namespace) -> None:
-    """Refuse splits that are no folders of their own, and a pack inside of what it packs.
-
-    Raises:
-        UserError: it is so.
-    """
-    if len({*options.splits}) < len(options.splits) or any(
-        "/" in name or name in ("", ".", "..") for name in options.splits
-    ):
-        raise UserError(f"--splits {' '.join(options.splits)}: give names of folders in {options.data_path}, each once")
+    """Raise UserError for splits that are no folders of their own, and a pack inside of what it packs."""
     for name in options.splits:
+        if name in ("", ".", "..") or "/" in name or options.splits.count(name) > 1:
+            words = " ".join(options.splits)
+            raise UserError(f"--splits {words}: give names of folders in {options.data_path}, each once")
         if (options.data_path / name).resolve() in (options.out.resolve(), *options.out.resolve().parents):
             raise UserError(f"{options.out} is inside {options.data_path / name}; choose a folder outside the images")
 
@@ -760,6 +662,7 @@ def main() -> None:
     parser = get_args_parser()
     # As Ctrl-C: a batch system ends a job with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    warnings.simplefilter("ignore")  # Pillow's, on large images and odd palettes; torch's, on more workers than cores
     try:
         options = parser.parse_args()
         validate(options)
@@ -768,6 +671,16 @@ def main() -> None:
         message, exit_code = str(error), error.exit_code
     except OSError as error:
         message, exit_code = str(error), 1
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        exit_code, message = (
+            1,
+            (
+                "a worker process ended unexpectedly; if the machine is short of memory, give fewer --workers. "
+                "The same command goes on after the last whole shard"
+            ),
+        )
     except KeyboardInterrupt:
         message, exit_code = "interrupted; the same command goes on after the last whole shard", 130
     else:

@@ -48,7 +48,7 @@ from checkpointing.checkpoint import RunState
 from checkpointing.schema import check_schema
 from checkpointing.store import CheckpointManager
 from launch import read_launch
-from loading import index
+from loading import forms, index, tars
 from loading.seen import SeenRecord
 from tests.images import write_images
 from tests.started import Hostile
@@ -175,7 +175,7 @@ class Bench:
         self.argv = ["--data-path", str(self.images), "--model", "resnet18", "--batch-size", "8", "--device", "cpu"]
         self.argv += ["--workers", "0", "--train-crop-size", "32", "--val-resize-size", "32", "--val-crop-size", "32"]
         with contextlib.redirect_stdout(io.StringIO()):
-            self.truth = index.open_index(self.images / "train")
+            self.truth = forms.open_source(self.images / "train")
             self.dataset, self.dataset_test = self.build_datasets(self.args())
             self.states = {opt: self.save(opt) for opt in ("sgd", "adamw", "rmsprop")}
         self.image_files = self.draw_images()
@@ -406,7 +406,7 @@ def case_cache(bench: Bench, folder: Path, rng: random.Random) -> None:
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     cache = index.cache_paths(root / "train")[0]
     arrays = dict(bench.truth.arrays)
-    states = [index._state(os.stat(root / path)) for path in bench.truth.watched]
+    states = [index._state(os.stat(root / path)) for path in index.Names(bench.truth.arrays["watched"])]
     arrays["states"] = numpy.array(states, dtype=numpy.int64).reshape(-1, 3)
     if rng.random() < 0.7:
         name = rng.choice(sorted(arrays))
@@ -417,7 +417,7 @@ def case_cache(bench: Bench, folder: Path, rng: random.Random) -> None:
     (numpy.savez_compressed if rng.random() < 0.1 else numpy.savez)(buffer, **arrays)
     content = buffer.getvalue()
     cache.write_bytes(content if rng.random() < 0.6 else scramble(content, rng))
-    check_index(index.open_index(root / "train"))
+    check_index(forms.open_source(root / "train"))
 
 
 def mutated_array(array: numpy.ndarray, rng: random.Random) -> numpy.ndarray:
@@ -542,17 +542,17 @@ def case_tar(bench: Bench, folder: Path, rng: random.Random) -> None:
     (folder / "train.tar").write_bytes(content)
     os.utime(folder / "train.tar", (1e9, 1e9))
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    check_index(index.open_index(folder / "train"))
+    check_index(forms.open_source(folder / "train"))
 
 
 def case_manifest(bench: Bench, folder: Path, rng: random.Random) -> None:
     """A pack's manifest says something else."""
     (folder / "train-000000.tar").symlink_to(bench.tar)
     shard = {"file": "train-000000.tar", "images": 16, "bytes": bench.tar.stat().st_size, "sha256": "0" * 64}
-    manifest = {"kind": index.PACK_KIND, "format": index.PACK_FORMAT, "state": "complete"}
+    manifest = {"kind": tars.PACK_KIND, "format": tars.PACK_FORMAT, "state": "complete"}
     write_json(folder / "manifest.json", {**manifest, "splits": {"train": {"shards": [shard], "images": 16}}}, rng)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    check_index(index.open_index(folder / "train"))
+    check_index(forms.open_source(folder / "train"))
 
 
 def case_image(bench: Bench, folder: Path, rng: random.Random) -> None:

@@ -11,14 +11,17 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 from torchvision import datasets
 
+import data
 from errors import BadImageError, ImageError, UserError
 from files import locked
 from loading import index
+from loading.forms import open_source
 from tests.images import FORMS, pack, pack_shards, pack_whole, write_images
 from tests.ranks import REPOSITORY, run_ranks
 
@@ -42,8 +45,8 @@ def write_split(root):
 
 def scans(monkeypatch):
     """Return a list that grows with each scan."""
-    done, original = [], index._scan
-    monkeypatch.setattr(index, "_scan", lambda split: done.append(split) or original(split))
+    done, original = [], index.ImageIndex._scan
+    monkeypatch.setattr(index.ImageIndex, "_scan", lambda found: done.append(found) or original(found))
     return done
 
 
@@ -64,7 +67,7 @@ def test_images_are_image_folders_with_links_and_odd_names(folder):
     (folder / "a" / "link.jpg").symlink_to(folder / "b" / "2.jpg")
     (folder / "a" / "gone").symlink_to(folder / "nowhere")
     (folder / "a" / "circle").symlink_to(folder / "a" / "circle")
-    theirs, ours = datasets.ImageFolder(folder), index.open_index(folder)
+    theirs, ours = datasets.ImageFolder(folder), open_source(folder)
     assert ours.classes == theirs.classes
     assert [(ours.path(number), ours.label(number)) for number in range(len(ours))] == theirs.samples
     assert [ours.read(number) for number in range(len(ours))] == [Path(path).read_bytes() for path, _ in theirs.samples]
@@ -73,7 +76,7 @@ def test_images_are_image_folders_with_links_and_odd_names(folder):
 def test_a_link_to_a_folder_above_is_refused(folder):
     (folder / "a" / "deep" / "up").symlink_to(folder / "a")
     with pytest.raises(UserError, match="deep/up is a link to a folder that holds it"):
-        index.open_index(folder)
+        open_source(folder)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -81,11 +84,11 @@ def test_a_tar_gives_the_images_of_the_folder(folder, tmp_path, form):
     target = tmp_path / "packed"
     target.mkdir()
     form(folder, target)
-    ours, expected = index.open_index(target / "train"), index.open_index(folder)
+    ours, expected = open_source(target / "train"), open_source(folder)
     assert ours.classes == expected.classes == ["a", "b"]
     assert samples(ours) == samples(expected)
     assert ours.fingerprint() == expected.fingerprint()
-    again = index.open_index(target / "train")
+    again = open_source(target / "train")
     assert samples(again) == samples(ours)
 
 
@@ -93,14 +96,14 @@ def test_a_fingerprint_is_that_of_earlier_checkpoints(folder):
     lines = "".join(
         f"{os.path.relpath(path, folder)} {label}\n" for path, label in datasets.ImageFolder(folder).samples
     )
-    assert index.open_index(folder).fingerprint() == hashlib.sha256(lines.encode()).hexdigest()[:16]
+    assert open_source(folder).fingerprint() == hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
 def test_a_second_start_does_not_scan_and_leaves_the_split_alone(folder, monkeypatch):
     before = folder.stat().st_mtime_ns
     done = scans(monkeypatch)
-    first = index.open_index(folder)
-    second = index.open_index(folder)
+    first = open_source(folder)
+    second = open_source(folder)
     assert len(done) == 1
     assert samples(first) == samples(second)
     assert folder.stat().st_mtime_ns == before
@@ -140,9 +143,9 @@ def test_a_changed_folder_is_scanned_anew(folder, change):
     elsewhere.mkdir()
     (elsewhere / "1.jpg").touch()
     (folder / "linked").symlink_to(elsewhere)
-    before = samples(index.open_index(folder))
+    before = samples(open_source(folder))
     change(folder)
-    after = index.open_index(folder)
+    after = open_source(folder)
     assert samples(after) != before
     assert [(after.path(number), after.label(number)) for number in range(len(after))] == datasets.ImageFolder(
         folder
@@ -152,13 +155,13 @@ def test_a_changed_folder_is_scanned_anew(folder, change):
 def test_a_changed_or_added_tar_is_scanned_anew(folder, tmp_path):
     target = tmp_path / "packed"
     pack_shards(folder, target)
-    first = index.open_index(target / "train")
+    first = open_source(target / "train")
     pack(target / "train-000001.tar", {"b/5.jpg": folder / "b" / "2.jpg"}, "train/")
-    second = index.open_index(target / "train")
+    second = open_source(target / "train")
     assert {second.name(number) for number in range(len(second))} > {"b/5.jpg"}
     assert all(second.read(number) is not None for number in range(len(second)))
     pack(target / "train-000003.tar", {"c/6.jpg": folder / "b" / "2.jpg"}, "train/")
-    assert index.open_index(target / "train").classes == ["a", "b", "c"]
+    assert open_source(target / "train").classes == ["a", "b", "c"]
     with pytest.raises(ImageError, match=r"train-000001\.tar: the tar has changed"):
         samples(first)
 
@@ -166,8 +169,8 @@ def test_a_changed_or_added_tar_is_scanned_anew(folder, tmp_path):
 def test_a_folder_changed_a_moment_ago_is_not_cached(folder, monkeypatch, capsys):
     monkeypatch.setattr(index, "RACY_NS", 2_000_000_000)
     done = scans(monkeypatch)
-    index.open_index(folder)
-    index.open_index(folder)
+    open_source(folder)
+    open_source(folder)
     assert len(done) == 2
     assert "changed a moment ago" in capsys.readouterr().out
     assert not index.cache_paths(folder)[0].exists()
@@ -175,10 +178,10 @@ def test_a_folder_changed_a_moment_ago_is_not_cached(folder, monkeypatch, capsys
 
 def test_a_link_that_leads_nowhere_yet_is_not_trusted(folder):
     (folder / "c").symlink_to(folder.parent / "unmounted")
-    assert index.open_index(folder).classes == ["a", "b"]
+    assert open_source(folder).classes == ["a", "b"]
     (folder.parent / "unmounted").mkdir()
     (folder.parent / "unmounted" / "1.jpg").touch()
-    assert index.open_index(folder).classes == ["a", "b", "c"]
+    assert open_source(folder).classes == ["a", "b", "c"]
 
 
 class Hostile:
@@ -190,7 +193,7 @@ class Hostile:
 
 
 def test_a_damaged_foreign_or_hostile_cache_is_scanned_anew(folder, tmp_path, monkeypatch):
-    expected = samples(index.open_index(folder))
+    expected = samples(open_source(folder))
     cache = index.cache_paths(folder)[0]
     good = cache.read_bytes()
     done = scans(monkeypatch)
@@ -198,7 +201,7 @@ def test_a_damaged_foreign_or_hostile_cache_is_scanned_anew(folder, tmp_path, mo
     def check(content):
         cache.write_bytes(content)
         done.clear()
-        assert samples(index.open_index(folder)) == expected
+        assert samples(open_source(folder)) == expected
         return len(done)
 
     hostile, other = io.BytesIO(), io.BytesIO()
@@ -212,7 +215,7 @@ def test_a_damaged_foreign_or_hostile_cache_is_scanned_anew(folder, tmp_path, mo
         damaged[place] ^= 1 << place % 8
         check(bytes(damaged))
     assert check(good) == 0
-    monkeypatch.setattr(index, "_FORMAT", "touchstone image index 2")
+    monkeypatch.setattr(index, "_FORMAT", "touchstone image index 3")
     assert check(good) == 1
 
 
@@ -221,16 +224,16 @@ def test_where_the_data_folder_cannot_be_written_the_cache_is_at_home(folder, tm
     beside.mkdir()  # refused to root as well
     assert home.parent == tmp_path / "home" / "touchstone"
     done = scans(monkeypatch)
-    index.open_index(folder)
-    index.open_index(folder)
+    open_source(folder)
+    open_source(folder)
     assert len(done) == 1
     assert home.is_file()
     assert os.listdir(home.parent) == [home.name]
     home.unlink()
     home.mkdir()
     capsys.readouterr()
-    index.open_index(folder)
-    index.open_index(folder)
+    open_source(folder)
+    open_source(folder)
     assert len(done) == 3
     assert capsys.readouterr().out.count("is not cached, so every start scans") == 2
 
@@ -242,13 +245,13 @@ def test_a_time_in_the_future_is_no_reason_to_scan_again(folder, monkeypatch, ti
         os.utime(path, (time_s, time_s))
     time.sleep(0.4)
     done = scans(monkeypatch)
-    index.open_index(folder)
-    index.open_index(folder)
+    open_source(folder)
+    open_source(folder)
     assert len(done) == 1
     assert capsys.readouterr().out == ""
     (folder / "a" / "new.jpg").touch()
     os.utime(folder / "a", (time_s, time_s))  # as it was: the time of the change itself cannot be set
-    assert any("new.jpg" in name for name in index.open_index(folder).names)
+    assert any("new.jpg" in name for name in open_source(folder).names)
 
 
 def test_a_clock_that_was_set_back_is_no_reason_to_scan_again(folder, monkeypatch):
@@ -256,13 +259,13 @@ def test_a_clock_that_was_set_back_is_no_reason_to_scan_again(folder, monkeypatc
     now_ns = time.time_ns()
     monkeypatch.setattr(index.time, "time_ns", lambda: now_ns - 86_400 * 10**9)
     done = scans(monkeypatch)
-    index.open_index(folder)
-    index.open_index(folder)
+    open_source(folder)
+    open_source(folder)
     assert len(done) == 1
 
 
 def test_a_cache_that_is_a_pipe_a_device_or_a_link_is_replaced_and_nothing_beyond_it_written(folder, tmp_path):
-    expected = samples(index.open_index(folder))
+    expected = samples(open_source(folder))
     cache = index.cache_paths(folder)[0]
     elsewhere = tmp_path / "elsewhere"
     shutil.copy(cache, elsewhere)
@@ -271,7 +274,7 @@ def test_a_cache_that_is_a_pipe_a_device_or_a_link_is_replaced_and_nothing_beyon
     for make in [lambda: os.mkfifo(cache), *links]:
         cache.unlink()
         make()
-        assert samples(index.open_index(folder)) == expected
+        assert samples(open_source(folder)) == expected
         assert cache.is_file()
         assert not cache.is_symlink()
     assert elsewhere.read_bytes() == content
@@ -280,7 +283,7 @@ def test_a_cache_that_is_a_pipe_a_device_or_a_link_is_replaced_and_nothing_beyon
 
 def test_a_pipe_among_the_images_is_no_image(folder):
     os.mkfifo(folder / "a" / "pipe.jpg")
-    found = index.open_index(folder)
+    found = open_source(folder)
     number = [found.name(number) for number in range(len(found))].index("a/pipe.jpg")
     with pytest.raises(IsADirectoryError, match="is not a file"):
         found.read(number)
@@ -288,16 +291,16 @@ def test_a_pipe_among_the_images_is_no_image(folder):
 
 def open_rank(root, marker):
     """Open an index, with a line for each scan, which takes long enough for another process to come in between."""
-    original = index._scan
+    original = index.ImageIndex._scan
 
-    def slow(split):
+    def slow(found):
         with open(marker, "a") as file:
             file.write("scan\n")
         time.sleep(0.3)
-        return original(split)
+        return original(found)
 
-    index._scan, index.RACY_NS = slow, 0
-    print(len(index.open_index(Path(root))))
+    index.ImageIndex._scan, index.RACY_NS = slow, 0
+    print(len(open_source(Path(root))))
 
 
 def test_two_processes_that_start_together_scan_once(folder, tmp_path):
@@ -329,13 +332,13 @@ def test_one_process_at_a_time_holds_a_lock(tmp_path):
 def test_a_folder_is_used_before_tars_and_said(folder, capsys):
     pack_whole(folder, folder.parent)
     (folder / "b" / "2.jpg").unlink()
-    assert len(index.open_index(folder)) == 5
+    assert len(open_source(folder)) == 5
     assert f"{folder} is used, and not {folder.parent / 'train.tar'}" in capsys.readouterr().out
 
 
 def test_class_tars_beside_class_folders_are_not_used_and_said(folder, capsys):
     pack(folder / "c.tar", {"1.jpg": folder / "b" / "2.jpg"})
-    assert index.open_index(folder).classes == ["a", "b"]
+    assert open_source(folder).classes == ["a", "b"]
     assert f"{folder} is used, and not {folder}/*.tar" in capsys.readouterr().out
 
 
@@ -383,7 +386,7 @@ def test_a_bad_tar_is_one_line_that_names_it(tmp_path, case):
     content, words = BAD_TARS[case]
     (tmp_path / "val.tar").write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
-        index.open_index(tmp_path / "val")
+        open_source(tmp_path / "val")
     assert str(tmp_path / "val.tar") in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -391,31 +394,31 @@ def test_a_bad_tar_is_one_line_that_names_it(tmp_path, case):
 def test_devices_and_links_that_are_no_images_are_ignored_and_said(tmp_path, capsys):
     links = member("a/x", tarfile.SYMTYPE, linkname="/etc") + member("a/y", tarfile.CHRTYPE) + member("a/notes.txt")
     (tmp_path / "val.tar").write_bytes(links + GOOD + END)
-    assert samples(index.open_index(tmp_path / "val")) == [("a/1.jpg", 0, b"content")]
+    assert samples(open_source(tmp_path / "val")) == [("a/1.jpg", 0, b"content")]
     assert "2 links and devices, such as 'a/x', are ignored" in capsys.readouterr().out
 
 
 def test_of_members_of_one_name_the_last_counts_as_when_extracted(tmp_path):
     (tmp_path / "val.tar").write_bytes(GOOD + member("./a/1.jpg", content=b"newer") + END)
-    assert samples(index.open_index(tmp_path / "val")) == [("a/1.jpg", 0, b"newer")]
+    assert samples(open_source(tmp_path / "val")) == [("a/1.jpg", 0, b"newer")]
 
 
 def test_a_class_may_have_the_splits_name(tmp_path):
     (tmp_path / "val.tar").write_bytes(member("val/1.jpg") + END)
-    assert samples(index.open_index(tmp_path / "val")) == [("val/1.jpg", 0, b"content")]
+    assert samples(open_source(tmp_path / "val")) == [("val/1.jpg", 0, b"content")]
 
 
 def test_the_flat_official_validation_tar_says_to_sort_it(tmp_path):
     (tmp_path / "ILSVRC2012_img_val.tar").write_bytes(member("ILSVRC2012_val_00000001.JPEG") + END)
     with pytest.raises(UserError, match=r"ILSVRC2012_img_val\.tar holds 1 images .* move every image into a folder of"):
-        index.open_index(tmp_path / "val")
+        open_source(tmp_path / "val")
 
 
 def test_a_missing_shard_is_named(folder, tmp_path):
     pack_shards(folder, tmp_path / "packed")
     (tmp_path / "packed" / "train-000001.tar").unlink()
     with pytest.raises(UserError, match=r"train-000001\.tar is missing, but train-000002\.tar is there"):
-        index.open_index(tmp_path / "packed" / "train")
+        open_source(tmp_path / "packed" / "train")
 
 
 @pytest.fixture(scope="module")
@@ -436,17 +439,17 @@ def test_a_missing_shard_at_the_end_of_a_pack_is_named(written_pack, tmp_path, m
     out = tmp_path / "pack"
     shutil.copytree(written_pack, out)
     *_, last = sorted(out.glob("train-*.tar"))
-    assert len(index.open_index(out / "train")) == 9
+    assert len(open_source(out / "train")) == 9
     last.unlink()
     with pytest.raises(UserError, match=rf"{last} is missing: 1 of the 2 shards that manifest\.json"):
-        index.open_index(out / "train")
-    assert len(index.open_index(out / "val")) == 4
+        open_source(out / "train")
+    assert len(open_source(out / "val")) == 4
     # The pack of another split, or another tool's file, says nothing about these.
     manifest = json.loads((out / "manifest.json").read_text())
     foreign = [{**manifest, "kind": "another"}, {**manifest, "splits": {}}, [], 1, {"kind": manifest["kind"]}]
     for content in [*(json.dumps(value).encode() for value in foreign), b"no JSON", b"\xff"]:
         (out / "manifest.json").write_bytes(content)
-        assert 0 < len(index.open_index(out / "train")) < 9
+        assert 0 < len(open_source(out / "train")) < 9
 
 
 def test_an_unfinished_pack_is_refused(written_pack, tmp_path, monkeypatch):
@@ -458,7 +461,7 @@ def test_an_unfinished_pack_is_refused(written_pack, tmp_path, monkeypatch):
     manifest.write_text(manifest.read_text().replace('"state": "complete"', '"state": "writing"'))
     for split in ("train", "val"):
         with pytest.raises(UserError, match="is still being written, or was interrupted; run the"):
-            index.open_index(out / split)
+            open_source(out / split)
 
 
 def test_a_manifest_that_is_a_pipe_or_of_any_depth_ends_in_a_line_or_says_nothing(written_pack, tmp_path, monkeypatch):
@@ -467,36 +470,36 @@ def test_a_manifest_that_is_a_pipe_or_of_any_depth_ends_in_a_line_or_says_nothin
     shutil.copytree(written_pack, out)
     manifest = out / "manifest.json"
     manifest.write_bytes(b"[" * 100_000)
-    assert len(index.open_index(out / "train")) == 9
+    assert len(open_source(out / "train")) == 9
     manifest.unlink()
     os.mkfifo(manifest)
     with pytest.raises(UserError, match=r"manifest\.json cannot be read: is not a file"):
-        index.open_index(out / "train")
+        open_source(out / "train")
 
 
 def test_a_split_says_what_its_files_are_as_far_as_that_is_known(written_pack, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    of_folder = index.open_index(folder).identity()
+    of_folder = open_source(folder).identity()
     assert (of_folder["form"], of_folder["path"]) == ("folder", str(folder))
     assert of_folder["sizes"] is of_folder["checksums"] is None
     pack_whole(folder, tmp_path / "packed")
-    before = index.open_index(tmp_path / "packed" / "train").identity()
+    before = open_source(tmp_path / "packed" / "train").identity()
     assert before["form"] == "tars"
     assert before["checksums"] is None
     with open(folder / "a" / "x.webp", "ab") as file:
         file.write(b"more")
     pack_whole(folder, tmp_path / "packed")
-    after = index.open_index(tmp_path / "packed" / "train").identity()
+    after = open_source(tmp_path / "packed" / "train").identity()
     assert {name for name in before if before[name] != after[name]} == {"sizes", "times"}
     shutil.copytree(written_pack, tmp_path / "pack")
-    first = index.open_index(tmp_path / "pack" / "train").identity()
+    first = open_source(tmp_path / "pack" / "train").identity()
     manifest = json.loads((tmp_path / "pack" / "manifest.json").read_text())
     sums = "".join(shard["sha256"] for shard in manifest["splits"]["train"]["shards"])
     assert first["checksums"] == hashlib.sha256(sums.encode()).hexdigest()[:16]
 
 
 def test_a_file_that_is_read_again_is_the_one_that_was_read(folder):
-    found = index.open_index(folder)
+    found = open_source(folder)
     found.watch(is_strict=True)
     contents = [found.read(number) for number in range(len(found))]
     assert [found.read(number) for number in range(len(found))] == contents
@@ -517,7 +520,7 @@ def test_a_tar_that_changes_while_it_is_used_is_found_out(folder, tmp_path, chan
     target = tmp_path / "packed"
     target.mkdir()
     pack_whole(folder, target)
-    found = index.open_index(target / "train")
+    found = open_source(target / "train")
     if change != "removed":
         found.read(0)
     tar = target / "train.tar"
@@ -535,30 +538,34 @@ def test_a_thousand_class_tars_need_few_descriptors(tmp_path):
     for number in range(200):
         (tmp_path / "train").mkdir(exist_ok=True)
         (tmp_path / "train" / f"c{number:03d}.tar").write_bytes(member("1.jpg", content=b"%d" % number) + END)
-    found = index.open_index(tmp_path / "train")
+    found = open_source(tmp_path / "train")
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     assert [found.read(number) for number in range(200)] == [b"%d" % number for number in range(200)]
     if before:
         assert len(os.listdir("/proc/self/fd")) - before <= 128
 
 
-def test_a_read_that_fails_is_tried_again(folder, monkeypatch):
-    found = index.open_index(folder)
+@pytest.mark.parametrize("form", ["folder", "tar"])
+def test_a_read_that_fails_is_tried_again(folder, tmp_path, monkeypatch, form):
+    if form == "tar":
+        pack_whole(folder, tmp_path / "packed")
+        folder = tmp_path / "packed" / "train"
+    dataset = data.IndexedImageFolder(folder, SimpleNamespace(load=lambda payload, draws: payload))
     monkeypatch.setattr(index, "RETRY_WAITS_S", (0, 0, 0))
-    original, failures = found._read, [OSError(5, "Input/output error")] * 3
+    original, failures = dataset.index.read, [OSError(5, "Input/output error")] * 3
 
     def flaky(number):
         if failures:
             raise failures.pop()
         return original(number)
 
-    found._read = flaky
-    assert found.read(1) == original(1)
+    dataset.index.read = flaky
+    assert dataset[1] == (original(1), dataset.index.label(1))
     failures += [OSError(5, "Input/output error")] * 4
-    with pytest.raises(OSError, match="Input/output error"):
-        found.read(1)
+    with pytest.raises(ImageError, match=r"Input/output error \(tried 4 times\)"):
+        dataset[1]
     failures[:] = [FileNotFoundError(2, "No such file"), MemoryError(), PermissionError(13, "Permission denied")]
-    assert found.read(1) == original(1)
+    assert dataset[1] == (original(1), dataset.index.label(1))
 
 
 @pytest.mark.parametrize("form", ["folder", "tar"])
@@ -576,7 +583,7 @@ def test_a_file_that_would_fill_memory_is_not_read(tmp_path, monkeypatch, form):
         (tmp_path / "train" / "a" / "1.jpg").touch()
         os.truncate(tmp_path / "train" / "a" / "1.jpg", 200 << 30)
     with pytest.raises(BadImageError, match="it has 214,748,364,800 bytes; an image has at most 1,073,741,824"):
-        index.open_index(tmp_path / "train").read(0)
+        open_source(tmp_path / "train").read(0)
 
 
 def test_nobody_waits_for_a_pipe_or_reads_a_device(tmp_path, monkeypatch):
@@ -584,14 +591,14 @@ def test_nobody_waits_for_a_pipe_or_reads_a_device(tmp_path, monkeypatch):
     (tmp_path / "train" / "a").mkdir(parents=True)
     os.mkfifo(tmp_path / "train" / "a" / "1.jpg")
     (tmp_path / "train" / "a" / "2.jpg").symlink_to("/dev/zero")
-    found = index.open_index(tmp_path / "train")
+    found = open_source(tmp_path / "train")
     for number in range(len(found)):
         with pytest.raises(OSError, match="is not a file"):
             found.read(number)
 
 
 def test_numbers_are_those_of_a_list(folder):
-    found = index.open_index(folder)
+    found = open_source(folder)
     assert found.name(-1) == found.name(len(found) - 1)
     assert found.read(-1) == found.read(len(found) - 1)
     for number in (len(found), -len(found) - 1):
@@ -601,11 +608,11 @@ def test_numbers_are_those_of_a_list(folder):
 
 def test_the_folder_that_one_is_in_can_be_given(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    assert samples(index.open_index(Path())) == samples(index.open_index(folder))
+    assert samples(open_source(Path())) == samples(open_source(folder))
     assert not (folder / ".touchstone-index-.npz").exists()
 
 
 def test_an_index_holds_its_names_in_arrays_that_travel_to_other_processes(folder):
-    found = index.open_index(folder)
+    found = open_source(folder)
     assert samples(pickle.loads(pickle.dumps(found))) == samples(found)
     assert all(isinstance(value, numpy.ndarray) for value in found.arrays.values())

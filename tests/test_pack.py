@@ -425,7 +425,7 @@ BAD_COMMANDS = {
     "no mode": ("--data-path {source} {tmp}/out", "one of the arguments --lossless"),
     "two modes": ("--data-path {source} {tmp}/out --lossless --max-side 9", "not allowed with"),
     "no data": ("{tmp}/out --max-side 9", "--data-path is needed"),
-    "no folder": ("--data-path {tmp}/nowhere {tmp}/out --max-side 9", "has no train/"),
+    "no folder": ("--data-path {tmp}/nowhere {tmp}/out --max-side 9", "nowhere is not a folder"),
     "no such split": ("--data-path {source} {tmp}/out --max-side 9 --splits test", "has no test/"),
     "quality": ("--data-path {source} {tmp}/out --max-side 9 --quality 101", "from 1 to 100"),
     "zero": ("--data-path {source} {tmp}/out --max-side 0", "--max-side 0"),
@@ -467,6 +467,18 @@ def test_verify_says_what_is_wrong(short_side, tmp_path):
         assert any(line.startswith(f"{path}: ") and words in line for line in done.output.splitlines()), done.output
 
 
+def test_verify_takes_an_index_for_no_part_of_the_pack_and_compares_the_names(short_side, tmp_path):
+    out = copy_of(short_side[0], tmp_path)
+    (out / ".touchstone-index-train.npz").touch()  # as a reader leaves it
+    run(tmp_path, "--verify", out, "--workers", 1).check()
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["splits"]["val"]["fingerprint"] = "0" * 16
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    done = run(tmp_path, "--verify", out, "--workers", 1)
+    assert "1 things are wrong" in error_line(done, 1)
+    assert f"{out}: the names of val are not those that were packed" in done.output.splitlines()
+
+
 def test_the_command_itself_runs_and_explains_itself():
     command = [sys.executable, "-m", "scripts.pack", "--help"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
@@ -479,9 +491,9 @@ def test_a_shard_read_back_otherwise_than_written_is_not_kept(source):
     from scripts import pack
 
     split = pack.Split(source, "val")
-    results = iter([pack.Packed(split.read(index)) for index in range(3)])
+    results = iter([pack.Packed(split.source.read(index)) for index in range(3)])
     writer = pack.ShardWriter(
-        split, pack.Shard("val-000000.tar", 0, 0, 3), results, pack.Progress(3, 0), skip_bad=False
+        split, pack.Shard("val-000000.tar", 0, 0, 3), results, pack.Progress("packing", 3, "images"), skip_bad=False
     )
     file = io.BytesIO()
     writer.write(file)

@@ -1,0 +1,55 @@
+"""Which forms of data there are, and in which of them a split is there."""
+
+import os
+from pathlib import Path
+
+from errors import UserError
+from loading.folder import FolderIndex
+from loading.source import Source, list_folder
+from loading.tars import TarIndex
+
+# The one to use first is first.
+FORMS: list[type[Source]] = [FolderIndex, TarIndex]
+
+
+def find_sources(root: Path) -> list[Source]:
+    """Return the sources that are there for a split, the one to use first; none of them is opened yet.
+
+    Raises:
+        UserError: a folder cannot be listed, a shard is missing between others, or a pack is not whole.
+    """
+    found = [source for form in FORMS for source in form.find(root)]
+    has_files = any(Path(source.where).parent == root for source in found)
+    if has_files and not any(os.path.isdir(root / name) for name in list_folder(root)):
+        # The folder is where another form has its files, and no folder of class folders.
+        found = [source for source in found if source.where != str(root)]
+    return found
+
+
+def check_source(root: Path) -> list[Source]:
+    """Return the sources that are there for a split.
+
+    Raises:
+        UserError: there are none.
+    """
+    found = find_sources(root)
+    if not found and not root.parent.is_dir():
+        raise UserError(f"--data-path {root.parent} is not a folder; give the one that holds train/ and val/")
+    if not found:
+        layouts = ", or ".join(form.layout.format(split=root.name) for form in FORMS)
+        raise UserError(f"--data-path {root.parent} has no {root.name}/; it must hold {layouts}")
+    return found
+
+
+def open_source(root: Path) -> Source:
+    """Return the images of a split, ready to be read; its root is the data path and the split's name.
+
+    Raises:
+        UserError: the split is not there, or holds what none may.
+    """
+    if root.name in ("", ".."):
+        root = Path(os.path.abspath(root))
+    source, *others = check_source(root)
+    if others:
+        print(f"{source.where} is used, and not {' or '.join(other.where for other in others)}")
+    return source.open()

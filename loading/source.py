@@ -1,0 +1,127 @@
+"""The protocol of a source of images: what each form of data tells the datasets, whatever its files look like."""
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from errors import UserError
+
+
+class Source(ABC):
+    """The images of one split in one form. A new form is a subclass, and an entry in `forms.FORMS`.
+
+    It gives `find`, `classes`, `__len__`, `label`, `name` and `read`; everything else has a default. Loader processes
+    are forked from the process that opened a source, and share what it holds.
+
+    Args:
+        root: the data path and the split's name; there need not be such a folder.
+
+    Attributes:
+        form: its name in checkpoints and messages.
+        layout: the files that it needs in the data path, for a user who has none.
+        classes: their names, in the order of the labels.
+        seen: the `SeenFiles` of a source that notes which files were read.
+    """
+
+    form: str
+    layout = ""
+    classes: list[str]
+    seen = None
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @classmethod
+    def find(cls, root: Path) -> list["Source"]:
+        """Return the sources of this form that are at a root, the one to use first; none of them is opened yet."""
+        return []
+
+    @property
+    def where(self) -> str:
+        """The path, or pattern of paths, of its files, for messages."""
+        return str(self.root)
+
+    def open(self) -> "Source":
+        """Find out which images there are, and return the source itself."""
+        return self
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    @abstractmethod
+    def label(self, number: int) -> int:
+        """Return the class of an image."""
+
+    @abstractmethod
+    def name(self, number: int) -> str:
+        """Return an image's name, class/file: the same in every form, and another for every image."""
+
+    @abstractmethod
+    def read(self, number: int) -> bytes:
+        """Return the bytes of an image's file. The caller tries again where the system fails it (`with_retries`).
+
+        Raises:
+            BadImageError: they can be no image.
+            MemoryError: there is none.
+            OSError: they cannot be read.
+            ImageError: the files are no longer those that were opened.
+        """
+
+    def size(self, number: int) -> int:
+        """Return the bytes of an image's file."""
+        return len(self.read(number))
+
+    def path(self, number: int) -> str:
+        """Return the words for an image in messages."""
+        return f"{self.name(number)} in {self.where}"
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines of the fingerprint, of one image or of several at a time."""
+        for number in range(len(self)):
+            yield line_of(self.name(number), self.label(number))
+
+    def fingerprint(self) -> str:
+        """Return a hash of the names and labels of all images, the same in every form."""
+        return digest(self.lines())
+
+    def identity(self) -> dict[str, str | None]:
+        """Return how a split can be told from another of the same names, without a look at each file.
+
+        Its form and path; hashes of the images' sizes, of the times of its files, and of their checksums, or None.
+        """
+        path = os.path.abspath(self.root)
+        return {"form": self.form, "path": path, "sizes": None, "times": None, "checksums": None}
+
+    def watch(self, *, is_strict: bool) -> None:
+        """Notice files that change from now on, where reading would not tell; see `SeenFiles`."""
+        self.seen = None
+
+
+def line_of(name: str, label: int) -> bytes:
+    """Return an image's line of the fingerprint, which checkpoints hold."""
+    return f"{name} {label}\n".encode("utf-8", "surrogateescape")
+
+
+def digest(pieces: Iterable[bytes]) -> str:
+    """Return a hash of bytes that come in pieces."""
+    whole = hashlib.sha256()
+    for piece in pieces:
+        whole.update(piece)
+    return whole.hexdigest()[:16]
+
+
+def list_folder(folder: Path) -> list[str]:
+    """Return the names in a folder in order; none where there is no folder.
+
+    Raises:
+        UserError: it cannot be listed.
+    """
+    if not folder.is_dir():
+        return []
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror}") from error

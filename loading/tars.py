@@ -1,0 +1,320 @@
+"""Images in uncompressed tars: shards, packs, a tar of class folders or of class tars, or a tar for each class."""
+
+import functools
+import json
+import os
+import re
+import tarfile
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from errors import ImageError, UserError
+from files import open_regular, open_to_read
+from loading.index import ImageIndex, Progress, Scan, check_num_bytes
+from loading.source import Source, digest, list_folder
+
+# What scripts/pack.py writes beside its shards, and how that says whose it is.
+PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
+
+# More than the manifest of any pack: a record of some hundred bytes a shard, and one for each image left out.
+_MANIFEST_BYTES = 1 << 26
+
+
+class TarIndex(ImageIndex):
+    """The images of tars: those of the folder that the tars would be extracted to.
+
+    Args:
+        root: the data path and the split's name.
+        files: the tars, in order.
+        form: "tars", whose members say the class, or "class tars", whose names do.
+    """
+
+    layout = "{split}.tar, or shards from {split}-000000.tar on"
+
+    def __init__(self, root: Path, files: list[Path], form: str = "tars") -> None:
+        super().__init__(root, files)
+        self.form = form
+
+    @classmethod
+    def find(cls, root: Path) -> list[Source]:
+        """Return the tars in the split's folder, then shards beside it, then one tar beside it."""
+        within, beside = _tars_in(root), _tars_in(root.parent)
+        official = f"ILSVRC2012_img_{root.name}.tar"
+        found = []
+        if within:
+            is_whole = _shards(root.name, within) == within or [tar.name for tar in within] == [official]
+            found.append(cls(root, within, "tars" if is_whole else "class tars"))
+        sets = [_shards(root.name, beside)]
+        sets += [[tar] for name in (f"{root.name}.tar", official) for tar in beside if tar.name == name]
+        return found + [cls(root, tars) for tars in sets if tars]
+
+    @property
+    def where(self) -> str:
+        """The tar, or a pattern for all of them."""
+        if self.form == "class tars":
+            return str(self.root / "*.tar")
+        return str(self.files[0] if len(self.files) == 1 else self.files[0].with_name(f"{self.root.name}-*.tar"))
+
+    def class_path(self, name: str) -> str:
+        """Return the words for a class in messages."""
+        return os.path.join(self.root if self.form == "class tars" else self.where, name)
+
+    def path(self, number: int) -> str:
+        """Return the words for an image in messages."""
+        return f"{self.name(number)} in {self.files[self.arrays['places'][number, 0]]}"
+
+    def size(self, number: int) -> int:
+        """Return the bytes of an image's file."""
+        return int(self.arrays["places"][number, 2])
+
+    def identity(self) -> dict[str, str | None]:
+        """Return also hashes of the images' sizes and, of a pack, of the shards' checksums."""
+        listed = "".join(_checksums(self.root.name, self.files[0].parent).values())
+        sizes = digest([self.arrays["places"][:, 2].tobytes()])
+        return {**super().identity(), "sizes": sizes, "checksums": digest([listed.encode()]) if listed else None}
+
+    def read(self, number: int) -> bytes:
+        """Return the bytes of an image's file; raises as `Source.read`."""
+        tar_number, offset, size = self.arrays["places"][number].tolist()
+        mtime_ns, _, tar_size = self.arrays["states"][tar_number].tolist()
+        check_num_bytes(size)
+        tar = _open_tar(str(self.files[tar_number]), mtime_ns, tar_size)
+        content = tar.read(offset, size)
+        # After the read, which is then known to be of the tar that was scanned.
+        if len(content) < size or tar.state() != [mtime_ns, tar_size]:
+            raise ImageError(
+                f"cannot read image {self.path(number)}: the tar has changed since it was scanned; start again"
+            )
+        return content
+
+    def scan(self, scan: Scan) -> list[str]:
+        """Add the images of the folder that the tars would be extracted to, and return the classes."""
+        num_bytes = sum(tar.stat().st_size for tar in self.files)
+        progress = Progress(f"scanning {self.where}", num_bytes, "GiB", scale=1 << 30)
+        plain, by_class = {}, {}
+        for number, path in enumerate(self.files):
+            with open_to_read(path) as file:
+                status = os.fstat(file.fileno())
+                scan.watch(str(path), status)
+                reader = _TarReader(path, file, self.root.name, progress)
+                if self.form == "class tars":
+                    reader.scan_class(by_class, path.stem, number, 0, status.st_size)
+                else:
+                    reader.scan(plain, by_class, number, status.st_size)
+            progress.first += status.st_size
+            if reader.ignored:
+                print(f"{path}: {len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored")
+        folders = [folder for folder in plain if folder]
+        prefix = f"{self.root.name}/"
+        # Members may carry the split's name; a class of that name would not be the only one, or hold no folders.
+        has_prefix = all(f"{folder}/".startswith(prefix) for folder in folders) and any("/" in name for name in folders)
+        for folder, (names, places) in plain.items():
+            without = f"{folder}/".removeprefix(prefix if has_prefix else "").rstrip("/")
+            _add(by_class, without, names, places)
+        ordered = sorted((folder.split("/")[0], folder) for folder in by_class if folder)
+        classes = sorted({name for name, _ in ordered})
+        self.check_classes(classes, len(by_class.get("", ([],))[0]))
+        labels = {name: label for label, name in enumerate(classes)}
+        for name, folder in ordered:
+            scan.add(folder, labels[name], *_ordered(*by_class[folder]))
+        return classes
+
+
+def _tars_in(folder: Path) -> list[Path]:
+    tars = [folder / name for name in list_folder(folder) if name.endswith(".tar")]
+    return [tar for tar in tars if tar.is_file()]
+
+
+def _shards(name: str, tars: list[Path]) -> list[Path]:
+    """Return those of the tars that are called name-000000.tar and so on."""
+    numbered = re.compile(re.escape(name) + r"-(\d{6,})\.tar")
+    shards = [tar for tar in tars if numbered.fullmatch(tar.name)]
+    for expected, tar in enumerate(shards):
+        if int(numbered.fullmatch(tar.name)[1]) != expected:
+            missing = tar.with_name(f"{name}-{expected:06d}.tar")
+            raise UserError(f"{missing} is missing, but {tar.name} is there; --data-path needs every shard of a set")
+    checksums = _checksums(name, shards[0].parent) if shards else {}
+    missing = [file for file in checksums if file not in {shard.name for shard in shards}]
+    if missing:
+        raise UserError(
+            f"{shards[0].with_name(missing[0])} is missing: {len(missing)} of the {len(checksums)} shards that "
+            f"{PACK_MANIFEST} lists are not there; --data-path needs every shard of a set"
+        )
+    return shards
+
+
+def read_manifest(path: Path) -> dict | None:
+    """Return the manifest of a pack, or None where there is none, or another tool's file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with open_to_read(path) as file:
+            manifest = json.loads(file.read(_MANIFEST_BYTES))
+        return manifest if manifest["kind"] == PACK_KIND else None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError):  # no JSON, or other JSON
+        return None
+
+
+def _checksums(name: str, folder: Path) -> dict[str, str]:
+    """Return the checksum of each shard of a split, by its name; nothing where the folder is no pack of it.
+
+    Raises:
+        UserError: the pack is not finished, or its manifest cannot be read.
+    """
+    manifest = read_manifest(folder / PACK_MANIFEST)
+    try:
+        if manifest is None or manifest["format"] != PACK_FORMAT or name not in manifest["splits"]:
+            return {}
+        state, shards = manifest["state"], manifest["splits"][name]["shards"]
+        checksums = {str(record["file"]): str(record["sha256"]) for record in shards}
+    except (KeyError, TypeError):
+        return {}
+    if state != "complete":
+        raise UserError(
+            f"{folder} is a pack that is still being written, or was interrupted; run the scripts.pack command "
+            "that began it again, which goes on where it stopped"
+        )
+    return checksums
+
+
+class _Tar:
+    """An open tar, closed when nothing uses it any more: another thread may be reading when the cache drops it."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = open_regular(path, os.O_RDONLY, follows_links=True)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+    def state(self) -> list[int]:
+        status = os.fstat(self.descriptor)
+        return [status.st_mtime_ns, status.st_size]
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset` on, or fewer where the tar ends before."""
+        content = b""
+        while len(content) < size and (more := os.pread(self.descriptor, size - len(content), offset + len(content))):
+            content += more
+        return content
+
+
+@functools.lru_cache(maxsize=128)
+def _open_tar(path: str, mtime_ns: int, size: int) -> _Tar:
+    """Return an open tar; another state is another tar. A thousand class tars would be too many to keep open."""
+    return _Tar(path)
+
+
+# The images that a scan finds in each folder: their names, and the tar, offset and size of each, one after the other.
+_Found = dict[str, tuple[list[str], array]]
+
+
+def _add(found: _Found, folder: str, names: Iterable[str] = (), places: Iterable[int] = ()) -> None:
+    known = found.setdefault(folder, ([], array("q")))
+    known[0].extend(names)
+    known[1].extend(places)
+
+
+def _ordered(names: list[str], places: array) -> tuple[list[str], numpy.ndarray]:
+    """Return images in order, and their places; of one name the last counts, as in extracting a tar."""
+    last = {name: number for number, name in enumerate(names)}
+    names = sorted(last)
+    return names, numpy.array(places, dtype=numpy.int64).reshape(-1, 3)[[last[name] for name in names]]
+
+
+class _TarReader:
+    """The headers of one tar, of which only those that are images, class tars or folders count.
+
+    Args:
+        path: the tar.
+        file: it, open.
+        split_name: what members' names may begin with.
+        progress: is told how far the reader is.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, split_name: str, progress: Progress) -> None:
+        self.path, self.file, self.split_name, self.progress = path, file, split_name, progress
+        self.ignored = []
+
+    def _members(self, start: int, end: int) -> Iterator[tarfile.TarInfo]:
+        """Yield the members of the tar that begins at `start` and ends at or before `end`.
+
+        Raises:
+            UserError: it is torn, damaged or no tar.
+        """
+        place = start
+        self.file.seek(start)
+        try:
+            archive = tarfile.TarFile(fileobj=self.file, encoding="utf-8", errors="surrogateescape")
+            while (member := archive.next()) is not None:
+                # A negative size would lead back, and so on for ever.
+                if member.size < 0 or member.offset < place or member.offset_data + member.size > end:
+                    raise tarfile.ReadError(f"member {member.name!r} is not whole")
+                place = member.offset_data
+                archive.members.clear()  # which would keep a million of them
+                self.progress.show(member.offset)
+                yield member
+            # tarfile takes a header that it cannot read for the end, unless it is the first.
+            self.file.seek(archive.offset)
+            if archive.offset + tarfile.BLOCKSIZE > end or any(self.file.read(tarfile.BLOCKSIZE)):
+                raise tarfile.ReadError("its end is missing")
+        except Exception as error:  # a damaged header is any of a dozen kinds to tarfile
+            reason = str(error) or type(error).__name__
+            raise UserError(
+                f"{self.path} is torn, damaged, or no uncompressed tar ({reason}, about byte {place}); get it anew"
+            ) from error
+
+    def _entries(self, start: int, end: int) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+        """Yield the folder, the name and the member of each image and class tar; for a folder, no name.
+
+        Raises:
+            UserError: a name leads elsewhere, or an image is a link or in pieces.
+        """
+        for member in self._members(start, end):
+            if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):
+                raise UserError(
+                    f"{self.path} holds {member.name!r}, a name that leads out of a folder; such a tar is not read"
+                )
+            *folders, name = [part for part in member.name.split("/") if part not in ("", ".")] or [""]
+            if member.isdir():
+                yield "/".join([*folders, name]), "", member
+            elif not name.lower().endswith((*IMG_EXTENSIONS, ".tar")):
+                self.ignored += [] if member.isreg() else [member.name]
+            elif member.isreg() and not member.issparse():
+                yield "/".join(folders), name, member
+            else:
+                raise UserError(
+                    f"{self.path} holds {member.name!r} as a link, a device or a sparse file, which is not followed; "
+                    "write it anew with tar --dereference --hard-dereference"
+                )
+
+    def scan(self, found: _Found, by_class: _Found, number: int, end: int) -> None:
+        """Add the images of a tar whose members say the class, and to `by_class` those of the class tars in it."""
+        for folder, name, member in self._entries(0, end):
+            if not name:
+                _add(found, folder)
+            elif not name.lower().endswith(".tar"):
+                _add(found, folder, [name], (number, member.offset_data, member.size))
+            elif folder in ("", self.split_name):
+                start = member.offset_data
+                self.scan_class(by_class, name[: -len(".tar")], number, start, start + member.size)
+
+    def scan_class(self, by_class: _Found, class_name: str, number: int, start: int, end: int) -> None:
+        """Add the images of a tar of one class, whose members may carry the class's name too."""
+        _add(by_class, class_name)
+        for folder, name, member in self._entries(start, end):
+            if name.lower().endswith(IMG_EXTENSIONS):
+                inner = f"{folder}/".removeprefix(f"{self.split_name}/{class_name}/").removeprefix(f"{class_name}/")
+                place = (number, member.offset_data, member.size)
+                _add(by_class, f"{class_name}/{inner}".rstrip("/"), [name], place)

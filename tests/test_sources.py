@@ -1,0 +1,218 @@
+"""loading/source.py and forms.py: every form of images answers alike, and a new one is one class and one entry."""
+
+import hashlib
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torchvision import datasets
+
+import config
+import data
+from errors import ImageError, UserError
+from loading import forms
+from loading.decode import decode_plainly
+from loading.source import Source
+from presets import ClassificationPresetTrain
+from sampler import SampleKey, TrainSampler, VirtualShards
+from tests.images import pack_classes, pack_shards, pack_whole
+from tests.ranks import run_ranks, train_rank
+from tests.started import SMALL, refused
+
+
+class ConcatenatedSource(Source):
+    """A form that nobody else has: one file of images, one after the other, and a list of their names and sizes."""
+
+    form = "concatenated"
+    layout = "{split}/all.images with {split}/all.json"
+
+    @classmethod
+    def find(cls, root):
+        return [cls(root)] if (root / "all.images").is_file() else []
+
+    @property
+    def where(self):
+        return str(self.root / "all.images")
+
+    def open(self):
+        entries = json.loads((self.root / "all.json").read_bytes())
+        self.names = [name for name, _ in entries]
+        self.places = [*itertools.accumulate((size for _, size in entries), initial=0)]
+        self.classes = sorted({name.split("/")[0] for name in self.names})
+        return self
+
+    def __len__(self):
+        return len(self.names)
+
+    def label(self, number):
+        return self.classes.index(self.name(number).split("/")[0])
+
+    def name(self, number):
+        return self.names[number]
+
+    def read(self, number):
+        with open(self.where, "rb") as file:
+            file.seek(self.places[number])
+            return file.read(self.places[number + 1] - self.places[number])
+
+
+def concatenate(root, target):
+    """Write a folder of class folders in the form that nobody else has."""
+    (target / root.name).mkdir(parents=True)
+    paths = [Path(path) for path, _ in datasets.ImageFolder(root).samples]
+    (target / root.name / "all.images").write_bytes(b"".join(path.read_bytes() for path in paths))
+    entries = [(str(path.relative_to(root)), path.stat().st_size) for path in paths]
+    (target / root.name / "all.json").write_text(json.dumps(entries))
+
+
+def concatenate_both(images, target):
+    for split in ("train", "val"):
+        concatenate(images / split, target)
+    return target
+
+
+def arguments(folder, *argv):
+    return config.parse_args(["--data-path", str(folder), "--device", "cpu", *argv])
+
+
+def batches_of(folder, workers):
+    """Return the batches of an epoch, as they are loaded."""
+    args = arguments(folder, "--workers", str(workers), "--train-crop-size", "24", "--batch-size", "4")
+    dataset, _ = data.build_datasets(str(folder / "train"), str(folder / "val"), args)
+    sampler = TrainSampler(len(dataset), VirtualShards(8, 2), seed=3)
+    return [(image.clone(), target.tolist()) for image, target in data.build_loader(dataset, sampler, args)]
+
+
+@pytest.fixture
+def new_form(monkeypatch):
+    monkeypatch.setattr(forms, "FORMS", [*forms.FORMS, ConcatenatedSource])
+
+
+def copy_folder(root, target):
+    shutil.copytree(root, target / root.name)
+
+
+@pytest.mark.parametrize("write", [copy_folder, pack_whole, pack_shards, pack_classes, concatenate])
+def test_every_form_gives_image_folders_images(image_folder, tmp_path, new_form, write, capsys):
+    write(image_folder / "train", tmp_path)
+    found, theirs = forms.open_source(tmp_path / "train"), datasets.ImageFolder(image_folder / "train")
+    expected = [(str(Path(path).relative_to(theirs.root)), label) for path, label in theirs.samples]
+    numbers = range(len(found))
+    assert found.classes == theirs.classes
+    assert [(found.name(number), found.label(number)) for number in numbers] == expected
+    contents = [Path(path).read_bytes() for path, _ in theirs.samples]
+    assert [found.read(number) for number in numbers] == contents
+    assert [found.size(number) for number in numbers] == [len(content) for content in contents]
+    assert all(found.name(number) in found.path(number) for number in numbers)
+    lines = "".join(f"{name} {label}\n" for name, label in expected)
+    assert found.fingerprint() == hashlib.sha256(lines.encode()).hexdigest()[:16]
+    assert found.identity()["path"] == str(tmp_path / "train")
+    assert found.identity().keys() == {"form", "path", "sizes", "times", "checksums"}
+    assert "is used, and not" not in capsys.readouterr().out
+
+
+def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
+    """Checkpoints of any age hold such a value."""
+    for name in ("cat/1.jpg", "dög/in/2.JPEG"):
+        (tmp_path / "train" / name).parent.mkdir(parents=True)
+        (tmp_path / "train" / name).touch()
+    assert forms.open_source(tmp_path / "train").fingerprint() == "95f6fa071d4a7826"
+
+
+def test_a_made_up_image_is_the_same_as_pixels_and_as_a_file():
+    images = data.SyntheticImages(130, 8, 10)
+    for number in (0, 63, 64, 129):
+        pixels, label = images[SampleKey(number, 0, 0)]
+        decoded = torch.from_numpy(numpy.array(decode_plainly(images.index.read(number))))
+        assert torch.equal(decoded.permute(2, 0, 1), pixels)
+        assert images.index.label(number) == label
+    assert len({images.index.name(number) for number in range(130)}) == 130
+    assert images.fingerprint() == "synthetic-130-10"
+    assert images.identity() == {"form": "synthetic", "path": "", "sizes": None, "times": None, "checksums": None}
+
+
+def test_a_new_form_has_the_folders_batches_whoever_loads_them(image_folder, tmp_path, new_form):
+    concatenate_both(image_folder, tmp_path)
+    expected = batches_of(image_folder, workers=0)
+    assert len(expected) == 6
+    for workers in (0, 2):
+        for ours, theirs in zip(batches_of(tmp_path, workers), expected, strict=True):
+            assert torch.equal(ours[0], theirs[0])
+            assert ours[1] == theirs[1]
+
+
+def test_a_bad_image_of_a_new_form_is_named_or_replaced(image_folder, tmp_path, new_form):
+    concatenate_both(image_folder, tmp_path)
+    found = forms.open_source(tmp_path / "train")
+    with open(found.where, "r+b") as file:
+        file.seek(found.places[3])
+        file.write(b"no image")
+    splits = (str(tmp_path / "train"), str(tmp_path / "val"))
+    with pytest.raises(
+        ImageError, match=re.escape(f"{found.name(3)} in {found.where} (class class0): it has no valid")
+    ):
+        data.build_datasets(*splits, arguments(tmp_path))[0][SampleKey(3, 0, 0)]
+    lenient, _ = data.build_datasets(*splits, arguments(tmp_path, "--bad-images", "skip"))
+    image, label, replaced = lenient[SampleKey(3, 0, 0)]
+    assert torch.equal(image, lenient[SampleKey(4, 0, 0)][0])
+    assert (label, replaced) == (0, 3)
+
+
+def test_a_new_form_whose_disk_fails_is_tried_again_and_no_bad_image(image_folder, tmp_path, new_form, monkeypatch):
+    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
+    concatenate(image_folder / "train", tmp_path)
+    dataset = data.LenientImageFolder(tmp_path / "train", ClassificationPresetTrain(crop_size=24))
+    (tmp_path / "train" / "all.images").unlink()
+    with pytest.raises(ImageError, match=r"No such file or directory \(tried 4 times\); its bytes are not at fault"):
+        dataset[SampleKey(0, 0, 0)]
+
+
+def train_with_new_form(argv):
+    forms.FORMS.append(ConcatenatedSource)
+    train_rank(argv)
+
+
+def weights_of(out):
+    return torch.load(out / "checkpoint.pth", weights_only=True)["model"]
+
+
+def test_a_run_goes_on_from_a_folder_with_a_new_form_of_the_same_images_only(image_folder, tmp_path):
+    concatenate_both(image_folder, tmp_path / "new")
+
+    def start(images, out, *argv, target=train_with_new_form):
+        argv = ["--data-path", images, "--output-dir", tmp_path / out, *SMALL, "--batch-size", 8, *argv]
+        argv += ["--use-deterministic-algorithms"]
+        return run_ranks(target, 1, [str(word) for word in argv], log_folder=tmp_path)
+
+    start(image_folder, "folder", "--epochs", 2).check()
+    start(image_folder, "both", "--epochs", 1).check()
+    went_on = start(tmp_path / "new", "both", "--epochs", 2, "--resume", "auto").check()
+    assert "resumed" in went_on.output
+    ours, expected = weights_of(tmp_path / "both"), weights_of(tmp_path / "folder")
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    names = tmp_path / "new" / "train" / "all.json"
+    names.write_text(names.read_text().replace("class2/image007", "class2/image008"))
+    refused(start(tmp_path / "new", "both", "--epochs", 3, "--resume", "auto"), "data of train: fingerprint")
+
+
+def test_what_is_missing_is_said_with_every_form(tmp_path, new_form):
+    with pytest.raises(UserError) as caught:
+        forms.check_source(tmp_path / "val")
+    usual = "with one folder for each class, or val.tar, or shards from val-000000.tar on"
+    expected = f"has no val/; it must hold train/ and val/, {usual}, or val/all.images with val/all.json"
+    assert str(caught.value).endswith(expected)
+    with pytest.raises(UserError, match=f"--data-path {tmp_path / 'nowhere'} is not a folder"):
+        forms.check_source(tmp_path / "nowhere" / "val")
+
+
+def test_class_folders_beside_files_of_another_form_are_used_and_said(image_folder, tmp_path, new_form, capsys):
+    concatenate(image_folder / "train", tmp_path)
+    shutil.copytree(image_folder / "train" / "class1", tmp_path / "train" / "class1")
+    assert forms.open_source(tmp_path / "train").classes == ["class1"]
+    expected = f"{tmp_path}/train is used, and not {tmp_path}/train/all.images"
+    assert expected in capsys.readouterr().out
