@@ -25,10 +25,10 @@ from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog
 from checkpointing.store import CheckpointManager
 from errors import LoaderKilledError, NonFiniteError, NoProgressError, PreemptedError, StorageError, UserError
 from files import RETRY_S, explain_failure, read_json, write_atomically
+from gradients import ShardedStep
 from launch import read_launch
 from loading.encoded import settle_decode_device
 from loading.seen import SeenRecord
-from models import ShardedStep
 from monitor import LogWindow, Monitor, non_finite_loss
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 import data
+import gradients
 import losses
 import models
 import optim
@@ -212,7 +213,7 @@ def test_recomputed_blocks_give_the_same_bits_and_hold_less(build):
         if is_recomputed:
             models.recompute_blocks(model, "it")
         average = models.ExponentialMovingAverage(model, decay=0.5)
-        step = models.ShardedStep(model, VirtualShards(8, 2), device=CPU)
+        step = gradients.ShardedStep(model, VirtualShards(8, 2), device=CPU)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         kept.clear()
         for number in range(2):
