@@ -194,11 +194,14 @@ def load_matching(
     head = weights.get(f"{ends[-1]}.weight")
     theirs = num_classes if head is None or not head.ndim else len(head)
     reader = model if theirs == num_classes else build(theirs)
-    with in_one_line(f"{source} belongs to another model, check --model"):  # shapes differ
+    kind = getattr(weights, "kind", "a state dict")
+    misfit = f"{source} belongs to another model, check --model: it holds {kind}"
+    with in_one_line(misfit):  # shapes differ
         missing, unexpected = reader.load_state_dict(weights, strict=False)
+    for verb, names in (("lacks", missing), ("has", unexpected)):
+        misfit += f"; it {verb} {', '.join(names[:3])} ({len(names)} in all)" if names else ""
     if missing or unexpected:
-        examples = [f"lacks {name}" for name in missing[:1]] + [f"has {name}" for name in unexpected[:1]]
-        raise UserError(f"{source} belongs to another model, check --model: it {' and '.join(examples)}")
+        raise UserError(misfit)
     if reader is model:
         return
     if needs_classifier:
@@ -367,7 +370,7 @@ class ExponentialMovingAverage(AveragedModel):
         super().__init__(model, device, use_buffers=True)
         self.requires_grad_(False)
         self.decay = decay
-        self.n_averaged = self.n_averaged.cpu()
+        self.n_averaged = torch.tensor(0, device="cpu")
         self.reset()
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ import losses
 import models
 import optim
 import utils
-from checkpointing.checkpoint import load_weights
+from checkpointing.weights import load_weights
 from errors import UserError
 
 
@@ -106,7 +106,7 @@ def test_what_older_versions_of_modules_saved_is_translated():
 def test_weights_of_a_model_that_notes_its_version_load_from_a_file(tmp_path):
     weights = torchvision.models.mnasnet0_5(num_classes=5).state_dict()
     torch.save(weights, tmp_path / "w.pth")
-    model = load("mnasnet0_5", load_weights(tmp_path / "w.pth")[0], 5)
+    model = load("mnasnet0_5", load_weights(tmp_path / "w.pth"), 5)
     assert torch.equal(model.state_dict()["layers.0.weight"], weights["layers.0.weight"])
 
 

@@ -399,7 +399,7 @@ def test_compiled_in_bfloat16_killed_and_resumed_same_bits_and_another_world_siz
     assert killed.codes[0] == -9, killed.output
     refused = runs.run("compiled-killed", 1, *options, "--resume", "auto")
     assert refused.codes == [2]
-    assert "world size 2 in the checkpoint, 1 now" in refused.output
+    assert "world-size 2 in the checkpoint, 1 now" in refused.output
     runs.run("compiled-killed", 2, *options, "--resume", "auto", timeout_s=600).check()
     assert_same(runs, "compiled-killed", "compiled")
     assert not any("_orig_mod" in name for name in runs.final("compiled"))
