@@ -65,8 +65,8 @@ class PairwiseGradientSum:
     At most log2(V / W) + 1 gradients are held at a time.
     """
 
-    # Elements that travel at once, 64 MiB of float32, so that no second copy of all gradients is needed.
-    PIECE = 1 << 24
+    # Bytes that travel at once, so that no second copy of all gradients is needed.
+    PIECE = 1 << 26
 
     def __init__(self, parameters: Iterator[nn.Parameter], shards: VirtualShards) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -85,9 +85,8 @@ class PairwiseGradientSum:
         gradients = _fold(self._sums)
         if self.shards.world_size > 1:
             present = [gradient for gradient in gradients if gradient is not None]
-            for same_type in _group_by_type(present):
-                for piece in _pieces(same_type, self.PIECE):
-                    self._sum_over_processes(piece)
+            for piece in torch._utils._take_tensors(present, self.PIECE):  # of one type each
+                self._sum_over_processes(piece)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient if gradient is None else gradient.div_(self.shards.num_shards)
 
@@ -125,23 +124,6 @@ def _fold(sums: list[tuple[int, list]]) -> list[Tensor | None]:
 def _add(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
     """Add in place; a parameter that a shard did not use has no gradient there."""
     return [a if b is None else b if a is None else a.add_(b) for a, b in zip(left, right, strict=True)]
-
-
-def _group_by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
-    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in {t.dtype: None for t in tensors}]
-
-
-def _pieces(tensors: list[Tensor], num_elements: int) -> Iterator[list[Tensor]]:
-    """Cut a list into runs of at most `num_elements` elements, or of one tensor that is larger."""
-    piece, size = [], 0
-    for tensor in tensors:
-        if piece and size + tensor.numel() > num_elements:
-            yield piece
-            piece, size = [], 0
-        piece.append(tensor)
-        size += tensor.numel()
-    if piece:
-        yield piece
 
 
 class ShardedStep:

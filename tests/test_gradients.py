@@ -7,7 +7,7 @@ import torch
 import torchvision
 from torch import nn
 
-from gradients import PairwiseGradientSum, ShardedStep, _pieces
+from gradients import PairwiseGradientSum, ShardedStep
 from sampler import VirtualShards
 
 
@@ -61,11 +61,17 @@ def test_a_parameter_without_a_gradient_keeps_none():
     assert torch.equal(sometimes.grad, torch.full((2,), 0.5))
 
 
-def test_pieces_hold_every_tensor_once():
+def test_pieces_hold_every_tensor_once_and_one_type():
+    """As torch's own cut of a list does, which is not part of its public names."""
     tensors = [torch.zeros(size) for size in (3, 5, 20, 1, 1)]
-    pieces = list(_pieces(tensors, 8))
-    assert [len(piece) for piece in pieces] == [2, 1, 2]
-    assert [id(t) for t in itertools.chain(*pieces)] == [id(t) for t in tensors]
+    others = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(20, dtype=torch.bfloat16)]
+    mixed = [*tensors[:2], others[0], *tensors[2:], others[1]]
+    pieces = list(torch._utils._take_tensors(mixed, 32))  # 8 numbers of float32
+    for dtype, expected, sizes in [(torch.float32, tensors, [2, 1, 2]), (torch.bfloat16, others, [1, 1])]:
+        same = [piece for piece in pieces if piece[0].dtype == dtype]
+        assert [len(piece) for piece in same] == sizes
+        assert [id(t) for t in itertools.chain(*same)] == [id(t) for t in expected]
+    assert sum(map(len, pieces)) == len(mixed)
 
 
 @pytest.mark.parametrize("model", ["squeezenet1_1", "alexnet"])
