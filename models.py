@@ -1,27 +1,21 @@
-"""Build a model, wrap it for several processes, sum gradients in a fixed order, average weights."""
+"""Build a model, load weights into it, compile it, average its weights, choose its precision."""
 
-import copy
 import importlib
-import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError, did_you_mean, in_one_line, require_timm
 from losses import AUXILIARY_WEIGHTS
-from randomness import FORWARD, seed_device
-from sampler import VirtualShards
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -200,11 +194,14 @@ def load_matching(
     head = weights.get(f"{ends[-1]}.weight")
     theirs = num_classes if head is None or not head.ndim else len(head)
     reader = model if theirs == num_classes else build(theirs)
-    with in_one_line(f"{source} belongs to another model, check --model"):  # shapes differ
+    kind = getattr(weights, "kind", "a state dict")
+    misfit = f"{source} belongs to another model, check --model: it holds {kind}"
+    with in_one_line(misfit):  # shapes differ
         missing, unexpected = reader.load_state_dict(weights, strict=False)
+    for verb, names in (("lacks", missing), ("has", unexpected)):
+        misfit += f"; it {verb} {', '.join(names[:3])} ({len(names)} in all)" if names else ""
     if missing or unexpected:
-        examples = [f"lacks {name}" for name in missing[:1]] + [f"has {name}" for name in unexpected[:1]]
-        raise UserError(f"{source} belongs to another model, check --model: it {' and '.join(examples)}")
+        raise UserError(misfit)
     if reader is model:
         return
     if needs_classifier:
@@ -316,191 +313,6 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     return model
 
 
-def wrap_model(model: nn.Module, args: Any) -> nn.Module:
-    """Wrap a model on its device in DDP where gradients are to be summed by DDP's own all-reduce.
-
-    With `--use-deterministic-algorithms`, `PairwiseGradientSum` sums them, and the bare model is returned, with rank
-    0's weights. Collective: every rank must call it.
-    """
-    if args.grad_compression != "none" and args.world_size == 1:
-        print(f"--grad-compression {args.grad_compression} has no effect: one process sends no gradients")
-    if not args.distributed:
-        return model
-    if args.use_deterministic_algorithms:
-        broadcast_from_master([*model.parameters(), *model.buffers()])
-        return model
-    # Nothing reads a buffer in training but what shard 0 writes, so no step needs them broadcast; `evaluate`
-    # does it. torch 2.13 renamed the switch.
-    parameters = inspect.signature(DistributedDataParallel).parameters
-    no_buffers = {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
-    device_ids = [args.gpu] if torch.device(args.device).type == "cuda" else None
-    # With accumulation torch fails at an assertion of its own.
-    is_static = args.num_shards == args.world_size and args.compile is None
-    wrapped = DistributedDataParallel(
-        model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=is_static, **no_buffers
-    )
-    if args.grad_compression == "bf16":
-        wrapped.register_comm_hook(None, bf16_compress_hook)
-    return wrapped
-
-
-def broadcast_from_master(tensors: Sequence[Tensor]) -> None:
-    """Overwrite every rank's tensors with rank 0's. Collective: every rank must call it."""
-    if dist.is_initialized():
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0)
-
-
-class PairwiseGradientSum:
-    """Sum the shards' gradients in one fixed order, whatever process computed which shard.
-
-    Floating-point addition is not associative: an all-reduce sums in another order at another world size, and training
-    amplifies the difference from 1e-7 to 3e-2 in eight steps of a ResNet-18 (docs/research/RELIABILITY.md, 2.6). Here
-    shards are summed pairwise, as a binary counter carries: push a sum; while the last two cover equally many shards,
-    add them. A process does so with its consecutive shards; then each gradient travels through an all-to-all (every
-    process gets its part of everyone's sum), is summed alike over the processes, and returns by an all-gather.
-    Collectives only move bytes, so backend and topology cannot change a bit, and the volume is that of a ring
-    all-reduce. The result is that of one process wherever a process holds a power of two of shards. One division by V
-    comes last.
-
-    At most log2(V / W) + 1 gradients are held at a time.
-    """
-
-    # Elements that travel at once, 64 MiB of float32, so that no second copy of all gradients is needed.
-    PIECE = 1 << 24
-
-    def __init__(self, parameters: Iterator[nn.Parameter], shards: VirtualShards) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.shards = shards
-        self._sums = []  # (number of shards, their gradients' sum), as the digits of a binary counter
-
-    def add_shard(self) -> None:
-        """Take the gradients of the shard that has just been computed out of the parameters."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        _push(self._sums, gradients)
-
-    def finish(self) -> None:
-        """Set every parameter's gradient to the mean over all shards. Collective: every rank must call it."""
-        gradients = _fold(self._sums)
-        if self.shards.world_size > 1:
-            present = [gradient for gradient in gradients if gradient is not None]
-            for same_type in _group_by_type(present):
-                for piece in _pieces(same_type, self.PIECE):
-                    self._sum_over_processes(piece)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient if gradient is None else gradient.div_(self.shards.num_shards)
-
-    def _sum_over_processes(self, gradients: list[Tensor]) -> None:
-        world_size = self.shards.world_size
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        length = flat.numel()
-        flat = nn.functional.pad(flat, (0, -length % world_size))
-        parts = torch.empty_like(flat)
-        dist.all_to_all_single(parts, flat)
-        sums = []
-        for part in parts.chunk(world_size):
-            _push(sums, [part])
-        dist.all_gather_into_tensor(flat, _fold(sums)[0].contiguous())
-        for gradient, total in zip(gradients, flat[:length].split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
-
-
-def _push(sums: list[tuple[int, list]], addend: list[Tensor | None]) -> None:
-    sums.append((1, addend))
-    while len(sums) > 1 and sums[-1][0] == sums[-2][0]:
-        (count, right), (_, left) = sums.pop(), sums.pop()
-        sums.append((2 * count, _add(left, right)))
-
-
-def _fold(sums: list[tuple[int, list]]) -> list[Tensor | None]:
-    """Add what is left from the first to the last, and empty the counter."""
-    total = sums[0][1]
-    for _, addend in sums[1:]:
-        total = _add(total, addend)
-    sums.clear()
-    return total
-
-
-def _add(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    """Add in place; a parameter that a shard did not use has no gradient there."""
-    return [a if b is None else b if a is None else a.add_(b) for a, b in zip(left, right, strict=True)]
-
-
-def _group_by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
-    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in {t.dtype: None for t in tensors}]
-
-
-def _pieces(tensors: list[Tensor], num_elements: int) -> Iterator[list[Tensor]]:
-    """Cut a list into runs of at most `num_elements` elements, or of one tensor that is larger."""
-    piece, size = [], 0
-    for tensor in tensors:
-        if piece and size + tensor.numel() > num_elements:
-            yield piece
-            piece, size = [], 0
-        piece.append(tensor)
-        size += tensor.numel()
-    if piece:
-        yield piece
-
-
-class ShardedStep:
-    """The infrastructure around the forward and backward passes of one optimizer step.
-
-    Args:
-        model: what `wrap_model` returned.
-        shards: this process's part of the step.
-        device: where the model is.
-        seed: the run's.
-        is_deterministic: sum gradients pairwise, not as DDP does.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        shards: VirtualShards,
-        *,
-        device: torch.device,
-        seed: int = 0,
-        is_deterministic: bool = False,
-    ) -> None:
-        self.model = model
-        self.shards = shards
-        self.seed = seed
-        self.device = device
-        self.gradient_sum = PairwiseGradientSum(model.parameters(), shards) if is_deterministic else None
-        # What DDP (a mean over processes) and accumulation (a sum over local shards) make of the shards' mean losses is
-        # to be their mean; 1 in torchvision's case of one shard a process, and so nothing is rounded there.
-        self.loss_scale = 1.0 if is_deterministic else 1.0 / shards.num_local
-        self._buffers = list(model.buffers())
-
-    @contextmanager
-    def shard(self, step: int, shard: int) -> Iterator[None]:
-        """Surround the forward and backward pass of one shard.
-
-        Seeds dropout and stochastic depth by (step, shard), keeps DDP from reducing before the last local shard, and
-        lets only shard 0 move the buffers, as torchvision's rank 0 does, so that running statistics are the same at
-        any world size. The wrapped block must not keep the graph.
-        """
-        seed_device(self.device, FORWARD, self.seed, step, shard)
-        is_last = shard == self.shards.local[-1]
-        keeps_buffers = shard != 0 and bool(self._buffers)
-        saved = [buffer.clone() for buffer in self._buffers] if keeps_buffers else None
-        is_ddp = isinstance(self.model, DistributedDataParallel)
-        with self.model.no_sync() if is_ddp and not is_last else nullcontext():
-            yield
-        if keeps_buffers:
-            torch._foreach_copy_(self._buffers, saved)
-        if self.gradient_sum is not None:
-            self.gradient_sum.add_shard()
-
-    def finish_gradients(self) -> None:
-        """Make every parameter's gradient the mean over all shards of the step. Collective."""
-        if self.gradient_sum is not None:
-            self.gradient_sum.finish()
-
-
 def set_tf32(*, is_allowed: bool | None) -> None:
     """Let float32 convolutions and matrix products of NVIDIA GPUs round their inputs to TF32, or forbid both.
 
@@ -542,7 +354,7 @@ class FlipAverage(nn.Module):
         return (self.model(image).clone() + self.model(image.flip(-1))) / 2
 
 
-class ExponentialMovingAverage(nn.Module):
+class ExponentialMovingAverage(AveragedModel):
     """An exponential moving average of a model's weights and buffers.
 
     Its state dict is that of torch's `AveragedModel`, as torchvision's reference script saves it. The count stays on
@@ -551,24 +363,22 @@ class ExponentialMovingAverage(nn.Module):
     Args:
         model: what to average; copied.
         decay: the weight of the average at each update.
+        device: where to keep the average; None: where the model is.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__()
-        self.module = copy.deepcopy(model).requires_grad_(False)
+    def __init__(self, model: nn.Module, decay: float, device: torch.device | str | None = "cpu") -> None:
+        super().__init__(model, device, use_buffers=True)
+        self.requires_grad_(False)
         self.decay = decay
-        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device="cpu"))
-        self._is_empty = True  # what n_averaged == 0 says, without a tensor to read
-        self.register_load_state_dict_post_hook(lambda average, _: average._note_count())
-
-    def forward(self, *args: Any) -> Any:
-        """Call the averaged model."""
-        return self.module(*args)
+        self.n_averaged = torch.tensor(0, device="cpu")
+        self.reset()
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Move the average towards `model`; the first time, onto it."""
-        pairs = list(zip(_state(self.module), (value.detach() for value in _state(model)), strict=True))
+        """Move the average towards `model`; onto it the first time, and after `n_averaged.fill_(0)`."""
+        if self.n_averaged._version != self._version:  # it was loaded, or set as torchvision's loop does
+            self._is_empty = bool(self.n_averaged == 0)
+        pairs = [(own, new.to(own.device)) for own, new in zip(_state(self.module), _state(model), strict=True)]
         averaged = [pair for pair in pairs if pair[0].is_floating_point() and not self._is_empty]
         copied = [pair for pair in pairs if not pair[0].is_floating_point() or self._is_empty]
         if averaged:
@@ -576,20 +386,18 @@ class ExponentialMovingAverage(nn.Module):
         if copied:
             torch._foreach_copy_(*map(list, zip(*copied, strict=True)))
         self.n_averaged += 1
-        self._is_empty = False
+        self._is_empty, self._version = False, self.n_averaged._version
+
+    def reset(self) -> None:
+        """Forget: the next update starts the average anew. torchvision does so throughout the warm-up."""
+        self.n_averaged.zero_()
+        # What `n_averaged == 0` says, without a tensor to read, and the changes of the tensor that it takes account of.
+        self._is_empty, self._version = True, self.n_averaged._version
 
     def restart(self, model: nn.Module) -> None:
         """Begin as a copy of `model`."""
         self.reset()
         self.module.load_state_dict(model.state_dict())
-
-    def reset(self) -> None:
-        """Forget: the next update starts the average anew. torchvision does so throughout the warm-up."""
-        self.n_averaged.zero_()
-        self._is_empty = True
-
-    def _note_count(self) -> None:
-        self._is_empty = bool(self.n_averaged == 0)
 
 
 def _state(model: nn.Module) -> Iterator[Tensor]:
@@ -606,7 +414,8 @@ def build_ema(args: Any, model: nn.Module) -> ExponentialMovingAverage | None:
     if not args.model_ema or args.test_only:
         return None
     adjust = args.global_batch_size * args.model_ema_steps / args.epochs
-    model_ema = ExponentialMovingAverage(model, decay=1.0 - min(1.0, (1.0 - args.model_ema_decay) * adjust))
+    decay = 1.0 - min(1.0, (1.0 - args.model_ema_decay) * adjust)
+    model_ema = ExponentialMovingAverage(model, decay, device=None)
     compile_model(model_ema.module, args)
     return model_ema
 
@@ -619,7 +428,7 @@ def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> Exponenti
         model.load_state_dict(state["model"])
     if "model_ema" not in state:
         return None
-    model_ema = ExponentialMovingAverage(model, decay=0.0)
+    model_ema = ExponentialMovingAverage(model, decay=0.0, device=None)
     with in_one_line(f"the average in the checkpoint of --resume {args.resume} does not fit --model {args.model}"):
         model_ema.load_state_dict(state["model_ema"])
     compile_model(model_ema.module, args)
@@ -643,12 +452,6 @@ def resolve_weights(args: Any) -> Any:
             f"--weights {args.weights}: neither a file nor weights of {args.model}{hint} (there are {known})"
         )
     return enum[name]
-
-
-def build_sharded_step(args: Any, model: nn.Module, shards: VirtualShards, device: torch.device) -> ShardedStep:
-    """Return what surrounds the passes of each shard of a step."""
-    is_deterministic = args.use_deterministic_algorithms
-    return ShardedStep(model, shards, device=device, seed=args.seed, is_deterministic=is_deterministic)
 
 
 def set_up_threads(args: Any) -> None:

@@ -404,16 +404,8 @@ def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRSchedul
 
 def schedule(args: Any) -> dict[str, Any]:
     """Return the options of `lr_at` that `args` stands for, but for epoch and peak."""
-    return {
-        "epochs": args.epochs,
-        "scheduler": args.lr_scheduler,
-        "warmup_epochs": args.lr_warmup_epochs,
-        "warmup_method": args.lr_warmup_method,
-        "warmup_decay": args.lr_warmup_decay,
-        "step_size": args.lr_step_size,
-        "gamma": args.lr_gamma,
-        "lr_min": args.lr_min,
-    }
+    names = ("scheduler", "warmup_epochs", "warmup_method", "warmup_decay", "step_size", "gamma")
+    return {"epochs": args.epochs, "lr_min": args.lr_min, **{name: getattr(args, f"lr_{name}") for name in names}}
 
 
 def check_rates(args: Any) -> None:

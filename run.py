@@ -19,16 +19,17 @@ import config
 import models
 import optim
 import utils
-from checkpointing.checkpoint import RunState, load_weights
+from checkpointing.checkpoint import RunState
 from checkpointing.guard import check_classes, check_options, run_facts
 from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
 from checkpointing.store import CheckpointManager
+from checkpointing.weights import load_weights
 from errors import LoaderKilledError, NonFiniteError, NoProgressError, PreemptedError, StorageError, UserError
 from files import RETRY_S, explain_failure, read_json, write_atomically
+from gradients import ShardedStep
 from launch import read_launch
 from loading.encoded import settle_decode_device
 from loading.seen import SeenRecord
-from models import ShardedStep
 from monitor import LogWindow, Monitor, non_finite_loss
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
@@ -98,8 +99,8 @@ def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None
     if args.weights is None:
         return None
     if Path(args.weights).is_file():
-        weights, kind = load_weights(Path(args.weights), is_average=args.ema)
-        print(f"--weights {args.weights}: {kind}")
+        weights = load_weights(Path(args.weights), is_average=args.ema)
+        print(f"--weights {args.weights}: {weights.kind}")
         check_classes(weights.classes, args, val)
         return weights
     weights = models.resolve_weights(args)

@@ -13,6 +13,7 @@ import torch
 
 import config
 import data
+import gradients
 import models
 import optim
 import preview
@@ -37,7 +38,7 @@ def train_one_epoch(
     """Train on all batches of a loader, a step for every group of this process's shards.
 
     Args:
-        model: the model, in DDP or bare, as `models.wrap_model` returns it.
+        model: the model, in DDP or bare, as `gradients.wrap_model` returns it.
         criterion: from (output, target) to the mean loss of a batch.
         optimizer: makes one step for each group of shards.
         data_loader: yields (image, target) batches: a `DeviceLoader`, or any plain loader.
@@ -105,7 +106,7 @@ def evaluate(model, criterion, data_loader, device, print_freq=100, log_suffix="
         RuntimeError: the loaders of all ranks together did not yield as many images as the set has.
     """
     model.eval()
-    models.broadcast_from_master(list(model.buffers()))
+    gradients.broadcast_from_master(list(model.buffers()))
     metric_logger = utils.MetricLogger(delimiter="  ")
     loss_meter, acc1_meter, acc5_meter = (metric_logger.meters[name] for name in ("loss", "acc1", "acc5"))
     header = f"Test: {log_suffix}".rstrip()
@@ -206,14 +207,14 @@ def main(args):
 
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
     scaler = models.build_scaler(args, device)
-    model = models.wrap_model(model_without_ddp, args)
+    model = gradients.wrap_model(model_without_ddp, args)
     parts = {
         "model": model_without_ddp, "optimizer": optim.OptimizerState(optimizer), "model_ema": model_ema,
         "scaler": scaler if scaler.is_enabled() else None,
     }  # fmt: skip
     run = Run(
         args, state, manager, preemption, seen, sampler=train_sampler, datasets=(dataset, dataset_test), parts=parts,
-        sharded_step=models.build_sharded_step(args, model, train_sampler.shards, device),
+        sharded_step=gradients.build_sharded_step(args, model, train_sampler.shards, device),
         lr_scheduler=optim.build_lr_scheduler(args, optimizer),
     )  # fmt: skip
     del state

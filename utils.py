@@ -515,3 +515,14 @@ def shut_down() -> None:
     if is_dist_avail_and_initialized():
         dist.barrier(group=_patient_group)
         dist.destroy_process_group()
+
+
+# torchvision's helpers, for people's own scripts.
+from checkpointing.weights import average_checkpoints, store_model_weights  # noqa: E402, F401
+from models import ExponentialMovingAverage  # noqa: E402, F401
+from optim import set_weight_decay  # noqa: E402, F401
+
+
+def mkdir(path: str | os.PathLike) -> None:
+    """Make a folder and those above it, where they are not there yet."""
+    os.makedirs(path, exist_ok=True)

@@ -1,12 +1,13 @@
 """Read the files that hold checkpoints and weights, check every byte of them and run nothing that is in them."""
 
+import argparse
 import io
 import os
 import pickletools
 import re
-import shlex
 import zipfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
         raise StorageError(f"{name} does not fit into the memory that is free now") from error
 
 
-def load_checkpoint(source: Path | bytes, name: str) -> dict:
+def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = False) -> dict:
     """Load a file of tensors and plain values; check every byte of it and run nothing that is in it.
 
     `torch.load` accepts flipped bits in a tensor; the archive's checksums do not (docs/research/RELIABILITY.md, 2.1).
@@ -67,19 +68,20 @@ def load_checkpoint(source: Path | bytes, name: str) -> dict:
     Args:
         source: a path, or a file's bytes.
         name: what to call it in an error.
+        takes_namespace: whether an `argparse.Namespace` counts as plain, as in the checkpoints of torchvision and timm.
 
     Raises:
         UserError: damaged, not a checkpoint, or one that needs code to load; says which.
         MemoryError: it is larger than the memory that is free.
     """
     stream = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
-    with stream:
+    with stream, torch.serialization.safe_globals([argparse.Namespace]) if takes_namespace else nullcontext():
         try:
             if check_archive(stream, name):
                 bad = find_bad_record(stream)
                 if bad is not None:
                     raise UserError(f"{name} is damaged (record {bad.split('/', 1)[-1]} fails its CRC)")
-                check_pickle(stream, name)
+                check_pickle(stream, name, takes_namespace=takes_namespace)
             stream.seek(0)
             content = torch.load(stream, map_location="cpu", weights_only=True)
         except (UserError, MemoryError):
@@ -127,7 +129,7 @@ def check_archive(file: Any, name: str) -> bool:
     return True
 
 
-def check_pickle(file: Any, name: str) -> None:
+def check_pickle(file: Any, name: str, *, takes_namespace: bool = False) -> None:
     """Check, without unpickling, that a pickle names plain data only, and storages as large as their records.
 
     Torch believes the size that a pickle gives, and would read beyond the record.
@@ -135,6 +137,7 @@ def check_pickle(file: Any, name: str) -> None:
     Args:
         file: the archive, open for reading.
         name: what to call it in an error.
+        takes_namespace: see `load_checkpoint`.
 
     Raises:
         UserError: it does not.
@@ -145,12 +148,12 @@ def check_pickle(file: Any, name: str) -> None:
         if archive.getinfo(f"{root}/data.pkl").file_size > MOST_PICKLE_BYTES:
             raise UserError(f"{name} is no checkpoint: it describes more than a model has")
         pickled = archive.read(f"{root}/data.pkl")
-    for kind, key, numel in _storages(pickled):
+    for kind, key, numel in _storages(pickled, _PLAIN_GLOBALS | ({"argparse Namespace"} if takes_namespace else set())):
         if sizes.get(key) != _ITEM_BYTES[kind] * numel:
             raise UserError(f"{name} is damaged (record data/{key} is not as large as its tensors)")
 
 
-def _storages(pickled: bytes) -> Iterator[tuple[str, str, int]]:
+def _storages(pickled: bytes, plain_globals: set[str]) -> Iterator[tuple[str, str, int]]:
     """Yield the kind, the key and the number of elements of each storage that a pickle of `torch.save` asks for.
 
     Raises:
@@ -158,7 +161,7 @@ def _storages(pickled: bytes) -> Iterator[tuple[str, str, int]]:
     """
     literals, stack, named = {}, [], None
     for opcode, argument, _ in pickletools.genops(pickled):
-        _check_opcode(opcode.name, argument)
+        _check_opcode(opcode.name, argument, plain_globals)
         if opcode.name in ("BINPUT", "LONG_BINPUT"):
             literals[argument] = stack[-1] if stack else None
             continue
@@ -182,8 +185,8 @@ def _storages(pickled: bytes) -> Iterator[tuple[str, str, int]]:
         named = None
 
 
-def _check_opcode(name: str, argument: Any) -> None:
-    if name == "GLOBAL" and argument not in _PLAIN_GLOBALS:
+def _check_opcode(name: str, argument: Any, plain_globals: set[str]) -> None:
+    if name == "GLOBAL" and argument not in plain_globals:
         raise ValueError(f"GLOBAL {argument.replace(' ', '.')}")
     if name in ("INST", "STACK_GLOBAL"):
         raise ValueError("Unsupported operand: not of torch.save")
@@ -198,7 +201,7 @@ def _find_code(content: bytes) -> Exception:
     try:
         while stream.tell() < len(content):
             for opcode, argument, _ in pickletools.genops(stream):
-                _check_opcode(opcode.name, argument)
+                _check_opcode(opcode.name, argument, _PLAIN_GLOBALS)
     except Exception as error:  # pickletools has a dozen kinds for what is no pickle
         if re.match("GLOBAL|Unsupported operand", str(error)):
             return error
@@ -227,14 +230,9 @@ def _explain(name: str, error: Exception) -> str:
     """Say in one line why a file could not be loaded."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found and found[1] == "argparse.Namespace":
-        command = (
-            "import argparse, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
-            f"torch.save(torch.load({name!r}, weights_only=True)['model'], 'weights.pth')"
-        )
         return (
-            f"{name} is a checkpoint of torchvision's reference script: it holds an argparse.Namespace, which this "
-            f"script does not unpickle; to start from its weights, run `python -c {shlex.quote(command)}` and pass "
-            "--weights weights.pth"
+            f"{name} is a checkpoint of another script, as torchvision's reference script: it holds an "
+            "argparse.Namespace; to start from its weights, pass it to --weights"
         )
     if found:
         return f"{name} contains code ({found[1]}) and was refused; nothing in it was run"

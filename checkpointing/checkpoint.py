@@ -1,15 +1,10 @@
-"""The state of a run, as checkpoints hold it, and the weights that can be taken out of one."""
+"""The state of a run, as checkpoints hold it."""
 
 import math
-from collections import OrderedDict
-from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from checkpointing.archive import load_checkpoint
 from checkpointing.schema import FORMAT
-from errors import StorageError, UserError, in_one_line
+from errors import UserError, in_one_line
 
 # The best checkpoints of a run, by the results that they are best in: those of the raw weights, and of their average.
 BEST_NAMES = {"val": "best", "val_ema": "best_ema"}
@@ -151,51 +146,3 @@ class RunState:
     def is_finished(self, epochs: int) -> bool:
         """Tell whether nothing is left to do."""
         return self.epoch == epochs - 1 and self.is_evaluated
-
-
-def load_weights(path: Path, *, is_average: bool = False) -> tuple[dict, str]:
-    """Return the state dict in a file that holds one, or in a checkpoint, with its version notes; and which it is.
-
-    Args:
-        path: of the file.
-        is_average: take the average of a checkpoint (`model_ema`), not its raw weights (`model`).
-
-    The names of the checkpoint's classes are its attribute `classes`, None where there are none.
-
-    Raises:
-        UserError: there is none in it.
-    """
-    try:
-        content = load_checkpoint(path, str(path))
-    except MemoryError as error:
-        raise StorageError(f"--weights {path} does not fit into the memory that is free now") from error
-    if is_average and "model_ema" not in content:
-        raise UserError(f"--weights {path} holds no average (model_ema); leave out --ema to take the weights it holds")
-    key = "model_ema" if is_average else "model"
-    weights = content.get(key, content)
-    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights):
-        raise UserError(
-            f"--weights {path} holds no weights: expected a state dict, or a checkpoint with one as `{key}`"
-        )
-    if not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
-        raise UserError(
-            f"--weights {path} holds more than weights: expected a state dict, or a checkpoint with `{key}`"
-        )
-    for name, tensor in weights.items():
-        # Of which a model as large as it claims to be would be built.
-        if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise UserError(f"--weights {path}: {name} claims to be larger than what is stored of it")
-    plain = OrderedDict((name.removeprefix("module."), tensor) for name, tensor in weights.items())
-    notes = getattr(weights, "_metadata", None)
-    if isinstance(notes, dict) and all(isinstance(each, dict) for each in notes.values()):
-        # By which modules load what older versions of them saved.
-        plain._metadata = {f"{name}.".removeprefix("module.")[:-1]: each for name, each in notes.items()}
-    described = content.get("data") if weights is not content else None
-    classes = described.get("classes") if isinstance(described, dict) else None
-    is_list = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    plain.classes = classes if is_list else None
-    if is_average:
-        plain.pop("n_averaged", None)  # of torch's AveragedModel, and no weight
-    kind = "the average" if is_average else "the raw weights"
-    has_both = weights is not content and not is_average and "model_ema" in content
-    return plain, kind + (", not their average, which --ema takes" if has_both else "")

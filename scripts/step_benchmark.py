@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import config
 import data
+import gradients
 import losses
 import models
 import monitor
@@ -92,7 +93,7 @@ class LoggedRun(BareRun):
 
     def __init__(self, step: Step, model: torch.nn.Module) -> None:
         super().__init__(model, step.device)
-        self.sharded_step = models.ShardedStep(model, step.shards, device=step.device)
+        self.sharded_step = gradients.ShardedStep(model, step.shards, device=step.device)
         self.scheduler = optim.build_lr_scheduler(step.args, step.optimizer)
         self.window = monitor.LogWindow(step.shards.num_local)
 
@@ -126,7 +127,7 @@ class OurLoop:
         dataset = data.SyntheticImages(num_steps * args.global_batch_size, args.train_crop_size, NUM_CLASSES)
         sampler = TrainSampler(len(dataset), self.step.shards)
         self.loader = data.build_device_loader(args, dataset, sampler, device, NUM_CLASSES)
-        self.wrapped = models.wrap_model(self.step.model, args)
+        self.wrapped = gradients.wrap_model(self.step.model, args)
         self.run = LoggedRun(self.step, self.wrapped)
 
     def __call__(self) -> int:

@@ -47,6 +47,7 @@ from checkpointing import guard
 from checkpointing.checkpoint import RunState
 from checkpointing.schema import check_schema
 from checkpointing.store import CheckpointManager
+from checkpointing.weights import load_weights
 from launch import read_launch
 from loading import forms, index, tars
 from loading.seen import SeenRecord
@@ -306,6 +307,25 @@ def case_archive(bench: Bench, folder: Path, rng: random.Random) -> None:
     if rng.random() < 0.05:
         os.truncate(path, rng.choice([200 << 30, 1 << 30, 5 << 30]))
     go_on(bench, out, opt, rng)
+
+
+def case_weights(bench: Bench, folder: Path, rng: random.Random) -> None:
+    """A file of weights as other scripts write them says something else, or is another archive."""
+    state = copy.deepcopy(bench.states["sgd"])
+    state["args"] = argparse.Namespace(**state["args"])
+    key, average = rng.choice([("model", "model_ema"), ("state_dict", "state_dict_ema")])
+    content = {key: state["model"], average: state["model_ema"], "arch": "x", "args": state["args"], "epoch": 3}
+    if rng.random() < 0.6:
+        mutate(rng.choice([content, content[key], content[average], vars(content["args"])]), rng, is_plain=False)
+    buffer = io.BytesIO()
+    with contextlib.suppress(RecursionError):
+        torch.save(content, buffer, _use_new_zipfile_serialization=rng.random() < 0.9)
+    content = buffer.getvalue()
+    if rng.random() < 0.5:
+        content = rewrite(content, rng) if zipfile.is_zipfile(buffer) else scramble(content, rng)
+    (folder / "w.pth").write_bytes(content)
+    weights = load_weights(folder / "w.pth", is_average=rng.random() < 0.5)
+    models.load_matching(Tiny(), weights, "it", Tiny, 2)
 
 
 def rewrite(content: bytes, rng: random.Random) -> bytes:
@@ -571,7 +591,7 @@ def case_image(bench: Bench, folder: Path, rng: random.Random) -> None:
 
 KINDS = {
     case_checkpoint: 30, case_archive: 15, case_status: 8, case_metrics: 5, case_cache: 8, case_record: 5,
-    case_recipe: 12, case_options: 4, case_tar: 10, case_manifest: 3, case_image: 15,
+    case_recipe: 12, case_options: 4, case_tar: 10, case_manifest: 3, case_image: 15, case_weights: 12,
 }  # fmt: skip
 
 

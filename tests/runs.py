@@ -8,8 +8,8 @@ from checkpointing.archive import load_checkpoint
 from checkpointing.preemption import PreemptionGuard
 from checkpointing.schema import FORMAT
 from checkpointing.store import CheckpointManager
+from gradients import ShardedStep
 from loading.seen import SeenRecord
-from models import ShardedStep
 from monitor import Monitor
 from run import Run
 from tests.endings import differing, flatten, read_metrics

@@ -14,8 +14,8 @@ import errors
 import models
 import optim
 from checkpointing.archive import load_checkpoint, read_checkpoint
-from checkpointing.checkpoint import load_weights
 from checkpointing.schema import FORMAT, check_schema
+from checkpointing.weights import load_weights
 from errors import UserError
 from tests import fuzz
 from tests.ranks import REPOSITORY

@@ -1,6 +1,4 @@
-"""models.py: the pairwise order of sums, averages, weights of other heads."""
-
-import itertools
+"""models.py: what is built, averages, weights of other heads and other scripts."""
 
 import pytest
 import torch
@@ -13,66 +11,8 @@ import losses
 import models
 import optim
 import utils
-from checkpointing.checkpoint import load_weights
+from checkpointing.weights import load_weights
 from errors import UserError
-from sampler import VirtualShards
-
-
-def pairwise_by_recursion(values, num_processes):
-    """Sum each process's run of values in halves, then the processes' sums likewise: an oracle of another shape."""
-
-    def halves(run):
-        if len(run) == 1:
-            return run[0]
-        # The largest power of two below the length first, as a binary counter has it.
-        cut = 1 << (len(run) - 1).bit_length() - 1
-        return halves(run[:cut]) + halves(run[cut:])
-
-    size = len(values) // num_processes
-    return halves([halves(values[r * size : (r + 1) * size]) for r in range(num_processes)])
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 4, 6, 8, 12, 16])
-def test_the_order_of_sums_is_that_of_halves_and_the_same_on_any_allowed_number_of_processes(num_shards):
-    generator = torch.Generator().manual_seed(num_shards)
-    gradients = [torch.randn(1000, generator=generator) * 10**shard for shard in range(num_shards)]
-    parameter = nn.Parameter(torch.zeros(1000))
-    gradient_sum = models.PairwiseGradientSum(iter([parameter]), VirtualShards(num_shards, num_shards))
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        gradient_sum.add_shard()
-    gradient_sum.finish()
-    for num_processes in range(1, num_shards + 1):
-        if num_shards % num_processes == 0 and (num_shards // num_processes).bit_count() == 1:
-            expected = pairwise_by_recursion(gradients, num_processes) / num_shards
-            assert torch.equal(parameter.grad, expected), num_processes
-
-
-def test_an_ordinary_sum_differs_from_the_pairwise_one():
-    """What the order is for: the same numbers, added from left to right, end in other bits."""
-    generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(1000, generator=generator) for _ in range(8)]
-    assert not torch.equal(sum(gradients), pairwise_by_recursion(gradients, 1))
-
-
-def test_a_parameter_without_a_gradient_keeps_none():
-    used, unused, sometimes = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-    gradient_sum = models.PairwiseGradientSum(iter([used, unused, sometimes]), VirtualShards(4, 2))
-    used.grad = torch.ones(2)
-    gradient_sum.add_shard()
-    used.grad, sometimes.grad = torch.ones(2), torch.ones(2)
-    gradient_sum.add_shard()
-    gradient_sum.finish()
-    assert unused.grad is None
-    assert torch.equal(used.grad, torch.ones(2))
-    assert torch.equal(sometimes.grad, torch.full((2,), 0.5))
-
-
-def test_pieces_hold_every_tensor_once():
-    tensors = [torch.zeros(size) for size in (3, 5, 20, 1, 1)]
-    pieces = list(models._pieces(tensors, 8))
-    assert [len(piece) for piece in pieces] == [2, 1, 2]
-    assert [id(t) for t in itertools.chain(*pieces)] == [id(t) for t in tensors]
 
 
 def test_the_average_is_torchs_averaged_model():
@@ -96,11 +36,13 @@ def test_the_average_is_torchs_averaged_model():
     theirs.load_state_dict(ours.state_dict())
 
 
-def test_a_reset_average_starts_as_a_copy():
+@pytest.mark.parametrize("reset", [lambda average: average.reset(), lambda average: average.n_averaged.fill_(0)])
+def test_a_reset_average_starts_as_a_copy(reset):
+    """Also as torchvision's loop resets it."""
     model = nn.Linear(2, 2)
     average = models.ExponentialMovingAverage(model, decay=0.9)
     average.update_parameters(model)
-    average.reset()
+    reset(average)
     with torch.no_grad():
         model.weight.add_(1)
     average.update_parameters(model)
@@ -164,7 +106,7 @@ def test_what_older_versions_of_modules_saved_is_translated():
 def test_weights_of_a_model_that_notes_its_version_load_from_a_file(tmp_path):
     weights = torchvision.models.mnasnet0_5(num_classes=5).state_dict()
     torch.save(weights, tmp_path / "w.pth")
-    model = load("mnasnet0_5", load_weights(tmp_path / "w.pth")[0], 5)
+    model = load("mnasnet0_5", load_weights(tmp_path / "w.pth"), 5)
     assert torch.equal(model.state_dict()["layers.0.weight"], weights["layers.0.weight"])
 
 
@@ -177,15 +119,6 @@ def test_unknown_weights_are_named_with_those_that_exist():
     args.weights = "ResNet18_Weights.IMAGENET1K_V1"
     with pytest.raises(UserError, match="neither a file nor weights of resnet50"):
         models.resolve_weights(args)
-
-
-@pytest.mark.parametrize("model", ["squeezenet1_1", "alexnet"])
-def test_a_model_without_buffers_takes_several_shards(model):
-    built = torchvision.models.get_model(model, num_classes=3)
-    step = models.ShardedStep(built, VirtualShards(4, 2), device=torch.device("cpu"))
-    for shard in range(2):
-        with step.shard(0, shard):
-            built(torch.randn(2, 3, 64, 64)).sum().backward()
 
 
 def test_auxiliary_classifiers_count_in_training():

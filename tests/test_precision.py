@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 import data
+import gradients
 import losses
 import models
 import optim
@@ -212,7 +213,7 @@ def test_recomputed_blocks_give_the_same_bits_and_hold_less(build):
         if is_recomputed:
             models.recompute_blocks(model, "it")
         average = models.ExponentialMovingAverage(model, decay=0.5)
-        step = models.ShardedStep(model, VirtualShards(8, 2), device=CPU)
+        step = gradients.ShardedStep(model, VirtualShards(8, 2), device=CPU)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         kept.clear()
         for number in range(2):
@@ -398,7 +399,7 @@ def test_compiled_in_bfloat16_killed_and_resumed_same_bits_and_another_world_siz
     assert killed.codes[0] == -9, killed.output
     refused = runs.run("compiled-killed", 1, *options, "--resume", "auto")
     assert refused.codes == [2]
-    assert "world size 2 in the checkpoint, 1 now" in refused.output
+    assert "world-size 2 in the checkpoint, 1 now" in refused.output
     runs.run("compiled-killed", 2, *options, "--resume", "auto", timeout_s=600).check()
     assert_same(runs, "compiled-killed", "compiled")
     assert not any("_orig_mod" in name for name in runs.final("compiled"))

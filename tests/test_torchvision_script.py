@@ -163,6 +163,8 @@ STATED = [
     ("main_trains", [3, "keys"], ["model", "optimizer", "epoch", "args"]),
     ("main_resumes", [2, "keys"], ["model", "optimizer", "epoch", "args"]),
     ("main_with_much", [1, "keys"], ["model", "optimizer", "epoch", "args", "model_ema"]),
+    # Equal weights have one name; there it depends on that of a temporary file too.
+    ("stored_weights", ["files"], 3),
     # An epoch has as many samples as the set has images: no multiple of 256.
     ("repeated_augmentation_cut", [0], 300),
     ("repeated_augmentation_cut", [1], 300),

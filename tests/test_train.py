@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import config
-import models
+import gradients
 import sampler
 import train
 import utils
@@ -128,7 +128,7 @@ def test_train_one_epoch_takes_a_plain_loader(capsys):
 
 def test_only_shard_0_moves_the_buffers():
     model = Scorer(3, 0)
-    step = models.ShardedStep(model, sampler.VirtualShards(8, 2), device=torch.device("cpu"))
+    step = gradients.ShardedStep(model, sampler.VirtualShards(8, 2), device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(4)
     first, second = torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)
     expected = nn.BatchNorm1d(6)
@@ -339,7 +339,7 @@ def test_imports_only_point_down():
     layers = [
         {"errors", "launch", "losses", "randomness", "transforms"},
         {"files", "options", "sampler", "utils"},
-        {"checkpointing", "config", "loading", "models", "optim"},
+        {"checkpointing", "config", "gradients", "loading", "models", "optim"},
         {"monitor", "presets"},
         {"data", "preview", "run"},
         {"train"},

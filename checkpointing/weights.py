@@ -1,0 +1,173 @@
+"""Weights in files of this script, torchvision, pytorch/examples and timm: loaded, averaged, stored for others."""
+
+import copy
+import hashlib
+import io
+import os
+import re
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkpointing.archive import load_checkpoint
+from errors import StorageError, UserError
+from files import write_atomically
+
+# Where a checkpoint holds its weights and their average: torchvision's and our keys, then those of the others.
+_RAW_KEYS, _AVERAGE_KEYS = ("model", "state_dict"), ("model_ema", "state_dict_ema")
+
+# Put before names by DistributedDataParallel and AveragedModel, and by pytorch/examples into those of AlexNet and VGG.
+_WRAPPERS = re.compile(r"^(module\.)+|(?<=^features\.)module\.")
+
+
+class Weights(OrderedDict):
+    """A state dict that was read from a file, under the model's own names and with its modules' version notes.
+
+    Attributes:
+        kind: what it is, as words for a message.
+        classes: the names of the classes, or None where the file does not have them.
+    """
+
+    kind: str
+    classes: list[str] | None = None
+
+
+def load_weights(path: Path, *, is_average: bool = False) -> Weights:
+    """Return the state dict in a file: a bare one, or that of a checkpoint.
+
+    Args:
+        path: of the file.
+        is_average: take the average of a checkpoint, not its raw weights.
+
+    Raises:
+        UserError: there is none in it.
+    """
+    try:
+        content = _load(path)
+    except MemoryError as error:
+        raise StorageError(f"--weights {path} does not fit into the memory that is free now") from error
+    raw, average = (next((key for key in keys if key in content), None) for keys in (_RAW_KEYS, _AVERAGE_KEYS))
+    if is_average and average is None:
+        raise UserError(
+            f"--weights {path} holds no average ({' or '.join(_AVERAGE_KEYS)}); leave out --ema to take the weights "
+            "it holds"
+        )
+    key = average if is_average else raw
+    weights = _take(content, key, f"--weights {path}")
+    if key is None:
+        weights.kind = "a bare state dict"
+        return weights
+    weights.kind = ("the average" if is_average else "the raw weights") + _name_model(content)
+    if not is_average and average is not None:
+        weights.kind += ", not their average, which --ema takes"
+    described = content.get("data")
+    classes = described.get("classes") if isinstance(described, dict) else None
+    if isinstance(classes, list) and all(isinstance(name, str) for name in classes):
+        weights.classes = classes
+    return weights
+
+
+def _load(path: Path) -> dict:
+    return load_checkpoint(path, str(path), takes_namespace=True)
+
+
+def _take(content: dict, key: str | None, source: str) -> Weights:
+    """Return the state dict under a key, or the content itself.
+
+    Raises:
+        UserError: it is none, or one that claims more than the file holds.
+    """
+    found = content if key is None else content.get(key)
+    expected = " or ".join(f"`{name}`" for name in ([key] if key else _RAW_KEYS))
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found):
+        raise UserError(f"{source} holds no weights: expected a state dict, or a checkpoint with one as {expected}")
+    if not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        raise UserError(f"{source} holds more than weights: expected a state dict, or a checkpoint with {expected}")
+    for name, tensor in found.items():
+        # Of which a model as large as it claims to be would be built.
+        if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise UserError(f"{source}: {name} claims to be larger than what is stored of it")
+    # The count is that of torch's AveragedModel, and no weight.
+    weights = Weights((_unwrap(name), tensor) for name, tensor in found.items() if name != "n_averaged")
+    if len(weights) < len(found.keys() - {"n_averaged"}):
+        raise UserError(f"{source} holds weights of one name twice, with and without a prefix")
+    notes = getattr(found, "_metadata", None)
+    if isinstance(notes, dict) and all(isinstance(each, dict) for each in notes.values()):
+        # By which modules load what older versions of them saved.
+        weights._metadata = {_unwrap(f"{name}.")[:-1]: each for name, each in notes.items()}
+    return weights
+
+
+def _unwrap(name: str) -> str:
+    """Return a name without what torch.compile and the wrappers of a model add to it."""
+    return _WRAPPERS.sub("", name.replace("_orig_mod.", ""))
+
+
+def _name_model(content: dict) -> str:
+    """Return ` of NAME` if a checkpoint says of which model it is: timm's and pytorch/examples' have `arch`."""
+    args = content.get("args")
+    options = vars(args) if isinstance(args, Namespace) else args
+    names = [content.get("arch"), options.get("model") if isinstance(options, dict) else None]
+    return next((f" of {name}" for name in names if isinstance(name, str) and name.isprintable()), "")
+
+
+def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
+    """Return the first of several checkpoints with the mean of all their weights as its `model`.
+
+    As torchvision's: a mean of integers is rounded down, and one of float16 is float32.
+
+    Args:
+        inputs: their paths.
+
+    Raises:
+        KeyError: one has other weights than the first.
+        UserError: one cannot be read, or holds no weights.
+    """
+    paths = list(map(Path, inputs))
+    contents = map(_load, paths)  # one at a time
+    first, sums = None, {}
+    for path, content in zip(paths, contents, strict=True):
+        weights = _take(content, "model", str(path))
+        first = first or {**content, "model": weights}
+        shapes, expected = ({name: each.shape for name, each in part.items()} for part in (weights, first["model"]))
+        if shapes != expected:
+            differing = sorted(name for name, _ in shapes.items() ^ expected.items())
+            raise KeyError(f"{path} holds other weights than {paths[0]}: {', '.join(differing[:3])}")
+        for name, tensor in weights.items():
+            sums[name] = sums.get(name, 0) + (tensor.double() if tensor.is_floating_point() else tensor.long())
+    if first is None:
+        raise ValueError("no checkpoints to average")
+    for name, tensor in first["model"].items():
+        mean = torch.div(sums[name], len(paths), rounding_mode=None if tensor.is_floating_point() else "floor")
+        first["model"][name] = mean.to(torch.float32 if tensor.dtype == torch.float16 else tensor.dtype)
+    return first
+
+
+def store_model_weights(
+    model: nn.Module, checkpoint_path: str | Path, checkpoint_key: str = "model", strict: bool = True
+) -> str:
+    """Write the weights that a model takes from a checkpoint into a file of their own beside it; return its path.
+
+    Its name ends in the first eight digits of its SHA-256, which torch's hub checks.
+
+    Args:
+        model: which weights to take; a copy of it is loaded.
+        checkpoint_path: of the checkpoint.
+        checkpoint_key: where in it the weights are.
+        strict: whether the checkpoint must hold these weights and no others.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or holds no weights there.
+        RuntimeError: they are of another model.
+    """
+    path, model, stream = Path(os.path.abspath(checkpoint_path)), copy.deepcopy(model), io.BytesIO()
+    model.load_state_dict(_take(_load(path), checkpoint_key, str(path)), strict=strict)
+    torch.save(model.state_dict(), stream)
+    output = path.with_name(f"weights-{hashlib.sha256(stream.getbuffer()).hexdigest()[:8]}.pth")
+    write_atomically(output, lambda file: file.write(stream.getbuffer()))
+    return str(output)
