@@ -9,7 +9,7 @@ import resource
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -18,8 +18,11 @@ from errors import StorageError
 
 T = TypeVar("T")
 
-# Between two tries of a read.
-RETRY_S = 1.0
+# Between two tries of a read, and of a lock.
+RETRY_S, LOCK_POLL_S = 1.0, 0.2
+
+# For which nobody has to try again.
+_NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 # Answers of a file system that cannot sync a folder; its renames are as durable as it makes them.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -111,19 +114,19 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, notice: str) -> Iterator[None]:
-    """Hold a lock that one process at a time can hold, on all machines that see the file; wait for it.
-
-    The system frees it when the process ends, however it ends. The file is removed with it.
+def locked(path: Path, notice: str, wait_s: float = math.inf) -> Iterator[None]:
+    """Hold the lock of `lock_file`; the file is removed with it.
 
     Args:
         path: of the lock's file.
-        notice: is printed where it has to be waited for.
+        notice: is printed where the lock has to be waited for.
+        wait_s: how long to wait.
 
     Raises:
+        BlockingIOError: another process holds it for longer.
         OSError: the file cannot be written, or its disk knows no locks.
     """
-    descriptor = _open_locked(path, notice)
+    descriptor = lock_file(path, wait_s, lambda: print(notice, flush=True))
     try:
         yield
     finally:
@@ -131,48 +134,80 @@ def locked(path: Path, notice: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _open_locked(path: Path, notice: str) -> int:
+def lock_file(path: Path, wait_s: float, say_waiting: Callable[[], None]) -> int:
+    """Lock a file that one process at a time can lock, on all machines that see it; return its descriptor.
+
+    The system frees the lock when the process ends, however it ends. It is a POSIX record lock: unlike flock's, it is
+    not inherited by loader processes, which may outlive a killed trainer. In return the process must never close a
+    second descriptor of the file: that would free the lock.
+
+    Raises:
+        BlockingIOError: another process holds it for longer than `wait_s`.
+        OSError: the file cannot be opened, is a link, or its disk knows no locks.
+    """
+    deadline, is_said = time.monotonic() + wait_s, False
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(notice, flush=True)
-                fcntl.lockf(descriptor, fcntl.LOCK_EX)
-            # While we waited, the one before us has removed it, and another may hold a new one.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last holder may have removed the file since it was opened here: then this lock keeps nobody out.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except FileNotFoundError:
             pass
-        except BaseException:
-            os.close(descriptor)
-            raise
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                os.close(descriptor)
+                raise
         os.close(descriptor)
+        if time.monotonic() >= deadline:
+            raise BlockingIOError(errno.EAGAIN, "is locked by another process", str(path))
+        if not is_said:
+            say_waiting()
+            is_said = True
+        time.sleep(min(LOCK_POLL_S, wait_s))
 
 
-def retry(read: Callable[[], T], path: Path, tries: int = 3) -> T:
-    """Return what `read` returns; where it fails it is tried again, as network file systems have hiccups.
+def retry(
+    work: Callable[[], T], waits_s: Sequence[float] | None = None, not_again: tuple[type[OSError], ...] = ()
+) -> T:
+    """Return the result of `work`; where the system fails it, wait and try again, since network disks have hiccups.
+
+    Args:
+        work: is tried once more than there are waits.
+        waits_s: between two tries; by default twice `RETRY_S`.
+        not_again: errors that another try would not change.
 
     Raises:
-        FileNotFoundError: at once, as the next two: trying again changes nothing.
-        IsADirectoryError: see above.
-        NotADirectoryError: see above.
+        OSError: of the last try, or one of `not_again`.
+        MemoryError: of the last try.
+    """
+    for wait_s in waits_s or [RETRY_S] * 2:
+        try:
+            return work()
+        except not_again:
+            raise
+        except (MemoryError, OSError):
+            time.sleep(wait_s)
+    return work()
+
+
+def retry_read(read: Callable[[], T], path: Path) -> T:
+    """Return the result of `read`, tried three times.
+
+    Raises:
+        FileNotFoundError: at once, as IsADirectoryError and NotADirectoryError.
         StorageError: it failed each time. Not a reason to take an older file instead: that would lose work.
     """
-    for left in reversed(range(tries)):
-        try:
-            return read()
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            raise
-        except OSError as error:
-            if not left:
-                raise StorageError(
-                    f"{path} cannot be read: {error.strerror or error} ({tries} tries); nothing was changed, and an "
-                    "older checkpoint is not taken in its place; start again when the disk answers"
-                ) from error
-            time.sleep(RETRY_S)
-    raise AssertionError("unreachable")
+    try:
+        return retry(read, not_again=_NO_FILE)
+    except _NO_FILE:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be read: {error.strerror or error} (3 tries); nothing was changed, and an "
+            "older checkpoint is not taken in its place; start again when the disk answers"
+        ) from error
 
 
 def make_folder(folder: Path) -> None:
@@ -184,7 +219,7 @@ def make_folder(folder: Path) -> None:
 
 
 def read_bytes(path: Path, largest: int | None = None) -> bytes:
-    """Return a file's content; raises as `retry`, and IsADirectoryError for whatever else is no file.
+    """Return a file's content; raises as `retry_read`, and IsADirectoryError for whatever else is no file.
 
     Args:
         path: of the file, or of a link to it.
@@ -201,7 +236,7 @@ def read_bytes(path: Path, largest: int | None = None) -> bytes:
                 raise ValueError(f"{path} has {size} bytes")
             return file.read()
 
-    return retry(read, path)
+    return retry_read(read, path)
 
 
 def read_json(path: Path) -> dict:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from checkpointing.guard import check_classes, check_options, run_facts
 from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
 from checkpointing.store import CheckpointManager
 from errors import LoaderKilledError, NonFiniteError, NoProgressError, PreemptedError, StorageError, UserError
-from files import RETRY_S, explain_failure, read_json, write_atomically
+from files import explain_failure, read_json, retry, write_atomically
 from launch import read_launch
 from loading.encoded import settle_decode_device
 from loading.seen import SeenRecord
@@ -497,22 +498,16 @@ class StatusFile:
     def write(self, state: str, reason: str = "") -> None:
         """Replace the file as no run may end for: a failure is said once."""
         try:
-            self._try(state, reason)
+            self._replace_patiently(state, reason)
         except OSError as error:
             if not self._is_warned:
                 self._is_warned = True
                 why = error.strerror or error
                 print(f"warning: status.json in {self.folder} is not written: {why}; training goes on")
 
-    def _try(self, state: str, reason: str = "") -> None:
-        for left in (2, 1, 0) if self.folder else ():
-            try:
-                self.replace(state, reason)
-                return
-            except OSError:
-                if not left:
-                    raise
-                time.sleep(RETRY_S)
+    def _replace_patiently(self, state: str, reason: str = "") -> None:
+        if self.folder:
+            retry(partial(self.replace, state, reason))
 
     def finish(self) -> None:
         """Record that the run has ended as it should.
@@ -521,7 +516,7 @@ class StatusFile:
             StorageError: that cannot be written, so that nobody could know.
         """
         try:
-            self._try("finished")
+            self._replace_patiently("finished")
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
             raise StorageError(

@@ -14,7 +14,7 @@ import torch
 
 from checkpointing.schema import MOST_PICKLE_BYTES, check_schema
 from errors import StorageError, UserError
-from files import memory_bytes, read_bytes, retry
+from files import memory_bytes, read_bytes, retry_read
 
 # Of a file that is refused in any case: in which to look for code, so that it can be said.
 _MOST_OLD_BYTES = 1 << 20
@@ -51,7 +51,7 @@ def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
                 raise UserError(_explain(name, _find_code(file.read(_MOST_OLD_BYTES))))
 
     if path.is_file():  # of what is something else, `read_bytes` says so
-        retry(check, path)
+        retry_read(check, path)
     try:
         payload = read_bytes(path)
         return payload, check_schema(load_checkpoint(payload, name), name)

@@ -1,7 +1,6 @@
 """One writer a folder, on one machine and over a network file system that has locks."""
 
 import errno
-import fcntl
 import os
 import socket
 import time
@@ -9,38 +8,29 @@ from contextlib import suppress
 from pathlib import Path
 
 from errors import LockedError
-from files import open_regular
+from files import lock_file
 from launch import read_launch
 
 # How long a run may take to stop: one that lost its launcher, or is saving because it was told to end.
 WAIT_S = 60.0
 
-# What a file system without locks says.
+# Answers of a file system without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 class FolderLock:
-    """A lock on `.lock` in a folder, held until the process ends, however it ends.
+    """A lock on `.lock` in an existing folder, held until the process ends, however it ends.
 
-    A POSIX record lock: unlike flock's, it is not inherited by loader processes, which may outlive a killed trainer. In
-    return the process must never close a second descriptor of the file: that would release it. So nothing else may
-    open it, and nobody ever deletes it: a deleted file can be locked by one and made anew by another.
-
-    Args:
-        folder: an existing folder.
+    Nothing else may open the file, and nobody ever deletes it: a deleted file can be locked by one process and made
+    anew by another.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / ".lock"
-        self._descriptor = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether `acquire` has returned."""
-        return self._descriptor is not None
+        self.folder, self.path = folder, folder / ".lock"
+        self.is_held = False
 
     def acquire(self, wait_s: float) -> None:
-        """Take the lock, and write into the file who holds it.
+        """Take the lock, and write into the file who holds it. Where the file system has none, say so and go on.
 
         Args:
             wait_s: how long to wait for whoever holds it; this is said once.
@@ -49,40 +39,28 @@ class FolderLock:
             LockedError: it is still held then; names the holder.
             OSError: the file cannot be opened, or is a link.
         """
-        descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
-        deadline = time.monotonic() + wait_s
-        is_said = False
-        while not self._try(descriptor):
-            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "not known yet"
-            if time.monotonic() >= deadline:
-                os.close(descriptor)
-                raise LockedError(
-                    f"--output-dir {self.path.parent} is in use by another run ({holder}); end that one, or choose "
-                    "another folder"
-                )
-            if not is_said:
-                print(
-                    f"{self.path.parent} is in use ({holder}); waiting up to {wait_s:.0f} s for it to end", flush=True
-                )
-                is_said = True
-            time.sleep(min(0.2, wait_s))
-        self._descriptor = descriptor
-        with suppress(OSError):  # on a full disk the lock holds without a name
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, _describe_holder().encode(), 0)
-
-    def _try(self, descriptor: int) -> bool:
-        """Take the lock if it is free; where the file system has none, say so and go on."""
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = lock_file(self.path, wait_s, lambda: self._say_waiting(wait_s))
+        except BlockingIOError as error:
+            raise LockedError(
+                f"--output-dir {self.folder} is in use by another run ({self._holder()}); end that one, or choose "
+                "another folder"
+            ) from error
         except OSError as error:
-            if error.errno in _NO_LOCKS:
-                print(f"{self.path.parent}: this file system has no locks; see to it that no other run writes there")
-                return True
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
+            if error.errno not in _NO_LOCKS:
                 raise
-            return False
-        return True
+            print(f"{self.folder}: this file system has no locks; see to it that no other run writes there")
+        else:
+            with suppress(OSError):  # on a full disk the lock holds without a name
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, _describe_holder().encode(), 0)
+        self.is_held = True
+
+    def _say_waiting(self, wait_s: float) -> None:
+        print(f"{self.folder} is in use ({self._holder()}); waiting up to {wait_s:.0f} s for it to end", flush=True)
+
+    def _holder(self) -> str:
+        return self.path.read_text(errors="replace")[:1000].strip() or "not known yet"
 
 
 def _describe_holder() -> str:

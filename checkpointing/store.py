@@ -31,7 +31,7 @@ from files import (
     make_folder,
     mount_point,
     read_bytes,
-    retry,
+    retry_read,
     sync_folder,
     write_atomically,
 )
@@ -124,7 +124,7 @@ class CheckpointFolder:
 
     def _own_files(self, pattern: re.Pattern = OWN_FILES) -> list[Path]:
         try:
-            names = retry(lambda: os.listdir(self.folder), self.folder)
+            names = retry_read(lambda: os.listdir(self.folder), self.folder)
         except (FileNotFoundError, NotADirectoryError):  # `open` makes it, or says why it cannot
             return []
         return [self.folder / name for name in names if pattern.fullmatch(name)]

@@ -19,7 +19,7 @@ import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import BadImageError, ImageError, UserError
-from files import locked, open_regular, open_to_read, write_atomically
+from files import locked, open_regular, open_to_read, retry, write_atomically
 
 # What scripts/pack.py writes beside its shards, and how that says whose it is.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -213,18 +213,8 @@ def check_split(root: Path) -> list[Split]:
 
 
 def with_retries(work: Callable[[], T]) -> T:
-    """Return what `work` returns; where the system fails it, it is tried again three times.
-
-    Raises:
-        MemoryError: as the next one, the last time too.
-        OSError: see above.
-    """
-    for wait_s in RETRY_WAITS_S:
-        try:
-            return work()
-        except (MemoryError, OSError):
-            time.sleep(wait_s)
-    return work()
+    """Return the result of `work`; where the system fails it, it is tried again three times."""
+    return retry(work, RETRY_WAITS_S)
 
 
 class SeenFiles:

@@ -579,7 +579,7 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     state = RunState(2, {}, {})
-    monkeypatch.setattr("run.RETRY_S", 0.0)
+    monkeypatch.setattr("files.RETRY_S", 0.0)
     with opened(tmp_path, state) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
         with monkeypatch.context() as patch:
