@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import load_weights
-from checkpointing.store import CheckpointFolder
+from checkpointing.folder import CheckpointFolder
 from files import write_atomically
 from tests.endings import differing, flatten
 from tests.images import needs_jpegtran, pack_classes, pack_losslessly, pack_shards, write_images
