@@ -37,8 +37,8 @@ def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
     Args:
         path: of the file.
         flags: as of `os.open`.
-        follows_links: whether the last part of the path may be a link; a file that is written never is one, or the
-            writing would leave the folder.
+        follows_links: whether the last part of the path may be a link; never for a file to write, or the writing would
+            leave the folder.
 
     Raises:
         IsADirectoryError: it is there and no regular file.
@@ -60,17 +60,7 @@ def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
 
 
 def open_to_read(path: str | Path, *, buffering: int = -1, follows_links: bool = True) -> BinaryIO:
-    """Open a file to read; of what is no file, such as a pipe, nobody waits for its content.
-
-    Args:
-        path: of the file.
-        buffering: as `open` takes it.
-        follows_links: as `open_regular` takes it.
-
-    Raises:
-        OSError: it cannot be opened.
-        IsADirectoryError: it is no file.
-    """
+    """Open a file to read, with the arguments of `open` and `open_regular`; raises as `open_regular`."""
     return open(open_regular(path, os.O_RDONLY, follows_links=follows_links), "rb", buffering=buffering)
 
 
@@ -80,7 +70,7 @@ def write_atomically(
     """Write a file so that after a kill at any moment the old content or the new one is there, whole.
 
     Args:
-        path: where; a temporary file beside it is written first.
+        path: of the file; a temporary file beside it is written first.
         write: gets the open file.
         verify: gets the path of the complete temporary file, and raises if it is not good.
     """
@@ -95,7 +85,7 @@ def write_atomically(
             verify(temporary)
         os.replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # what went wrong first is what is told
+        with suppress(OSError):  # the first error is the one to tell
             temporary.unlink(missing_ok=True)  # half a file keeps a full disk full
         raise
     sync_folder(path.parent)
@@ -115,17 +105,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, notice: str, wait_s: float = math.inf) -> Iterator[None]:
-    """Hold the lock of `lock_file`; the file is removed with it.
-
-    Args:
-        path: of the lock's file.
-        notice: is printed where the lock has to be waited for.
-        wait_s: how long to wait.
-
-    Raises:
-        BlockingIOError: another process holds it for longer.
-        OSError: the file cannot be written, or its disk knows no locks.
-    """
+    """Hold the lock of `lock_file`, whose file is removed with it; print the notice if it has to be waited for."""
     descriptor = lock_file(path, wait_s, lambda: print(notice, flush=True))
     try:
         yield
@@ -219,15 +199,7 @@ def make_folder(folder: Path) -> None:
 
 
 def read_bytes(path: Path, largest: int | None = None) -> bytes:
-    """Return a file's content; raises as `retry_read`, and IsADirectoryError for whatever else is no file.
-
-    Args:
-        path: of the file, or of a link to it.
-        largest: bytes that it may have.
-
-    Raises:
-        ValueError: it has more.
-    """
+    """Return a file's content; raises as `retry_read` and `open_regular`, and ValueError above `largest` bytes."""
 
     def read() -> bytes:
         with open_to_read(path) as file:
@@ -240,7 +212,7 @@ def read_bytes(path: Path, largest: int | None = None) -> bytes:
 
 
 def read_json(path: Path) -> dict:
-    """Return the JSON object in a small file; nothing where it is missing, unreadable or anything else."""
+    """Return the JSON object in a small file; an empty one where there is none that can be read."""
     try:
         content = json.loads(read_bytes(path, _LARGEST_JSON))
     except (OSError, ValueError, RecursionError, StorageError):
@@ -249,7 +221,7 @@ def read_json(path: Path) -> dict:
 
 
 def find_os_error(error: BaseException) -> OSError | None:
-    """Return the OSError that an error is or was raised because of; `torch.save` hides it behind a RuntimeError."""
+    """Return the OSError behind an error, if any; `torch.save` hides it behind a RuntimeError."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -284,7 +256,7 @@ def mount_point(path: Path) -> Path:
 
 
 def free_bytes(folder: Path) -> float:
-    """Return the space that is left for this user; NaN where that cannot be told."""
+    """Return the space that is left for this user; NaN where it is unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

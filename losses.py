@@ -12,7 +12,7 @@ AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
 
 
 def one_hot(target: Tensor, num_classes: int) -> Tensor:
-    """Return (B, num_classes) bool of (B,) class indices; torch's own reads the classes off a GPU to check them."""
+    """Return (B, num_classes) bool of (B,) class indices. Torch's own reads the classes on a CPU, to check them."""
     return target[:, None] == torch.arange(num_classes, device=target.device)
 
 

@@ -1,9 +1,9 @@
-"""The state of a run, as checkpoints hold it, and the weights that can be taken out of one."""
+"""The state of a run, as checkpoints hold it, and the weights in a checkpoint or another file."""
 
 import math
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -11,22 +11,12 @@ from checkpointing.archive import load_checkpoint
 from checkpointing.schema import FORMAT
 from errors import StorageError, UserError, in_one_line
 
-# The best checkpoints of a run, by the results that they are best in: those of the raw weights, and of their average.
+# Names of the best checkpoints: by the results of the raw weights, and of their average.
 BEST_NAMES = {"val": "best", "val_ema": "best_ema"}
 
 
-class Stateful(Protocol):
-    """Whatever can be saved and restored by `RunState`."""
-
-    def state_dict(self) -> dict:
-        """Return plain data."""
-
-    def load_state_dict(self, state: dict) -> Any:
-        """Restore what `state_dict` returned."""
-
-
 class RunState:
-    """Where a run is, and everything that cannot be computed from that.
+    """The position of a run, and everything that cannot be computed from it.
 
     The position is (epoch, steps done in it, whether the epoch has been evaluated), at the end of a step. The loop
     moves it, never an iterator: loader processes work ahead. Order, augmentation, mixing, dropout and learning rate are
@@ -35,10 +25,11 @@ class RunState:
     Args:
         steps_per_epoch: steps of an epoch.
         facts: plain values that describe the run, saved beside the state.
-        parts: what to save under which name; None for what this run does not have.
+        parts: by the names to save them under, objects with `state_dict` and `load_state_dict`; None for parts that
+            this run does not have.
     """
 
-    def __init__(self, steps_per_epoch: int, facts: dict, parts: dict[str, Stateful | None]) -> None:
+    def __init__(self, steps_per_epoch: int, facts: dict, parts: dict[str, Any]) -> None:
         self.steps_per_epoch = steps_per_epoch
         self.facts = facts
         self.parts = {name: part for name, part in parts.items() if part is not None}
@@ -62,11 +53,11 @@ class RunState:
         return self.steps
 
     def note_results(self, results: dict[str, dict[str, float]], metric: str) -> None:
-        """Record that the epoch has been evaluated, and of which kinds of results it is the best so far.
+        """Record that the epoch has been evaluated, and whether it is the best so far.
 
         Args:
-            results: by kind (val, val_ema), of which each has a best of its own.
-            metric: the result that counts: of a loss the lowest is best, of anything else the highest.
+            results: by kind (val, val_ema); each has a best of its own.
+            metric: the result that counts: the lowest loss is best, or the highest value of anything else.
         """
         self.is_evaluated = True
         sign = -1 if metric == "loss" else 1
@@ -79,7 +70,7 @@ class RunState:
 
     @property
     def best_now(self) -> list[str]:
-        """The names of the best checkpoints that the state as it is has to bear."""
+        """The names of the best checkpoints that the present state is."""
         return [name for name, best in self.bests.items() if best is not None and best["step"] == self.step]
 
     def resume(self, state: dict | None, start_epoch: int | None, epochs: int) -> None:
@@ -103,7 +94,7 @@ class RunState:
         print(f"resumed step {self.step} (epoch {self.epoch}, step {self.steps} of {self.steps_per_epoch} in it)")
 
     def state_dict(self) -> dict:
-        """Return plain data: dicts, lists, strings, numbers and tensors, which need no unpickled code to load."""
+        """Return plain data, which loads without code: dicts, lists, strings, numbers and tensors."""
         is_complete = self.steps == self.steps_per_epoch
         return {
             "format": FORMAT,
@@ -116,9 +107,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore every part and the position.
-
-        A part that the checkpoint lacks starts anew, and one that this run lacks is left; both are said.
+        """Restore every part and the position; print which parts the checkpoint lacks, and which this run lacks.
 
         Raises:
             UserError: a part is one of another model or optimizer.
@@ -140,13 +129,9 @@ class RunState:
 
     def result(self, folder: str) -> str:
         """Return the last lines of a finished run."""
-        lines = [f"finished {self.epoch + 1} epochs, {self.step} steps; all in {folder}"]
-        lines += [
-            f"best {best['metric']} {best['value']:.3f}, after step {best['step']}"
-            for best in self.bests.values()
-            if best is not None
-        ]
-        return "\n".join(lines)
+        bests = [best for best in self.bests.values() if best is not None]
+        lines = [f"best {best['metric']} {best['value']:.3f}, after step {best['step']}" for best in bests]
+        return "\n".join([f"finished {self.epoch + 1} epochs, {self.step} steps; all in {folder}", *lines])
 
     def is_finished(self, epochs: int) -> bool:
         """Tell whether nothing is left to do."""
@@ -154,13 +139,10 @@ class RunState:
 
 
 def load_weights(path: Path, *, is_average: bool = False) -> tuple[dict, str]:
-    """Return the state dict in a file that holds one, or in a checkpoint, with its version notes; and which it is.
+    """Return the state dict in a file or a checkpoint, with its version notes, and which weights they are in words.
 
-    Args:
-        path: of the file.
-        is_average: take the average of a checkpoint (`model_ema`), not its raw weights (`model`).
-
-    The names of the checkpoint's classes are its attribute `classes`, None where there are none.
+    The names of the checkpoint's classes are its attribute `classes`, None where there are none. An average is a
+    checkpoint's `model_ema`, raw weights are its `model`.
 
     Raises:
         UserError: there is none in it.
@@ -173,27 +155,25 @@ def load_weights(path: Path, *, is_average: bool = False) -> tuple[dict, str]:
         raise UserError(f"--weights {path} holds no average (model_ema); leave out --ema to take the weights it holds")
     key = "model_ema" if is_average else "model"
     weights = content.get(key, content)
-    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights):
+    has_names = isinstance(weights, dict) and len(weights) > 0 and all(isinstance(name, str) for name in weights)
+    if not has_names or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        amount = "more than" if has_names else "no"
         raise UserError(
-            f"--weights {path} holds no weights: expected a state dict, or a checkpoint with one as `{key}`"
-        )
-    if not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
-        raise UserError(
-            f"--weights {path} holds more than weights: expected a state dict, or a checkpoint with `{key}`"
+            f"--weights {path} holds {amount} weights: expected a state dict, or a checkpoint with one as `{key}`"
         )
     for name, tensor in weights.items():
-        # Of which a model as large as it claims to be would be built.
+        # Building a model would take the memory that it claims.
         if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise UserError(f"--weights {path}: {name} claims to be larger than what is stored of it")
     plain = OrderedDict((name.removeprefix("module."), tensor) for name, tensor in weights.items())
     notes = getattr(weights, "_metadata", None)
     if isinstance(notes, dict) and all(isinstance(each, dict) for each in notes.values()):
-        # By which modules load what older versions of them saved.
+        # Modules read them to load the states of older versions.
         plain._metadata = {f"{name}.".removeprefix("module.")[:-1]: each for name, each in notes.items()}
     described = content.get("data") if weights is not content else None
     classes = described.get("classes") if isinstance(described, dict) else None
-    is_list = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    plain.classes = classes if is_list else None
+    are_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    plain.classes = classes if are_names else None
     if is_average:
         plain.pop("n_averaged", None)  # of torch's AveragedModel, and no weight
     kind = "the average" if is_average else "the raw weights"

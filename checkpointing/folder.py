@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from checkpointing import lock
 from checkpointing.archive import find_bad_record
 from checkpointing.checkpoint import RunState
 from checkpointing.finder import BEST_FILES, CheckpointFinder, Found, is_of, step_in, step_of
+from checkpointing.lock import lock_folder
 from errors import StorageError, UserError
 from files import (
     explain_failure,
@@ -57,8 +57,7 @@ class CheckpointFolder(CheckpointFinder):
     ) -> None:
         super().__init__(folder, say=say)
         self.keep_last, self.keep_every, self.steps_per_epoch = keep_last, keep_every, None
-        self.lock = lock.FolderLock(folder)
-        self._is_warned = set()
+        self._is_locked, self._is_warned = False, set()
         self._owed = {}  # second names that are still to be given, and to which file
 
     def acquire(self) -> None:
@@ -68,9 +67,10 @@ class CheckpointFolder(CheckpointFinder):
             LockedError: another run holds it.
             UserError: the folder cannot be written.
         """
-        if self.folder.is_dir() and not self.lock.is_held:
+        if self.folder.is_dir() and not self._is_locked:
             with explained(self.folder):
-                self.lock.acquire(lock.WAIT_S)
+                lock_folder(self.folder)
+            self._is_locked = True
 
     def open(
         self,
@@ -152,7 +152,7 @@ class CheckpointFolder(CheckpointFinder):
         Args:
             name: best or best_ema.
             run: the resumed state.
-            candidate: the file of that name in the folder that is resumed from.
+            candidate: the file of that name in the folder to resume from.
             payload: its content, if only another node has it.
         """
         path, record = self.folder / f"{name}.pth", run.bests[name]
@@ -187,7 +187,7 @@ class CheckpointFolder(CheckpointFinder):
         tensorboard = self.folder / "tb"
         curves = CheckpointFinder(tensorboard).own_files()
         for path in [*self.numbered(), *linked, *self.own_files(), *curves]:
-            if not path.is_dir() and path != self.lock.path:
+            if not path.is_dir() and path.name != ".lock":
                 path.unlink(missing_ok=True)
         with suppress(OSError):
             tensorboard.rmdir()

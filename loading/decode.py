@@ -136,10 +136,9 @@ class Part(NamedTuple):
 
 
 def shorten(payload: bytes, frame: Frame, bottom: int) -> Part:
-    """Return a JPEG that ends, by its header, after row `bottom`, so that a decoder stops there.
+    """Return a JPEG that ends, by its header, soon after row `bottom`, so that a decoder stops there.
 
-    The header's height is set to the end of a row of blocks; no pixel above `bottom` changes
-    (docs/research/LOADING.md, 8).
+    No pixel above `bottom` changes (docs/research/LOADING.md, 8).
     """
     rows = -(-(bottom + frame.margin) // frame.block_rows) * frame.block_rows
     if rows >= frame.height:
@@ -202,10 +201,10 @@ def silence_libjpeg() -> None:
         ctypes.c_void_p.in_dll(library, "stderr").value = library.fopen(os.devnull.encode(), b"w")
 
 
-def check_num_pixels(height: int, width: int, what: str = "it claims") -> None:
+def check_num_pixels(height: int, width: int, claim: str = "it claims") -> None:
     """Raise BadImageError where an image, or a resized one, has more pixels than memory is spent on."""
     if height * width > MAX_PIXELS:
-        raise BadImageError(f"{what} {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
+        raise BadImageError(f"{claim} {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
 
 
 @contextlib.contextmanager
