@@ -50,10 +50,11 @@ def describe_revision(folder: Path) -> str | None:
     `git describe --dirty` would lock the index, and a kill would leave the lock behind for whoever works there.
     """
     describe, status = ["describe", "--always", "--abbrev=40"], ["status", "--porcelain", "--untracked-files=no"]
-    options = {"cwd": folder, "capture_output": True, "text": True, "check": False}
+    options = {"cwd": folder, "capture_output": True, "text": True}
     try:
         commit, changes = (
-            subprocess.run(["git", "--no-optional-locks", *words], **options).stdout for words in (describe, status)
+            subprocess.run(["git", "--no-optional-locks", *words], check=False, **options).stdout
+            for words in (describe, status)
         )
     except OSError:
         return None

@@ -32,16 +32,10 @@ _BYTES_PER_PIXEL, _BYTES_OF_DECODER = 16, 1 << 24
 
 # How files begin that are often found under an image's name.
 _OTHER_KINDS = {
-    b"GIF8": "a GIF",
-    b"%!PS": "PostScript",
-    b"\xc5\xd0\xd3\xc6": "PostScript",
-    b"%PDF": "a PDF",
-    b"8BPS": "a Photoshop file",
-    b"\0\0\0\x0cjP": "a JPEG 2000",
-    b"PK\3\4": "a zip archive",
-    b"\x1f\x8b": "gzip data",
+    b"GIF8": "a GIF", b"%!PS": "PostScript", b"\xc5\xd0\xd3\xc6": "PostScript", b"%PDF": "a PDF",
+    b"PK\3\4": "a zip archive", b"8BPS": "a Photoshop file", b"\0\0\0\x0cjP": "a JPEG 2000", b"\x1f\x8b": "gzip data",
     b"<": "HTML or XML, such as a server's answer",
-}
+}  # fmt: skip
 
 # Start-of-frame markers of the kinds of JPEG that libjpeg decodes row by row: baseline, extended and progressive.
 _BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
