@@ -64,7 +64,7 @@ class NoUsableCheckpointError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or the weights are no longer finite; what is on disk still is."""
+    """The loss or the weights are no longer finite; those on disk still are."""
 
     exit_code = 5
 

@@ -1,4 +1,4 @@
-"""Files that cannot be torn, why one could not be read or written, and a lock."""
+"""Files that cannot be torn, tries that are repeated, locks, and reasons why a file could not be read or written."""
 
 import errno
 import fcntl
@@ -21,24 +21,20 @@ T = TypeVar("T")
 # Between two tries of a read, and of a lock.
 RETRY_S, LOCK_POLL_S = 1.0, 0.2
 
-# For which nobody has to try again.
+# Errors that another try would not change.
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 # Answers of a file system that cannot sync a folder; its renames are as durable as it makes them.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
-# No run writes a status or a description that is larger.
+# A status or a description of a run is smaller.
 _LARGEST_JSON = 1 << 24
 
 
 def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
     """Return a descriptor of a regular file; a pipe or a device is refused, and never waited for.
 
-    Args:
-        path: of the file.
-        flags: as of `os.open`.
-        follows_links: whether the last part of the path may be a link; never for a file to write, or the writing would
-            leave the folder.
+    The last part of the path may be a link only to read: a write through it would leave the folder.
 
     Raises:
         IsADirectoryError: it is there and no regular file.
@@ -69,10 +65,7 @@ def write_atomically(
 ) -> None:
     """Write a file so that after a kill at any moment the old content or the new one is there, whole.
 
-    Args:
-        path: of the file; a temporary file beside it is written first.
-        write: gets the open file.
-        verify: gets the path of the complete temporary file, and raises if it is not good.
+    A temporary file beside it is written first; `verify` gets its path, and raises if it is not good.
     """
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
@@ -153,14 +146,8 @@ def retry(
 ) -> T:
     """Return the result of `work`; where the system fails it, wait and try again, since network disks have hiccups.
 
-    Args:
-        work: is tried once more than there are waits.
-        waits_s: between two tries; by default twice `RETRY_S`.
-        not_again: errors that another try would not change.
-
-    Raises:
-        OSError: of the last try, or one of `not_again`.
-        MemoryError: of the last try.
+    The waits are twice `RETRY_S` by default. The last try raises its OSError or MemoryError, and every try an error of
+    `not_again`, which another try would not change.
     """
     for wait_s in waits_s or [RETRY_S] * 2:
         try:

@@ -23,7 +23,6 @@ class RunState:
     functions of the position, so no generator, sampler or schedule is saved.
 
     Args:
-        steps_per_epoch: steps of an epoch.
         facts: plain values that describe the run, saved beside the state.
         parts: by the names to save them under, objects with `state_dict` and `load_state_dict`; None for parts that
             this run does not have.
@@ -47,17 +46,15 @@ class RunState:
         self.steps += 1
 
     def start_epoch(self, epoch: int) -> int:
-        """Move to an epoch, if not there yet; return the first step to do in it."""
+        """Move to an epoch, if it is not the present one; return its first step that is left."""
         if epoch != self.epoch:
             self.epoch, self.steps, self.is_evaluated = epoch, 0, False
         return self.steps
 
     def note_results(self, results: dict[str, dict[str, float]], metric: str) -> None:
-        """Record that the epoch has been evaluated, and whether it is the best so far.
+        """Record that the epoch has been evaluated, and whether it is the best so far, in each kind (val, val_ema).
 
-        Args:
-            results: by kind (val, val_ema); each has a best of its own.
-            metric: the result that counts: the lowest loss is best, or the highest value of anything else.
+        The lowest loss is best, or the highest value of any other metric.
         """
         self.is_evaluated = True
         sign = -1 if metric == "loss" else 1
@@ -164,7 +161,7 @@ def load_weights(path: Path, *, is_average: bool = False) -> tuple[dict, str]:
     for name, tensor in weights.items():
         # Building a model would take the memory that it claims.
         if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise UserError(f"--weights {path}: {name} claims to be larger than what is stored of it")
+            raise UserError(f"--weights {path}: {name} claims to be larger than its stored data")
     plain = OrderedDict((name.removeprefix("module."), tensor) for name, tensor in weights.items())
     notes = getattr(weights, "_metadata", None)
     if isinstance(notes, dict) and all(isinstance(each, dict) for each in notes.values()):

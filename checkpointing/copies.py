@@ -12,15 +12,11 @@ from checkpointing.folder import explained
 from errors import UserError
 from launch import read_launch
 
-Refusal = list  # of an error its text and exit code, which can be sent
+Refusal = list  # text and exit code of an error, as plain values that can be sent
 
 
 class Writers:
-    """The ranks that write; rank 0 alone until `find` is called.
-
-    Attributes:
-        ranks: their numbers.
-    """
+    """The ranks that write; rank 0 alone until `find` is called."""
 
     def __init__(self) -> None:
         self.ranks, self._group = [0], None
@@ -31,11 +27,7 @@ class Writers:
         return utils.get_rank() in self.ranks
 
     def find(self, folder: Path) -> None:
-        """Choose the first rank of each node, one for each folder. Collective: every rank must call it.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
+        """Choose the first rank of each node, one for each folder. Collective: every rank must call it."""
         rank, is_first = utils.get_rank(), read_launch().local_rank == 0
         firsts = [number for number, is_one in enumerate(utils.gather_plain(is_first)) if is_one]
         token = utils.gather_plain(secrets.token_hex(8))[0]

@@ -41,10 +41,6 @@ class CheckpointFinder:
     `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is always the newest, `best.pth` the
     one whose weights and `best_ema.pth` the one whose average were evaluated best, all hard links. The folder's own
     listing is the only record of them.
-
-    Args:
-        folder: the output folder.
-        say: prints a line.
     """
 
     def __init__(self, folder: Path, *, say: Callable[[str], None] = print) -> None:
@@ -135,11 +131,7 @@ class CheckpointFinder:
             self.say(f"checkpoint {why}{as_kept}; resuming from {found.path.name}{earlier}")
 
     def check(self, resume: str, *, overwrite: bool) -> None:
-        """Check that the options say whether to go on with a run that is in the folder or to remove it.
-
-        Raises:
-            UserError: they do not say it.
-        """
+        """Raise UserError unless the options say whether to go on with a run that is in the folder or to remove it."""
         is_here = bool(resume) and not self.is_elsewhere(resume)
         if overwrite and is_here:
             raise UserError(

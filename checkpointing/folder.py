@@ -45,11 +45,9 @@ class CheckpointFolder(CheckpointFinder):
     """The checkpoints in one folder, as one process writes them.
 
     Args:
-        folder: the output folder.
         keep_last: how many numbered files to keep, at least 2, so that the one that a run was resumed from stays until
             two newer ones are there.
         keep_every: also keep the numbered file at the end of every that many epochs.
-        say: prints a line.
     """
 
     def __init__(
@@ -81,14 +79,10 @@ class CheckpointFolder(CheckpointFinder):
         *,
         overwrite: bool = False,
     ) -> None:
-        """Make the folder ready for a run to write to, when nothing else can go wrong.
+        """Make the folder ready for a run to write to, when nothing else can go wrong; `check` comes first.
 
-        Args:
-            resume: `--resume`, as `check` accepted it.
-            found: the checkpoint to go on from, maybe of another node; None for a fresh start.
-            run: the state of the run.
-            best_payloads: by name, the best checkpoints so far that only another node has.
-            overwrite: whether to remove a run that is there, as `check` accepted it.
+        The checkpoint to go on from may be another node's, and `best_payloads` holds the best checkpoints so far that
+        only another node has.
 
         Raises:
             UserError: the folder cannot be written, or has a run in it by now.
@@ -144,16 +138,12 @@ class CheckpointFolder(CheckpointFinder):
 
     def _supersede(self, path: Path) -> None:
         """Keep a checkpoint that is newer than the resumed one under another name, so that `auto` passes it over."""
-        self.say(f"{path.name} is newer than what is resumed; kept as {_move_aside(path, prefix='superseded-')}")
+        self.say(f"{path.name} is newer than the resumed checkpoint; kept as {_move_aside(path, prefix='superseded-')}")
 
     def _adopt_best(self, name: str, run: RunState, candidate: Path, payload: bytes | None) -> None:
         """Make a best checkpoint the one that the resumed state names, or have the state name none.
 
-        Args:
-            name: best or best_ema.
-            run: the resumed state.
-            candidate: the file of that name in the folder to resume from.
-            payload: its content, if only another node has it.
+        It is in this folder, in that of the resumed checkpoint (`candidate`), or came from another node (`payload`).
         """
         path, record = self.folder / f"{name}.pth", run.bests[name]
         if os.path.lexists(path):
@@ -195,12 +185,7 @@ class CheckpointFolder(CheckpointFinder):
     def save(self, state: dict, best_now: Iterable[str] = ()) -> str | None:
         """Write a state, read it back, and only then give it its names and delete checkpoints that are too old.
 
-        Args:
-            state: with its step.
-            best_now: names of the best checkpoints that this one is.
-
-        Returns:
-            None, or why it failed, in one line; then the earlier checkpoints are untouched.
+        Return None, or why it failed, in one line; then the earlier checkpoints are untouched.
         """
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
         return self._commit(state["step"], lambda file: torch.save(state, file), _num_bytes(state), best_now)

@@ -125,12 +125,9 @@ def check_options(state: dict, args: Any, decoder: str) -> None:
 
 
 def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> None:
-    """Check that a checkpoint, if there is one, is of the same classes and images.
+    """Raise UserError if a checkpoint, where there is one, is of other classes or images.
 
     Without a training set it is evaluated, which may be done on other images.
-
-    Raises:
-        UserError: it is of others.
     """
     if state is None:
         return
@@ -162,11 +159,7 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
 
 
 def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
-    """Refuse to evaluate weights of other classes, if they name theirs; training may go on to these classes.
-
-    Raises:
-        UserError: the names differ.
-    """
+    """Refuse to evaluate weights of other classes, if they name theirs; training may go on to these classes."""
     # For another number of classes see `models.load_matching`.
     if classes is None or len(classes) != len(val.classes):
         return

@@ -1,4 +1,4 @@
-"""One writer a folder, on one machine and over a network file system that has locks."""
+"""At most one run writes to a folder, on one machine or over a network file system that has locks."""
 
 import errno
 import os

@@ -49,20 +49,15 @@ class PreemptionGuard:
             return
         self.signals.install()
         self.signals.begin_steps()
-        # Without it the ranks of a killed agent train on, and write, beside those of its successor. Not so for a run
-        # from a shell, which may well go on after the shell.
+        # Otherwise the ranks of a killed agent would train on, and write, beside those of its successor. A run that a
+        # shell started may go on after the shell.
         if read_launch().is_torchrun:
             end_with_parent(signal.SIGTERM)
             if is_orphan():
                 raise UserError("the torchrun that started this process is gone; start again")
 
     def agree(self, *, is_save_due: bool = False, bad_step: int | None = None) -> Verdict:
-        """Join the knowledge of all ranks. Collective: every rank must call it, as often as the others.
-
-        Args:
-            is_save_due: this rank's wish to save.
-            bad_step: the first step whose loss this rank knows to be not finite.
-        """
+        """Join the knowledge of all ranks. Collective: every rank must call it, as often as the others."""
         bad = NEVER if bad_step is None else -bad_step
         number = self.signals.number
         votes = [number << 32 | utils.get_rank() if number else 0, int(is_save_due), bad]
@@ -164,9 +159,6 @@ class FiniteWatch:
     """Learn which losses were not finite, without waiting for the device.
 
     A flag is copied to the host beside the computation, and read when it has arrived: a step later, or more.
-
-    Args:
-        device: where the losses are.
     """
 
     NUM_FLAGS = 64  # on the way at once
@@ -245,7 +237,7 @@ class StallWatchdog:
             with suppress(OSError):  # it has ended meanwhile
                 os.kill(process.pid, signal.SIGUSR2)
             time.sleep(0.1)
-        # On the side: a disk that does not answer may be what hangs.
+        # In a thread: the cause of the hang may be a disk that does not answer.
         last_words = threading.Thread(target=self.on_stall, args=(reason,), daemon=True)
         last_words.start()
         time.sleep(self.LINGER_S)

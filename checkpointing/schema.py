@@ -112,7 +112,7 @@ _SPLIT = {
     "checksums": (_is_text_or_none, "text or None"),
 }
 
-# Each field of a checkpoint: whether a value can be one, and in words what is expected.
+# Each field of a checkpoint: a check of its value, and the expected value in words.
 _FIELDS = {
     "format": (_is_count, "a number"),
     "model": (partial(_are_named, kind=torch.Tensor), "tensors by their names"),

@@ -20,8 +20,6 @@ class CheckpointManager:
 
     Args:
         folder: the output folder, on each node its own one or all the same.
-        keep_last: as of `CheckpointFolder`.
-        keep_every: as of `CheckpointFolder`.
         minutes: from one checkpoint by the clock to the next; 0 for none.
         save_per_node: let the first rank of each node keep a copy in its own `folder`.
     """
@@ -35,7 +33,7 @@ class CheckpointManager:
         minutes: float = 0.0,
         save_per_node: bool = False,
     ) -> None:
-        # `print` is silent on all ranks but 0.
+        # `print` is silent on the other ranks.
         say = print if utils.is_main_process() else lambda text: print(f"rank {utils.get_rank()}: {text}", force=True)
         self.folder, self.save_per_node = folder, save_per_node
         self.files = CheckpointFolder(folder, keep_last=keep_last, keep_every=keep_every, say=say)
@@ -60,23 +58,15 @@ class CheckpointManager:
         return utils.is_main_process() and 0 < self._period_s <= time.monotonic() - self._last_s
 
     def lock(self) -> None:
-        """Keep other runs out of the folder until this process ends.
-
-        Raises:
-            LockedError: another run is in there, and does not end soon.
-            UserError: the folder cannot be written.
-        """
+        """Keep other runs out of the folder until this process ends, as `CheckpointFolder.acquire`."""
         if self.save_per_node:
             self._writers.find(self.folder)
         self._writers.call(self.files.acquire)
 
     def read(self, resume: str) -> dict | None:
-        """Return the checkpoint that `--resume` means, or None for a fresh start.
+        """Return the checkpoint that `--resume` means, or None for a fresh start, as `CheckpointFinder.read`.
 
-        Changes nothing on the disk. Where nodes keep copies, `auto` takes the newest of all nodes.
-
-        Raises:
-            UserError: as `CheckpointFolder.read`, on every rank.
+        Where nodes keep copies, `auto` takes the newest of all nodes.
         """
         is_reader = self._writers.have_me if resume == "auto" else utils.is_main_process()
         found, refusal = attempt(self.files.read, resume) if is_reader else (None, None)
@@ -134,11 +124,7 @@ class CheckpointManager:
     def save(self, run: RunState, *, is_last: bool = False) -> bool:
         """Save the run after a step that is the same on every rank; return whether it is saved.
 
-        A failure is said with its cause, and training goes on with the earlier checkpoints in place.
-
-        Args:
-            run: the state.
-            is_last: whether no save comes after this one, so that a failure would lose work.
+        A failure is printed with its cause, and training goes on with the earlier checkpoints in place.
 
         Raises:
             StorageError: this one failed, and it was the last, or the one before failed too.

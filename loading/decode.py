@@ -290,13 +290,7 @@ class PillowDecoder:
     def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
         """Decode a part of a JPEG and return a box of it, (3, height, width) uint8, a view of channels-last pixels.
 
-        Args:
-            part: the JPEG.
-            frame: of the whole file.
-            box: left, top, right, bottom in the part, px.
-
-        Raises:
-            ValueError: the file is damaged.
+        The box is left, top, right, bottom in the part, px. A damaged file raises ValueError.
         """
         mode = "RGB" if frame.num_components == 3 else "L"
         # Pillow's decoder without its file: the header is known, and need not be read again.
@@ -348,13 +342,7 @@ def describe(name: str) -> dict[str, str]:
 class ImageFile:
     """An image in memory whose size is known, and of which nothing is decoded yet.
 
-    Args:
-        payload: the file's bytes.
-        decoder: of ordinary JPEGs; Pillow decodes all other files.
-
-    Raises:
-        BadImageError: it is no image, or claims too many pixels.
-        MemoryError: there is none.
+    The decoder is for ordinary JPEGs; Pillow decodes all other files. Raises as `open_image`.
     """
 
     def __init__(self, payload: bytes, decoder: PillowDecoder | TorchcodecDecoder) -> None:
@@ -375,14 +363,10 @@ class ImageFile:
         return self.frame is not None and self.frame.coded > 0
 
     def decode(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Decode a box, px.
+        """Decode a box, px; raises as `load_image`.
 
         Returns:
             (3, height, width) uint8, a view of channels-last pixels, exactly the decoder's of the whole file.
-
-        Raises:
-            BadImageError: the file is damaged.
-            MemoryError: there is none.
         """
         if self.frame is not None:
             bottom = top + height

@@ -183,11 +183,6 @@ def settle_decode_device(args: Any, device: torch.device, resumed: dict | None =
 
     A run that began on the CPU stays with it, unless `--allow-change decode-device` is given; `guard.check_options`
     refuses to move one that began on the device. Collective: every rank must call it.
-
-    Args:
-        args: the options.
-        device: of this process.
-        resumed: the checkpoint that the run goes on from.
     """
     if args.decode_device == "cpu":
         return "cpu"
