@@ -137,7 +137,11 @@ class WatchedLoader:
         self, loader: Any, guard: PreemptionGuard, stop: Callable[[str], None], beat: Callable[[], None]
     ) -> None:
         self.loader, self.guard, self.stop, self.beat = loader, guard, stop, beat
-        self.dataset = loader.dataset
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's data set."""
+        return self.loader.dataset
 
     def __len__(self) -> int:
         return len(self.loader)
