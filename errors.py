@@ -22,19 +22,19 @@ def is_printable(text: str) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Return text with what would break its line, or fits into no UTF-8, written as escapes."""
+    """Return text on one line, with control characters and those outside UTF-8 written as escapes."""
     text = " ".join(text.splitlines())
     return "".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text)
 
 
 def say(line: str) -> None:
-    """Write a line to standard error, at any place of the program."""
+    """Write a line to standard error; safe even in a signal handler."""
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"{line}\n".encode(errors="backslashreplace"))
 
 
 class UserError(Exception):
-    """Something that was given cannot be used; the message says what, what is expected and what to do.
+    """An input cannot be used; the message says which, what is expected and what to do.
 
     The script prints the message once, without a traceback, and leaves with `exit_code`.
     """
@@ -43,22 +43,18 @@ class UserError(Exception):
 
 
 @contextmanager
-def in_one_line(what: str) -> Iterator[None]:
-    """Turn what code of others raises about content that is not ours into a `UserError` of one line.
+def in_one_line(begin: str) -> Iterator[None]:
+    """Turn any error, as of a library about a user's content, into a `UserError` of one line.
 
-    Args:
-        what: is wrong, if anything is raised; the last line of its text is put behind.
-
-    Raises:
-        UserError: something was raised.
+    The line is `begin` and the last line of the error's text.
     """
     try:
         yield
     except UserError as error:
-        raise type(error)(f"{what}: {error}") from error
+        raise type(error)(f"{begin}: {error}") from error
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        raise UserError(f"{what}: {lines[-1].strip()[:200] or type(error).__name__}") from error
+        raise UserError(f"{begin}: {lines[-1].strip()[:200] or type(error).__name__}") from error
 
 
 class NoUsableCheckpointError(UserError):
@@ -68,7 +64,7 @@ class NoUsableCheckpointError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or the weights are no longer finite; what is on disk still is."""
+    """The loss or the weights are no longer finite; those on disk still are."""
 
     exit_code = 5
 
@@ -86,23 +82,23 @@ class PreemptedError(Exception):
 
 
 class StorageError(UserError):
-    """Reading or writing failed where what was given may well be right; trying again later may help."""
+    """Reading or writing failed for no fault of the input; trying again later may help."""
 
     exit_code = 1
 
 
 class LimitError(UserError):
-    """The machine, or a limit that it sets, gives this process no more of something; other ranks may have enough."""
+    """This machine lacks memory, files or the like for this process; other ranks may have enough."""
 
 
 class NoProgressError(UserError):
-    """A run that is restarted automatically stops at the same step again and again."""
+    """A run that restarts by itself stops at the same step again and again."""
 
     exit_code = 1
 
 
 class LoaderKilledError(Exception):
-    """A loader process was killed; says of what, most likely."""
+    """A loader process was killed; the message says the likely cause."""
 
     exit_code = 1
 
@@ -118,7 +114,7 @@ class LoaderKilledError(Exception):
 class BadImageError(Exception):
     """An image's bytes are no image, or a damaged one, or claim too much; the message says which.
 
-    Only what the bytes say: whatever the disk or memory fails of is another error.
+    Failures of the disk or memory are other errors.
     """
 
 
@@ -136,11 +132,7 @@ class ImageError(Exception):
 
 
 def require_timm(option: str, value: str) -> ModuleType:
-    """Import timm for an option that asks for something of its.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Return timm for an option that needs it; UserError if it is not installed."""
     try:
         return importlib.import_module("timm")
     except ImportError as error:
@@ -148,7 +140,7 @@ def require_timm(option: str, value: str) -> ModuleType:
 
 
 def require_torchcodec(option: str) -> ModuleType:
-    """Import TorchCodec for an option that asks for its image decoder.
+    """Return TorchCodec for an option that needs its image decoder.
 
     Raises:
         UserError: it is not installed, cannot be loaded, or is from before it decoded images.

@@ -1,4 +1,4 @@
-"""Files that cannot be torn, why one could not be read or written, and a lock."""
+"""Files that cannot be torn, tries that are repeated, locks, and reasons why a file could not be read or written."""
 
 import errno
 import fcntl
@@ -9,7 +9,7 @@ import resource
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -18,24 +18,23 @@ from errors import StorageError
 
 T = TypeVar("T")
 
-# Between two tries of a read.
-RETRY_S = 1.0
+# Between two tries of a read, and of a lock.
+RETRY_S, LOCK_POLL_S = 1.0, 0.2
+
+# Errors that another try would not change.
+_NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 # Answers of a file system that cannot sync a folder; its renames are as durable as it makes them.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
-# No run writes a status or a description that is larger.
+# A status or a description of a run is smaller.
 _LARGEST_JSON = 1 << 24
 
 
 def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
     """Return a descriptor of a regular file; a pipe or a device is refused, and never waited for.
 
-    Args:
-        path: of the file.
-        flags: as of `os.open`.
-        follows_links: whether the last part of the path may be a link; a file that is written never is one, or the
-            writing would leave the folder.
+    The last part of the path may be a link only to read: a write through it would leave the folder.
 
     Raises:
         IsADirectoryError: it is there and no regular file.
@@ -57,17 +56,7 @@ def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
 
 
 def open_to_read(path: str | Path, *, buffering: int = -1, follows_links: bool = True) -> BinaryIO:
-    """Open a file to read; of what is no file, such as a pipe, nobody waits for its content.
-
-    Args:
-        path: of the file.
-        buffering: as `open` takes it.
-        follows_links: as `open_regular` takes it.
-
-    Raises:
-        OSError: it cannot be opened.
-        IsADirectoryError: it is no file.
-    """
+    """Open a file to read, with the arguments of `open` and `open_regular`; raises as `open_regular`."""
     return open(open_regular(path, os.O_RDONLY, follows_links=follows_links), "rb", buffering=buffering)
 
 
@@ -76,10 +65,7 @@ def write_atomically(
 ) -> None:
     """Write a file so that after a kill at any moment the old content or the new one is there, whole.
 
-    Args:
-        path: where; a temporary file beside it is written first.
-        write: gets the open file.
-        verify: gets the path of the complete temporary file, and raises if it is not good.
+    A temporary file beside it is written first; `verify` gets its path, and raises if it is not good.
     """
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
@@ -92,7 +78,7 @@ def write_atomically(
             verify(temporary)
         os.replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # what went wrong first is what is told
+        with suppress(OSError):  # the first error is the one to tell
             temporary.unlink(missing_ok=True)  # half a file keeps a full disk full
         raise
     sync_folder(path.parent)
@@ -111,20 +97,9 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, notice: str = "", refusal: Exception | None = None) -> Iterator[None]:
-    """Hold a lock that one process at a time can hold, on all machines that see the file; wait for it, or refuse.
-
-    The system frees it when the process ends, however it ends. The file is removed with it.
-
-    Args:
-        path: of the lock's file.
-        notice: is printed where it has to be waited for.
-        refusal: is raised where it would have to be.
-
-    Raises:
-        OSError: the file cannot be written, or its disk knows no locks.
-    """
-    descriptor = _open_locked(path, notice, refusal)
+def locked(path: Path, notice: str, wait_s: float = math.inf) -> Iterator[None]:
+    """Hold the lock of `lock_file`, whose file is removed with it; print the notice if it has to be waited for."""
+    descriptor = lock_file(path, wait_s, lambda: print(notice, flush=True))
     try:
         yield
     finally:
@@ -132,50 +107,74 @@ def locked(path: Path, notice: str = "", refusal: Exception | None = None) -> It
         os.close(descriptor)
 
 
-def _open_locked(path: Path, notice: str, refusal: Exception | None) -> int:
+def lock_file(path: Path, wait_s: float, say_waiting: Callable[[], None]) -> int:
+    """Lock a file that one process at a time can lock, on all machines that see it; return its descriptor.
+
+    The system frees the lock when the process ends, however it ends. It is a POSIX record lock: unlike flock's, it is
+    not inherited by loader processes, which may outlive a killed trainer. In return the process must never close a
+    second descriptor of the file: that would free the lock.
+
+    Raises:
+        BlockingIOError: another process holds it for longer than `wait_s`.
+        OSError: the file cannot be opened, is a link, or its disk knows no locks.
+    """
+    deadline, is_said = time.monotonic() + wait_s, False
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if refusal is not None:
-                    raise refusal from None
-                print(notice, flush=True)
-                fcntl.lockf(descriptor, fcntl.LOCK_EX)
-            # While we waited, the one before us has removed it, and another may hold a new one.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last holder may have removed the file since it was opened here: then this lock keeps nobody out.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except FileNotFoundError:
             pass
-        except BaseException:
-            os.close(descriptor)
-            raise
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                os.close(descriptor)
+                raise
         os.close(descriptor)
+        if time.monotonic() >= deadline:
+            raise BlockingIOError(errno.EAGAIN, "is locked by another process", str(path))
+        if not is_said:
+            say_waiting()
+            is_said = True
+        time.sleep(min(LOCK_POLL_S, wait_s))
 
 
-def retry(read: Callable[[], T], path: Path, tries: int = 3) -> T:
-    """Return what `read` returns; where it fails it is tried again, as network file systems have hiccups.
+def retry(
+    work: Callable[[], T], waits_s: Sequence[float] | None = None, not_again: tuple[type[OSError], ...] = ()
+) -> T:
+    """Return the result of `work`; where the system fails it, wait and try again, since network disks have hiccups.
+
+    The waits are twice `RETRY_S` by default. The last try raises its OSError or MemoryError, and every try an error of
+    `not_again`, which another try would not change.
+    """
+    for wait_s in waits_s or [RETRY_S] * 2:
+        try:
+            return work()
+        except not_again:
+            raise
+        except (MemoryError, OSError):
+            time.sleep(wait_s)
+    return work()
+
+
+def retry_read(read: Callable[[], T], path: Path) -> T:
+    """Return the result of `read`, tried three times.
 
     Raises:
-        FileNotFoundError: at once, as the next two: trying again changes nothing.
-        IsADirectoryError: see above.
-        NotADirectoryError: see above.
+        FileNotFoundError: at once, as IsADirectoryError and NotADirectoryError.
         StorageError: it failed each time. Not a reason to take an older file instead: that would lose work.
     """
-    for left in reversed(range(tries)):
-        try:
-            return read()
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            raise
-        except OSError as error:
-            if not left:
-                raise StorageError(
-                    f"{path} cannot be read: {error.strerror or error} ({tries} tries); nothing was changed, and an "
-                    "older checkpoint is not taken in its place; start again when the disk answers"
-                ) from error
-            time.sleep(RETRY_S)
-    raise AssertionError("unreachable")
+    try:
+        return retry(read, not_again=_NO_FILE)
+    except _NO_FILE:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be read: {error.strerror or error} (3 tries); nothing was changed, and an "
+            "older checkpoint is not taken in its place; start again when the disk answers"
+        ) from error
 
 
 def make_folder(folder: Path) -> None:
@@ -187,15 +186,7 @@ def make_folder(folder: Path) -> None:
 
 
 def read_bytes(path: Path, largest: int | None = None) -> bytes:
-    """Return a file's content; raises as `retry`, and IsADirectoryError for whatever else is no file.
-
-    Args:
-        path: of the file, or of a link to it.
-        largest: bytes that it may have.
-
-    Raises:
-        ValueError: it has more.
-    """
+    """Return a file's content; raises as `retry_read` and `open_regular`, and ValueError above `largest` bytes."""
 
     def read() -> bytes:
         with open_to_read(path) as file:
@@ -204,11 +195,11 @@ def read_bytes(path: Path, largest: int | None = None) -> bytes:
                 raise ValueError(f"{path} has {size} bytes")
             return file.read()
 
-    return retry(read, path)
+    return retry_read(read, path)
 
 
 def read_json(path: Path) -> dict:
-    """Return the JSON object in a small file; nothing where it is missing, unreadable or anything else."""
+    """Return the JSON object in a small file; an empty one where there is none that can be read."""
     try:
         content = json.loads(read_bytes(path, _LARGEST_JSON))
     except (OSError, ValueError, RecursionError, StorageError):
@@ -217,7 +208,7 @@ def read_json(path: Path) -> dict:
 
 
 def find_os_error(error: BaseException) -> OSError | None:
-    """Return the OSError that an error is or was raised because of; `torch.save` hides it behind a RuntimeError."""
+    """Return the OSError behind an error, if any; `torch.save` hides it behind a RuntimeError."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -252,7 +243,7 @@ def mount_point(path: Path) -> Path:
 
 
 def free_bytes(folder: Path) -> float:
-    """Return the space that is left for this user; NaN where that cannot be told."""
+    """Return the space that is left for this user; NaN where it is unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

@@ -6,9 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# What an auxiliary classifier's loss counts, beside the main one's 1: GoogLeNet (Szegedy et al., arXiv 1409.4842,
+# Weight of an auxiliary classifier's loss, beside the main one's 1: GoogLeNet (Szegedy et al., arXiv 1409.4842,
 # section 5) and Inception v3 (the weight in PyTorch's own fine-tuning tutorial).
 AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
+
+
+def one_hot(target: Tensor, num_classes: int) -> Tensor:
+    """Return (B, num_classes) bool of (B,) class indices. Torch's own reads the classes on a CPU, to check them."""
+    return target[:, None] == torch.arange(num_classes, device=target.device)
 
 
 class BinaryCrossEntropy(nn.Module):
@@ -33,8 +38,7 @@ class BinaryCrossEntropy(nn.Module):
         """
         num_classes = output.size(1)
         if target.ndim == 1:
-            # Not torch's one_hot, which off a GPU reads the classes to check them.
-            target = target[:, None] == torch.arange(num_classes, device=target.device)
+            target = one_hot(target, num_classes)
         target = target.to(output.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
         if self.target_threshold is not None:
             target = target.gt(self.target_threshold).to(output.dtype)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog
 from checkpointing.store import CheckpointManager
 from checkpointing.weights import load_weights
 from errors import LoaderKilledError, NonFiniteError, NoProgressError, PreemptedError, StorageError, UserError
-from files import RETRY_S, explain_failure, read_json, write_atomically
+from files import explain_failure, read_json, retry, write_atomically
 from gradients import ShardedStep
 from launch import read_launch
 from loading.encoded import settle_decode_device
@@ -446,44 +447,42 @@ class Run(BareRun):
 
 
 class StatusFile:
-    """Writes status.json, which tells what became of a run: running, preempted, finished or failed.
-
-    torchrun turns every exit code into 1, so this file is the truth.
+    """Writes status.json, which tells how a run ended, or that it is running: torchrun turns every exit code into 1.
 
     Args:
-        folder: the output folder; None for one that writes nothing.
-        state: where the run is.
+        folder: the output folder; None to write nothing.
+        state: the position of the run.
     """
 
     def __init__(self, folder: Path | None, state: RunState) -> None:
         self.folder, self.state = folder, state
         self._is_warned = False
 
+    def _last_start(self) -> dict | None:
+        start = read_json(self.folder / "status.json").get("start") if self.folder else None
+        return start if is_start(start) else None
+
     def count_start(self) -> dict:
         """Return the position that the run starts from, and the number of starts in a row from there."""
-        position = [self.state.step, self.state.is_evaluated]
-        before = read_json(self.folder / "status.json").get("start") if self.folder else None
-        is_same = is_start(before) and before["position"] == position
-        return {"position": position, "count": before["count"] + 1 if is_same else 1}
+        position, before = [self.state.step, self.state.is_evaluated], self._last_start()
+        return {"position": position, "count": before["count"] + 1 if before and before["position"] == position else 1}
 
     def replace(self, state: str, reason: str = "", start: dict | None = None) -> None:
         """Replace the file.
 
-        `requeue` tells a job script whether to start the run again: where it was preempted, unless it has been, time
-        and again, without getting anywhere.
+        `requeue` tells a job script whether to start the run again: if it was preempted, except time and again at the
+        same step.
 
         Args:
             state: running, preempted, finished or failed.
             reason: why it stopped.
-            start: what `count_start` returned; by default, what the file says already.
+            start: of `count_start`; by default, the file's own.
 
         Raises:
             OSError: it cannot be written.
         """
         step = self.state.step
-        start = start or read_json(self.folder / "status.json").get("start")
-        if not is_start(start):
-            start = {"position": [step, False], "count": 1}
+        start = start or self._last_start() or {"position": [step, False], "count": 1}
         is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
         status = {
             "state": state,
@@ -496,33 +495,27 @@ class StatusFile:
         write_atomically(self.folder / "status.json", lambda file: file.write(json.dumps(status).encode() + b"\n"))
 
     def write(self, state: str, reason: str = "") -> None:
-        """Replace the file as no run may end for: a failure is said once."""
+        """Replace the file; a failure is printed once and ends no run."""
         try:
-            self._try(state, reason)
+            self._replace_patiently(state, reason)
         except OSError as error:
             if not self._is_warned:
                 self._is_warned = True
                 why = error.strerror or error
                 print(f"warning: status.json in {self.folder} is not written: {why}; training goes on")
 
-    def _try(self, state: str, reason: str = "") -> None:
-        for left in (2, 1, 0) if self.folder else ():
-            try:
-                self.replace(state, reason)
-                return
-            except OSError:
-                if not left:
-                    raise
-                time.sleep(RETRY_S)
+    def _replace_patiently(self, state: str, reason: str = "") -> None:
+        if self.folder:
+            retry(partial(self.replace, state, reason))
 
     def finish(self) -> None:
-        """Record that the run has ended as it should.
+        """Record that the run has finished.
 
         Raises:
-            StorageError: that cannot be written, so that nobody could know.
+            StorageError: the file cannot be written, so that nobody could know.
         """
         try:
-            self._try("finished")
+            self._replace_patiently("finished")
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
             raise StorageError(
@@ -531,7 +524,7 @@ class StatusFile:
 
 
 def is_start(value: Any) -> bool:
-    """Tell whether what a status.json says of a start can be believed."""
+    """Tell whether the start that a status.json records can be believed."""
     return (
         isinstance(value, dict)
         and type(value.get("count")) is int

@@ -10,6 +10,8 @@ import random
 import torch
 from torch import Tensor
 
+from losses import one_hot
+
 
 class Normalize:
     """Turn (B, C, H, W) uint8 into float32 with the given mean and standard deviation of each channel.
@@ -99,9 +101,8 @@ def _neighbours(image: Tensor) -> Tensor:
 
 def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor) -> Tensor:
     """Return (B, num_classes) targets of which `share` is the image's own and the rest its neighbour's."""
-    # Not torch's one_hot, which off a GPU reads the classes to check them.
-    one_hot = (target[:, None] == torch.arange(num_classes, device=target.device)).to(torch.float32)
-    return one_hot * share + one_hot.roll(1, 0) * rest
+    targets = one_hot(target, num_classes).to(torch.float32)
+    return targets * share + targets.roll(1, 0) * rest
 
 
 # What a mixing draws goes to the device as numbers of one small tensor: as plain ones they would be part of a compiled

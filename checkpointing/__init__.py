@@ -1,1 +1,1 @@
-"""How a run survives: what a checkpoint holds and may be believed, the folder it lies in, signals and locks."""
+"""How a run survives: the content of a checkpoint and its checks, the folder of checkpoints, signals and locks."""

@@ -1,4 +1,4 @@
-"""Read the files that hold checkpoints and weights, check every byte of them and run nothing that is in them."""
+"""Read files of checkpoints and weights: check every byte, and run no code that is in them."""
 
 import argparse
 import io
@@ -15,12 +15,12 @@ import torch
 
 from checkpointing.schema import MOST_PICKLE_BYTES, check_schema
 from errors import StorageError, UserError
-from files import memory_bytes, read_bytes, retry
+from files import memory_bytes, read_bytes, retry_read
 
-# Of a file that is refused in any case: in which to look for code, so that it can be said.
+# How much of a refused file is searched for code, which the message names.
 _MOST_OLD_BYTES = 1 << 20
 
-# Bytes of an element of each kind of storage that `torch.save` names; the rest of what it names for plain data.
+# Bytes of an element, by the storages that `torch.save` names; and all names that it uses for plain data.
 _ITEM_BYTES = {
     "torch BFloat16Storage": 2, "torch BoolStorage": 1, "torch ByteStorage": 1, "torch CharStorage": 1,
     "torch DoubleStorage": 8, "torch FloatStorage": 4, "torch HalfStorage": 2, "torch IntStorage": 4,
@@ -34,11 +34,7 @@ _PLAIN_GLOBALS = {
 
 
 def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
-    """Return a file's bytes and the state in it, checked; what it claims to hold is checked before it is read.
-
-    Args:
-        path: of the file.
-        name: what to call it in an error.
+    """Return the bytes and the state of a file that errors call `name`; its claims are checked before it is read.
 
     Raises:
         UserError: it is damaged, or no checkpoint of this script.
@@ -51,8 +47,8 @@ def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
                 file.seek(0)
                 raise UserError(_explain(name, _find_code(file.read(_MOST_OLD_BYTES))))
 
-    if path.is_file():  # of what is something else, `read_bytes` says so
-        retry(check, path)
+    if path.is_file():  # anything else is refused by `read_bytes`
+        retry_read(check, path)
     try:
         payload = read_bytes(path)
         return payload, check_schema(load_checkpoint(payload, name), name)
@@ -61,14 +57,10 @@ def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
 
 
 def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = False) -> dict:
-    """Load a file of tensors and plain values; check every byte of it and run nothing that is in it.
+    """Load a file of tensors and plain values, or its bytes; check every byte and run no code that is in it.
 
     `torch.load` accepts flipped bits in a tensor; the archive's checksums do not (docs/research/RELIABILITY.md, 2.1).
-
-    Args:
-        source: a path, or a file's bytes.
-        name: what to call it in an error.
-        takes_namespace: whether an `argparse.Namespace` counts as plain, as in the checkpoints of torchvision and timm.
+    An `argparse.Namespace`, as checkpoints of torchvision and timm hold, is refused unless `takes_namespace`.
 
     Raises:
         UserError: damaged, not a checkpoint, or one that needs code to load; says which.
@@ -96,22 +88,18 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
 
 
 def check_archive(file: Any, name: str) -> bool:
-    """Check by its directory, which is read alone, that a file is as large as its records are; say if it is an archive.
+    """Tell whether an open file is an archive, and check by its directory that it is as large as its records.
 
     So nothing that is loaded is larger than the file: `torch.save` compresses nothing.
 
-    Args:
-        file: open for reading.
-        name: what to call it in an error.
-
     Raises:
-        UserError: it is none that `torch.save` writes, or larger than the memory of this machine.
+        UserError: it is an archive that `torch.save` does not write, or larger than the memory of this machine.
     """
     size = file.seek(0, os.SEEK_END)
     if size > memory_bytes():
         raise UserError(f"{name} has {size / 1e9:,.1f} GB, and this machine {memory_bytes() / 1e9:,.1f} GB of memory")
     file.seek(0)
-    if file.read(4) != b"PK\3\4":  # by which torch tells an archive from what it wrote before version 1.6
+    if file.read(4) != b"PK\3\4":  # as torch tells an archive from the files of versions before 1.6
         return False
     try:
         with zipfile.ZipFile(file) as archive:
@@ -121,7 +109,7 @@ def check_archive(file: Any, name: str) -> bool:
     # Torch's reader is blind to case.
     names = {record.filename.lower() for record in records}
     roots = {record.filename.split("/")[0] for record in records}
-    # Headers, and what torch.save leaves free so that records begin at whole pages, if it was told to.
+    # Headers, and room that torch.save may leave free so that records begin at whole pages.
     gaps = size - sum(record.compress_size for record in records)
     is_stored = all(record.compress_type == 0 and record.compress_size == record.file_size for record in records)
     if not is_stored or len(names) < len(records) or len(roots) != 1 or not 0 < gaps <= 8192 * (len(records) + 1):
@@ -130,17 +118,13 @@ def check_archive(file: Any, name: str) -> bool:
 
 
 def check_pickle(file: Any, name: str, *, takes_namespace: bool = False) -> None:
-    """Check, without unpickling, that a pickle names plain data only, and storages as large as their records.
+    """Check, without unpickling, that an archive's pickle names plain data only, in storages of their records' sizes.
 
     Torch believes the size that a pickle gives, and would read beyond the record.
 
-    Args:
-        file: the archive, open for reading.
-        name: what to call it in an error.
-        takes_namespace: see `load_checkpoint`.
-
     Raises:
-        UserError: it does not.
+        UserError: it names a storage of another size.
+        ValueError: it names anything else.
     """
     with zipfile.ZipFile(file) as archive:
         root = archive.infolist()[0].filename.split("/")[0]
@@ -157,7 +141,7 @@ def _storages(pickled: bytes, plain_globals: set[str]) -> Iterator[tuple[str, st
     """Yield the kind, the key and the number of elements of each storage that a pickle of `torch.save` asks for.
 
     Raises:
-        ValueError: it is none of `torch.save`, or names more than plain data; says what.
+        ValueError: `torch.save` did not write it, or it names more than plain data; says which name.
     """
     literals, stack, named = {}, [], None
     for opcode, argument, _ in pickletools.genops(pickled):
@@ -193,37 +177,32 @@ def _check_opcode(name: str, argument: Any, plain_globals: set[str]) -> None:
 
 
 def _find_code(content: bytes) -> Exception:
-    """Return why a file that is no archive is refused, with the code that it names if it is a pickle, or several.
+    """Return why a file that is no archive is refused: the code that it names, if it is a pickle or begins with some.
 
-    Older versions of torch wrote several, one after the other, and the tensors behind them.
+    Older versions of torch wrote several pickles, one after the other, and the tensors behind them.
     """
     stream = io.BytesIO(content)
     try:
         while stream.tell() < len(content):
             for opcode, argument, _ in pickletools.genops(stream):
                 _check_opcode(opcode.name, argument, _PLAIN_GLOBALS)
-    except Exception as error:  # pickletools has a dozen kinds for what is no pickle
+    except Exception as error:  # pickletools raises a dozen kinds where there is no pickle
         if re.match("GLOBAL|Unsupported operand", str(error)):
             return error
     return ValueError("not the archive that torch.save writes; nothing in it was run")
 
 
 def find_bad_record(file: Any) -> str | None:
-    """Return the name of the first record of a zip archive that is not what was written, or None.
-
-    Args:
-        file: a path or a binary file.
+    """Return the name of the first damaged record of a zip archive, a path or a binary file; None if all are good.
 
     Raises:
         zipfile.BadZipFile: the archive as a whole is damaged.
     """
     with zipfile.ZipFile(file) as archive:
-        for record in archive.infolist():
-            # One flipped bit of the index makes a folder of a record. Python reads it all the same and finds it good;
-            # torch reads nothing, and gives a tensor of whatever was in memory.
-            if record.external_attr & 0x10:
-                return record.filename
-        return archive.testzip()
+        # One flipped bit of the index makes a folder of a record. Python reads it all the same and finds it good;
+        # torch reads nothing, and gives a tensor of uninitialised memory.
+        folders = (record.filename for record in archive.infolist() if record.external_attr & 0x10)
+        return next(folders, None) or archive.testzip()
 
 
 def _explain(name: str, error: Exception) -> str:

@@ -1,39 +1,29 @@
 """The state of a run, as checkpoints hold it."""
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 from checkpointing.schema import FORMAT
 from errors import UserError, in_one_line
 
-# The best checkpoints of a run, by the results that they are best in: those of the raw weights, and of their average.
+# Names of the best checkpoints: by the results of the raw weights, and of their average.
 BEST_NAMES = {"val": "best", "val_ema": "best_ema"}
 
 
-class Stateful(Protocol):
-    """Whatever can be saved and restored by `RunState`."""
-
-    def state_dict(self) -> dict:
-        """Return plain data."""
-
-    def load_state_dict(self, state: dict) -> Any:
-        """Restore what `state_dict` returned."""
-
-
 class RunState:
-    """Where a run is, and everything that cannot be computed from that.
+    """The position of a run, and everything that cannot be computed from it.
 
     The position is (epoch, steps done in it, whether the epoch has been evaluated), at the end of a step. The loop
     moves it, never an iterator: loader processes work ahead. Order, augmentation, mixing, dropout and learning rate are
     functions of the position, so no generator, sampler or schedule is saved.
 
     Args:
-        steps_per_epoch: steps of an epoch.
         facts: plain values that describe the run, saved beside the state.
-        parts: what to save under which name; None for what this run does not have.
+        parts: by the names to save them under, objects with `state_dict` and `load_state_dict`; None for parts that
+            this run does not have.
     """
 
-    def __init__(self, steps_per_epoch: int, facts: dict, parts: dict[str, Stateful | None]) -> None:
+    def __init__(self, steps_per_epoch: int, facts: dict, parts: dict[str, Any]) -> None:
         self.steps_per_epoch = steps_per_epoch
         self.facts = facts
         self.parts = {name: part for name, part in parts.items() if part is not None}
@@ -51,17 +41,15 @@ class RunState:
         self.steps += 1
 
     def start_epoch(self, epoch: int) -> int:
-        """Move to an epoch, if not there yet; return the first step to do in it."""
+        """Move to an epoch, if it is not the present one; return its first step that is left."""
         if epoch != self.epoch:
             self.epoch, self.steps, self.is_evaluated = epoch, 0, False
         return self.steps
 
     def note_results(self, results: dict[str, dict[str, float]], metric: str) -> None:
-        """Record that the epoch has been evaluated, and of which kinds of results it is the best so far.
+        """Record that the epoch has been evaluated, and whether it is the best so far, in each kind (val, val_ema).
 
-        Args:
-            results: by kind (val, val_ema), of which each has a best of its own.
-            metric: the result that counts: of a loss the lowest is best, of anything else the highest.
+        The lowest loss is best, or the highest value of any other metric.
         """
         self.is_evaluated = True
         sign = -1 if metric == "loss" else 1
@@ -74,7 +62,7 @@ class RunState:
 
     @property
     def best_now(self) -> list[str]:
-        """The names of the best checkpoints that the state as it is has to bear."""
+        """The names of the best checkpoints that the present state is."""
         return [name for name, best in self.bests.items() if best is not None and best["step"] == self.step]
 
     def resume(self, state: dict | None, start_epoch: int | None, epochs: int) -> None:
@@ -98,7 +86,7 @@ class RunState:
         print(f"resumed step {self.step} (epoch {self.epoch}, step {self.steps} of {self.steps_per_epoch} in it)")
 
     def state_dict(self) -> dict:
-        """Return plain data: dicts, lists, strings, numbers and tensors, which need no unpickled code to load."""
+        """Return plain data, which loads without code: dicts, lists, strings, numbers and tensors."""
         is_complete = self.steps == self.steps_per_epoch
         return {
             "format": FORMAT,
@@ -111,9 +99,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore every part and the position.
-
-        A part that the checkpoint lacks starts anew, and one that this run lacks is left; both are said.
+        """Restore every part and the position; print which parts the checkpoint lacks, and which this run lacks.
 
         Raises:
             UserError: a part is one of another model or optimizer.
@@ -135,13 +121,9 @@ class RunState:
 
     def result(self, folder: str) -> str:
         """Return the last lines of a finished run."""
-        lines = [f"finished {self.epoch + 1} epochs, {self.step} steps; all in {folder}"]
-        lines += [
-            f"best {best['metric']} {best['value']:.3f}, after step {best['step']}"
-            for best in self.bests.values()
-            if best is not None
-        ]
-        return "\n".join(lines)
+        bests = [best for best in self.bests.values() if best is not None]
+        lines = [f"best {best['metric']} {best['value']:.3f}, after step {best['step']}" for best in bests]
+        return "\n".join([f"finished {self.epoch + 1} epochs, {self.step} steps; all in {folder}", *lines])
 
     def is_finished(self, epochs: int) -> bool:
         """Tell whether nothing is left to do."""

@@ -1,4 +1,4 @@
-"""What a resumed run may change: options, data and versions of the checkpoint, against those of today."""
+"""Changes that a resumed run may make: options, data and versions of the checkpoint, against those of today."""
 
 import platform
 import subprocess
@@ -14,12 +14,14 @@ import torchvision
 from errors import UserError
 from options import BY_NAME, FREE, SILENT, parse_allowed
 
+_ALLOWED = "changed as --allow-change says: "
+
 # Set by the script, not by the user.
 _DERIVED = {"distributed", "given", "gpu", "mean", "num_shards", "rank", "reference_global_batch", "std"}
 
 
 def describe_data(train: Any, val: Any) -> dict:
-    """Return what identifies the training and the validation set in a checkpoint."""
+    """Return the facts that identify the training and the validation set in a checkpoint."""
     classes = list(val.classes)
     return {**_describe_set(train), "num_classes": len(classes), "classes": classes, "val": _describe_set(val)}
 
@@ -29,29 +31,38 @@ def _describe_set(dataset: Any) -> dict:
 
 
 def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
-    """Return what a run's numbers may depend on beside its options: versions, code revision, threads, processes."""
-    try:
-        # Without a lock, which a kill would leave behind for whoever works in the repository.
-        revision = subprocess.run(
-            ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"],
-            cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False,
-        ).stdout.strip()  # fmt: skip
-    except OSError:  # a machine without git
-        revision = None
+    """Return versions, code revision, threads and processes, on which a run's numbers may depend beside its options."""
     return {
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
         "decoder": decoder,
         "python": platform.python_version(),
         **_describe_machine(args),
-        "revision": revision or None,
+        "revision": describe_revision(Path(__file__).parent.parent),
         "threads": torch.get_num_threads(),
         "world_size": args.world_size,
     }
 
 
+def describe_revision(folder: Path) -> str | None:
+    """Return the commit of a repository, marked if files have changed since; None where there is no git.
+
+    `git describe --dirty` would lock the index, and a kill would leave the lock behind for whoever works there.
+    """
+    describe, status = ["describe", "--always", "--abbrev=40"], ["status", "--porcelain", "--untracked-files=no"]
+    options = {"cwd": folder, "capture_output": True, "text": True}
+    try:
+        commit, changes = (
+            subprocess.run(["git", "--no-optional-locks", *words], check=False, **options).stdout
+            for words in (describe, status)
+        )
+    except OSError:
+        return None
+    return commit.strip() + ("-dirty" if changes else "") or None
+
+
 def _describe_machine(args: Any) -> dict[str, str]:
-    """Return which packages and which processor the numbers come from, of those that there are."""
+    """Return the versions of optional packages, and the processor."""
     found = {"pillow": PIL.__version__}
     with suppress(PackageNotFoundError):
         found["timm"] = version("timm")  # without its import, which takes seconds
@@ -75,59 +86,61 @@ def run_facts(args: Any, decoder: str, train: Any, val: Any) -> dict:
 
 
 def check_options(state: dict, args: Any, decoder: str) -> None:
-    """Check that a run that goes on from a checkpoint computes what its first part did; say what else has changed.
+    """Check that the options compute the numbers that the run's first part did; print all other differences.
 
     Before any data is looked at, and before the shards are set.
 
     Raises:
-        UserError: something has changed that changes numbers, and `--allow-change` does not name it.
+        UserError: a change would change numbers, and `--allow-change` does not name it.
     """
     there, here = state["environment"], describe_environment(args, decoder)
-    differing = _differing_options(state["args"], args)
-    if there["world_size"] != here["world_size"]:
-        differing["world_size"] = (there["world_size"], here["world_size"])
-    if args.use_deterministic_algorithms and there["threads"] != here["threads"]:
-        differing["threads"] = (there["threads"], here["threads"])
-    allowed = parse_allowed(args.allow_change)
-    refused = {name for name in differing if not _is_free(name, args) and name not in allowed}
-    if refused:
-        raise UserError(_refusal(args, {name: differing[name] for name in differing if name in refused}))
-
-    _say_allowed(allowed, differing, args)
-    free = [_difference(name, *differing[name]) for name in differing if _is_free(name, args) and not _is_silent(name)]
-    if free:
-        print(f"options that changed: {'; '.join(free)}")
-    if "world_size" in differing:
-        same = "same bits" if args.use_deterministic_algorithms else "rounding may differ"
-        print(f"{there['world_size']} -> {here['world_size']} processes: same samples and augmentation; {same}")
     is_deterministic = args.use_deterministic_algorithms
-    _say_versions(there, here, is_other_device="device" in differing, is_deterministic=is_deterministic)
+    differing = _differing_options(state["args"], args)
+    for name in ("world_size", "threads") if is_deterministic else ("world_size",):
+        if there[name] != here[name]:
+            differing[name] = (there[name], here[name])
+    allowed = parse_allowed(args.allow_change)
+    free = [name for name in differing if _is_free(name, args)]
+    refused = [name for name in differing if name not in allowed and name not in free]
+    if refused:
+        raise UserError(_refusal(args, {name: differing[name] for name in refused}))
+
+    shown = {name: _difference(name, *values) for name, values in differing.items()}
+    _say_if(_ALLOWED, [text for name, text in shown.items() if name in allowed])
+    idle = sorted(allowed - differing.keys() - {"data"})
+    if idle:
+        print(f"--allow-change {_dashed(idle)}: as in the checkpoint")
+    is_silent = {name for name in free if name in BY_NAME and BY_NAME[name].resume == SILENT}
+    _say_if("options that changed: ", [shown[name] for name in free if name not in is_silent])
+    if "world_size" in differing:
+        same = "same bits" if is_deterministic else "rounding may differ"
+        print(f"{there['world_size']} -> {here['world_size']} processes: same samples and augmentation; {same}")
+    versions = [
+        f"{name} {there[name]} wrote this checkpoint, this is {here[name]}"
+        for name in here
+        if name in there and name not in ("threads", "world_size") and there[name] != here[name]
+    ]
+    versions += ["another kind of device"] if "device" in differing else []
+    _say_if("", versions, ": equal bits not promised" if is_deterministic else "")
 
 
 def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> None:
-    """Check that a checkpoint is of the same classes and, to train on, of the same images.
+    """Raise UserError if a checkpoint, where there is one, is of other classes or images.
 
-    Args:
-        state: the checkpoint, if there is one.
-        args: the options.
-        train: None where the checkpoint is evaluated, which may be done on other images.
-        val: the validation set.
-
-    Raises:
-        UserError: it is not.
+    Without a training set it is evaluated, which may be done on other images.
     """
     if state is None:
         return
     theirs, num_classes = state["data"], len(val.classes)
+    source = f"the checkpoint of --resume {args.resume} holds"
     if state["args"]["model"] != args.model:
         raise UserError(
-            f"the checkpoint of --resume {args.resume} holds a {state['args']['model']}, but --model is {args.model}; "
-            "give that one, or another file"
+            f"{source} a {state['args']['model']}, but --model is {args.model}; give that one, or another file"
         )
     if theirs["num_classes"] != num_classes:
         raise UserError(
-            f"the checkpoint of --resume {args.resume} holds {theirs['num_classes']} classes but {args.data_path} has "
-            f"{num_classes}; pass it to --weights to fine-tune instead"
+            f"{source} {theirs['num_classes']} classes but {args.data_path} has {num_classes}; pass it to --weights to "
+            "fine-tune instead"
         )
     differences, notes = _compare_classes(theirs["classes"], val.classes), []
     if train is not None:
@@ -137,25 +150,17 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
                 f"{len(train)} now; a position is counted in steps of all images, so this cannot be changed"
             )
         differences += _compare_sets("train", theirs, _describe_set(train), notes)
-    # Other images may be scored with what they did not train.
+    # A checkpoint may be evaluated on other images.
     matters = notes if train is None else differences
     matters += _compare_sets("val", theirs["val"], _describe_set(val), notes)
     if differences:
-        what = "evaluate" if train is None else "resume"
-        _refuse_data(args, f"cannot {what} (--resume {args.resume})", differences)
-    if notes:
-        print("; ".join(notes))
+        _refuse_data(args, f"cannot {'evaluate' if train is None else 'resume'} (--resume {args.resume})", differences)
+    _say_if("", notes)
 
 
 def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
-    """Check that the weights of `--weights` are of the same classes, if they say of which.
-
-    Only an evaluation needs that; training may make other classes of these.
-
-    Raises:
-        UserError: they are not.
-    """
-    # Of another number, the classifier has something to say: `models.load_matching`.
+    """Refuse to evaluate weights of other classes, if they name theirs; training may go on to these classes."""
+    # For another number of classes see `models.load_matching`.
     if classes is None or len(classes) != len(val.classes):
         return
     differences = _compare_classes(classes, val.classes)
@@ -165,11 +170,16 @@ def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
         print(f"--weights {args.weights}: {differences[0]}; its classifier is trained on for these")
 
 
-def _refuse_data(args: Any, what: str, differences: list[str]) -> None:
+def _refuse_data(args: Any, refusal: str, differences: list[str]) -> None:
     """Refuse other data, unless `--allow-change data` is given."""
     if "data" not in parse_allowed(args.allow_change):
-        raise UserError(f"{what}: {'; '.join(differences)}; to go on with them, give --allow-change data")
-    print(f"changed as --allow-change says: {'; '.join(differences)}")
+        raise UserError(f"{refusal}: {'; '.join(differences)}; to go on with them, give --allow-change data")
+    _say_if(_ALLOWED, differences)
+
+
+def _say_if(begin: str, texts: list[str], end: str = "") -> None:
+    if texts:
+        print(begin + "; ".join(texts) + end)
 
 
 def _compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
@@ -184,7 +194,7 @@ def _compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
 
 
 def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list[str]:
-    """Return in what two sets differ that must not; add to the notes what may.
+    """Return the differences of two sets that matter, and add to the notes those that may be.
 
     Names and labels are the same in any form and place; sizes and checksums within a form, times within a path.
     """
@@ -192,13 +202,13 @@ def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list
     is_same_form = theirs["form"] == ours["form"]
     if is_same_form:
         meanings |= {"sizes": "images have other sizes", "checksums": "it is another pack"}
-    # Of no sizes and no checksums nothing can be said.
+    # Sizes and checksums are not always known.
     differing = [key for key in meanings if theirs[key] != ours[key] and None not in (theirs[key], ours[key])]
     is_same_place = is_same_form and theirs["path"] == ours["path"]
     if not differing and is_same_place and theirs["times"] != ours["times"]:
-        what = "class folders" if ours["form"] == "folder" else ours["form"]
+        kind = "class folders" if ours["form"] == "folder" else ours["form"]
         notes.append(
-            f"data of {name}: {ours['path']}: the {what} have changed since the checkpoint, but no name in them"
+            f"data of {name}: {ours['path']}: the {kind} have changed since the checkpoint, but no name in them"
         )
     return [
         f"data of {name}: {key} {theirs[key]} in the checkpoint, {ours[key]} now: {meanings[key]}" for key in differing
@@ -227,7 +237,7 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _is_free(name: str, args: Any) -> bool:
-    """Tell whether an option may change without a word: what is not classified may not."""
+    """Tell whether an option may change without a permission; one that has no rule may not."""
     if name == "epochs":
         return _why_epochs_matter(args) is None
     if name == "world_size":
@@ -238,14 +248,6 @@ def _is_free(name: str, args: Any) -> bool:
     if name == "weights":
         return args.model not in ("googlenet", "inception_v3")  # whose input is scaled as weights by name want it
     return name in BY_NAME and BY_NAME[name].resume in (FREE, SILENT)
-
-
-def _is_silent(name: str) -> bool:
-    return BY_NAME[name].resume == SILENT
-
-
-def _why_fixed(name: str) -> str | None:
-    return BY_NAME[name].why_fixed if name in BY_NAME else None
 
 
 def _why_epochs_matter(args: Any) -> str | None:
@@ -261,39 +263,22 @@ def _difference(name: str, theirs: Any, ours: Any) -> str:
 
 
 def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
-    """Name all that differs in one line, with what can be done about it."""
-    parts = []
-    for name, (theirs, ours) in differing.items():
-        reason = _why_fixed(name) or (_why_epochs_matter(args) if name == "epochs" else None)
-        parts.append(_difference(name, theirs, ours) + (f" ({reason})" if reason else ""))
-    fixed = [name.replace("_", "-") for name in differing if _why_fixed(name)]
-    changeable = [name.replace("_", "-") for name in differing if not _why_fixed(name)]
-    advice = []
-    if fixed:
-        advice.append(f"{', '.join(fixed)} cannot be changed: give the checkpoint's")
-    if changeable:
-        advice.append(
-            f"these change the numbers of the run; to go on all the same, give --allow-change {','.join(changeable)}"
-        )
-    return f"cannot resume (--resume {args.resume}): {'; '.join(parts + advice)}"
-
-
-def _say_allowed(allowed: set[str], differing: dict[str, tuple[Any, Any]], args: Any) -> None:
-    changed = [_difference(name, *differing[name]) for name in differing if name in allowed]
-    if changed:
-        print(f"changed as --allow-change says: {'; '.join(changed)}")
-    idle = [name.replace("_", "-") for name in sorted(allowed - differing.keys() - {"data"})]
-    if idle:
-        print(f"--allow-change {','.join(idle)}: as in the checkpoint")
-
-
-def _say_versions(there: dict, here: dict, *, is_other_device: bool, is_deterministic: bool) -> None:
-    """Say which versions are others than those that wrote the checkpoint, and what that means."""
-    changed = [
-        f"{name} {there[name]} wrote this checkpoint, this is {here[name]}"
-        for name in here
-        if name in there and name not in ("threads", "world_size") and there[name] != here[name]
+    """Name all refused differences in one line, and the remedies."""
+    whys = {name: BY_NAME[name].why_fixed for name in differing if name in BY_NAME and BY_NAME[name].why_fixed}
+    reasons = {"epochs": _why_epochs_matter(args), **whys}
+    parts = [
+        _difference(name, *values) + (f" ({reasons[name]})" if reasons.get(name) else "")
+        for name, values in differing.items()
     ]
-    changed += ["another kind of device"] if is_other_device else []
-    if changed:
-        print("; ".join(changed) + (": equal bits not promised" if is_deterministic else ""))
+    if whys:
+        parts.append(f"{_dashed(list(whys)).replace(',', ', ')} cannot be changed: give the checkpoint's")
+    changeable = [name for name in differing if name not in whys]
+    if changeable:
+        parts.append(
+            f"these change the numbers of the run; to go on all the same, give --allow-change {_dashed(changeable)}"
+        )
+    return f"cannot resume (--resume {args.resume}): {'; '.join(parts)}"
+
+
+def _dashed(names: list[str]) -> str:
+    return ",".join(names).replace("_", "-")

@@ -1,4 +1,4 @@
-"""Ending well: signals agreed by all ranks, losses watched without waiting, hung runs that say where they hang."""
+"""Ending well: all ranks agree on signals, losses are watched without waiting, and a hung run says where it hangs."""
 
 import ctypes
 import faulthandler
@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Verdict(NamedTuple):
-    """What all ranks agree on after a step."""
+    """The agreement of all ranks after a step."""
 
     stop: str  # such as "SIGTERM on rank 5"; empty to go on
     is_save_due: bool
@@ -36,10 +36,10 @@ class Verdict(NamedTuple):
 
 
 class PreemptionGuard:
-    """Know of the signals that announce an end, and let all ranks stop after the same step.
+    """Take the signals that announce an end, and let all ranks stop after the same step.
 
     Args:
-        is_installed: whether to handle the signals, from now on; and under torchrun, SIGTERM when its agent dies.
+        is_installed: whether to handle the signals from now on; under torchrun, its agent's death counts as SIGTERM.
     """
 
     def __init__(self, *, is_installed: bool) -> None:
@@ -49,20 +49,15 @@ class PreemptionGuard:
             return
         self.signals.install()
         self.signals.begin_steps()
-        # Without it the ranks of a killed agent train on, and write, beside those of its successor. Not so for a run
-        # from a shell, which may well go on after the shell.
+        # Otherwise the ranks of a killed agent would train on, and write, beside those of its successor. A run that a
+        # shell started may go on after the shell.
         if read_launch().is_torchrun:
             end_with_parent(signal.SIGTERM)
             if is_orphan():
                 raise UserError("the torchrun that started this process is gone; start again")
 
     def agree(self, *, is_save_due: bool = False, bad_step: int | None = None) -> Verdict:
-        """Return what any rank knows. Collective: every rank must call it, as often as the others.
-
-        Args:
-            is_save_due: this rank's wish to save.
-            bad_step: the first step that this rank knows to be not finite.
-        """
+        """Join the knowledge of all ranks. Collective: every rank must call it, as often as the others."""
         bad = NEVER if bad_step is None else -bad_step
         number = self.signals.number
         votes = [number << 32 | utils.get_rank() if number else 0, int(is_save_due), bad]
@@ -78,15 +73,15 @@ class PreemptionGuard:
 
 
 def end_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that ends; Linux only."""
+    """Have the kernel send this process a signal when its parent ends in any way; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 def is_orphan() -> bool:
-    """Tell whether the torchrun that started this process died while Python was importing, before any signal was set.
+    """Tell whether the torchrun that started this process died before `end_with_parent` was called.
 
-    Then process 1 is the parent, and no torchrun, which runs in Python too: in a container it may well be process 1.
+    Then process 1 is the parent; in a container torchrun itself may be that, which the executable tells: Python.
     """
     try:
         return os.getppid() == 1 and os.readlink("/proc/1/exe") != os.readlink("/proc/self/exe")
@@ -97,9 +92,9 @@ def is_orphan() -> bool:
 def start_worker(worker: int) -> None:
     """Prepare a loader process: it ends with its parent, or when its parent says so, and by no signal from elsewhere.
 
-    torchrun and terminals signal the whole process group; a loader that died of it would take the run along before
-    anything is saved (docs/research/RELIABILITY.md, finding 3). Off Linux it dies of anybody's SIGTERM. On SIGUSR2 it
-    says where it is, which the stall watchdog asks for.
+    torchrun and terminals signal the whole process group; a loader that died of it would end the run before anything
+    is saved (docs/research/RELIABILITY.md, finding 3). Off Linux it dies of anybody's SIGTERM. On SIGUSR2, from the
+    stall watchdog, it prints its Python stacks.
     """
     faulthandler.register(signal.SIGUSR2, file=2)
     for number in SIGNALS:
@@ -116,10 +111,10 @@ def start_worker(worker: int) -> None:
 
 
 def _end_when_told(parent: int) -> None:
-    """End this process on a SIGTERM of its parent, once whatever runs in it lets go of the interpreter.
+    """End this process on a SIGTERM of its parent, as soon as this thread gets the interpreter.
 
-    Torch sends it to a process that does not end by itself, as when its loader is collected as a part of a cycle, and
-    Python to those that are still there at exit: both would wait forever for one that ignores it.
+    Torch sends one to a loader process that does not end by itself, as when its loader is collected in a cycle, and
+    Python to those that are left at exit: both wait for it to end.
     """
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
@@ -127,28 +122,25 @@ def _end_when_told(parent: int) -> None:
 
 
 class WatchedLoader:
-    """A loader of which every rank leaves after the same round when a stop is asked for.
+    """A loader that every rank leaves after the same round when a stop is asked for.
 
-    Ranks may have different numbers of batches; those that are out go on agreeing until the last one is.
+    Ranks may have different numbers of batches; those that have no more go on agreeing until the last one has none.
 
     Args:
         loader: yields batches; has a length and a `dataset`.
         guard: asked before each batch.
-        stop: called with the cause on all ranks when a stop is asked for; raises.
+        stop: called with the cause, on all ranks; raises.
         beat: called before each batch.
     """
 
     def __init__(
         self, loader: Any, guard: PreemptionGuard, stop: Callable[[str], None], beat: Callable[[], None]
     ) -> None:
-        self.loader = loader
-        self.guard = guard
-        self.stop = stop
-        self.beat = beat
+        self.loader, self.guard, self.stop, self.beat = loader, guard, stop, beat
 
     @property
     def dataset(self) -> Any:
-        """What the loader loads."""
+        """The loader's data set."""
         return self.loader.dataset
 
     def __len__(self) -> int:
@@ -170,10 +162,7 @@ class WatchedLoader:
 class FiniteWatch:
     """Learn which losses were not finite, without waiting for the device.
 
-    A flag is copied to the host beside the computation, and looked at when it has arrived: a step later, or more.
-
-    Args:
-        device: where the losses are.
+    A flag is copied to the host beside the computation, and read when it has arrived: a step later, or more.
     """
 
     NUM_FLAGS = 64  # on the way at once
@@ -186,11 +175,11 @@ class FiniteWatch:
         self._places = itertools.cycle(range(self.NUM_FLAGS))
 
     def note(self, step: int, values: Sequence[torch.Tensor]) -> None:
-        """Take the losses of a step, and whatever else must be finite: scalar tensors on the device."""
+        """Take the losses of a step, or other scalar tensors on the device that must be finite."""
         if self.device_type not in ("cpu", "cuda"):
             return  # reading would wait; the log lines and the saves look, too
         if len(self._pending) == self.NUM_FLAGS:
-            return  # nobody asks; the losses are looked at again when a line is due
+            return  # nobody asks; the losses are checked again when a line is due
         place = next(self._places)
         is_finite = torch.stack([value.detach() for value in values]).isfinite().all()
         self._flags[place].copy_(is_finite, non_blocking=True)
@@ -198,7 +187,7 @@ class FiniteWatch:
         self._pending.append((step, place, event))
 
     def first_bad(self) -> int | None:
-        """Return the first step, of those whose flag has arrived, that was not finite."""
+        """Return the first step that was not finite, among those whose flag has arrived."""
         while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
             step, place, _ = self._pending.popleft()
             if not self._on_host[place]:
@@ -207,20 +196,18 @@ class FiniteWatch:
 
 
 class StallWatchdog:
-    """End a run that hangs, after every rank has said where: Python stacks of all threads, and what it worked on.
+    """End a run that hangs, after every rank has printed the Python stacks of all threads, and its present work.
 
     Args:
-        timeout_s: how long nothing may happen, s; 0 for ever.
-        describe: says what is being worked on.
+        timeout_s: how long nothing may happen; 0 for ever.
+        describe: names the present work.
         on_stall: called last, with the reason.
     """
 
-    LINGER_S = 5.0  # a launcher ends the others when one has left; they are to speak first
+    LINGER_S = 5.0  # a launcher ends all ranks when one has left; all should speak first
 
     def __init__(self, timeout_s: float, describe: Callable[[], str], on_stall: Callable[[str], None]) -> None:
-        self.timeout_s = timeout_s
-        self.describe = describe
-        self.on_stall = on_stall
+        self.timeout_s, self.describe, self.on_stall = timeout_s, describe, on_stall
         self._is_over = threading.Event()
         self.beat()
 
@@ -254,7 +241,7 @@ class StallWatchdog:
             with suppress(OSError):  # it has ended meanwhile
                 os.kill(process.pid, signal.SIGUSR2)
             time.sleep(0.1)
-        # On the side: a disk that does not answer may be what hangs.
+        # In a thread: the cause of the hang may be a disk that does not answer.
         last_words = threading.Thread(target=self.on_stall, args=(reason,), daemon=True)
         last_words.start()
         time.sleep(self.LINGER_S)

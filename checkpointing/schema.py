@@ -1,7 +1,8 @@
-"""What a checkpoint must be: types, ranges, shapes, and what its fields say of each other."""
+"""Rules for a checkpoint: types, ranges and shapes of its fields, and how they fit each other."""
 
 import math
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,22 +38,16 @@ def _is_text(value: Any) -> bool:
     return type(value) is str and is_printable(value)
 
 
-def _are_tensors(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        type(name) is str and type(tensor) is torch.Tensor for name, tensor in value.items()
-    )
+def _are_named(value: Any, kind: type = object) -> bool:
+    return isinstance(value, dict) and all(type(name) is str and isinstance(item, kind) for name, item in value.items())
 
 
 def _are_moments(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        type(number) is str  # what some of timm's keep beside the parameters
-        or (_is_count(number) and isinstance(moments, dict) and all(type(name) is str for name in moments))
+        type(number) is str  # some of timm's optimizers keep values beside the parameters
+        or (_is_count(number) and _are_named(moments))
         for number, moments in value.items()
     )
-
-
-def _are_named(value: Any) -> bool:
-    return isinstance(value, dict) and all(type(name) is str for name in value)
 
 
 def _are_groups(value: Any) -> bool:
@@ -88,15 +83,15 @@ def _is_best(value: Any) -> bool:
 
 
 def _are_options(value: Any) -> bool:
-    """Tell whether a value is what options can be, by their names."""
+    """Tell whether a value is options by their names, each with a plain value or a list of them."""
     return isinstance(value, dict) and all(
-        _is_text(name) and all(_is_option(item) for item in (each if type(each) is list else [each]))
+        _is_text(name) and all(type(item) in (bool, int, float) or _is_text_or_none(item) for item in _as_list(each))
         for name, each in value.items()
     )
 
 
-def _is_option(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float) or _is_text(value)
+def _as_list(value: Any) -> list:
+    return value if type(value) is list else [value]
 
 
 def _are_names(value: Any) -> bool:
@@ -117,10 +112,10 @@ _SPLIT = {
     "checksums": (_is_text_or_none, "text or None"),
 }
 
-# Each field of a checkpoint: whether a value can be one, and in words what is expected.
+# Each field of a checkpoint: a check of its value, and the expected value in words.
 _FIELDS = {
     "format": (_is_count, "a number"),
-    "model": (_are_tensors, "tensors by their names"),
+    "model": (partial(_are_named, kind=torch.Tensor), "tensors by their names"),
     "optimizer.state": (_are_moments, "values by name for each parameter's number"),
     "optimizer.param_groups": (_are_groups, "a list of groups of parameters' numbers"),
     "epoch": (lambda value: type(value) is int and -1 <= value < MOST_COUNT, "an epoch, or -1"),
@@ -149,7 +144,7 @@ _FIELDS = {
 }
 # Those that a checkpoint need not have.
 _OPTIONAL_FIELDS = {
-    "model_ema": (_are_tensors, "tensors by their names"),
+    "model_ema": (partial(_are_named, kind=torch.Tensor), "tensors by their names"),
     "scaler": (_is_scaler, "the numbers of a GradScaler"),
     "optimizer.group_state": (
         lambda value: isinstance(value, list) and all(map(_are_named, value)),
@@ -160,9 +155,7 @@ _OPTIONAL_FIELDS = {
 
 
 def check_schema(state: dict, name: str) -> dict:
-    """Return the state if it is a checkpoint of this script: types, ranges, shapes, and what they say of each other.
-
-    What passes can be restored, or does not fit the run at hand; nothing else is to be feared of it.
+    """Return the state if it is a sound checkpoint of this script: it can be restored, or is of another model or data.
 
     Raises:
         UserError: it is not.
@@ -188,7 +181,7 @@ def check_schema(state: dict, name: str) -> dict:
 def _find_foreign(state: dict) -> str | None:
     """Say why a state is not plain data of a size that can be looked through, or return None.
 
-    What is in it twice is looked at twice: a list may hold a list ten times, which holds another ten times, and so on.
+    An object that is in it twice counts twice: a list may hold a list ten times, which holds another ten times ...
     """
     todo, count = [(state, 0)], 0
     while todo:
@@ -204,7 +197,7 @@ def _find_foreign(state: dict) -> str | None:
 
 
 def _children(value: Any) -> list | None:
-    """Return what a plain value is made of; None for a value that is not plain."""
+    """Return the parts of a plain value; None for a value that is not plain."""
     if type(value) is dict or (type(value) is OrderedDict and vars(value).keys() <= {"_metadata"}):
         versions = list(vars(value).values()) if type(value) is OrderedDict else []
         return [*value.keys(), *value.values(), *versions]
@@ -234,7 +227,7 @@ def _find_misfit(state: dict) -> str | None:
 
 
 def _find_contradiction(state: dict) -> str | None:
-    """Name the first thing that two fields of a state, each right by itself, say otherwise, or return None."""
+    """Say where two fields of a state, each right by itself, contradict each other, or return None."""
     position, shards, data = state["position"], state["shards"], state["data"]
     batch, num_shards = shards["global_batch_size"], shards["num_shards"]
     steps_per_epoch = data["num_images"] // batch

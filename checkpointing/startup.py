@@ -1,4 +1,4 @@
-"""What the script does ahead of imports that take seconds: watch the signals, open what is closed."""
+"""Steps ahead of imports that take seconds: watch the signals, open standard files that are closed."""
 
 import os
 import signal
@@ -34,11 +34,11 @@ class Signals:
                 self._handlers.setdefault(number, signal.signal(number, self._note))
 
     def begin_steps(self) -> None:
-        """Say from now on that it is the step which is waited for, and let a second Ctrl-C raise KeyboardInterrupt."""
+        """Announce from now on a stop after the step, and let a second Ctrl-C raise KeyboardInterrupt."""
         self._when = "after this step"
 
     def release(self) -> None:
-        """Handle them no longer, and let one that has come do what it would have done."""
+        """Handle the signals no longer, and raise again one that has come."""
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._handlers = {}
@@ -71,14 +71,14 @@ def begin_script() -> None:
 
 
 def take_signals() -> Signals:
-    """Return what has been watching since the script began, once; else what watches nothing yet."""
+    """Return the `Signals` that have been watching since the script began, once; else new ones."""
     global _early
     signals, _early = _early or Signals(), None
     return signals
 
 
 def _open_standard_files() -> None:
-    """Open what was closed, or a checkpoint would take its number, and what is said would be written into it."""
+    """Open closed standard files, or a checkpoint would get such a number, and messages be written into it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -92,7 +92,7 @@ def _open_standard_files() -> None:
 
 
 def _say_failed_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Say in one line, once a machine, what could not be imported; anything else in a traceback."""
+    """Report a failed import in one line, once a machine, and any other error in a traceback."""
     if not issubclass(kind, ImportError | OSError | MemoryError):
         sys.__excepthook__(kind, error, trace)
         return

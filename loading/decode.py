@@ -8,7 +8,6 @@ import itertools
 import mmap
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import PIL
 import torch
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin, features
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from errors import BadImageError, require_torchcodec
 
@@ -27,21 +27,15 @@ _PLUGINS = (TiffImagePlugin, WebPImagePlugin)  # Pillow imports all that it has 
 # Pillow warns beyond this, a quarter of a GiB as RGB; photographs have a tenth of it.
 MAX_PIXELS = (1 << 28) // 3
 
-# What decoders may take for a pixel, beside the image: coefficients of a progressive JPEG, two canvases of a WebP ...
+# Memory of a decoder, beside the image, for each pixel: coefficients of a progressive JPEG, two canvases of a WebP ...
 _BYTES_PER_PIXEL, _BYTES_OF_DECODER = 16, 1 << 24
 
 # How files begin that are often found under an image's name.
 _OTHER_KINDS = {
-    b"GIF8": "a GIF",
-    b"%!PS": "PostScript",
-    b"\xc5\xd0\xd3\xc6": "PostScript",
-    b"%PDF": "a PDF",
-    b"8BPS": "a Photoshop file",
-    b"\0\0\0\x0cjP": "a JPEG 2000",
-    b"PK\3\4": "a zip archive",
-    b"\x1f\x8b": "gzip data",
+    b"GIF8": "a GIF", b"%!PS": "PostScript", b"\xc5\xd0\xd3\xc6": "PostScript", b"%PDF": "a PDF",
+    b"PK\3\4": "a zip archive", b"8BPS": "a Photoshop file", b"\0\0\0\x0cjP": "a JPEG 2000", b"\x1f\x8b": "gzip data",
     b"<": "HTML or XML, such as a server's answer",
-}
+}  # fmt: skip
 
 # Start-of-frame markers of the kinds of JPEG that libjpeg decodes row by row: baseline, extended and progressive.
 _BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
@@ -57,7 +51,7 @@ _SEGMENTS = {_HUFFMAN_TABLES, _QUANTIZATION, _RESTART_INTERVAL, _COMMENT, *range
 
 
 class Frame(NamedTuple):
-    """What the header of a JPEG says, and where it says it.
+    """The header of a JPEG: its fields and their places in the file.
 
     Attributes:
         place: of the start-of-frame segment in the file.
@@ -82,7 +76,7 @@ class Frame(NamedTuple):
 
 
 def read_frame(payload: bytes) -> Frame | None:
-    """Return the frame of a JPEG, or None where the file is another, an unusual one, or one that is cut off."""
+    """Return the frame of a JPEG; None where the file is no JPEG, an unusual one, or cut off."""
     if payload[:2] != b"\xff\xd8":
         return None
     place, start_of_frame, interval, exif = 2, 0, 0, 0
@@ -125,9 +119,9 @@ def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> F
 
 
 class Part(NamedTuple):
-    """A JPEG that holds some rows of another one: its bytes, which row of the whole is its first, and its height.
+    """A JPEG that holds some rows of another one: its bytes, the number of its first row in the whole, and its height.
 
-    What is other bytes than the whole is a bytearray, and belongs to whoever asked for it.
+    Bytes that differ from the whole file's are a bytearray, and belong to the caller.
     """
 
     payload: bytes | bytearray
@@ -136,10 +130,9 @@ class Part(NamedTuple):
 
 
 def shorten(payload: bytes, frame: Frame, bottom: int) -> Part:
-    """Return a JPEG that ends, by its header, after row `bottom`, so that a decoder stops there.
+    """Return a JPEG that ends, by its header, soon after row `bottom`, so that a decoder stops there.
 
-    The header's height is set to the end of a row of blocks; no pixel above `bottom` changes
-    (docs/research/LOADING.md, 8).
+    No pixel above `bottom` changes (docs/research/LOADING.md, 8).
     """
     rows = -(-(bottom + frame.margin) // frame.block_rows) * frame.block_rows
     if rows >= frame.height:
@@ -157,8 +150,8 @@ def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None
     """Return a JPEG of the rows from `top` to `bottom` and little more, cut out at the restart markers.
 
     Each row of blocks is coded on its own between two markers, so no pixel of it changes; the markers are numbered anew
-    from 0 to 7, over and over. None where those down to `bottom` are not the ones that the header promises; what is
-    damaged below, which Pillow would refuse as a whole, is not seen.
+    from 0 to 7, over and over. None where the markers down to `bottom` are not those that the header promises. Damage
+    further down, for which Pillow would refuse the whole file, is not seen.
     """
     num_rows = -(-frame.height // frame.block_rows)
     first = max(top - frame.margin, 0) // frame.block_rows
@@ -190,58 +183,34 @@ def without_turning(payload: bytes | bytearray, frame: Frame) -> bytearray:
     return payload
 
 
-class _QuietStderr:
-    """Hold back what C libraries print to stderr while a decoder runs, in any number of threads.
+@functools.cache
+def silence_libjpeg() -> None:
+    """Point C's variable `stderr` of this process elsewhere, for good: libjpeg remarks on each file that ends early.
 
-    libjpeg remarks on each file that ends early, by `fprintf(stderr)`. C's variable of that name is pointed elsewhere
-    for the moment; file descriptor 2, and with it Python's sys.stderr, stays as it is.
+    File descriptor 2, and with it Python's sys.stderr, stays. Without glibc the remarks are printed.
     """
-
-    def __init__(self) -> None:
+    if "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {}):
         library = ctypes.CDLL(None)
         library.fopen.restype = ctypes.c_void_p
-        self.stream = ctypes.c_void_p.in_dll(library, "stderr")
-        self.null = library.fopen(os.devnull.encode(), b"w")
-        self.lock = threading.Lock()
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.depth:
-                self.original, self.stream.value = self.stream.value, self.null
-            self.depth += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self.lock:
-            self.depth -= 1
-            if not self.depth:
-                self.stream.value = self.original
+        ctypes.c_void_p.in_dll(library, "stderr").value = library.fopen(os.devnull.encode(), b"w")
 
 
-@functools.cache
-def _quiet_stderr() -> _QuietStderr:
-    """Return the one of this process; C has one stderr."""
-    return _QuietStderr()
-
-
-def check_num_pixels(height: int, width: int, what: str = "it claims") -> None:
-    """Check that an image, or what is made of it, has no more pixels than memory is spent on.
-
-    Raises:
-        BadImageError: it has.
-    """
+def check_num_pixels(height: int, width: int, claim: str = "it claims") -> None:
+    """Raise BadImageError where an image, or a resized one, has more pixels than memory is spent on."""
     if height * width > MAX_PIXELS:
-        raise BadImageError(f"{what} {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
+        raise BadImageError(f"{claim} {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
 
 
 @contextlib.contextmanager
 def _blaming_bytes(num_pixels: int) -> Iterator[None]:
-    """Turn whatever comes of decoding into a BadImageError, unless the system may have failed.
+    """Turn any error of decoding into a BadImageError, unless the system may have failed.
+
+    Pillow reports damage by OSError, SyntaxError, ValueError, struct.error and others.
 
     Raises:
-        BadImageError: what Pillow says of damage is OSError, SyntaxError, ValueError, struct.error and others.
-        MemoryError: there is none. Some decoders speak of a broken stream then, so that it is asked for here.
-        OSError: with a number, which damage has not.
+        BadImageError: the image is damaged.
+        MemoryError: there is none. Some decoders report a broken stream then, so memory is tried for here.
+        OSError: with a number, which those for damage have not.
     """
     try:
         yield
@@ -263,7 +232,7 @@ def _check_memory(num_pixels: int) -> None:
 
 
 def _say_kind(payload: bytes) -> str:
-    """Return why Pillow does not know a file."""
+    """Return the kind of a file that Pillow does not know, in words."""
     if not payload:
         return "the file is empty"
     kinds = [kind for begin, kind in _OTHER_KINDS.items() if payload[:64].lstrip().startswith(begin)]
@@ -273,7 +242,7 @@ def _say_kind(payload: bytes) -> str:
 
 
 def open_image(payload: bytes) -> Image.Image:
-    """Return an image of which the header alone has been read.
+    """Return an image of which only the header has been read.
 
     Raises:
         BadImageError: it is of none of `FORMATS`, claims too many pixels, or its header is damaged.
@@ -302,43 +271,29 @@ def load_image(payload: bytes) -> Image.Image:
 
 
 def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None) -> Image.Image:
-    """Decode any image with Pillow and return it, or a box of it, in RGB: what torchvision's loader makes of it.
+    """Decode any image with Pillow and return it, or a box of it, in RGB, as torchvision's loader does.
 
-    Args:
-        payload: the file's bytes.
-        box: left, top, right, bottom, px.
-
-    Raises:
-        BadImageError: it is no image, claims too many pixels, or is damaged.
-        MemoryError: there is none.
+    The box is left, top, right, bottom, px. Raises as `load_image`.
     """
     image = load_image(payload)
     with _blaming_bytes(image.width * image.height):
         if box is not None and box != (0, 0, *image.size):
             image = image.crop(box)
         if isinstance(image.info.get("transparency"), bytes):
-            del image.info["transparency"]  # which RGB has not, and convert() would warn of
+            del image.info["transparency"]  # RGB has none, and convert() would warn of it
         return image.convert("RGB")
 
 
 class PillowDecoder:
     """Decode with Pillow, which everybody has."""
 
-    stops_early = True
-
     def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
         """Decode a part of a JPEG and return a box of it, (3, height, width) uint8, a view of channels-last pixels.
 
-        Args:
-            part: the JPEG.
-            frame: of the file that it is a part of.
-            box: left, top, right, bottom in the part, px.
-
-        Raises:
-            ValueError: the file is damaged.
+        The box is left, top, right, bottom in the part, px. A damaged file raises ValueError.
         """
         mode = "RGB" if frame.num_components == 3 else "L"
-        # Pillow's decoder without its file: what it would read from the header again is known, and the rest not needed.
+        # Pillow's decoder without its file: the header is known, and need not be read again.
         image = Image.frombytes(mode, (frame.width, part.height), part.payload, "jpeg", mode, "")
         if box != (0, 0, *image.size):
             image = image.crop(box)
@@ -346,7 +301,7 @@ class PillowDecoder:
 
     @staticmethod
     def describe() -> dict[str, str]:
-        """Return what the pixels depend on, as plain values."""
+        """Return the versions that the pixels depend on."""
         libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
         return {"name": "pillow", "version": PIL.__version__, "libjpeg": str(libjpeg)}
 
@@ -358,61 +313,36 @@ class TorchcodecDecoder:
         UserError: it is not installed, or too old.
     """
 
-    # Only where its remarks on files that end early can be held back, which takes glibc.
-    stops_early = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})
-
     def __init__(self) -> None:
-        self.torchcodec = require_torchcodec("--decoder torchcodec")
-        self.quiet = _quiet_stderr() if self.stops_early else contextlib.nullcontext()
-
-    def __reduce__(self) -> tuple:
-        return TorchcodecDecoder, ()
+        torchcodec = require_torchcodec("--decoder torchcodec")
+        self.decode_jpeg, self.version = torchcodec.decoders.decode_jpeg, str(torchcodec.__version__)
 
     def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
-        """Decode a part of a JPEG and return a box of it, (3, height, width) uint8, a view of channels-last pixels.
-
-        Args:
-            part: the JPEG.
-            frame: of the file that it is a part of.
-            box: left, top, right, bottom in the part, px.
-
-        Raises:
-            RuntimeError: the file is damaged.
-        """
-        source = torch.frombuffer(without_turning(part.payload, frame), dtype=torch.uint8)
-        with self.quiet:
-            image = self.torchcodec.decoders.decode_jpeg(source)
+        """Decode a box of a part of a JPEG, as `PillowDecoder.decode`; a damaged file raises RuntimeError."""
+        if get_worker_info() is not None:  # elsewhere C's stderr may have more to say
+            silence_libjpeg()
+        image = self.decode_jpeg(torch.frombuffer(without_turning(part.payload, frame), dtype=torch.uint8))
         left, top, right, bottom = box
         return image[:, top:bottom, left:right]
 
     def describe(self) -> dict[str, str]:
-        """Return what the pixels depend on, as plain values."""
-        return {"name": "torchcodec", "version": str(self.torchcodec.__version__)}
+        """Return the versions that the pixels depend on."""
+        return {"name": "torchcodec", "version": self.version}
 
 
-# What `--decoder` may name.
+# By their names for `--decoder`.
 DECODERS: dict[str, Callable] = {"pillow": PillowDecoder, "torchcodec": TorchcodecDecoder}
 
 
 def describe(name: str) -> dict[str, str]:
-    """Return the name and versions of a decoder as plain values; another one may give other pixels.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Return the name and versions of a decoder: others may give other pixels. UserError if it is not installed."""
     return DECODERS[name]().describe()
 
 
 class ImageFile:
-    """An image in memory of which the size is known and nothing is decoded yet.
+    """An image in memory whose size is known, and of which nothing is decoded yet.
 
-    Args:
-        payload: the file's bytes.
-        decoder: of ordinary JPEGs; Pillow decodes all other files.
-
-    Raises:
-        BadImageError: it is no image, or claims too many pixels.
-        MemoryError: there is none.
+    The decoder is for ordinary JPEGs; Pillow decodes all other files. Raises as `open_image`.
     """
 
     def __init__(self, payload: bytes, decoder: PillowDecoder | TorchcodecDecoder) -> None:
@@ -433,28 +363,27 @@ class ImageFile:
         return self.frame is not None and self.frame.coded > 0
 
     def decode(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Decode a box, px.
+        """Decode a box, px; raises as `load_image`.
 
         Returns:
             (3, height, width) uint8, a view of channels-last pixels, exactly the decoder's of the whole file.
-
-        Raises:
-            BadImageError: the file is damaged.
-            MemoryError: there is none.
         """
         if self.frame is not None:
+            bottom = top + height
             try:
-                return self._decode_part(top, left, height, width)
+                part = self._cut_rows(top, bottom) or shorten(self.payload, self.frame, bottom)
+                box = (left, top - part.first, left + width, bottom - part.first)
+                return self.decoder.decode(part, self.frame, box)
             except (OSError, RuntimeError, ValueError):
-                # Damaged in some way; Pillow then says in which, or makes of it what it can.
+                # Damaged: Pillow then says how, or decodes as much as it can.
                 _check_memory(self.size[0] * self.size[1])
         image = decode_plainly(self.payload, (left, top, left + width, top + height))
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
 
     def encoded(self, top: int, height: int) -> Part | None:
-        """Return a JPEG that holds some rows: those alone that they need, where there are restart markers.
+        """Return a JPEG for a decoder of the device that holds some rows; None where only Pillow can decode the file.
 
-        For decoders of the device; None where the file is one for Pillow alone.
+        With restart markers it holds little more than those rows.
         """
         if self.frame is None:
             return None
@@ -463,10 +392,3 @@ class ImageFile:
 
     def _cut_rows(self, top: int, bottom: int) -> Part | None:
         return cut_rows(self.payload, self.frame, top, bottom) if self.frame.coded else None
-
-    def _decode_part(self, top: int, left: int, height: int, width: int) -> Tensor:
-        frame, bottom = self.frame, top + height
-        part = self._cut_rows(top, bottom)
-        if part is None:
-            part = shorten(self.payload, frame, bottom if self.decoder.stops_early else frame.height)
-        return self.decoder.decode(part, frame, (left, top - part.first, left + width, bottom - part.first))

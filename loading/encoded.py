@@ -1,4 +1,4 @@
-"""JPEGs that the device decodes: what a loader hands over instead of pixels, and what becomes of it there."""
+"""JPEGs that the device decodes: a loader hands them over in place of pixels."""
 
 import io
 from collections.abc import Callable
@@ -15,18 +15,18 @@ from errors import BadImageError, UserError, require_torchcodec
 from loading.decode import decode_plainly
 from options import parse_allowed
 
-# What decoding fails of when nothing is wrong with the image: it must not come out as another decoder's.
+# Device failures, not bad images: never fall back to another decoder.
 _NOT_THE_IMAGE = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class EncodedCrop(NamedTuple):
-    """An image that is to be decoded, resized and cut on the device.
+    """An image to decode, resize and cut on the device.
 
     Attributes:
         payload: a JPEG, whole or some of its rows.
-        box: top, left, height and width of what is resized, px.
+        box: top, left, height and width of the part to resize, px.
         scale: of its height and of its width, by the resize.
-        cut: top and left of the crop in what is resized, px.
+        cut: top and left of the crop in the resized part, px.
         size: side of the crop, px.
         mode: of the resize, bilinear or bicubic.
         is_mirrored: left to right.
@@ -44,12 +44,7 @@ class EncodedCrop(NamedTuple):
 
 
 class UndecodableError(Exception):
-    """Neither the device nor Pillow can decode an image.
-
-    Args:
-        number: of the image in its data set.
-        reason: what Pillow says.
-    """
+    """Neither the device nor Pillow can decode an image, for a reason that Pillow gives."""
 
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(reason)
@@ -57,10 +52,10 @@ class UndecodableError(Exception):
 
 
 class EncodedBatch:
-    """The images of a batch as a loader hands them over: JPEGs, and where there is none, pixels.
+    """The images of a batch as a loader hands them over: JPEGs, or pixels where only the CPU can decode.
 
     Args:
-        images: of one size; a (3, size, size) uint8 tensor stands for an image that only the CPU can decode.
+        images: of one size; the pixels are (3, size, size) uint8.
 
     Attributes:
         refused: the images, by their numbers, that the device could not decode after all.
@@ -110,8 +105,8 @@ def _crop(pixels: Tensor, crop: EncodedCrop) -> Tensor:
     """Resize a box of (3, H, W) uint8 with antialiasing and cut the crop out of it: (3, size, size) float32."""
     top, left, height, width = crop.box
     part = pixels[None, :, top : top + height, left : left + width].float()
-    # torch resizes uint8 on the CPU only. Columns first, and rounded in between, as Pillow does it: what bicubic
-    # weights shoot beyond 0 and 255 is cut off twice.
+    # torch resizes uint8 on the CPU only. Columns first, and rounded in between, as Pillow does it: bicubic values
+    # beyond 0 and 255 are cut off twice.
     for scale in ((1.0, crop.scale[1]), (crop.scale[0], 1.0)):
         part = F.interpolate(part, scale_factor=scale, mode=crop.mode, antialias=True, align_corners=False)
         part = part.add_(0.5).floor_().clamp_(0, 255)  # a half goes up
@@ -125,7 +120,7 @@ def _decode_all(
 ) -> list[Tensor]:
     """Return the (3, H, W) uint8 pixels of JPEGs on a device, decoded in one call.
 
-    Those that fail there are decoded by Pillow, and their numbers added to `refused`.
+    Pillow decodes those that fail there, and their numbers are added to `refused`.
     """
     if not jpegs:
         return []
@@ -155,14 +150,14 @@ def _decode_one(
 
 
 def describe(decode_device: str) -> str:
-    """Return what the pixels of images that are decoded on a device depend on; nothing for the CPU."""
+    """Return the decoder of a device, on which pixels depend; nothing for the CPU."""
     if decode_device == "cpu":
         return ""
     return f", nvJPEG by torchcodec {require_torchcodec('--decode-device').__version__}"
 
 
 def find_obstacle(device: torch.device) -> str | None:
-    """Return why a device cannot decode JPEGs, or None: it was given one."""
+    """Try to decode a JPEG on a device; return why it cannot, or None."""
     if device.type != "cuda":
         return f"--device {device.type} decodes none"
     try:
@@ -184,15 +179,10 @@ def find_obstacle(device: torch.device) -> str | None:
 
 
 def settle_decode_device(args: Any, device: torch.device, resumed: dict | None = None) -> str:
-    """Return where images are decoded: on the CPU where a process's device cannot do it.
+    """Return where to decode images: on the CPU if the device of any process cannot.
 
-    A run that the CPU has decoded for stays with it, unless `--allow-change decode-device` is given; of one that began
-    on the device, `guard.check_options` refuses to go on without it. Collective: every rank must call it.
-
-    Args:
-        args: the options.
-        device: of this process.
-        resumed: the checkpoint that the run goes on from.
+    A run that began on the CPU stays with it, unless `--allow-change decode-device` is given; `guard.check_options`
+    refuses to move one that began on the device. Collective: every rank must call it.
     """
     if args.decode_device == "cpu":
         return "cpu"

@@ -14,7 +14,7 @@ import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import BadImageError, UserError
-from files import locked, open_to_read, write_atomically
+from files import locked, open_to_read, retry, write_atomically
 from loading.source import Source, digest, line_of
 
 # What was changed less than this before it was read may have been changed again within the same tick of its clock.
@@ -64,18 +64,8 @@ def encode(names: Iterable[str]) -> numpy.ndarray:
 
 
 def with_retries(work: Callable[[], T]) -> T:
-    """Return what `work` returns; where the system fails it, it is tried again three times.
-
-    Raises:
-        MemoryError: as the next one, the last time too.
-        OSError: see above.
-    """
-    for wait_s in RETRY_WAITS_S:
-        try:
-            return work()
-        except (MemoryError, OSError):
-            time.sleep(wait_s)
-    return work()
+    """Return the result of `work`; where the system fails it, it is tried again three times."""
+    return retry(work, RETRY_WAITS_S)
 
 
 class ImageIndex(Source):

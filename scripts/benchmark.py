@@ -279,6 +279,7 @@ def recommend(figures: dict, decoders: list[str]) -> str:
 def benchmark_loader(options: argparse.Namespace) -> dict:
     """Measure loading, print the tables, and return every figure."""
     torch.set_num_threads(1)
+    decode.silence_libjpeg()
     if options.decoder is None:
         has_torchcodec = importlib.util.find_spec("torchcodec") is not None
         options.decoder = ["pillow", "torchcodec"] if has_torchcodec else ["pillow"]

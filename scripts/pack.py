@@ -487,8 +487,7 @@ def pack(options: argparse.Namespace) -> None:
     convert, settings, tools = choose_conversion(options)
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
-    busy = UserError(f"another process is packing into {out}; wait for it, or choose another folder")
-    with locked(out / LOCK, refusal=busy):
+    with locked(out / LOCK, "", wait_s=0):
         earlier = prepare_folder(out, overwrite=options.overwrite)
         splits = [Split(options.data_path, name) for name in options.splits]
         facts = {"settings": settings, "tools": tools, "source": {split.name: split.describe() for split in splits}}
@@ -669,18 +668,19 @@ def main() -> None:
         (verify if options.verify else pack)(options)
     except (UserError, ImageError) as error:
         message, exit_code = str(error), error.exit_code
+    except BlockingIOError:
+        message = f"another process is packing into {options.out}; wait for it, or choose another folder"
+        exit_code = UserError.exit_code
     except OSError as error:
         message, exit_code = str(error), 1
     except RuntimeError as error:
         if "DataLoader worker (pid" not in str(error):
             raise
-        exit_code, message = (
+        message, exit_code = (
+            "a worker process ended unexpectedly; if the machine is short of memory, give fewer --workers",
             1,
-            (
-                "a worker process ended unexpectedly; if the machine is short of memory, give fewer --workers. "
-                "The same command goes on after the last whole shard"
-            ),
         )
+        message += ". The same command goes on after the last whole shard"
     except KeyboardInterrupt:
         message, exit_code = "interrupted; the same command goes on after the last whole shard", 130
     else:

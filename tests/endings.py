@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from checkpointing import guard
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
-from checkpointing.store import NUMBERED
+from checkpointing.finder import NUMBERED
 from errors import UserError
 from monitor import MACHINE_FIELDS
 from options import BY_NAME, SILENT

@@ -111,7 +111,7 @@ class Workplace:
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         os.environ["OMP_NUM_THREADS"] = "1"
         os.chdir(self.disk)
-        files.RETRY_S = run.RETRY_S = 0.01  # no disk here needs a second
+        files.RETRY_S = 0.01  # no disk here needs a second
         watch = Watch(self.disk, self.log, trouble, counted, has_content=has_content)
         _take_notes(watch, stop_at)
         _evaluate_as_planned()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing import folder as folders
 from checkpointing import store
 from errors import StorageError
 from tests.calls import Call
@@ -50,7 +51,7 @@ def a_file_that_is_written_in_place(folder):
         with open(path, "wb") as file:
             write(file)
 
-    store.write_atomically = write_in_place
+    folders.write_atomically = write_in_place
     trial = Trial(SCENARIOS[0], Path(folder) / "trial")
     halves = [
         point

@@ -1,6 +1,9 @@
 """What a resumed run may change."""
 
+import os
+import subprocess
 import types
+from pathlib import Path
 
 import PIL
 import pytest
@@ -130,6 +133,22 @@ def test_the_packages_and_the_processor_are_recorded_and_their_upgrade_is_said(c
     assert f"pillow 1.0 wrote this checkpoint, this is {PIL.__version__}; cpu ABACUS" in capsys.readouterr().out
     timm = pytest.importorskip("timm")
     assert here["timm"] == timm.__version__
+
+
+def test_the_revision_is_read_without_a_lock(tmp_path):
+    """A lock that a kill leaves behind stops everybody who works in the repository."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("one")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    os.utime(tmp_path / "file", (0, 0))  # which makes git write its index anew, if it takes the lock
+    index = (tmp_path / ".git" / "index").read_bytes()
+    revision = guard.describe_revision(tmp_path)
+    assert revision == subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    (tmp_path / "file").write_text("two")
+    assert guard.describe_revision(tmp_path) == f"{revision}-dirty"
+    assert (tmp_path / ".git" / "index").read_bytes() == index
+    assert guard.describe_revision(Path("/")) is None
 
 
 def test_other_versions_and_devices_are_said_and_what_is_not_promised_with_them(capsys):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from checkpointing import lock
-from checkpointing.store import CheckpointFolder, CheckpointManager
+from checkpointing.folder import CheckpointFolder
+from checkpointing.store import CheckpointManager
 from errors import UserError
 from tests.endings import differing_results
 from tests.ranks import run_ranks, train_rank

@@ -11,7 +11,7 @@ import torchvision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkpointing.archive import load_checkpoint
-from checkpointing.store import CheckpointFolder
+from checkpointing.folder import CheckpointFolder
 from checkpointing.weights import load_weights
 from files import write_atomically
 from tests.endings import differing, flatten

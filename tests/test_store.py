@@ -25,11 +25,13 @@ import data
 import files
 import models
 import optim
-from checkpointing import guard, store
+from checkpointing import folder as folders
+from checkpointing import guard
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import RunState
+from checkpointing.folder import CheckpointFolder
 from checkpointing.schema import check_schema
-from checkpointing.store import CheckpointClock, CheckpointFolder, CheckpointManager
+from checkpointing.store import CheckpointManager
 from errors import StorageError, UserError
 from files import explain_failure, find_os_error
 from monitor import LogWindow, Monitor
@@ -54,7 +56,7 @@ def numbered_steps(folder):
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        *itertools.product(sorted(store.SINGLE_FILES), [os.symlink, os.mkfifo, os.mkdir]),
+        *itertools.product(sorted(folders.SINGLE_FILES), [os.symlink, os.mkfifo, os.mkdir]),
         *itertools.product(["tb"], [os.symlink, os.mkfifo]),
     ],
 )
@@ -171,27 +173,19 @@ def test_the_linked_name_counts_where_the_newest_numbered_file_was_removed(folde
 # When, and what is best
 
 
-def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save():
-    clock = CheckpointClock(2, now_s=1000.0)
-    assert [clock.is_due(now_s) for now_s in (1000.0, 1119.0, 1120.0, 1500.0)] == [False, False, True, True]
-    clock.restart(1500.0)
-    assert [clock.is_due(now_s) for now_s in (1500.0, 1619.0, 1620.0)] == [False, False, True]
-    assert not CheckpointClock(0, now_s=0.0).is_due(1e9)
+def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save(tmp_path, monkeypatch):
+    manager, never = CheckpointManager(tmp_path / "a", minutes=2), CheckpointManager(tmp_path / "b")
 
+    def is_due(manager, now_s):
+        monkeypatch.setattr(time, "monotonic", lambda: now_s)
+        return manager.is_due()
 
-def test_the_manager_is_due_until_it_has_saved(tmp_path):
-    manager = CheckpointManager(tmp_path, minutes=1e-9)
+    assert not is_due(never, 1e9)
+    assert not is_due(never, 1000.0)
     manager.open("", FixedRun(0))
-    assert manager.is_due()
-    never = CheckpointManager(tmp_path / "never")
-    never.open("", FixedRun(0))
-    assert not never.is_due()
-    hourly = CheckpointManager(tmp_path / "hourly", minutes=60)
-    hourly.open("", FixedRun(0))
-    hourly._clock.restart(time.monotonic() - 3601)
-    assert hourly.is_due()
-    hourly.save(FixedRun(1))
-    assert not hourly.is_due()
+    assert [is_due(manager, now_s) for now_s in (1000.0, 1119.0, 1120.0, 1500.0)] == [False, False, True, True]
+    manager.save(FixedRun(1))
+    assert [is_due(manager, now_s) for now_s in (1500.0, 1619.0, 1620.0)] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -447,7 +441,7 @@ def test_a_link_that_fails_is_told_from_a_save_that_fails(folder, monkeypatch):
     assert steps == {"checkpoint.pth": 3, "best.pth": 2}
 
 
-@pytest.mark.parametrize("number", sorted(store._NO_LINKS))
+@pytest.mark.parametrize("number", sorted(folders._NO_LINKS))
 def test_without_hard_links_the_names_are_copies(folder, number, monkeypatch):
     def refuse(*args):
         raise OSError(number, os.strerror(number))
@@ -579,7 +573,7 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     state = RunState(2, {}, {})
-    monkeypatch.setattr("run.RETRY_S", 0.0)
+    monkeypatch.setattr("files.RETRY_S", 0.0)
     with opened(tmp_path, state) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
         with monkeypatch.context() as patch:
@@ -627,7 +621,7 @@ class FullFile(io.FileIO):
 
 def broken_rank(argv, how, failing):
     """Run train.py on a disk that fails, in one way or another, at the saves whose numbers are in `failing`."""
-    original_save, original_fsync, saves = store.CheckpointFolder.save, os.fsync, 0
+    original_save, original_fsync, saves = CheckpointFolder.save, os.fsync, 0
 
     def is_failing_now(name):
         return saves in failing and "checkpoint-" in name and ".tmp." in name
@@ -653,7 +647,7 @@ def broken_rank(argv, how, failing):
             return io.BufferedWriter(FullFile(path, "x"))
         return open(path, mode, *args, **kwargs)
 
-    store.CheckpointFolder.save, os.fsync, files.open = save, fsync, full_open
+    CheckpointFolder.save, os.fsync, files.open = save, fsync, full_open
     train_rank(argv)
 
 
@@ -860,7 +854,7 @@ def test_what_any_recipe_saves_loads_without_an_allow_list(tmp_path, share):
             files = CheckpointFolder(tmp_path / name)
             files.folder.mkdir()
             assert files.save(state) is None, name
-            path = files._path_of(state["step"])
+            path = files.path_of(state["step"])
             loaded = torch.load(path, weights_only=True)
             assert loaded["args"] == state["args"], name
             assert differing(flatten(loaded["optimizer"]), flatten(state["optimizer"])) == [], name

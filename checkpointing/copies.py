@@ -1,0 +1,76 @@
+"""Ranks that write checkpoints: rank 0 and, with `--save-per-node`, one for each folder that the nodes see."""
+
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as dist
+
+import utils
+from checkpointing.folder import explained
+from errors import UserError
+from launch import read_launch
+
+Refusal = list  # text and exit code of an error, as plain values that can be sent
+
+
+class Writers:
+    """The ranks that write; rank 0 alone until `find` is called."""
+
+    def __init__(self) -> None:
+        self.ranks, self._group = [0], None
+
+    @property
+    def have_me(self) -> bool:
+        """Whether this process is one of them."""
+        return utils.get_rank() in self.ranks
+
+    def find(self, folder: Path) -> None:
+        """Choose the first rank of each node, one for each folder. Collective: every rank must call it."""
+        rank, is_first = utils.get_rank(), read_launch().local_rank == 0
+        firsts = [number for number, is_one in enumerate(utils.gather_plain(is_first)) if is_one]
+        token = utils.gather_plain(secrets.token_hex(8))[0]
+        marks = {number: folder / f".node-{number}-{token}" for number in firsts}
+        self.ranks = firsts
+        self.call(_touch, marks.get(rank))
+        # Asked for by name: a listing may come from a network file system's cache.
+        lowest = utils.gather_plain(min([number for number in firsts if marks[number].exists()] + [rank]))
+        if is_first:
+            marks[rank].unlink(missing_ok=True)
+        self.ranks = [number for number in firsts if lowest[number] == number]
+        if len(self.ranks) < len(firsts):
+            print(f"--save-per-node: {len(firsts)} nodes see {len(self.ranks)} folders; one writer in each")
+        if len(self.ranks) > 1:
+            self._group = dist.new_group(self.ranks, backend="gloo")
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function on the writers; an error of one is raised by all. Collective: every rank must call it."""
+        _, refusal = attempt(function, *args) if self.have_me else (None, None)
+        raise_first(utils.gather_plain(refusal))
+
+    def share(self, payload: bytes | None, source: int = 0) -> bytes:
+        """Give one writer's bytes to all writers, which must all call it; b"" where there is only one writer."""
+        return b"" if self._group is None else utils.broadcast_bytes(payload, source, self._group)
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Refusal | None]:
+    """Return the result of a call and None, or None and its error."""
+    try:
+        return function(*args), None
+    except (UserError, OSError) as error:
+        return None, [str(error), getattr(error, "exit_code", UserError.exit_code)]
+
+
+def raise_first(refusals: Iterable[Refusal | None]) -> None:
+    """Raise the first of several errors, if there is one."""
+    for text, exit_code in filter(None, refusals):
+        error = UserError(text)
+        error.exit_code = exit_code
+        raise error
+
+
+def _touch(path: Path) -> None:
+    with explained(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()

@@ -1,0 +1,183 @@
+"""The files of a run in its output folder: their names, and the newest checkpoint that can be trusted."""
+
+import filecmp
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from checkpointing.archive import read_checkpoint
+from checkpointing.checkpoint import BEST_NAMES
+from checkpointing.schema import OtherFormatError
+from errors import NoUsableCheckpointError, StorageError, UserError
+from files import retry_read
+
+NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
+
+# Files with a run's state, or its ruins; only `--overwrite` removes them.
+STATE_FILES = re.compile(r"(superseded-(\d+-)?)?(checkpoint(-\d{8,})?|best|best_ema)\.pth(\.corrupt(-\d+)?)?")
+
+# Every file that a run writes into its output folder; `--overwrite` removes these, except its lock, and no others.
+OWN_FILES = re.compile(
+    rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png|images\.npz)(\.tmp\.\d+)?"
+    r"|\.node-\d+-[0-9a-f]+|\.lock|events\.out\.tfevents\..*"
+)
+
+BEST_FILES = [f"{name}.pth" for name in BEST_NAMES.values()]
+
+
+class Found(NamedTuple):
+    """A checkpoint that has been verified."""
+
+    path: Path
+    payload: bytes
+    state: dict
+
+
+class CheckpointFinder:
+    """The checkpoints in one folder, as one process reads them. Changes nothing.
+
+    `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is always the newest, `best.pth` the
+    one whose weights and `best_ema.pth` the one whose average were evaluated best, all hard links. The folder's own
+    listing is the only record of them.
+    """
+
+    def __init__(self, folder: Path, *, say: Callable[[str], None] = print) -> None:
+        self.folder, self.say = folder, say
+        self.damaged = []  # (path, why) of those that `read` passed over
+
+    def numbered(self) -> list[Path]:
+        """Return the numbered checkpoints, newest first."""
+        return sorted((path for path in self.own_files() if NUMBERED.fullmatch(path.name)), key=step_in, reverse=True)
+
+    def own_files(self, pattern: re.Pattern = OWN_FILES) -> list[Path]:
+        """Return the files of a run whose names match."""
+        try:
+            names = retry_read(lambda: os.listdir(self.folder), self.folder)
+        except (FileNotFoundError, NotADirectoryError):  # `open` makes it, or says why it cannot
+            return []
+        return [self.folder / name for name in names if pattern.fullmatch(name)]
+
+    def path_of(self, step: int) -> Path:
+        """Return the numbered file of a step."""
+        return self.folder / f"checkpoint-{step:08d}.pth"
+
+    def is_elsewhere(self, resume: str) -> bool:
+        """Tell whether `--resume` names a file outside this folder."""
+        return resume not in ("", "auto") and Path(resume).resolve().parent != self.folder.resolve()
+
+    def read(self, resume: str) -> Found | None:
+        """Return the checkpoint that `--resume` means, verified, or None for a fresh start.
+
+        Raises:
+            UserError: PATH is missing or no good checkpoint.
+            NoUsableCheckpointError: `auto` found damaged ones only.
+            StorageError: the disk does not answer.
+        """
+        if not resume:
+            return None
+        if resume == "auto":
+            return self._read_newest()
+        try:
+            return load(Path(resume), resume)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise UserError(
+                f"--resume {resume} is not a file; give a checkpoint, or auto for the newest in --output-dir"
+            ) from error
+
+    def _read_newest(self) -> Found | None:
+        self.damaged = []
+        for path in self._candidates():
+            try:
+                return load(path, str(path))
+            except FileNotFoundError:
+                if path.is_symlink():
+                    self.damaged.append((path, f"{path} is a link to nothing"))
+            except IsADirectoryError:
+                self.damaged.append((path, f"{path} is not a file"))
+            except (OtherFormatError, StorageError):
+                raise
+            except UserError as error:
+                self.damaged.append((path, str(error)))
+        ruins = self.own_files(STATE_FILES)
+        if ruins:
+            reasons = [why for _, why in self.damaged[:3]] + ["..."] * (len(self.damaged) > 3)
+            raise NoUsableCheckpointError(
+                f"{len(ruins)} checkpoints in {self.folder}, none usable: {'; '.join(reasons) or 'all set aside'}. "
+                "Not starting over: use --overwrite to begin again"
+            )
+        return None
+
+    def _candidates(self) -> list[Path]:
+        """Return the files that a run could go on from, the newest first.
+
+        The linked names come last, for where somebody removed the numbered ones.
+        """
+        numbered, newest = self.numbered(), self.folder / "checkpoint.pth"
+        files = [path for path in numbered if path.is_file()]
+        if newest.is_file() and not any(os.path.samefile(newest, path) for path in files):
+            step = step_of(newest)
+            if step is not None and all(step > step_in(path) for path in numbered):
+                return [newest, *numbered]
+        return [*numbered, newest, *(self.folder / name for name in BEST_FILES)]
+
+    def say_damaged(self, found: Found, kept: dict[Path, str]) -> None:
+        """Name each damaged file, its new name if it was kept, and the checkpoint that is used in its place."""
+        for path, why in self.damaged:
+            step, match = found.state["step"], NUMBERED.fullmatch(path.name)
+            earlier = f", {int(match[1]) - step} steps earlier" if match and int(match[1]) > step else ""
+            as_kept = f"; kept as {kept[path]}" if path in kept else ""
+            self.say(f"checkpoint {why}{as_kept}; resuming from {found.path.name}{earlier}")
+
+    def check(self, resume: str, *, overwrite: bool) -> None:
+        """Raise UserError unless the options say whether to go on with a run that is in the folder or to remove it."""
+        is_here = bool(resume) and not self.is_elsewhere(resume)
+        if overwrite and is_here:
+            raise UserError(
+                f"--overwrite would remove {resume} itself, which --resume is to go on from; give one of them"
+            )
+        if not overwrite and not is_here and self.holds_other_run(resume):
+            raise UserError(
+                f"--output-dir {self.folder} holds a run already; --resume auto goes on with it, --overwrite removes "
+                "it, or choose another folder"
+            )
+
+    def holds_other_run(self, resume: str) -> bool:
+        """Tell whether the folder holds checkpoints other than copies that an earlier start made of those elsewhere."""
+        origins = [Path(resume), *(Path(resume).with_name(name) for name in BEST_FILES)] if resume else []
+        origins = [path for path in origins if path.is_file()] if self.is_elsewhere(resume) else []
+        return not all(
+            path.is_file() and any(filecmp.cmp(path, origin, shallow=False) for origin in origins)
+            for path in self.own_files(STATE_FILES)
+        )
+
+    def find_best(self, name: str, step: int, resume: str) -> Path | None:
+        """Return the file of the best evaluation so far, that of a step, if this node has it."""
+        source = Path(resume).parent if self.is_elsewhere(resume) else self.folder
+        return next((path for path in (source / f"{name}.pth", self.path_of(step)) if is_of(path, step)), None)
+
+
+def load(path: Path, name: str) -> Found:
+    """Return a checkpoint, verified; raises as `read_checkpoint`."""
+    return Found(path, *read_checkpoint(path, name))
+
+
+def step_in(path: Path) -> int:
+    """Return the step in the name of a numbered checkpoint."""
+    return int(NUMBERED.fullmatch(path.name)[1])
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step of a checkpoint, None if it is damaged or missing; StorageError if the disk does not answer."""
+    try:
+        return load(path, path.name).state["step"]
+    except StorageError:
+        raise
+    except (UserError, OSError):
+        return None
+
+
+def is_of(path: Path, step: int) -> bool:
+    """Tell whether a file is a good checkpoint of a step."""
+    return path.exists() and step_of(path) == step
