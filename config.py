@@ -227,9 +227,9 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     """
     import torch  # not above: whoever only wants help need not wait for it
 
-    import utils
+    import collectives
 
-    changes, lines, launch = {}, [], utils.place(args.world_size, args.dist_url)
+    changes, lines, launch = {}, [], collectives.place(args.world_size, args.dist_url)
     is_there = torch.accelerator.is_available()
     accelerator = torch.accelerator.current_accelerator().type if is_there else None
     device = args.device or accelerator or "cpu"
@@ -243,7 +243,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     if kind not in ("cpu", accelerator):
         raise UserError(f"--device {device}: this machine has none that torch {torch.__version__} can use; try cpu")
     if args.workers is None:
-        cores = utils.count_cores()
+        cores = collectives.count_cores()
         changes["workers"] = min(16, max(cores // launch.num_local, 1))
         lines.append(
             f"--workers {changes['workers']}: {cores} cores, {launch.num_local} processes on this node, at most 16"
@@ -260,7 +260,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
         lines.append(f"--decode-device {args.decode_device} has no effect: {reason}")
         changes["decode_device"] = "cpu"
     changes |= {"rank": launch.rank, "world_size": launch.world_size, "distributed": launch.is_launched}
-    changes["gpu"] = utils.choose_gpu(launch, device)
+    changes["gpu"] = collectives.choose_gpu(launch, device)
     return Record(**{**vars(args), **changes}), lines + _without_effect(args)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.models import WeightsEnum
 
+import collectives
 import transforms
-import utils
 from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
@@ -542,7 +542,7 @@ def report_images(data_loader: DeviceLoader, epoch: int) -> None:
 
 
 def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str) -> None:
-    samples = torch.cat(utils.all_gather(torch.tensor(numbers, dtype=torch.int64)))
+    samples = torch.cat(collectives.all_gather(torch.tensor(numbers, dtype=torch.int64)))
     images = samples.unique().tolist()
     if not images:
         return

@@ -17,9 +17,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from checkpointing.checkpoint import RunState
+from collectives import all_gather
 from errors import NonFiniteError, StorageError
 from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
-from utils import all_gather
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import collectives
 import config
 import models
 import optim
 import presets
-import utils
 from errors import UserError
 from launch import read_launch
 from loading.index import find_splits, open_index
@@ -35,7 +35,7 @@ def preview(args: Any) -> str:
     optim.check_rates(args)
     check_memory(args)
     launch = read_launch(world_size=args.world_size)
-    utils.setup_for_distributed(launch.rank == 0)
+    collectives.setup_for_distributed(launch.rank == 0)
     args = config.Record(**{**vars(args), "world_size": launch.world_size, "distributed": False})
     args = config.with_shards(args, state=None)
     world_size = args.world_size

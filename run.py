@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import collectives
 import config
 import models
 import optim
-import utils
 from checkpointing.checkpoint import RunState, load_weights
 from checkpointing.guard import check_classes, check_options, run_facts
 from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
@@ -79,7 +79,7 @@ def go_on_after_restart(args: config.Record, manager: CheckpointManager) -> conf
         is_ours = launched not in (None, "") and launched == read_launch().agent
         return b"yes" if is_ours and manager.files.numbered() else None
 
-    if not utils.call_on_master(has_saved):
+    if not collectives.call_on_master(has_saved):
         return args
     print(f"restarted by torchrun: going on from the newest checkpoint in {manager.folder}")
     return args.replaced(resume="auto", overwrite=False)
@@ -105,7 +105,7 @@ def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None
     weights = models.resolve_weights(args)
     try:
         # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
-        return weights.get_state_dict(progress=utils.is_main_process(), check_hash=True, weights_only=True)
+        return weights.get_state_dict(progress=collectives.is_main_process(), check_hash=True, weights_only=True)
     except OSError as error:
         raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
     except Exception as error:  # as of any bad file: see load_checkpoint
@@ -124,8 +124,8 @@ class BareRun:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        world_size = utils.get_world_size()
-        shards = VirtualShards(0, world_size, utils.get_rank(), world_size)
+        world_size = collectives.get_world_size()
+        shards = VirtualShards(0, world_size, collectives.get_rank(), world_size)
         self.sharded_step = ShardedStep(model, shards, device=device)
         self.steps_per_epoch = self.number = 0
 
@@ -156,7 +156,7 @@ class BareRun:
         """Make every gradient the mean over all shards. Collective."""
         self.sharded_step.finish_gradients()
 
-    def end_step(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
+    def end_step(self, metric_logger: Any, results: list[tuple], grad_norm: Tensor | None) -> None:
         """Take what a step gave: (mean loss, top-1 hits, top-5 hits, images) of each local shard, and the norm."""
         for loss, correct1, correct5, n in results:
             metric_logger.meters["loss"].update(loss, n)
@@ -201,8 +201,8 @@ class Run(BareRun):
         facts = run_facts(args, describe_decoder(args), *datasets)
         self.state = RunState(sampler.steps_per_epoch, facts, {**parts, "log_window": self.window})
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
-        self.monitor = Monitor(self.folder if utils.is_main_process() else None, self.state)
-        self.status = StatusFile(self.folder if utils.is_main_process() else None, self.state)
+        self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state)
+        self.status = StatusFile(self.folder if collectives.is_main_process() else None, self.state)
         self.finite = FiniteWatch(next(self.model.parameters()).device)
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
         self.saved = self.position  # nothing to save yet
@@ -217,10 +217,10 @@ class Run(BareRun):
         """
         start = self.status.count_start()
         self.manager.open(self.args.resume, self.state, overwrite=self.args.overwrite)
-        utils.call_on_master(self.write_description, start)
+        collectives.call_on_master(self.write_description, start)
         with ExitStack() as stack:
             stack.enter_context(self.seen)
-            utils.call_on_master(self.monitor.open)
+            collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
             self.watchdog.start()
             stack.callback(self.watchdog.end)
@@ -265,7 +265,7 @@ class Run(BareRun):
 
     def finish(self) -> None:
         """Record and say how the run ended. Collective: every rank must call it."""
-        utils.call_on_master(self.status.finish)
+        collectives.call_on_master(self.status.finish)
         print(self.state.result(self.args.output_dir))
 
     # Where it is
@@ -321,7 +321,7 @@ class Run(BareRun):
         """Return what surrounds the passes of a shard of the step that is under way."""
         return self.sharded_step.shard(self.state.step, shard)
 
-    def end_step(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
+    def end_step(self, metric_logger: Any, results: list[tuple], grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
         for result in results:
             self.window.update(self.state.step, *result)
@@ -383,15 +383,13 @@ class Run(BareRun):
         """Measure rates from now on; at the start of an epoch too, or its first line would include an evaluation."""
         self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), self.state.step, wait_s
 
-    def log(self, metric_logger: utils.MetricLogger, grad_norm: Tensor) -> None:
+    def log(self, metric_logger: Any, grad_norm: Tensor) -> None:
         """Write the means over all images since the last line. Collective: every rank must call it."""
         self.window.gather()
         means, n = self.window.read()
         elapsed_s = time.perf_counter() - self.line_s
         images = (self.state.step - self.line_step) * self.args.global_batch_size
-        for name, value in means.items():
-            metric_logger.meters[name].update(value, n)
-        metric_logger.meters.setdefault("img/s", utils.SmoothedValue(fmt="{value:.1f}")).update(images / elapsed_s)
+        metric_logger.show({**means, "img/s": images / elapsed_s}, n)
         self.monitor.write(
             "train",
             self.state.step,
@@ -410,7 +408,7 @@ class Run(BareRun):
 
     def say_who_waits(self, data_wait: float) -> None:
         """Name the process that waits for its data much longer than the others, and so makes them wait. Collective."""
-        waits = torch.cat(utils.all_gather(torch.tensor([data_wait])))
+        waits = torch.cat(collectives.all_gather(torch.tensor([data_wait])))
         longest, median = float(waits.max()), float(waits.median())
         if longest > median + 0.1:
             print(
@@ -427,7 +425,7 @@ class Run(BareRun):
         self.window.gather()
         # Weights are equal on all ranks, running statistics are not; rank 0's are saved.
         average, optimizer = self.state.parts.get("model_ema"), self.state.parts["optimizer"].optimizer
-        bad = utils.call_on_master(optim.find_non_finite, self.model, average, optimizer)
+        bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
         if bad is not None:
             raise NonFiniteError(
                 f"the {bad.decode()} after step {self.state.step} are not finite; the last checkpoint is kept"

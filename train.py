@@ -6,11 +6,9 @@ if __name__ == "__main__":
 
     startup.begin_script()
 
-import traceback
-from contextlib import suppress
-
 import torch
 
+import collectives
 import config
 import data
 import models
@@ -21,10 +19,12 @@ from checkpointing.guard import check_data
 from checkpointing.preemption import PreemptionGuard
 from checkpointing.startup import take_signals
 from checkpointing.store import CheckpointManager
-from errors import ImageError, LoaderKilledError, PreemptedError, UserError
+from errors import PreemptedError, end_by, end_process
+from launch import read_launch
 from loading.loader import check_memory
 from loading.seen import SeenRecord
 from losses import build_criterion
+from metrics import count_correct
 from options import get_args_parser
 from run import BareRun, Run, read_resumed, start_weights
 
@@ -51,8 +51,7 @@ def train_one_epoch(
     models.set_training_mode(model)
     run = run or BareRun(model, device)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
-    metric_logger = utils.MetricLogger(delimiter="  ")
-    metric_logger.add_meter("lr", utils.SmoothedValue(window_size=1, fmt="{value:.4g}"))
+    metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
     batches = metric_logger.timed(data_loader)
     steps = run.steps(len(data_loader))
     autocast = models.autocast(args, device)
@@ -67,7 +66,7 @@ def train_one_epoch(
                     output = model(image)
                     loss = criterion(output, target)
                 scaler.scale(loss * run.loss_scale).backward()
-            results.append((loss.detach(), *utils.count_correct(output, target, topk=(1, 5)), len(image)))
+            results.append((loss.detach(), *count_correct(output, target, topk=(1, 5)), len(image)))
         run.finish_gradients()
 
         scaler.unscale_(optimizer)
@@ -113,7 +112,7 @@ def evaluate(model, criterion, data_loader, device, print_freq=100, log_suffix="
         for image, target in metric_logger.log_every(data_loader, print_freq, header):
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             output = model(image)
-            correct1, correct5 = utils.count_correct(output, target, topk=(1, 5))
+            correct1, correct5 = count_correct(output, target, topk=(1, 5))
             loss_meter.update(criterion(output, target), len(image))
             acc1_meter.add(100 * correct1, len(image))
             acc5_meter.add(100 * correct5, len(image))
@@ -166,13 +165,13 @@ def join(args):
     args, notes = config.on_machine(args)
     args, more = data.take_published_options(args)
     models.set_up_threads(args)
-    utils.setup_for_distributed(args.rank == 0)
+    collectives.setup_for_distributed(args.rank == 0)
     for note in notes + more:
         print(note)
     # Before there are other threads, as those of the process group: see `ProcessLoader.start`.
     is_known = args.decode_device == "cpu" and not (args.test_only and args.resume)
     loading = data.start_loading(args) if is_known else None
-    utils.join_processes(args)
+    collectives.join_processes(args)
     return args, models.set_up_device(args), preemption, loading
 
 
@@ -238,24 +237,13 @@ def cli():
             print(text)  # looked up here: after a preview only the first of several processes prints
         else:
             main(args)
-    except UserError as error:
-        utils.leave(error, error.exit_code)
     except PreemptedError as stop:
         print(f"{stop}; --resume auto goes on")
-    except (ImageError, LoaderKilledError) as error:
-        utils.leave(error, error.exit_code, is_agreed=False)
-    except KeyboardInterrupt:
-        utils.leave(KeyboardInterrupt("interrupted; --resume auto goes on from the last checkpoint"), 1)
-    except SystemExit as end:  # of the parser
-        utils.end_process(end.code or 0)
-    except Exception as error:
-        if limit := utils.explain_limit(error):
-            utils.leave(limit, limit.exit_code)
-        with suppress(OSError):  # the terminal may be gone
-            traceback.print_exc()
-        utils.end_process(1)
-    utils.shut_down()
-    utils.end_process(0)
+    except BaseException as error:
+        launch = read_launch()
+        end_by(error, launch.rank, launch.local_rank)
+    collectives.shut_down()
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-import utils
+import collectives
 from checkpointing import lock
 from checkpointing.archive import find_bad_record, load_checkpoint, read_checkpoint
 from checkpointing.checkpoint import BEST_NAMES, RunState
@@ -495,7 +495,7 @@ class CheckpointManager:
         save_per_node: bool = False,
     ) -> None:
         self.folder = folder
-        say = print if utils.is_main_process() else _say_elsewhere
+        say = print if collectives.is_main_process() else _say_elsewhere
         self.files = CheckpointFolder(folder, keep_last=keep_last, keep_every=keep_every, say=say)
         self.save_per_node = save_per_node
         self._clock = CheckpointClock(minutes, time.monotonic())
@@ -516,11 +516,11 @@ class CheckpointManager:
 
     @property
     def _is_writer(self) -> bool:
-        return utils.get_rank() in self._writers
+        return collectives.get_rank() in self._writers
 
     def is_due(self) -> bool:
         """Tell on rank 0 whether the clock asks for a checkpoint; False on others, so that one answer decides."""
-        return utils.is_main_process() and self._clock.is_due(time.monotonic())
+        return collectives.is_main_process() and self._clock.is_due(time.monotonic())
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends. Collective: every rank must call it.
@@ -536,16 +536,16 @@ class CheckpointManager:
     def _find_writers(self) -> None:
         """Find the ranks that write: the first of each node, or one of those that see the same folder."""
         is_first = read_launch().local_rank == 0
-        firsts = [rank for rank, is_one in enumerate(utils.gather_plain(is_first)) if is_one]
-        token = utils.gather_plain(secrets.token_hex(8))[0]
+        firsts = [rank for rank, is_one in enumerate(collectives.gather_plain(is_first)) if is_one]
+        token = collectives.gather_plain(secrets.token_hex(8))[0]
         marks = {rank: self.folder / f".node-{rank}-{token}" for rank in firsts}
         self._writers = firsts
-        self._on_writers(_touch, marks.get(utils.get_rank()))
+        self._on_writers(_touch, marks.get(collectives.get_rank()))
         # Asked for by name: a listing may come from a network file system's cache.
-        lowest = min([rank for rank, mark in marks.items() if mark.exists()] + [utils.get_rank()])
-        seen = utils.gather_plain(lowest)
+        lowest = min([rank for rank, mark in marks.items() if mark.exists()] + [collectives.get_rank()])
+        seen = collectives.gather_plain(lowest)
         if is_first:
-            marks[utils.get_rank()].unlink(missing_ok=True)
+            marks[collectives.get_rank()].unlink(missing_ok=True)
         self._writers = [rank for rank in firsts if seen[rank] == rank]
         if len(self._writers) < len(firsts):
             print(f"--save-per-node: {len(firsts)} nodes see {len(self._writers)} folders; one writer in each")
@@ -560,7 +560,7 @@ class CheckpointManager:
                 function(*args)
             except (UserError, OSError) as error:
                 verdict = _describe(error)
-        _raise_first(utils.gather_plain(verdict))
+        _raise_first(collectives.gather_plain(verdict))
 
     def read(self, resume: str) -> dict | None:
         """Return the checkpoint that `--resume` means, or None for a fresh start. Collective: every rank must call it.
@@ -570,7 +570,7 @@ class CheckpointManager:
         Raises:
             UserError: as `CheckpointFolder.read`, on every rank.
         """
-        is_reader = self._is_writer if resume == "auto" else utils.is_main_process()
+        is_reader = self._is_writer if resume == "auto" else collectives.is_main_process()
         found, step, refusal = None, None, None
         if is_reader:
             try:
@@ -578,7 +578,7 @@ class CheckpointManager:
                 step = found and found.state["step"]
             except (UserError, OSError) as error:
                 refusal = _describe(error)
-        steps, refusals = zip(*utils.gather_plain([step, refusal]), strict=True)
+        steps, refusals = zip(*collectives.gather_plain([step, refusal]), strict=True)
         newest = max((step for step in steps if step is not None), default=None)
         if newest is not None:  # then it is no matter that another node has damaged files only
             refusals = [each for each in refusals if each and each[1] != NoUsableCheckpointError.exit_code]
@@ -593,8 +593,8 @@ class CheckpointManager:
         """Hand the checkpoint that one rank found to all; collective."""
         if source != 0:
             print(f"the newest checkpoint is the copy that rank {source} keeps")
-        payload = utils.broadcast_bytes(found and found.payload, source)
-        if utils.get_rank() != source:  # which has loaded it already
+        payload = collectives.broadcast_bytes(found and found.payload, source)
+        if collectives.get_rank() != source:  # which has loaded it already
             path = Path("checkpoint.pth") if resume == "auto" else Path(resume)
             found = Found(path, payload, load_checkpoint(payload, resume))
         self._found = found if self._is_writer else None
@@ -613,7 +613,7 @@ class CheckpointManager:
         """Make the folder ready, as `CheckpointFolder.open`. Collective: every rank must call it."""
         payloads = {name: self._receive_best(name, resume, run) for name in run.bests if self._group is not None}
         self._on_writers(partial(self.files.open, resume, self._found, run, payloads, overwrite=overwrite))
-        run.bests = utils.gather_plain(run.bests)[0]
+        run.bests = collectives.gather_plain(run.bests)[0]
         self._found = None
         self._clock.restart(time.monotonic())
 
@@ -622,12 +622,12 @@ class CheckpointManager:
         if run.bests[name] is None or name in run.best_now:
             return None
         path = self.files.find_best(name, run.bests[name]["step"], resume) if self._is_writer else None
-        has_it = utils.gather_plain(path is not None)
+        has_it = collectives.gather_plain(path is not None)
         if not any(has_it) or all(has_it[rank] for rank in self._writers) or not self._is_writer:
             return None
         source = has_it.index(True)
-        payload = read_bytes(path) if utils.get_rank() == source else None
-        payload = utils.broadcast_bytes(payload, source, self._group)
+        payload = read_bytes(path) if collectives.get_rank() == source else None
+        payload = collectives.broadcast_bytes(payload, source, self._group)
         return None if path is not None else payload
 
     def save(self, run: RunState, *, is_last: bool = False) -> bool:
@@ -642,10 +642,10 @@ class CheckpointManager:
         Raises:
             StorageError: this one failed, and it was the last, or the one before failed too.
         """
-        failure = self.files.save(run.state_dict(), run.best_now) if utils.is_main_process() else None
+        failure = self.files.save(run.state_dict(), run.best_now) if collectives.is_main_process() else None
         if self._group is not None and self._is_writer:
             failure = self._save_copy(run, failure)
-        failures = utils.gather_plain(failure)
+        failures = collectives.gather_plain(failure)
         self._clock.restart(time.monotonic())
         for rank, text in enumerate(failures[1:], 1):
             if text is not None:
@@ -663,11 +663,11 @@ class CheckpointManager:
     def _save_copy(self, run: RunState, failure: str | None) -> str | None:
         """Hand rank 0's file to the other writers; called by writers only."""
         payload = b""
-        if utils.is_main_process() and failure is None:
+        if collectives.is_main_process() and failure is None:
             with suppress(StorageError):  # then there is no copy of this one
                 payload = read_bytes(self.folder / "checkpoint.pth")
-        payload = utils.broadcast_bytes(payload, 0, self._group)
-        if utils.is_main_process() or not payload:
+        payload = collectives.broadcast_bytes(payload, 0, self._group)
+        if collectives.is_main_process() or not payload:
             return failure
         return self.files.save_copy(payload, run.step, run.best_now)
 
@@ -682,7 +682,7 @@ def _touch(path: Path) -> None:
 
 def _say_elsewhere(text: str) -> None:
     """Print on a rank on which `print` is silent."""
-    print(f"rank {utils.get_rank()}: {text}", force=True)
+    print(f"rank {collectives.get_rank()}: {text}", force=True)
 
 
 def _describe(error: UserError | OSError) -> list:

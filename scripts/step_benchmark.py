@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
+import collectives
 import config
 import data
 import losses
@@ -101,7 +102,7 @@ class LoggedRun(BareRun):
         super().begin_step(epoch, step)
         self.scheduler.set_position(epoch, step, self.steps_per_epoch)
 
-    def end_step(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
+    def end_step(self, metric_logger: Any, results: list[tuple], grad_norm: Tensor | None) -> None:
         """Keep a step's numbers, and read them when a line is due."""
         for result in results:
             self.window.update(0, *result)
@@ -433,12 +434,12 @@ def scaling_rank(options: argparse.Namespace) -> None:
             way()
             synchronize(device)
             seconds[name].append((time.perf_counter() - start) / options.steps)
-    if utils.is_main_process():
+    if collectives.is_main_process():
         figures: dict[str, Any] = {name: statistics.median(values[1:]) for name, values in seconds.items()}
         figures |= {"nproc": args.world_size, "batch_size": args.batch_size, "machine": describe(device)}
         figures |= {"gradient_bytes": gradients.numel() * gradients.element_size(), "seconds": seconds}
         Path(options.json).write_text(json.dumps(figures))
-    utils.shut_down()
+    collectives.shut_down()
 
 
 def run_scaling(options: argparse.Namespace, nproc: int, folder: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ import torch.utils.tensorboard  # its import takes longer than a case
 from PIL import Image
 from torch import nn
 
+import collectives
 import config
 import data
 import errors
@@ -42,7 +43,6 @@ import presets
 import preview
 import run
 import sampler
-import utils
 from checkpointing import guard
 from checkpointing.checkpoint import RunState
 from checkpointing.schema import check_schema
@@ -741,7 +741,7 @@ def fuzz(num_cases: int, seed: int = 0, num_children: int = 2) -> dict[int, str]
     """Run that many cases; return the verdict of each."""
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
     torch.set_num_threads(1)
-    utils.setup_for_distributed(True)
+    collectives.setup_for_distributed(True)
     with tempfile.TemporaryDirectory(prefix="fuzz") as name:
         bench = Bench(Path(name))
         (Path(name) / "cases").mkdir()

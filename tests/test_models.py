@@ -10,9 +10,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import config
 import losses
+import metrics
 import models
 import optim
-import utils
 from checkpointing.checkpoint import load_weights
 from errors import UserError
 from sampler import VirtualShards
@@ -204,7 +204,7 @@ def test_auxiliary_classifiers_count_in_training():
         torch.testing.assert_close(criterion(output, target), expected)  # the same terms, added in another order
         criterion(output, target).backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
-        assert torch.equal(utils.count_correct(output, target)[0], utils.count_correct(output[0], target)[0])
+        assert torch.equal(metrics.count_correct(output, target)[0], metrics.count_correct(output[0], target)[0])
         assert isinstance(model.eval()(image), torch.Tensor)
 
 
