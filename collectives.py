@@ -58,10 +58,10 @@ def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
     return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
 
 
-def interleave(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Put back in order what was dealt round-robin: row j of part r is row j * len(parts) + r of the result."""
-    order = sorted((row, part) for part, rows in enumerate(parts) for row in range(len(rows)))
-    return torch.stack([parts[part][row] for row, part in order]) if order else parts[0]
+def interleave(parts: list[torch.Tensor], size: int = 1) -> torch.Tensor:
+    """Put back in order what was dealt round-robin, `size` rows at a time; with 1, row j of part r is j * parts + r."""
+    order = sorted((row // size, part, row) for part, rows in enumerate(parts) for row in range(len(rows)))
+    return torch.stack([parts[part][row] for _, part, row in order]) if order else parts[0]
 
 
 def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> bytes:

@@ -219,6 +219,12 @@ def complete(given: argparse.Namespace, reference_global_batch: int | None = Non
     return args
 
 
+def filled(args: argparse.Namespace, **others: Any) -> argparse.Namespace:
+    """Return the options of somebody's own script, which may lack some: those are `others`, or have their defaults."""
+    defaults = {name: option.default for name, option in BY_NAME.items()}
+    return argparse.Namespace(**{**defaults, **others, **vars(args)})
+
+
 def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     """Derive options from this machine and its launcher; return all options and a line about each derived one.
 

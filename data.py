@@ -444,6 +444,11 @@ class DeviceLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
+    def numbers(self) -> Iterator[Tensor]:
+        """Yield the numbers in the set of each batch's images, in the order of the batches."""
+        for keys in self.loader.batch_sampler:
+            yield torch.tensor([_number_of(key) for key in keys])
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Here and not in the thread that decodes: loader processes end with the thread that has started them.
         batches = self._batches(iter(self.loader))
@@ -525,6 +530,21 @@ def build_device_loader(
     else:
         started.batch_sampler = sampler
     return DeviceLoader(started, device, transform, args.seed, is_encoded=args.decode_device != "cpu")
+
+
+def build_device_loaders(
+    args: Any,
+    datasets: tuple[Dataset | None, Dataset],
+    samplers: tuple[Any, Any],
+    device: torch.device,
+    started: list[ProcessLoader | None],
+) -> list[DeviceLoader | None]:
+    """Return what iterates over the training set (None for no set) and over the validation set."""
+    num_classes = len(datasets[1].classes)
+    each = zip(datasets, samplers, started, strict=True)
+    return [
+        build_device_loader(args, dataset, sampler, device, num_classes, loader) for dataset, sampler, loader in each
+    ]
 
 
 def report_images(data_loader: DeviceLoader, epoch: int) -> None:

@@ -28,8 +28,9 @@ from files import RETRY_S, explain_failure, read_json, write_atomically
 from launch import read_launch
 from loading.encoded import settle_decode_device
 from loading.seen import SeenRecord
+from metrics import Accuracy, Metric, Tally
 from models import ShardedStep
-from monitor import LogWindow, Monitor, non_finite_loss
+from monitor import Monitor
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
 
@@ -124,6 +125,7 @@ class BareRun:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.tally = Tally([Accuracy()])
         world_size = collectives.get_world_size()
         shards = VirtualShards(0, world_size, collectives.get_rank(), world_size)
         self.sharded_step = ShardedStep(model, shards, device=device)
@@ -156,12 +158,14 @@ class BareRun:
         """Make every gradient the mean over all shards. Collective."""
         self.sharded_step.finish_gradients()
 
-    def end_step(self, metric_logger: Any, results: list[tuple], grad_norm: Tensor | None) -> None:
-        """Take what a step gave: (mean loss, top-1 hits, top-5 hits, images) of each local shard, and the norm."""
-        for loss, correct1, correct5, n in results:
-            metric_logger.meters["loss"].update(loss, n)
-            metric_logger.meters["acc1"].add(100 * correct1, n)
-            metric_logger.meters["acc5"].add(100 * correct5, n)
+    def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
+        """Take what the model made of a shard, unread: its mean loss, and as `metrics.Metric.update`."""
+        self.tally.update(loss, output, target, index)
+
+    def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
+        """Show what was measured since the last line, if one is due, of this process."""
+        if metric_logger.is_line_due:
+            metric_logger.show(*self.tally.read_local())
 
 
 class Run(BareRun):
@@ -175,9 +179,9 @@ class Run(BareRun):
         seen: remembers the images that were read.
         sampler: knows the images of a step.
         datasets: the training and the validation set.
-        sharded_step: surrounds the passes of each shard.
-        lr_scheduler: sets the learning rate of each step.
-        parts: what is saved under which name, or None; `model` is the bare model.
+        model: as `models.wrap_model` returns it.
+        parts: what is saved under which name, or None: the bare model, optimizer, model_ema and scaler.
+        metrics: what is measured of its outputs.
     """
 
     def __init__(
@@ -190,20 +194,27 @@ class Run(BareRun):
         *,
         sampler: TrainSampler,
         datasets: tuple,
-        sharded_step: ShardedStep,
-        lr_scheduler: optim.LRScheduler,
+        model: nn.Module,
         parts: dict[str, Any],
+        metrics: list[Metric],
     ) -> None:
         self.args, self.manager, self.preemption, self.seen = args, manager, preemption, seen
-        self.sampler, self.sharded_step, self.lr_scheduler = sampler, sharded_step, lr_scheduler
-        self.model, self.folder = parts["model"], manager.folder
-        self.window = LogWindow(sampler.shards.num_local)
+        self.sampler, self.model, self.folder = sampler, parts["model"], manager.folder
+        device = next(self.model.parameters()).device
+        self.sharded_step = models.build_sharded_step(args, model, sampler.shards, device)
+        self.lr_scheduler = optim.build_lr_scheduler(args, parts["optimizer"])
+        self.tally, self.losses = Tally(metrics, sampler.shards.num_local), []
+        scaler = parts.get("scaler")
+        parts = {
+            **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.tally,
+            "scaler": scaler if scaler and scaler.is_enabled() else None,
+        }  # fmt: skip
         facts = run_facts(args, describe_decoder(args), *datasets)
-        self.state = RunState(sampler.steps_per_epoch, facts, {**parts, "log_window": self.window})
+        self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
         self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state)
         self.status = StatusFile(self.folder if collectives.is_main_process() else None, self.state)
-        self.finite = FiniteWatch(next(self.model.parameters()).device)
+        self.finite = FiniteWatch(device)
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
         self.saved = self.position  # nothing to save yet
         self.start_line(wait_s=0.0)
@@ -321,11 +332,15 @@ class Run(BareRun):
         """Return what surrounds the passes of a shard of the step that is under way."""
         return self.sharded_step.shard(self.state.step, shard)
 
-    def end_step(self, metric_logger: Any, results: list[tuple], grad_norm: Tensor | None) -> None:
+    def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
+        """Take what the model made of a shard: see `BareRun`."""
+        super().measure(loss, output, target, index)
+        self.losses.append(loss.detach())
+
+    def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
-        for result in results:
-            self.window.update(self.state.step, *result)
-        self.finite.note(self.state.step, [loss for loss, *_ in results])
+        self.finite.note(self.state.step, self.losses)
+        self.losses = []
         self.state.advance()
         self.watchdog.beat()
         verdict = self.preemption.agree(is_save_due=self.manager.is_due(), bad_step=self.finite.first_bad())
@@ -366,11 +381,12 @@ class Run(BareRun):
         self.save()
         self.seen.keep()
 
-    def watched(self, data_loader: Any) -> WatchedLoader:
-        """Return a loader whose batches all ranks stop at together when a signal asks for it."""
-        return WatchedLoader(data_loader, self.preemption, self.stop, self.watchdog.beat)
+    def watched(self, loaders: dict[str, Any]) -> dict[str, WatchedLoader]:
+        """Return loaders whose batches all ranks stop at together when a signal asks for it."""
+        beat = self.watchdog.beat
+        return {name: WatchedLoader(loader, self.preemption, self.stop, beat) for name, loader in loaders.items()}
 
-    def take_results(self, results: dict[str, dict[str, float]]) -> None:
+    def take_results(self, results: dict[str, dict[str, Any]]) -> None:
         """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
         for kind, result in results.items():
             self.monitor.write(kind, self.state.step, self.state.epoch, **result)
@@ -384,17 +400,17 @@ class Run(BareRun):
         self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), self.state.step, wait_s
 
     def log(self, metric_logger: Any, grad_norm: Tensor) -> None:
-        """Write the means over all images since the last line. Collective: every rank must call it."""
-        self.window.gather()
-        means, n = self.window.read()
+        """Write what was measured of all images since the last line. Collective: every rank must call it."""
+        self.gather()
+        values, n = self.tally.read()
         elapsed_s = time.perf_counter() - self.line_s
         images = (self.state.step - self.line_step) * self.args.global_batch_size
-        metric_logger.show({**means, "img/s": images / elapsed_s}, n)
+        metric_logger.show({**values, "img/s": images / elapsed_s}, n)
         self.monitor.write(
             "train",
             self.state.step,
             self.state.epoch,
-            **means,
+            **values,
             lr=metric_logger.lr.value,
             grad_norm=float(grad_norm),
             images_per_s=images / elapsed_s,
@@ -405,6 +421,17 @@ class Run(BareRun):
         if self.state.step - self.line_step > 1:  # the first step of an epoch waits for the loaders to start
             self.say_who_waits((metric_logger.wait_s - self.line_wait_s) / elapsed_s)
         self.start_line(metric_logger.wait_s)
+
+    def gather(self) -> None:
+        """Add up what was measured since the last call. Collective: every rank must call it, after the same step.
+
+        Raises:
+            NonFiniteError: a loss is not finite; names the first step, the same one on every rank.
+        """
+        losses = self.tally.gather().view(-1, self.args.num_shards)
+        bad = (~losses.isfinite().all(dim=1)).nonzero()
+        if len(bad):
+            raise NonFiniteError(non_finite_loss(self.state.step - len(losses) + int(bad[0])))
 
     def say_who_waits(self, data_wait: float) -> None:
         """Name the process that waits for its data much longer than the others, and so makes them wait. Collective."""
@@ -422,7 +449,7 @@ class Run(BareRun):
         Args:
             is_last: whether nothing comes after, so that a failing save fails the run.
         """
-        self.window.gather()
+        self.gather()
         # Weights are equal on all ranks, running statistics are not; rank 0's are saved.
         average, optimizer = self.state.parts.get("model_ema"), self.state.parts["optimizer"].optimizer
         bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
@@ -535,6 +562,14 @@ def is_start(value: Any) -> bool:
         and 0 < value["count"] < 1 << 53
         and isinstance(value.get("position"), list)
         and [type(item) for item in value["position"]] == [int, bool]
+    )
+
+
+def non_finite_loss(step: int) -> str:
+    """Return what is said of a step whose loss is not finite."""
+    return (
+        f"the loss of step {step} is not finite; stopped, and the last checkpoint is kept; "
+        "try a lower --lr, a longer warm-up or --clip-grad-norm"
     )
 
 

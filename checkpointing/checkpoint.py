@@ -65,13 +65,13 @@ class RunState:
         """Record that the epoch has been evaluated, and of which kinds of results it is the best so far.
 
         Args:
-            results: by kind (val, val_ema), of which each has a best of its own.
+            results: by kind, of which val and val_ema have a best of their own.
             metric: the result that counts: of a loss the lowest is best, of anything else the highest.
         """
         self.is_evaluated = True
         sign = -1 if metric == "loss" else 1
-        for kind, result in results.items():
-            name, value = f"{kind}/{metric}", float(result[metric])
+        for kind in BEST_NAMES.keys() & results.keys():
+            name, value = f"{kind}/{metric}", float(results[kind][metric])
             best = self.bests[BEST_NAMES[kind]]
             is_first = best is None or best["metric"] != name or not math.isfinite(best["value"])
             if is_first or sign * value > sign * best["value"]:

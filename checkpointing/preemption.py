@@ -151,6 +151,11 @@ class WatchedLoader:
         """What the loader loads."""
         return self.loader.dataset
 
+    @property
+    def numbers(self) -> Callable[[], Iterator]:
+        """The loader's, which yields the images' numbers of each batch, if it has it."""
+        return self.loader.numbers
+
     def __len__(self) -> int:
         return len(self.loader)
 

@@ -28,11 +28,11 @@ import config
 import data
 import losses
 import models
-import monitor
 import optim
 import train
 import utils
 from errors import UserError
+from metrics import Accuracy, Tally
 from options import COMPILE_MODES
 from run import BareRun
 from sampler import TrainSampler, VirtualShards
@@ -95,21 +95,18 @@ class LoggedRun(BareRun):
         super().__init__(model, step.device)
         self.sharded_step = models.ShardedStep(model, step.shards, device=step.device)
         self.scheduler = optim.build_lr_scheduler(step.args, step.optimizer)
-        self.window = monitor.LogWindow(step.shards.num_local)
+        self.tally = Tally([Accuracy()], step.shards.num_local)
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
         super().begin_step(epoch, step)
         self.scheduler.set_position(epoch, step, self.steps_per_epoch)
 
-    def end_step(self, metric_logger: Any, results: list[tuple], grad_norm: Tensor | None) -> None:
-        """Keep a step's numbers, and read them when a line is due."""
-        for result in results:
-            self.window.update(0, *result)
+    def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
+        """Read what was measured when a line is due."""
         if metric_logger.is_line_due:
-            self.window.gather()
-            for name, value in self.window.read()[0].items():
-                metric_logger.meters[name].update(value)
+            self.tally.gather()
+            metric_logger.show(*self.tally.read())
             float(grad_norm)
 
 

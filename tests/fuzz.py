@@ -35,6 +35,7 @@ import collectives
 import config
 import data
 import errors
+import metrics
 import models
 import monitor
 import optim
@@ -198,7 +199,7 @@ class Bench:
             "optimizer": optim.OptimizerState(optimizer),
             "model_ema": models.build_ema(args, model),
             "scaler": torch.amp.GradScaler("cpu", enabled=True),
-            "log_window": monitor.LogWindow(1),
+            "log_window": metrics.Tally([metrics.Accuracy()]),
         }
 
     def facts(self, args: argparse.Namespace) -> dict:

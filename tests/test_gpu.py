@@ -168,10 +168,10 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
     loader = build_loader(args, device, num_steps * args.global_batch_size)
 
     class Watched(Run):
-        def end_step(self, metric_logger, *results):
+        def end_step(self, metric_logger, grad_norm):
             if metric_logger.is_line_due:
                 torch.cuda.set_sync_debug_mode("default")
-            super().end_step(metric_logger, *results)
+            super().end_step(metric_logger, grad_norm)
             # The first steps compile, choose kernels and allocate.
             torch.cuda.set_sync_debug_mode("error" if 6 <= self.state.step < 20 else "default")
 

@@ -32,7 +32,8 @@ from checkpointing.schema import check_schema
 from checkpointing.store import CheckpointClock, CheckpointFolder, CheckpointManager
 from errors import StorageError, UserError
 from files import explain_failure, find_os_error
-from monitor import LogWindow, Monitor
+from metrics import Accuracy, Tally
+from monitor import Monitor
 from run import StatusFile
 from tests.endings import differing, differing_results, flatten
 from tests.ranks import run_ranks, torchrun_environment, train_rank
@@ -835,7 +836,7 @@ def recipe_state(argv):
         "optimizer": optim.OptimizerState(optimizer),
         "model_ema": models.build_ema(args, model),
         "scaler": torch.amp.GradScaler("cpu", enabled=True) if args.amp else None,
-        "log_window": LogWindow(args.num_shards),
+        "log_window": Tally([Accuracy()]),
     }
     images = data.SyntheticImages(4096, 1, num_classes=3)
     run = RunState(4096 // args.global_batch_size, guard.run_facts(args, "pillow", images, images), parts)

@@ -53,7 +53,7 @@ def evaluate_rank(num_images, batch_size, num_classes, results):
     labels = torch.randint(num_classes, (num_images,), generator=generator)
     batches = sampler.EvalSampler(num_images, batch_size, utils.get_rank(), utils.get_world_size())
     loader = DataLoader(TensorDataset(features, labels), batch_sampler=batches)
-    result = train.evaluate(Scorer(num_classes, utils.get_rank()), nn.CrossEntropyLoss(), loader, torch.device("cpu"))
+    result = train.measure(Scorer(num_classes, utils.get_rank()), nn.CrossEntropyLoss(), loader, torch.device("cpu"))
     if utils.is_main_process():
         Path(results).write_text(json.dumps(result))
     collectives.shut_down()
@@ -80,10 +80,13 @@ def test_evaluation_agrees_with_scores_counted_by_hand():
     # By hand, image by image and not batch by batch.
     hits = sum(int(row.argmax() == label) for row, label in zip(scores, labels, strict=True))
     losses = [float(-(row.log_softmax(0))[label]) for row, label in zip(scores, labels, strict=True)]
-    result = train.evaluate(model, nn.CrossEntropyLoss(), DataLoader(TensorDataset(features, labels), 4), "cpu")
+    loader = DataLoader(TensorDataset(features, labels), 4)
+    result = train.measure(model, nn.CrossEntropyLoss(), loader, "cpu")
     assert result["acc1"] == 100 * hits / 11
     assert result["acc5"] == 100.0  # four classes: every image's is among the best four
     assert result["loss"] == pytest.approx(sum(losses) / 11, rel=1e-6)  # float32 means of batches
+    # torchvision's own word gives the number that people compare.
+    assert train.evaluate(model, nn.CrossEntropyLoss(), loader, "cpu") == 100 * hits / 11
 
 
 def test_evaluation_refuses_a_sampler_that_repeats_images():
