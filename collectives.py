@@ -152,6 +152,11 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def find_accelerator() -> str | None:
+    """Return the kind of accelerator that this machine has and torch can use, or None."""
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None
+
+
 def choose_gpu(launch: Launch, device: str) -> int:
     """Return the index of this process's accelerator."""
     gpu = launch.local_rank if launch.is_launched else torch.device(device).index or 0

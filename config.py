@@ -236,12 +236,11 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     import collectives
 
     changes, lines, launch = {}, [], collectives.place(args.world_size, args.dist_url)
-    is_there = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator().type if is_there else None
+    accelerator = collectives.find_accelerator()
     device = args.device or accelerator or "cpu"
     if args.device is None:
         changes["device"] = device
-        lines.append(f"--device {device}: {'the accelerator that is there' if is_there else 'no accelerator found'}")
+        lines.append(f"--device {device}: {'the accelerator that is there' if accelerator else 'no accelerator found'}")
     try:
         kind = torch.device(device).type
     except RuntimeError as error:

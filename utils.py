@@ -13,6 +13,7 @@ from collectives import (
     all_gather,
     choose_backend,
     choose_gpu,
+    find_accelerator,
     get_rank,  # noqa: F401
     get_world_size,  # noqa: F401
     interleave,
@@ -264,9 +265,8 @@ def init_distributed_mode(args: Any) -> None:
     Args:
         args: may hold world_size, dist_url, device and dist_timeout.
     """
-    is_there = torch.accelerator.is_available()
-    defaults = {"device": torch.accelerator.current_accelerator().type if is_there else "cpu", "dist_url": "env://"}
-    vars(args).update({**defaults, **vars(args)})
+    args.device = getattr(args, "device", None) or find_accelerator() or "cpu"
+    args.dist_url = getattr(args, "dist_url", "env://")
     launch = place(getattr(args, "world_size", 1), args.dist_url)
     args.rank, args.world_size, args.distributed = launch.rank, launch.world_size, launch.is_launched
     args.gpu = choose_gpu(launch, args.device)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import types
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -128,6 +129,19 @@ def test_train_one_epoch_takes_a_plain_loader(capsys):
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert "Epoch: [0]  [2/3]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [{}, {"print_freq": 2, "clip_grad_norm": None, "model_ema_steps": 1}])
+def test_train_one_epoch_takes_the_few_options_of_somebodys_own_script(given, capsys):
+    torch.manual_seed(0)
+    loader = DataLoader(TensorDataset(torch.randn(12, 6), torch.randint(3, (12,))), batch_size=4)
+    ours = Scorer(3, 0)
+    both = [ours, copy.deepcopy(ours)]
+    for model, args in zip(both, [Namespace(**given), config.parse_args(["--synthetic"])], strict=True):
+        optimizer, average = torch.optim.SGD(model.parameters(), lr=0.1), models.ExponentialMovingAverage(model, 0.9)
+        train.train_one_epoch(model, nn.CrossEntropyLoss(), optimizer, loader, torch.device("cpu"), 0, args, average)
+    assert torch.equal(both[0].linear.weight, both[1].linear.weight)
+    assert f"Epoch: [0]  [{given.get('print_freq', 0)}/3]" in capsys.readouterr().out
 
 
 def test_only_shard_0_moves_the_buffers():

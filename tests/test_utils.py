@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import metrics
 import utils
 from tests.ranks import run_check
 
@@ -146,40 +145,6 @@ def test_logger_gives_meters_as_attributes_and_nothing_else():
     assert "nothing" not in logger.meters
 
 
-def ranks_of_targets(output, target):
-    """For each image, how many classes have a higher score than its target."""
-    scores = output.numpy()
-    return np.array([(row > row[label]).sum() for row, label in zip(scores, target.tolist(), strict=True)])
-
-
-@pytest.mark.parametrize("num_classes", [2, 3, 5, 20])
-def test_count_correct_and_accuracy_agree_with_ranks(num_classes):
-    output = torch.randn(64, num_classes, generator=torch.Generator().manual_seed(2))
-    target = torch.arange(64) % num_classes
-    places = ranks_of_targets(output, target)
-    expected = [int((places < k).sum()) for k in (1, 3, 5)]
-    counts = metrics.count_correct(output, target, topk=(1, 3, 5))
-    assert [count.item() for count in counts] == expected
-    assert all(count.dtype == torch.int64 and count.ndim == 0 for count in counts)
-    percent = utils.accuracy(output, target, topk=(1, 3, 5))
-    assert [share.item() for share in percent] == [count * 100 / 64 for count in expected]  # / 64 is exact
-
-
-def test_soft_targets_count_by_their_highest():
-    output = torch.randn(32, 10, generator=torch.Generator().manual_seed(3))
-    target = torch.arange(32) % 10
-    soft = torch.full((32, 10), 0.05).scatter_(1, target[:, None], 0.55)
-    for hard_count, soft_count in zip(
-        metrics.count_correct(output, target, (1, 5)), metrics.count_correct(output, soft, (1, 5)), strict=True
-    ):
-        assert torch.equal(hard_count, soft_count)
-
-
-def test_count_correct_reads_nothing():
-    output, target = torch.empty(4, 10, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
-    assert [count.device.type for count in metrics.count_correct(output, target, (1, 5))] == ["meta", "meta"]
-
-
 def test_print_is_silent_off_the_master_unless_forced(own_print, capsys):
     utils.setup_for_distributed(False)
     print("hidden")
@@ -219,6 +184,16 @@ def test_alone_without_a_launcher(no_launcher):
     utils.init_distributed_mode(args)
     assert (args.distributed, args.rank, args.world_size, args.gpu) == (False, 0, 1, 0)
     assert not utils.is_dist_avail_and_initialized()
+
+
+def test_init_sets_torchvisions_fields_on_options_that_lack_most(no_launcher):
+    for args in (Namespace(), Namespace(device=None, world_size=1, dist_url="env://")):
+        utils.init_distributed_mode(args)
+        accelerator = torch.accelerator.current_accelerator()
+        is_cuda = torch.accelerator.is_available() and accelerator.type == "cuda"
+        assert (args.distributed, args.rank, args.world_size, args.gpu) == (False, 0, 1, 0)
+        assert args.dist_backend == ("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+        torch.empty(0, device=args.device)
 
 
 @pytest.mark.parametrize(
