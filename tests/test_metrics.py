@@ -20,7 +20,7 @@ import train
 import utils
 from checkpointing.checkpoint import RunState
 from tests.ranks import run_check, run_ranks, train_rank
-from tests.test_train import SMALL
+from tests.started import SMALL
 
 
 class ClassAccuracy(metrics.Metric):
