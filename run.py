@@ -30,7 +30,7 @@ from loading.encoded import settle_decode_device
 from loading.seen import SeenRecord
 from metrics import Accuracy, Metric, Tally
 from models import ShardedStep
-from monitor import Monitor
+from monitoring.monitor import Monitor
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
 

@@ -13,7 +13,6 @@ import config
 import data
 import models
 import optim
-import preview
 import utils
 from checkpointing.guard import check_data
 from checkpointing.preemption import PreemptionGuard
@@ -23,9 +22,10 @@ from errors import PreemptedError, end_by, end_process
 from launch import read_launch
 from loading.loader import check_memory
 from loading.seen import SeenRecord
-from losses import build_criterion
-from metrics import Accuracy, Tally, build_metrics, numbers_of, result_lines
+from metrics import Accuracy, Tally, build_criterion, build_metrics, numbers_of, result_lines
+from monitoring.preview import preview
 from options import get_args_parser
+from presets import build_presets
 from run import BareRun, Run, read_resumed, start_weights
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
@@ -241,7 +241,9 @@ def cli():
         args = config.parse_args()
         if args.list_recipes or args.dry_run:
             take_signals().release()
-            text = config.list_recipes() if args.list_recipes else preview.preview(args)
+            if args.dry_run:
+                build_presets(args)  # finds out whether the augmentation exists
+            text = config.list_recipes() if args.list_recipes else preview(args)
             print(text)  # looked up here: after a preview only the first of several processes prints
         else:
             main(args)

@@ -26,13 +26,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import collectives
 import config
 import data
-import losses
+import metrics
 import models
 import optim
 import train
 import utils
 from errors import UserError
-from metrics import Accuracy, Tally
 from options import COMPILE_MODES
 from run import BareRun
 from sampler import TrainSampler, VirtualShards
@@ -77,7 +76,7 @@ class Step:
         model = models.build_model(args, NUM_CLASSES)
         self.model = models.place_model(model, args, device)
         self.model_ema = models.build_ema(args, self.model)
-        self.criterion = losses.build_criterion(args)
+        self.criterion = metrics.build_criterion(args)
         self.optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, self.model))
         self.scaler = models.build_scaler(args, device)
         self.shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
@@ -95,7 +94,7 @@ class LoggedRun(BareRun):
         super().__init__(model, step.device)
         self.sharded_step = models.ShardedStep(model, step.shards, device=step.device)
         self.scheduler = optim.build_lr_scheduler(step.args, step.optimizer)
-        self.tally = Tally([Accuracy()], step.shards.num_local)
+        self.tally = metrics.Tally([metrics.Accuracy()], step.shards.num_local)
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""

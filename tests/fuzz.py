@@ -37,11 +37,9 @@ import data
 import errors
 import metrics
 import models
-import monitor
 import optim
 import options
 import presets
-import preview
 import run
 import sampler
 from checkpointing import guard
@@ -51,6 +49,7 @@ from checkpointing.store import CheckpointManager
 from launch import read_launch
 from loading import index
 from loading.seen import SeenRecord
+from monitoring import monitor, preview
 from tests.images import write_images
 from tests.started import Hostile
 

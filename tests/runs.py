@@ -9,7 +9,7 @@ from checkpointing.schema import FORMAT
 from checkpointing.store import CheckpointManager
 from loading.seen import SeenRecord
 from metrics import Accuracy
-from monitor import Monitor
+from monitoring.monitor import Monitor
 from run import Run
 from tests.endings import differing, flatten, read_metrics
 from tests.ranks import run_ranks, train_rank

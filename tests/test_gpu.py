@@ -9,7 +9,7 @@ from torch import nn
 
 import config
 import data
-import losses
+import metrics
 import models
 import optim
 import train
@@ -177,7 +177,7 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
 
     run = run_of(args, tmp_path, model, optimizer, loader.loader.batch_sampler, device, Watched)
     train.train_one_epoch(
-        model, criterion or losses.build_criterion(args), optimizer, loader, device, 0, args,
+        model, criterion or metrics.build_criterion(args), optimizer, loader, device, 0, args,
         models.build_ema(args, model), models.build_scaler(args, device), run,
     )  # fmt: skip
     return run.state.step

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import config
 import data
 import metrics
-import monitor
 import sampler
 import train
 import utils
 from checkpointing.checkpoint import RunState
+from monitoring import monitor
 from tests.ranks import run_check, run_ranks, train_rank
 from tests.started import SMALL
 
@@ -256,3 +256,25 @@ def test_soft_targets_count_by_their_highest():
 def test_count_correct_reads_nothing():
     output, target = torch.empty(4, 10, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
     assert [count.device.type for count in metrics.count_correct(output, target, (1, 5))] == ["meta", "meta"]
+
+
+def by_definition(output, target):
+    probability = 1 / (1 + (-output.double()).exp())
+    return -(target * probability.log() + (1 - target) * (1 - probability).log()).mean()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_indices_become_one_decision_a_class(smoothing):
+    output, target = torch.tensor([[0.5, -1.0, 2.0, 0.0], [1.0, 0.0, 0.0, -3.0]]), torch.tensor([2, 0])
+    expected = torch.full((2, 4), smoothing / 4, dtype=torch.float64)
+    expected[0, 2] += 1 - smoothing
+    expected[1, 0] += 1 - smoothing
+    loss = metrics.BinaryCrossEntropy(smoothing)(output, target)
+    assert float(loss) == pytest.approx(float(by_definition(output, expected)), rel=1e-6)  # float32
+
+
+def test_a_class_above_the_threshold_is_fully_there():
+    output, target = torch.randn(2, 4), torch.tensor([[0.7, 0.3, 0.0, 0.0], [0.9, 0.0, 0.1, 0.0]])
+    expected = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]).double()
+    loss = metrics.BinaryCrossEntropy(target_threshold=0.2)(output, target)
+    assert float(loss) == pytest.approx(float(by_definition(output, expected)), rel=1e-6)

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import config
-import losses
 import metrics
 import models
 import optim
@@ -194,7 +193,7 @@ def test_auxiliary_classifiers_count_in_training():
         args = config.parse_args(
             ["--synthetic", "--model", name, "--label-smoothing", "0.1", "--train-crop-size", str(size)]
         )
-        model, criterion = models.build_model(args, 4), losses.build_criterion(args)
+        model, criterion = models.build_model(args, 4), metrics.build_criterion(args)
         image, target = torch.randn(2, 3, size, size), torch.tensor([1, 3])
         torch.manual_seed(0)
         output = model(image)

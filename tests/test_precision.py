@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 import data
-import losses
+import metrics
 import models
 import optim
 import train
@@ -317,7 +317,7 @@ def train_without_reads(args, tmp_path, criterion=None):
     model.register_forward_pre_hook(begin)
     try:
         train.train_one_epoch(
-            model, criterion or losses.build_criterion(args), optimizer,
+            model, criterion or metrics.build_criterion(args), optimizer,
             data.DeviceLoader(loader, CPU, transform, 0), CPU, 0, args, model_ema, models.build_scaler(args, CPU), run,
         )  # fmt: skip
     finally:

@@ -33,7 +33,7 @@ from checkpointing.store import CheckpointClock, CheckpointFolder, CheckpointMan
 from errors import StorageError, UserError
 from files import explain_failure, find_os_error
 from metrics import Accuracy, Tally
-from monitor import Monitor
+from monitoring.monitor import Monitor
 from run import StatusFile
 from tests.endings import differing, differing_results, flatten
 from tests.ranks import run_ranks, torchrun_environment, train_rank
@@ -584,7 +584,7 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
     with opened(tmp_path, state) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
         with monkeypatch.context() as patch:
-            patch.setattr("monitor.write_all", refuse)
+            patch.setattr("monitoring.monitor.write_all", refuse)
             patch.setattr("run.write_atomically", refuse)
             monitor.write("train", 2, 0, loss=2.0)
             monitor.write("train", 3, 0, loss=3.0)

@@ -13,7 +13,6 @@ import collectives
 import config
 import models
 import optim
-import presets
 from errors import UserError
 from launch import read_launch
 from loading.index import find_splits, open_index
@@ -47,7 +46,6 @@ def preview(args: Any) -> str:
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
     model = build_without_memory(args, num_classes)
-    presets.build_presets(args)  # finds out whether the augmentation exists
     groups = optim.build_parameter_groups(args, model)
     optimizer = optim.build_optimizer(args, groups)
     scheduler = optim.build_lr_scheduler(args, optimizer)
