@@ -219,6 +219,12 @@ def complete(given: argparse.Namespace, reference_global_batch: int | None = Non
     return args
 
 
+def filled(args: argparse.Namespace, **others: Any) -> argparse.Namespace:
+    """Return the options of somebody's own script, which may lack some: those are `others`, or have their defaults."""
+    defaults = {name: option.default for name, option in BY_NAME.items()}
+    return argparse.Namespace(**{**defaults, **others, **vars(args)})
+
+
 def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     """Derive options from this machine and its launcher; return all options and a line about each derived one.
 
@@ -227,15 +233,14 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     """
     import torch  # not above: whoever only wants help need not wait for it
 
-    import utils
+    import collectives
 
-    changes, lines, launch = {}, [], utils.place(args.world_size, args.dist_url)
-    is_there = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator().type if is_there else None
+    changes, lines, launch = {}, [], collectives.place(args.world_size, args.dist_url)
+    accelerator = collectives.find_accelerator()
     device = args.device or accelerator or "cpu"
     if args.device is None:
         changes["device"] = device
-        lines.append(f"--device {device}: {'the accelerator that is there' if is_there else 'no accelerator found'}")
+        lines.append(f"--device {device}: {'the accelerator that is there' if accelerator else 'no accelerator found'}")
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
@@ -243,7 +248,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     if kind not in ("cpu", accelerator):
         raise UserError(f"--device {device}: this machine has none that torch {torch.__version__} can use; try cpu")
     if args.workers is None:
-        cores = utils.count_cores()
+        cores = collectives.count_cores()
         changes["workers"] = min(16, max(cores // launch.num_local, 1))
         lines.append(
             f"--workers {changes['workers']}: {cores} cores, {launch.num_local} processes on this node, at most 16"
@@ -260,7 +265,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
         lines.append(f"--decode-device {args.decode_device} has no effect: {reason}")
         changes["decode_device"] = "cpu"
     changes |= {"rank": launch.rank, "world_size": launch.world_size, "distributed": launch.is_launched}
-    changes["gpu"] = utils.choose_gpu(launch, device)
+    changes["gpu"] = collectives.choose_gpu(launch, device)
     return Record(**{**vars(args), **changes}), lines + _without_effect(args)
 
 

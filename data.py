@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.models import WeightsEnum
 
+import collectives
 import transforms
-import utils
 from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
@@ -429,6 +429,11 @@ class DeviceLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
+    def numbers(self) -> Iterator[Tensor]:
+        """Yield the numbers in the set of each batch's images, in the order of the batches."""
+        for keys in self.loader.batch_sampler:
+            yield torch.tensor([_number_of(key) for key in keys])
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Here and not in the thread that decodes: loader processes end with the thread that has started them.
         batches = self._batches(iter(self.loader))
@@ -512,6 +517,21 @@ def build_device_loader(
     return DeviceLoader(started, device, transform, args.seed, is_encoded=args.decode_device != "cpu")
 
 
+def build_device_loaders(
+    args: Any,
+    datasets: tuple[Dataset | None, Dataset],
+    samplers: tuple[Any, Any],
+    device: torch.device,
+    started: list[ProcessLoader | None],
+) -> list[DeviceLoader | None]:
+    """Return what iterates over the training set (None for no set) and over the validation set."""
+    num_classes = len(datasets[1].classes)
+    each = zip(datasets, samplers, started, strict=True)
+    return [
+        build_device_loader(args, dataset, sampler, device, num_classes, loader) for dataset, sampler, loader in each
+    ]
+
+
 def report_images(data_loader: DeviceLoader, epoch: int) -> None:
     """Say which images of an epoch others stood in for, and which ones the device could not decode.
 
@@ -527,7 +547,7 @@ def report_images(data_loader: DeviceLoader, epoch: int) -> None:
 
 
 def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str) -> None:
-    samples = torch.cat(utils.all_gather(torch.tensor(numbers, dtype=torch.int64)))
+    samples = torch.cat(collectives.all_gather(torch.tensor(numbers, dtype=torch.int64)))
     images = samples.unique().tolist()
     if not images:
         return

@@ -1,7 +1,12 @@
-"""Errors that a user can act on, and packages that are good to have and never needed."""
+"""Errors that a user can act on, how they end a process, and packages that are good to have and never needed."""
 
+import errno
 import importlib
 import os
+import resource
+import signal
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
@@ -165,3 +170,85 @@ def require_torchcodec(option: str) -> ModuleType:
             "pip install --upgrade torchcodec"
         )
     return torchcodec
+
+
+def explain_limit(error: BaseException) -> LimitError | None:
+    """Return a line about an error that means that the machine gives this process no more of something, or None."""
+    if isinstance(error, MemoryError):
+        return LimitError(f"out of memory ({error or 'no more is given'}); use fewer --workers, or raise `ulimit -v`")
+    number = getattr(error, "errno", None)
+    for limit, advice in {
+        errno.EMFILE: f"raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}",
+        errno.ENFILE: "the machine has as many files open as it can",
+        errno.EAGAIN: "no more processes: raise `ulimit -u`, or use fewer --workers",
+        errno.ENOMEM: "use fewer --workers, or raise `ulimit -v`",
+    }.items():
+        # Torch turns the system's errors into texts.
+        if limit == number or (isinstance(error, RuntimeError) and os.strerror(limit) in str(error)):
+            return LimitError(f"{os.strerror(limit)}; {advice}")
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return LimitError(f"{error}: raise `ulimit -u` or `ulimit -v`, or use fewer --workers")
+    return None
+
+
+def leave(error: BaseException, exit_code: int, rank: int = 0, local_rank: int = 0, *, is_agreed: bool = True) -> None:
+    """Print why the run was refused or stopped, once over all ranks, and end this process.
+
+    A launcher ends the other processes as soon as one has left; so, where all ranks meet the same error, the others
+    stay until rank 0 has printed it. Where some are still there after ten seconds, rank 0 may not have met it, or
+    nobody ends them: then the first of each node says it too.
+
+    Args:
+        error: its text is printed.
+        exit_code: what this process leaves with; torchrun turns any of them into 1.
+        rank: this process's number.
+        local_rank: its number on its machine.
+        is_agreed: whether all ranks are expected to meet the error; if not, it is printed at once.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a launcher ends this process now
+    is_silent = False
+    if rank != 0 and is_agreed:
+        time.sleep(10)
+        is_silent = local_rank != 0 and not isinstance(error, LimitError)  # which one rank may meet alone
+    where = f" on rank {rank}" if rank != 0 else ""
+    # Not print, which is silent on this rank.
+    if not is_silent:
+        say(f"train.py: error{where}: {one_line(str(error))}")
+    end_process(exit_code)
+
+
+def end_process(exit_code: int) -> None:
+    """End this process at once, and its loader processes with it.
+
+    Not by sys.exit: tearing down a process group whose other members are gone can abort and hide the exit code, and
+    Python would wait for loader processes that are in the middle of something.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # gone, closed or never there
+            stream.flush()
+    os._exit(exit_code)
+
+
+def end_by(error: BaseException, rank: int = 0, local_rank: int = 0) -> None:
+    """End this process for an error: what a user can mend in one line and an exit code, our fault in a traceback.
+
+    Args:
+        error: why.
+        rank: this process's number.
+        local_rank: its number on its machine.
+    """
+    if isinstance(error, SystemExit):  # of the parser
+        end_process(error.code or 0)
+    if isinstance(error, KeyboardInterrupt):
+        error, exit_code = KeyboardInterrupt("interrupted; --resume auto goes on from the last checkpoint"), 1
+    else:
+        error = explain_limit(error) or error
+        exit_code = getattr(error, "exit_code", None)
+    if exit_code is not None:
+        is_agreed = not isinstance(error, ImageError | LoaderKilledError)
+        leave(error, exit_code, rank, local_rank, is_agreed=is_agreed)
+    import traceback  # see above
+
+    with suppress(OSError):  # the terminal may be gone
+        traceback.print_exception(error)
+    end_process(1)

@@ -15,9 +15,12 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError, did_you_mean, in_one_line, require_timm
-from losses import AUXILIARY_WEIGHTS
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# Weight of an auxiliary classifier's loss, beside the main one's 1: GoogLeNet (Szegedy et al., arXiv 1409.4842,
+# section 5) and Inception v3 (the weight in PyTorch's own fine-tuning tutorial).
+AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
 
 
 def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import collectives
 import config
+import gradients
 import models
 import optim
-import utils
 from checkpointing.checkpoint import RunState
 from checkpointing.guard import check_classes, check_options, run_facts
 from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
@@ -31,7 +32,8 @@ from gradients import ShardedStep
 from launch import read_launch
 from loading.encoded import settle_decode_device
 from loading.seen import SeenRecord
-from monitor import LogWindow, Monitor, non_finite_loss
+from metrics import Accuracy, Metric, Tally
+from monitoring.monitor import Monitor
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
 
@@ -81,7 +83,7 @@ def go_on_after_restart(args: config.Record, manager: CheckpointManager) -> conf
         is_ours = launched not in (None, "") and launched == read_launch().agent
         return b"yes" if is_ours and manager.files.numbered() else None
 
-    if not utils.call_on_master(has_saved):
+    if not collectives.call_on_master(has_saved):
         return args
     print(f"restarted by torchrun: going on from the newest checkpoint in {manager.folder}")
     return args.replaced(resume="auto", overwrite=False)
@@ -107,7 +109,7 @@ def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None
     weights = models.resolve_weights(args)
     try:
         # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
-        return weights.get_state_dict(progress=utils.is_main_process(), check_hash=True, weights_only=True)
+        return weights.get_state_dict(progress=collectives.is_main_process(), check_hash=True, weights_only=True)
     except OSError as error:
         raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
     except Exception as error:  # as of any bad file: see load_checkpoint
@@ -126,8 +128,9 @@ class BareRun:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        world_size = utils.get_world_size()
-        shards = VirtualShards(0, world_size, utils.get_rank(), world_size)
+        self.tally = Tally([Accuracy()])
+        world_size = collectives.get_world_size()
+        shards = VirtualShards(0, world_size, collectives.get_rank(), world_size)
         self.sharded_step = ShardedStep(model, shards, device=device)
         self.steps_per_epoch = self.number = 0
 
@@ -158,12 +161,14 @@ class BareRun:
         """Make every gradient the mean over all shards. Collective."""
         self.sharded_step.finish_gradients()
 
-    def end_step(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
-        """Take what a step gave: (mean loss, top-1 hits, top-5 hits, images) of each local shard, and the norm."""
-        for loss, correct1, correct5, n in results:
-            metric_logger.meters["loss"].update(loss, n)
-            metric_logger.meters["acc1"].add(100 * correct1, n)
-            metric_logger.meters["acc5"].add(100 * correct5, n)
+    def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
+        """Take what the model made of a shard, unread: its mean loss, and as `metrics.Metric.update`."""
+        self.tally.update(loss, output, target, index)
+
+    def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
+        """Show what was measured since the last line, if one is due, of this process."""
+        if metric_logger.is_line_due:
+            metric_logger.show(*self.tally.read_local())
 
 
 class Run(BareRun):
@@ -177,9 +182,9 @@ class Run(BareRun):
         seen: remembers the images that were read.
         sampler: knows the images of a step.
         datasets: the training and the validation set.
-        sharded_step: surrounds the passes of each shard.
-        lr_scheduler: sets the learning rate of each step.
-        parts: what is saved under which name, or None; `model` is the bare model.
+        model: as `gradients.wrap_model` returns it.
+        parts: what is saved under which name, or None: the bare model, optimizer, model_ema and scaler.
+        metrics: what is measured of its outputs.
     """
 
     def __init__(
@@ -192,20 +197,27 @@ class Run(BareRun):
         *,
         sampler: TrainSampler,
         datasets: tuple,
-        sharded_step: ShardedStep,
-        lr_scheduler: optim.LRScheduler,
+        model: nn.Module,
         parts: dict[str, Any],
+        metrics: list[Metric],
     ) -> None:
         self.args, self.manager, self.preemption, self.seen = args, manager, preemption, seen
-        self.sampler, self.sharded_step, self.lr_scheduler = sampler, sharded_step, lr_scheduler
-        self.model, self.folder = parts["model"], manager.folder
-        self.window = LogWindow(sampler.shards.num_local)
+        self.sampler, self.model, self.folder = sampler, parts["model"], manager.folder
+        device = next(self.model.parameters()).device
+        self.sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
+        self.lr_scheduler = optim.build_lr_scheduler(args, parts["optimizer"])
+        self.tally, self.losses = Tally(metrics, sampler.shards.num_local), []
+        scaler = parts.get("scaler")
+        parts = {
+            **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.tally,
+            "scaler": scaler if scaler and scaler.is_enabled() else None,
+        }  # fmt: skip
         facts = run_facts(args, describe_decoder(args), *datasets)
-        self.state = RunState(sampler.steps_per_epoch, facts, {**parts, "log_window": self.window})
+        self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
-        self.monitor = Monitor(self.folder if utils.is_main_process() else None, self.state)
-        self.status = StatusFile(self.folder if utils.is_main_process() else None, self.state)
-        self.finite = FiniteWatch(next(self.model.parameters()).device)
+        self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state)
+        self.status = StatusFile(self.folder if collectives.is_main_process() else None, self.state)
+        self.finite = FiniteWatch(device)
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
         self.saved = self.position  # nothing to save yet
         self.start_line(wait_s=0.0)
@@ -219,10 +231,10 @@ class Run(BareRun):
         """
         start = self.status.count_start()
         self.manager.open(self.args.resume, self.state, overwrite=self.args.overwrite)
-        utils.call_on_master(self.write_description, start)
+        collectives.call_on_master(self.write_description, start)
         with ExitStack() as stack:
             stack.enter_context(self.seen)
-            utils.call_on_master(self.monitor.open)
+            collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
             self.watchdog.start()
             stack.callback(self.watchdog.end)
@@ -267,7 +279,7 @@ class Run(BareRun):
 
     def finish(self) -> None:
         """Record and say how the run ended. Collective: every rank must call it."""
-        utils.call_on_master(self.status.finish)
+        collectives.call_on_master(self.status.finish)
         print(self.state.result(self.args.output_dir))
 
     # Where it is
@@ -323,11 +335,15 @@ class Run(BareRun):
         """Return what surrounds the passes of a shard of the step that is under way."""
         return self.sharded_step.shard(self.state.step, shard)
 
-    def end_step(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
+    def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
+        """Take what the model made of a shard: see `BareRun`."""
+        super().measure(loss, output, target, index)
+        self.losses.append(loss.detach())
+
+    def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
-        for result in results:
-            self.window.update(self.state.step, *result)
-        self.finite.note(self.state.step, [loss for loss, *_ in results])
+        self.finite.note(self.state.step, self.losses)
+        self.losses = []
         self.state.advance()
         self.watchdog.beat()
         verdict = self.preemption.agree(is_save_due=self.manager.is_due(), bad_step=self.finite.first_bad())
@@ -368,11 +384,12 @@ class Run(BareRun):
         self.save()
         self.seen.keep()
 
-    def watched(self, data_loader: Any) -> WatchedLoader:
-        """Return a loader whose batches all ranks stop at together when a signal asks for it."""
-        return WatchedLoader(data_loader, self.preemption, self.stop, self.watchdog.beat)
+    def watched(self, loaders: dict[str, Any]) -> dict[str, WatchedLoader]:
+        """Return loaders whose batches all ranks stop at together when a signal asks for it."""
+        beat = self.watchdog.beat
+        return {name: WatchedLoader(loader, self.preemption, self.stop, beat) for name, loader in loaders.items()}
 
-    def take_results(self, results: dict[str, dict[str, float]]) -> None:
+    def take_results(self, results: dict[str, dict[str, Any]]) -> None:
         """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
         for kind, result in results.items():
             self.monitor.write(kind, self.state.step, self.state.epoch, **result)
@@ -385,20 +402,18 @@ class Run(BareRun):
         """Measure rates from now on; at the start of an epoch too, or its first line would include an evaluation."""
         self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), self.state.step, wait_s
 
-    def log(self, metric_logger: utils.MetricLogger, grad_norm: Tensor) -> None:
-        """Write the means over all images since the last line. Collective: every rank must call it."""
-        self.window.gather()
-        means, n = self.window.read()
+    def log(self, metric_logger: Any, grad_norm: Tensor) -> None:
+        """Write what was measured of all images since the last line. Collective: every rank must call it."""
+        self.gather()
+        values, n = self.tally.read()
         elapsed_s = time.perf_counter() - self.line_s
         images = (self.state.step - self.line_step) * self.args.global_batch_size
-        for name, value in means.items():
-            metric_logger.meters[name].update(value, n)
-        metric_logger.meters.setdefault("img/s", utils.SmoothedValue(fmt="{value:.1f}")).update(images / elapsed_s)
+        metric_logger.show({**values, "img/s": images / elapsed_s}, n)
         self.monitor.write(
             "train",
             self.state.step,
             self.state.epoch,
-            **means,
+            **values,
             lr=metric_logger.lr.value,
             grad_norm=float(grad_norm),
             images_per_s=images / elapsed_s,
@@ -410,9 +425,20 @@ class Run(BareRun):
             self.say_who_waits((metric_logger.wait_s - self.line_wait_s) / elapsed_s)
         self.start_line(metric_logger.wait_s)
 
+    def gather(self) -> None:
+        """Add up what was measured since the last call. Collective: every rank must call it, after the same step.
+
+        Raises:
+            NonFiniteError: a loss is not finite; names the first step, the same one on every rank.
+        """
+        losses = self.tally.gather().view(-1, self.args.num_shards)
+        bad = (~losses.isfinite().all(dim=1)).nonzero()
+        if len(bad):
+            raise NonFiniteError(non_finite_loss(self.state.step - len(losses) + int(bad[0])))
+
     def say_who_waits(self, data_wait: float) -> None:
         """Name the process that waits for its data much longer than the others, and so makes them wait. Collective."""
-        waits = torch.cat(utils.all_gather(torch.tensor([data_wait])))
+        waits = torch.cat(collectives.all_gather(torch.tensor([data_wait])))
         longest, median = float(waits.max()), float(waits.median())
         if longest > median + 0.1:
             print(
@@ -426,10 +452,10 @@ class Run(BareRun):
         Args:
             is_last: whether nothing comes after, so that a failing save fails the run.
         """
-        self.window.gather()
+        self.gather()
         # Weights are equal on all ranks, running statistics are not; rank 0's are saved.
         average, optimizer = self.state.parts.get("model_ema"), self.state.parts["optimizer"].optimizer
-        bad = utils.call_on_master(optim.find_non_finite, self.model, average, optimizer)
+        bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
         if bad is not None:
             raise NonFiniteError(
                 f"the {bad.decode()} after step {self.state.step} are not finite; the last checkpoint is kept"
@@ -531,6 +557,14 @@ def is_start(value: Any) -> bool:
         and 0 < value["count"] < 1 << 53
         and isinstance(value.get("position"), list)
         and [type(item) for item in value["position"]] == [int, bool]
+    )
+
+
+def non_finite_loss(step: int) -> str:
+    """Return what is said of a step whose loss is not finite."""
+    return (
+        f"the loss of step {step} is not finite; stopped, and the last checkpoint is kept; "
+        "try a lower --lr, a longer warm-up or --clip-grad-norm"
     )
 
 

@@ -6,27 +6,27 @@ if __name__ == "__main__":
 
     startup.begin_script()
 
-import traceback
-from contextlib import suppress
-
 import torch
 
+import collectives
 import config
 import data
 import gradients
 import models
 import optim
-import preview
 import utils
 from checkpointing.guard import check_data
 from checkpointing.preemption import PreemptionGuard
 from checkpointing.startup import take_signals
 from checkpointing.store import CheckpointManager
-from errors import ImageError, LoaderKilledError, PreemptedError, UserError
+from errors import PreemptedError, end_by, end_process
+from launch import read_launch
 from loading.loader import check_memory
 from loading.seen import SeenRecord
-from losses import build_criterion
+from metrics import Accuracy, Tally, build_criterion, build_metrics, numbers_of, result_lines
+from monitoring.preview import preview
 from options import get_args_parser
+from presets import build_presets
 from run import BareRun, Run, read_resumed, start_weights
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
@@ -44,31 +44,30 @@ def train_one_epoch(
         data_loader: yields (image, target) batches: a `DeviceLoader`, or any plain loader.
         device: where the model is.
         epoch: its number, from 0.
-        args: reads print_freq, amp, amp_dtype, clip_grad_norm, model_ema_steps and lr_warmup_epochs.
+        args: print_freq, clip_grad_norm, model_ema_steps, lr_warmup_epochs, amp, amp_dtype; any may be missing.
         model_ema: the average to move along, or None.
         scaler: of the loss under `--amp`, or None.
         run: what surrounds the steps; None for a bare loop, in which each process computes one shard a step.
     """
+    args = config.filled(args, amp=scaler is not None)
     models.set_training_mode(model)
     run = run or BareRun(model, device)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
-    metric_logger = utils.MetricLogger(delimiter="  ")
-    metric_logger.add_meter("lr", utils.SmoothedValue(window_size=1, fmt="{value:.4g}"))
-    batches = metric_logger.timed(data_loader)
+    metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
+    batches, numbers = metric_logger.timed(data_loader), numbers_of(data_loader)
     steps = run.steps(len(data_loader))
     autocast = models.autocast(args, device)
     for step in metric_logger.log_every(steps, args.print_freq, f"Epoch: [{epoch}]", steps.start):
         run.begin_step(epoch, step)
         optimizer.zero_grad()
-        results = []
-        for shard, (image, target) in zip(run.local_shards, batches, strict=False):
+        for shard, (image, target), index in zip(run.local_shards, batches, numbers, strict=False):
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             with run.shard(shard):
                 with autocast:
                     output = model(image)
                     loss = criterion(output, target)
                 scaler.scale(loss * run.loss_scale).backward()
-            results.append((loss.detach(), *utils.count_correct(output, target, topk=(1, 5)), len(image)))
+            run.measure(loss, output, target, index)
         run.finish_gradients()
 
         scaler.unscale_(optimizer)
@@ -81,14 +80,19 @@ def train_one_epoch(
             if epoch < args.lr_warmup_epochs:
                 model_ema.reset()  # until the warm-up is over, the average is a copy of the weights
         metric_logger.update(lr=optimizer.param_groups[0]["lr"])
-        run.end_step(metric_logger, results, grad_norm)
+        run.end_step(metric_logger, grad_norm)
 
 
 def evaluate(model, criterion, data_loader, device, print_freq=100, log_suffix=""):
+    """Evaluate a model on every image of a set, as `measure` does, and return the percentage of hits: Acc@1."""
+    return measure(model, criterion, data_loader, device, print_freq, log_suffix)["acc1"]
+
+
+def measure(model, criterion, data_loader, device, print_freq=100, log_suffix="", metrics=None):
     """Evaluate a model on every image of a set, each exactly once, over all processes.
 
-    The sums are formed from the batches in their order, whichever rank computed them: with `EvalSampler`, counts and
-    loss are the same in every bit at any number of processes. Collective: every rank must call it, with the bare model:
+    The sums are formed from the batches in their order, whichever rank computed them: with `EvalSampler`, all values
+    are the same in every bit at any number of processes. Collective: every rank must call it, with the bare model:
     ranks may have different numbers of batches, on which DDP would hang.
 
     Args:
@@ -98,44 +102,52 @@ def evaluate(model, criterion, data_loader, device, print_freq=100, log_suffix="
         device: where the model is.
         print_freq: batches between two lines.
         log_suffix: what the result line calls the model, such as EMA.
+        metrics: what is measured beside the loss; by default Acc@1 and Acc@5.
 
     Returns:
-        acc1 and acc5 in percent, the mean loss of an image, and n, the number of images.
+        The metrics' values by their names, the mean loss of an image, and n, the number of images.
 
     Raises:
         RuntimeError: the loaders of all ranks together did not yield as many images as the set has.
     """
     model.eval()
     gradients.broadcast_from_master(list(model.buffers()))
-    metric_logger = utils.MetricLogger(delimiter="  ")
-    loss_meter, acc1_meter, acc5_meter = (metric_logger.meters[name] for name in ("loss", "acc1", "acc5"))
+    tally = Tally(metrics or [Accuracy()])
+    metric_logger = utils.MetricLogger(delimiter="  ", tally=tally)
     header = f"Test: {log_suffix}".rstrip()
+    batches = metric_logger.log_every(data_loader, print_freq, header)
     with torch.inference_mode():
-        for image, target in metric_logger.log_every(data_loader, print_freq, header):
+        for (image, target), index in zip(batches, numbers_of(data_loader), strict=False):
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             output = model(image)
-            correct1, correct5 = utils.count_correct(output, target, topk=(1, 5))
-            loss_meter.update(criterion(output, target), len(image))
-            acc1_meter.add(100 * correct1, len(image))
-            acc5_meter.add(100 * correct5, len(image))
+            tally.update(criterion(output, target), output, target, index)
+            if metric_logger.is_line_due:
+                metric_logger.show(*tally.read_local())
     metric_logger.synchronize_between_processes()
 
-    n, num_images = loss_meter.count, len(data_loader.dataset)
-    if n != num_images:
-        raise RuntimeError(f"evaluated {n} images of a set of {num_images}: the sampler leaves out or repeats some")
-    acc1, acc5, loss = acc1_meter.global_avg, acc5_meter.global_avg, loss_meter.global_avg
-    print(f"{header} Acc@1 {acc1:.3f} Acc@5 {acc5:.3f} loss {loss:.3f} n={n}")
-    return {"acc1": acc1, "acc5": acc5, "loss": loss, "n": n}
+    values, n = tally.read()
+    if n != len(data_loader.dataset):
+        raise RuntimeError(
+            f"evaluated {n} images of a set of {len(data_loader.dataset)}: the sampler leaves out or repeats some"
+        )
+    for line in result_lines(values, n):
+        print(f"{header} {line}")
+    return {**values, "n": n}
 
 
-def evaluate_all(args, model, model_ema, criterion, data_loader, device):
-    """Evaluate the model and its average, if there is one; return the results by their names in the log."""
+def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=None):
+    """Evaluate the model and its average, if there is one, on each set; return the results by their names in the log.
+
+    These are the sets' names, with _ema for the average. The lines of `val` do not name their set.
+    """
     results = {}
-    for kind, scored, suffix in [("val", model, ""), ("val_ema", model_ema, "EMA")]:
-        if scored is not None:
-            scored = models.FlipAverage(scored) if args.eval_flip else scored
-            with models.autocast(args, device):
-                results[kind] = evaluate(scored, criterion, data_loader, device, log_suffix=suffix)
+    for name, data_loader in loaders.items():
+        for kind, scored, suffix in [(name, model, ""), (f"{name}_ema", model_ema, "EMA")]:
+            if scored is not None:
+                scored = models.FlipAverage(scored) if args.eval_flip else scored
+                label = suffix if name == "val" else f"{name} {suffix}".rstrip()
+                with models.autocast(args, device):
+                    results[kind] = measure(scored, criterion, data_loader, device, 100, label, metrics)
     return results
 
 
@@ -167,13 +179,13 @@ def join(args):
     args, notes = config.on_machine(args)
     args, more = data.take_published_options(args)
     models.set_up_threads(args)
-    utils.setup_for_distributed(args.rank == 0)
+    collectives.setup_for_distributed(args.rank == 0)
     for note in notes + more:
         print(note)
     # Before there are other threads, as those of the process group: see `ProcessLoader.start`.
     is_known = args.decode_device == "cpu" and not (args.test_only and args.resume)
     loading = data.start_loading(args) if is_known else None
-    utils.join_processes(args)
+    collectives.join_processes(args)
     return args, models.set_up_device(args), preemption, loading
 
 
@@ -187,37 +199,33 @@ def main(args):
     manager = CheckpointManager.of_options(args)
     args, state = read_resumed(args, manager, device)
 
-    (dataset, dataset_test), started = loading or data.start_loading(args)
-    train_sampler, test_sampler = data.build_samplers(dataset, dataset_test, args)
-    check_data(state, args, dataset, dataset_test)
-    seen = SeenRecord(args, state, train=dataset, val=dataset_test)
-    num_classes = len(dataset_test.classes)
-    data_loader = data.build_device_loader(args, dataset, train_sampler, device, num_classes, started[0])
-    data_loader_test = data.build_device_loader(args, dataset_test, test_sampler, device, num_classes, started[1])
+    datasets, started = loading or data.start_loading(args)
+    samplers = data.build_samplers(*datasets, args)
+    check_data(state, args, *datasets)
+    seen = SeenRecord(args, state, train=datasets[0], val=datasets[1])
+    data_loader, data_loader_test = data.build_device_loaders(args, datasets, samplers, device, started)
 
-    weights = None if state else start_weights(args, dataset_test)
+    num_classes = len(datasets[1].classes)
+    weights = None if state else start_weights(args, datasets[1])
     model_without_ddp = models.place_model(models.build_model(args, num_classes, weights), args, device)
     model_ema = models.build_ema(args, model_without_ddp)
     criterion = build_criterion(args)
+    metrics = build_metrics(num_classes)
     if args.test_only:
         model_ema = models.load_evaluated(args, model_without_ddp, state)
         with seen:
-            evaluate_all(args, model_without_ddp, model_ema, criterion, data_loader_test, device)
+            evaluate_all(args, model_without_ddp, model_ema, criterion, {"val": data_loader_test}, device, metrics)
         return
 
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
     scaler = models.build_scaler(args, device)
     model = gradients.wrap_model(model_without_ddp, args)
-    parts = {
-        "model": model_without_ddp, "optimizer": optim.OptimizerState(optimizer), "model_ema": model_ema,
-        "scaler": scaler if scaler.is_enabled() else None,
-    }  # fmt: skip
     run = Run(
-        args, state, manager, preemption, seen, sampler=train_sampler, datasets=(dataset, dataset_test), parts=parts,
-        sharded_step=gradients.build_sharded_step(args, model, train_sampler.shards, device),
-        lr_scheduler=optim.build_lr_scheduler(args, optimizer),
+        args, state, manager, preemption, seen, sampler=samplers[0], datasets=datasets, model=model, metrics=metrics,
+        parts={"model": model_without_ddp, "optimizer": optimizer, "model_ema": model_ema, "scaler": scaler},
     )  # fmt: skip
     del state
+    loaders = run.watched({"val": data_loader_test})
     with run:
         for epoch in run.epochs():
             if run.has_steps_left:
@@ -225,8 +233,7 @@ def main(args):
                 run.end_epoch()
                 data.report_images(data_loader, epoch)
             if not run.is_evaluated:
-                loader = run.watched(data_loader_test)
-                run.take_results(evaluate_all(args, model_without_ddp, model_ema, criterion, loader, device))
+                run.take_results(evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics))
 
 
 def cli():
@@ -235,28 +242,19 @@ def cli():
         args = config.parse_args()
         if args.list_recipes or args.dry_run:
             take_signals().release()
-            text = config.list_recipes() if args.list_recipes else preview.preview(args)
+            if args.dry_run:
+                build_presets(args)  # finds out whether the augmentation exists
+            text = config.list_recipes() if args.list_recipes else preview(args)
             print(text)  # looked up here: after a preview only the first of several processes prints
         else:
             main(args)
-    except UserError as error:
-        utils.leave(error, error.exit_code)
     except PreemptedError as stop:
         print(f"{stop}; --resume auto goes on")
-    except (ImageError, LoaderKilledError) as error:
-        utils.leave(error, error.exit_code, is_agreed=False)
-    except KeyboardInterrupt:
-        utils.leave(KeyboardInterrupt("interrupted; --resume auto goes on from the last checkpoint"), 1)
-    except SystemExit as end:  # of the parser
-        utils.end_process(end.code or 0)
-    except Exception as error:
-        if limit := utils.explain_limit(error):
-            utils.leave(limit, limit.exit_code)
-        with suppress(OSError):  # the terminal may be gone
-            traceback.print_exc()
-        utils.end_process(1)
-    utils.shut_down()
-    utils.end_process(0)
+    except BaseException as error:
+        launch = read_launch()
+        end_by(error, launch.rank, launch.local_rank)
+    collectives.shut_down()
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ import random
 import torch
 from torch import Tensor
 
-from losses import one_hot
-
 
 class Normalize:
     """Turn (B, C, H, W) uint8 into float32 with the given mean and standard deviation of each channel.
@@ -97,6 +95,11 @@ def _inside(image: Tensor, left: Tensor, top: Tensor, right: Tensor, bottom: Ten
 def _neighbours(image: Tensor) -> Tensor:
     """Return each image's neighbour in the batch. By roll, on a GPU, they would come out in NCHW order."""
     return torch.cat([image[-1:], image[:-1]])
+
+
+def one_hot(target: Tensor, num_classes: int) -> Tensor:
+    """Return (B, num_classes) bool of (B,) class indices. Torch's own reads the classes on a CPU, to check them."""
+    return target[:, None] == torch.arange(num_classes, device=target.device)
 
 
 def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor) -> Tensor:

@@ -49,12 +49,12 @@ class RunState:
     def note_results(self, results: dict[str, dict[str, float]], metric: str) -> None:
         """Record that the epoch has been evaluated, and whether it is the best so far, in each kind (val, val_ema).
 
-        The lowest loss is best, or the highest value of any other metric.
+        Only val and val_ema have a best. The lowest loss is best, or the highest value of any other metric.
         """
         self.is_evaluated = True
         sign = -1 if metric == "loss" else 1
-        for kind, result in results.items():
-            name, value = f"{kind}/{metric}", float(result[metric])
+        for kind in BEST_NAMES.keys() & results.keys():
+            name, value = f"{kind}/{metric}", float(results[kind][metric])
             best = self.bests[BEST_NAMES[kind]]
             is_first = best is None or best["metric"] != name or not math.isfinite(best["value"])
             if is_first or sign * value > sign * best["value"]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-import utils
+import collectives
 from checkpointing.folder import explained
 from errors import UserError
 from launch import read_launch
@@ -24,18 +24,18 @@ class Writers:
     @property
     def have_me(self) -> bool:
         """Whether this process is one of them."""
-        return utils.get_rank() in self.ranks
+        return collectives.get_rank() in self.ranks
 
     def find(self, folder: Path) -> None:
         """Choose the first rank of each node, one for each folder. Collective: every rank must call it."""
-        rank, is_first = utils.get_rank(), read_launch().local_rank == 0
-        firsts = [number for number, is_one in enumerate(utils.gather_plain(is_first)) if is_one]
-        token = utils.gather_plain(secrets.token_hex(8))[0]
+        rank, is_first = collectives.get_rank(), read_launch().local_rank == 0
+        firsts = [number for number, is_one in enumerate(collectives.gather_plain(is_first)) if is_one]
+        token = collectives.gather_plain(secrets.token_hex(8))[0]
         marks = {number: folder / f".node-{number}-{token}" for number in firsts}
         self.ranks = firsts
         self.call(_touch, marks.get(rank))
         # Asked for by name: a listing may come from a network file system's cache.
-        lowest = utils.gather_plain(min([number for number in firsts if marks[number].exists()] + [rank]))
+        lowest = collectives.gather_plain(min([number for number in firsts if marks[number].exists()] + [rank]))
         if is_first:
             marks[rank].unlink(missing_ok=True)
         self.ranks = [number for number in firsts if lowest[number] == number]
@@ -47,11 +47,11 @@ class Writers:
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function on the writers; an error of one is raised by all. Collective: every rank must call it."""
         _, refusal = attempt(function, *args) if self.have_me else (None, None)
-        raise_first(utils.gather_plain(refusal))
+        raise_first(collectives.gather_plain(refusal))
 
     def share(self, payload: bytes | None, source: int = 0) -> bytes:
         """Give one writer's bytes to all writers, which must all call it; b"" where there is only one writer."""
-        return b"" if self._group is None else utils.broadcast_bytes(payload, source, self._group)
+        return b"" if self._group is None else collectives.broadcast_bytes(payload, source, self._group)
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Refusal | None]:

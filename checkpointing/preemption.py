@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-import utils
+import collectives
 from checkpointing.startup import SIGNALS, take_signals
 from errors import UserError, say
 from launch import read_launch
@@ -60,14 +60,14 @@ class PreemptionGuard:
         """Join the knowledge of all ranks. Collective: every rank must call it, as often as the others."""
         bad = NEVER if bad_step is None else -bad_step
         number = self.signals.number
-        votes = [number << 32 | utils.get_rank() if number else 0, int(is_save_due), bad]
-        if utils.is_dist_avail_and_initialized():
+        votes = [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), bad]
+        if collectives.is_dist_avail_and_initialized():
             on_host = torch.tensor(votes)  # over gloo: no device is waited for
             dist.all_reduce(on_host, op=dist.ReduceOp.MAX)
             votes = on_host.tolist()
         stop, save, bad = votes
         name = signal.Signals(stop >> 32).name if stop else ""
-        if stop and utils.get_world_size() > 1:
+        if stop and collectives.get_world_size() > 1:
             name += f" on rank {stop & 0xFFFFFFFF}"
         return Verdict(name, bool(save), None if bad == NEVER else -bad)
 
@@ -143,12 +143,17 @@ class WatchedLoader:
         """The loader's data set."""
         return self.loader.dataset
 
+    @property
+    def numbers(self) -> Callable[[], Iterator]:
+        """The loader's, which yields the images' numbers of each batch, if it has it."""
+        return self.loader.numbers
+
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator:
         """Yield the batches. Collective: every rank must iterate to the end."""
-        rounds = max(int(length) for length in utils.all_gather(torch.tensor([len(self.loader)])))
+        rounds = max(int(length) for length in collectives.all_gather(torch.tensor([len(self.loader)])))
         batches = iter(self.loader)
         for number in range(rounds):
             self.beat()
@@ -232,7 +237,7 @@ class StallWatchdog:
 
     def _give_up(self) -> None:
         reason = f"nothing happened for {self.timeout_s:g} s (--stall-timeout)"
-        where = f"rank {utils.get_rank()} on {socket.gethostname()}"
+        where = f"rank {collectives.get_rank()} on {socket.gethostname()}"
         say(f"{where}: {reason}; {self.describe()}; Python stacks of this rank:")
         with suppress(OSError):  # the terminal may be gone
             faulthandler.dump_traceback(all_threads=True)

@@ -69,7 +69,7 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _are_sums(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 4 and all(_is_number(total) and total >= 0 for total in value)
+    return isinstance(value, list) and len(value) >= 4 and all(map(_is_number, value)) and value[-1] >= 0
 
 
 def _is_best(value: Any) -> bool:
@@ -150,7 +150,10 @@ _OPTIONAL_FIELDS = {
         lambda value: isinstance(value, list) and all(map(_are_named, value)),
         "a list of values by name",
     ),
-    "log_window": (lambda value: isinstance(value, dict) and _are_sums(value.get("sums")), "four sums"),
+    "log_window": (
+        lambda value: isinstance(value, dict) and _are_sums(value.get("sums")),
+        "sums, and a number of images",
+    ),
 }
 
 

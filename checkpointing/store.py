@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import utils
+import collectives
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import RunState
 from checkpointing.copies import Writers, attempt, raise_first
@@ -34,7 +34,11 @@ class CheckpointManager:
         save_per_node: bool = False,
     ) -> None:
         # `print` is silent on the other ranks.
-        say = print if utils.is_main_process() else lambda text: print(f"rank {utils.get_rank()}: {text}", force=True)
+        say = (
+            print
+            if collectives.is_main_process()
+            else lambda text: print(f"rank {collectives.get_rank()}: {text}", force=True)
+        )
         self.folder, self.save_per_node = folder, save_per_node
         self.files = CheckpointFolder(folder, keep_last=keep_last, keep_every=keep_every, say=say)
         self._writers = Writers()
@@ -55,7 +59,7 @@ class CheckpointManager:
 
     def is_due(self) -> bool:
         """Tell on rank 0 whether the clock asks for a checkpoint; False on others, so that one answer decides."""
-        return utils.is_main_process() and 0 < self._period_s <= time.monotonic() - self._last_s
+        return collectives.is_main_process() and 0 < self._period_s <= time.monotonic() - self._last_s
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends, as `CheckpointFolder.acquire`."""
@@ -68,9 +72,9 @@ class CheckpointManager:
 
         Where nodes keep copies, `auto` takes the newest of all nodes.
         """
-        is_reader = self._writers.have_me if resume == "auto" else utils.is_main_process()
+        is_reader = self._writers.have_me if resume == "auto" else collectives.is_main_process()
         found, refusal = attempt(self.files.read, resume) if is_reader else (None, None)
-        steps, refusals = zip(*utils.gather_plain([found and found.state["step"], refusal]), strict=True)
+        steps, refusals = zip(*collectives.gather_plain([found and found.state["step"], refusal]), strict=True)
         newest = max((step for step in steps if step is not None), default=None)
         if newest is not None:  # then it does not matter that another node has damaged files only
             refusals = [each for each in refusals if each and each[1] != NoUsableCheckpointError.exit_code]
@@ -85,8 +89,8 @@ class CheckpointManager:
         """Hand the checkpoint that one rank found to all."""
         if source != 0:
             print(f"the newest checkpoint is the copy that rank {source} keeps")
-        payload = utils.broadcast_bytes(found and found.payload, source)
-        if utils.get_rank() != source:  # which has loaded it already
+        payload = collectives.broadcast_bytes(found and found.payload, source)
+        if collectives.get_rank() != source:  # which has loaded it already
             path = Path("checkpoint.pth") if resume == "auto" else Path(resume)
             found = Found(path, payload, load_checkpoint(payload, resume))
         self._found = found if self._writers.have_me else None
@@ -105,7 +109,7 @@ class CheckpointManager:
         """Make the folder ready, as `CheckpointFolder.open`."""
         payloads = {name: self._receive_best(name, resume, run) for name in run.bests if len(self._writers.ranks) > 1}
         self._writers.call(partial(self.files.open, resume, self._found, run, payloads, overwrite=overwrite))
-        run.bests = utils.gather_plain(run.bests)[0]
+        run.bests = collectives.gather_plain(run.bests)[0]
         self._found = None
         self._last_s = time.monotonic()
 
@@ -114,11 +118,11 @@ class CheckpointManager:
         if run.bests[name] is None or name in run.best_now:
             return None
         path = self.files.find_best(name, run.bests[name]["step"], resume) if self._writers.have_me else None
-        has_it = utils.gather_plain(path is not None)
+        has_it = collectives.gather_plain(path is not None)
         if not any(has_it) or all(has_it[rank] for rank in self._writers.ranks) or not self._writers.have_me:
             return None
         source = has_it.index(True)
-        payload = self._writers.share(read_bytes(path) if utils.get_rank() == source else None, source)
+        payload = self._writers.share(read_bytes(path) if collectives.get_rank() == source else None, source)
         return None if path is not None else payload
 
     def save(self, run: RunState, *, is_last: bool = False) -> bool:
@@ -130,11 +134,11 @@ class CheckpointManager:
             StorageError: this one failed, and it was the last, or the one before failed too.
         """
         failure = None
-        if utils.is_main_process():
+        if collectives.is_main_process():
             failure = self.files.save(run.state_dict(), run.best_now)
         if self._writers.have_me:
             failure = self._copy(run, failure)
-        failures = utils.gather_plain(failure)
+        failures = collectives.gather_plain(failure)
         self._last_s = time.monotonic()
         for rank, text in enumerate(failures[1:], 1):
             if text is not None:
@@ -152,10 +156,10 @@ class CheckpointManager:
     def _copy(self, run: RunState, failure: str | None) -> str | None:
         """Hand rank 0's file to the other writers; return why this process's save failed, if it did."""
         payload = b""
-        if utils.is_main_process() and failure is None and len(self._writers.ranks) > 1:
+        if collectives.is_main_process() and failure is None and len(self._writers.ranks) > 1:
             with suppress(StorageError):  # then there is no copy of this one
                 payload = read_bytes(self.folder / "checkpoint.pth")
         payload = self._writers.share(payload)
-        if utils.is_main_process() or not payload:
+        if collectives.is_main_process() or not payload:
             return failure
         return self.files.save_copy(payload, run.step, run.best_now)

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-import utils
+import collectives
 from errors import BadImageError, UserError, require_torchcodec
 from loading.decode import decode_plainly
 from options import parse_allowed
@@ -190,7 +190,7 @@ def settle_decode_device(args: Any, device: torch.device, resumed: dict | None =
     if there == "cpu" and "decode_device" not in parse_allowed(args.allow_change):
         print("--decode-device cpu: as in the checkpoint")
         return "cpu"
-    obstacles = [obstacle for obstacle in utils.gather_plain(find_obstacle(device)) if obstacle is not None]
+    obstacles = [obstacle for obstacle in collectives.gather_plain(find_obstacle(device)) if obstacle is not None]
     if not obstacles:
         return args.decode_device
     print(f"--decode-device {args.decode_device}: {obstacles[0]}; images are decoded on the CPU, by {args.decoder}")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from collectives import count_cores
 from errors import LimitError, UserError
 from files import memory_bytes
-from utils import count_cores
 
 # Batches that a loader of processes has room for beyond those being filled: the one that is used, and one more.
 _SPARE_SLOTS = 2

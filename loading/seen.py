@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch.utils.data import Dataset
 
-import utils
+import collectives
 from errors import ImageError, PreemptedError
 from files import explain_failure, open_to_read, write_atomically
 from loading.source import Source
@@ -84,7 +84,7 @@ class SeenRecord:
         if self.is_new or not self.watched:
             return
         folder = Path(args.resume).parent if self.is_elsewhere else Path(args.output_dir)
-        payload = utils.call_on_master(self._read, folder / self.FILE)
+        payload = collectives.call_on_master(self._read, folder / self.FILE)
         paths = {"train": state["data"]["path"], "val": state["data"]["val"]["path"]}
         for name, states in self._parse(payload or b"").items():
             if paths[name] != self.watched[name].identity()["path"]:
@@ -93,7 +93,7 @@ class SeenRecord:
 
     def __enter__(self) -> "SeenRecord":
         # Whatever is there may be another run's.
-        if self.is_new and self.folder is not None and utils.is_main_process():
+        if self.is_new and self.folder is not None and collectives.is_main_process():
             with suppress(OSError):  # not there; or the disk fails, which the next checkpoint will tell of
                 (self.folder / self.FILE).unlink()
         elif self.is_elsewhere:
@@ -114,7 +114,7 @@ class SeenRecord:
             self._write()
 
     def _write(self) -> None:
-        if self.folder is None or not self.watched or not utils.is_main_process():
+        if self.folder is None or not self.watched or not collectives.is_main_process():
             return
         arrays = {self.keys[name]: states for name, states in self.known.items()}
         try:
@@ -128,7 +128,7 @@ class SeenRecord:
         states, known = index.seen.states, self.known[name]
         numbers = numpy.flatnonzero((states != known).any(axis=1))
         rows = numpy.column_stack([numbers, states[numbers]]).astype(numpy.int64)
-        numbers, news = numpy.split(torch.cat(utils.all_gather(torch.from_numpy(rows))).numpy(), [1], axis=1)
+        numbers, news = numpy.split(torch.cat(collectives.all_gather(torch.from_numpy(rows))).numpy(), [1], axis=1)
         numbers = numbers[:, 0]
         before = known[numbers]
         has_other_size, has_other_time = ((before != news) & (before != 0)).T

@@ -26,8 +26,8 @@ from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
 from torch.utils.data import DataLoader
 
+import collectives
 import config
-import utils
 from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError, one_line
 from files import locked, write_atomically
@@ -616,7 +616,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     words = "how much of the source goes into one tar (default: 512); shrunk images make it smaller"
     parser.add_argument("--shard-mib", metavar="MIB", type=int, default=512, help=words)
     words = "processes that pack images (default: one a core)"
-    parser.add_argument("--workers", metavar="N", type=int, default=utils.count_cores(), help=words)
+    parser.add_argument("--workers", metavar="N", type=int, default=collectives.count_cores(), help=words)
     parser.add_argument(
         "--skip-bad", action="store_true", help="leave out and list images that cannot be decoded, where else it stops"
     )

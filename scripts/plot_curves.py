@@ -36,10 +36,11 @@ def plot_curves(folder: Path) -> Path:
     records = read_metrics(folder)
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(15, 4), layout="constrained")
     for axis, (name, label) in zip(axes, PANELS.items(), strict=True):
-        for kind, legend in KINDS.items():
+        for kind in dict.fromkeys([*KINDS, *(record["kind"] for record in records)]):
             points = [(record["step"], record[name]) for record in records if record["kind"] == kind and name in record]
+            legend, marker = KINDS.get(kind, kind), "" if kind == "train" else "o"
             if points:
-                axis.plot(*zip(*points, strict=True), label=legend, marker="" if kind == "train" else "o", markersize=4)
+                axis.plot(*zip(*points, strict=True), label=legend, marker=marker, markersize=4)
         axis.set(xlabel="step", ylabel=label)
         axis.grid(alpha=0.3)
         axis.legend()

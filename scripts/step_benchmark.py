@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
+import collectives
 import config
 import data
 import gradients
-import losses
+import metrics
 import models
-import monitor
 import optim
 import train
 import utils
@@ -77,7 +77,7 @@ class Step:
         model = models.build_model(args, NUM_CLASSES)
         self.model = models.place_model(model, args, device)
         self.model_ema = models.build_ema(args, self.model)
-        self.criterion = losses.build_criterion(args)
+        self.criterion = metrics.build_criterion(args)
         self.optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, self.model))
         self.scaler = models.build_scaler(args, device)
         self.shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
@@ -95,21 +95,18 @@ class LoggedRun(BareRun):
         super().__init__(model, step.device)
         self.sharded_step = gradients.ShardedStep(model, step.shards, device=step.device)
         self.scheduler = optim.build_lr_scheduler(step.args, step.optimizer)
-        self.window = monitor.LogWindow(step.shards.num_local)
+        self.tally = metrics.Tally([metrics.Accuracy()], step.shards.num_local)
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
         super().begin_step(epoch, step)
         self.scheduler.set_position(epoch, step, self.steps_per_epoch)
 
-    def end_step(self, metric_logger: utils.MetricLogger, results: list[tuple], grad_norm: Tensor | None) -> None:
-        """Keep a step's numbers, and read them when a line is due."""
-        for result in results:
-            self.window.update(0, *result)
+    def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
+        """Read what was measured when a line is due."""
         if metric_logger.is_line_due:
-            self.window.gather()
-            for name, value in self.window.read()[0].items():
-                metric_logger.meters[name].update(value)
+            self.tally.gather()
+            metric_logger.show(*self.tally.read())
             float(grad_norm)
 
 
@@ -434,12 +431,12 @@ def scaling_rank(options: argparse.Namespace) -> None:
             way()
             synchronize(device)
             seconds[name].append((time.perf_counter() - start) / options.steps)
-    if utils.is_main_process():
+    if collectives.is_main_process():
         figures: dict[str, Any] = {name: statistics.median(values[1:]) for name, values in seconds.items()}
         figures |= {"nproc": args.world_size, "batch_size": args.batch_size, "machine": describe(device)}
         figures |= {"gradient_bytes": gradients.numel() * gradients.element_size(), "seconds": seconds}
         Path(options.json).write_text(json.dumps(figures))
-    utils.shut_down()
+    collectives.shut_down()
 
 
 def run_scaling(options: argparse.Namespace, nproc: int, folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
 from checkpointing.finder import NUMBERED
 from errors import UserError
-from monitor import MACHINE_FIELDS
+from monitoring.monitor import MACHINE_FIELDS
 from options import BY_NAME, SILENT
 
 # In a checkpoint: the command, and the machine that ran it.

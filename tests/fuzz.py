@@ -31,18 +31,17 @@ import torch.utils.tensorboard  # its import takes longer than a case
 from PIL import Image
 from torch import nn
 
+import collectives
 import config
 import data
 import errors
+import metrics
 import models
-import monitor
 import optim
 import options
 import presets
-import preview
 import run
 import sampler
-import utils
 from checkpointing import guard
 from checkpointing.checkpoint import RunState
 from checkpointing.schema import check_schema
@@ -51,6 +50,7 @@ from checkpointing.weights import load_weights
 from launch import read_launch
 from loading import forms, index, tars
 from loading.seen import SeenRecord
+from monitoring import monitor, preview
 from tests.images import write_images
 from tests.started import Hostile
 
@@ -199,7 +199,7 @@ class Bench:
             "optimizer": optim.OptimizerState(optimizer),
             "model_ema": models.build_ema(args, model),
             "scaler": torch.amp.GradScaler("cpu", enabled=True),
-            "log_window": monitor.LogWindow(1),
+            "log_window": metrics.Tally([metrics.Accuracy()]),
         }
 
     def facts(self, args: argparse.Namespace) -> dict:
@@ -761,7 +761,7 @@ def fuzz(num_cases: int, seed: int = 0, num_children: int = 2) -> dict[int, str]
     """Run that many cases; return the verdict of each."""
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
     torch.set_num_threads(1)
-    utils.setup_for_distributed(True)
+    collectives.setup_for_distributed(True)
     with tempfile.TemporaryDirectory(prefix="fuzz") as name:
         bench = Bench(Path(name))
         (Path(name) / "cases").mkdir()

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
@@ -122,6 +123,21 @@ def run_ranks(
     outcome = Outcome([process.exitcode for process in processes], [log.read_text() for log in logs])
     assert time.monotonic() <= deadline, f"not done after {timeout_s} s:\n{outcome.output}"
     return outcome
+
+
+def in_group(check, *arguments) -> None:
+    """Join the processes, call `check(rank, world_size, *arguments)`, and part."""
+    import collectives
+    import utils
+
+    utils.init_distributed_mode(Namespace(device="cpu", world_size=1, dist_url="env://", dist_timeout=1))
+    check(collectives.get_rank(), collectives.get_world_size(), *arguments)
+    collectives.shut_down()
+
+
+def run_check(world_size: int, check, log_folder: Path, *arguments) -> Outcome:
+    """Call `check` on several processes that have joined."""
+    return run_ranks(in_group, world_size, check, *arguments, timeout_s=60, log_folder=log_folder).check()
 
 
 def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:

@@ -3,14 +3,13 @@
 import torch
 
 import data
-import optim
 from checkpointing.archive import load_checkpoint
 from checkpointing.preemption import PreemptionGuard
 from checkpointing.schema import FORMAT
 from checkpointing.store import CheckpointManager
-from gradients import ShardedStep
 from loading.seen import SeenRecord
-from monitor import Monitor
+from metrics import Accuracy
+from monitoring.monitor import Monitor
 from run import Run
 from tests.endings import differing, flatten, read_metrics
 from tests.ranks import run_ranks, train_rank
@@ -24,9 +23,8 @@ def run_of(args, folder, model, optimizer, sampler, device, kind=Run):
     images = data.SyntheticImages(sampler.num_images, 8)
     run = kind(
         args, None, CheckpointManager(folder), PreemptionGuard(is_installed=False), SeenRecord(args, None),
-        sampler=sampler, datasets=(images, images), sharded_step=ShardedStep(model, sampler.shards, device=device),
-        lr_scheduler=optim.build_lr_scheduler(args, optimizer),
-        parts={"model": model, "optimizer": optim.OptimizerState(optimizer)},
+        sampler=sampler, datasets=(images, images), model=model, metrics=[Accuracy()],
+        parts={"model": model, "optimizer": optimizer},
     )  # fmt: skip
     run.monitor = Monitor(None, run.state)
     return run

@@ -9,7 +9,7 @@ from torch import nn
 
 import config
 import data
-import losses
+import metrics
 import models
 import optim
 import train
@@ -168,16 +168,16 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
     loader = build_loader(args, device, num_steps * args.global_batch_size)
 
     class Watched(Run):
-        def end_step(self, metric_logger, *results):
+        def end_step(self, metric_logger, grad_norm):
             if metric_logger.is_line_due:
                 torch.cuda.set_sync_debug_mode("default")
-            super().end_step(metric_logger, *results)
+            super().end_step(metric_logger, grad_norm)
             # The first steps compile, choose kernels and allocate.
             torch.cuda.set_sync_debug_mode("error" if 6 <= self.state.step < 20 else "default")
 
     run = run_of(args, tmp_path, model, optimizer, loader.loader.batch_sampler, device, Watched)
     train.train_one_epoch(
-        model, criterion or losses.build_criterion(args), optimizer, loader, device, 0, args,
+        model, criterion or metrics.build_criterion(args), optimizer, loader, device, 0, args,
         models.build_ema(args, model), models.build_scaler(args, device), run,
     )  # fmt: skip
     return run.state.step

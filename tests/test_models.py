@@ -7,10 +7,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import config
-import losses
+import metrics
 import models
 import optim
-import utils
 from checkpointing.weights import load_weights
 from errors import UserError
 
@@ -127,7 +126,7 @@ def test_auxiliary_classifiers_count_in_training():
         args = config.parse_args(
             ["--synthetic", "--model", name, "--label-smoothing", "0.1", "--train-crop-size", str(size)]
         )
-        model, criterion = models.build_model(args, 4), losses.build_criterion(args)
+        model, criterion = models.build_model(args, 4), metrics.build_criterion(args)
         image, target = torch.randn(2, 3, size, size), torch.tensor([1, 3])
         torch.manual_seed(0)
         output = model(image)
@@ -137,7 +136,7 @@ def test_auxiliary_classifiers_count_in_training():
         torch.testing.assert_close(criterion(output, target), expected)  # the same terms, added in another order
         criterion(output, target).backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
-        assert torch.equal(utils.count_correct(output, target)[0], utils.count_correct(output[0], target)[0])
+        assert torch.equal(metrics.count_correct(output, target)[0], metrics.count_correct(output[0], target)[0])
         assert isinstance(model.eval()(image), torch.Tensor)
 
 

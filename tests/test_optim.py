@@ -10,6 +10,7 @@ import torchvision
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR, StepLR
 
+import collectives
 import config
 import optim
 import utils
@@ -655,7 +656,7 @@ def save_with_bad_statistics(folder, bad_rank):
     except NonFiniteError as error:
         print(error, force=True)
     torch.distributed.barrier()
-    utils.shut_down()
+    collectives.shut_down()
 
 
 @pytest.mark.dist

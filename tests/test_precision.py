@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config
 import data
 import gradients
-import losses
+import metrics
 import models
 import optim
 import train
@@ -52,8 +52,8 @@ def losses_of(args, batches, model=None):
     found = []
 
     class Noted(BareRun):
-        def end_step(self, metric_logger, results, grad_norm):
-            found.append(results[0][0])
+        def measure(self, loss, output, target, index):
+            found.append(loss.detach())
 
     train.train_one_epoch(
         model, nn.CrossEntropyLoss(), optimizer, batches, CPU, 0, args, scaler=models.build_scaler(args, CPU),
@@ -156,7 +156,7 @@ def test_evaluation_computes_in_the_precision_of_training():
     dataset = torch.utils.data.TensorDataset(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64))
     loader = torch.utils.data.DataLoader(dataset, batch_size=2)
     for argv in ([], ["--amp", "--amp-dtype", "bfloat16"]):
-        train.evaluate_all(options(*argv), Scorer(3, 5), None, nn.CrossEntropyLoss(), loader, CPU)
+        train.evaluate_all(options(*argv), Scorer(3, 5), None, nn.CrossEntropyLoss(), {"val": loader}, CPU)
     assert types == [torch.float32] * 2 + [torch.bfloat16] * 2
 
 
@@ -262,6 +262,13 @@ class Batches(list):
     """What a loader yields, loaded beforehand: a loader's own tensors are the host's to read."""
 
 
+class Listed(TrainSampler):
+    """A sampler whose keys are listed beforehand, for the same reason."""
+
+    def __iter__(self):
+        return iter(self.keys)
+
+
 @contextmanager
 def nothing():
     yield
@@ -272,7 +279,8 @@ def train_without_reads(args, tmp_path, criterion=None):
     model = models.place_model(small_model(), args, CPU)
     model_ema = models.build_ema(args, model)
     shards = VirtualShards(args.global_batch_size, args.num_shards)
-    sampler = TrainSampler(13 * args.global_batch_size, shards)
+    sampler = Listed(13 * args.global_batch_size, shards)
+    sampler.keys = list(super(Listed, sampler).__iter__())
     generator = torch.Generator().manual_seed(0)
     size = (args.batch_size, 3, args.train_crop_size, args.train_crop_size)
     loader = Batches(
@@ -301,16 +309,16 @@ def train_without_reads(args, tmp_path, criterion=None):
             watch[:] = [nothing()]
 
     class Watched(Run):
-        def end_step(self, metric_logger, *results):
+        def end_step(self, metric_logger, grad_norm):
             if metric_logger.is_line_due:
                 end()
-            super().end_step(metric_logger, *results)
+            super().end_step(metric_logger, grad_norm)
 
     run = run_of(args, tmp_path, model, optimizer, sampler, CPU, Watched)
     model.register_forward_pre_hook(begin)
     try:
         train.train_one_epoch(
-            model, criterion or losses.build_criterion(args), optimizer,
+            model, criterion or metrics.build_criterion(args), optimizer,
             data.DeviceLoader(loader, CPU, transform, 0), CPU, 0, args, model_ema, models.build_scaler(args, CPU), run,
         )  # fmt: skip
     finally:

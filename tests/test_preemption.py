@@ -338,6 +338,7 @@ def watch_rank(lengths, rounds_at_stop, folder):
     """Iterate over a loader of this rank's length; rank 0 gets a signal in a round."""
     import types
 
+    import collectives
     import utils
 
     args = types.SimpleNamespace(device="cpu", world_size=1, dist_url="env://", dist_timeout=1)
@@ -355,7 +356,7 @@ def watch_rank(lengths, rounds_at_stop, folder):
     except StopAsyncIteration as error:
         seen.append(str(error))
     Path(folder, f"seen{utils.get_rank()}.json").write_text(json.dumps(seen))
-    utils.shut_down()
+    collectives.shut_down()
 
 
 def test_ranks_with_different_numbers_of_batches_leave_in_the_same_round(tmp_path):

@@ -10,12 +10,12 @@ from torchvision.transforms import autoaugment
 
 import config
 import data
-import losses
+import metrics
 import models
 import optim
 import presets
-import preview
 from errors import UserError
+from monitoring import preview
 from tests.images import pack_shards
 from tests.ranks import run_ranks, train_rank
 from transforms import RandomMix
@@ -124,7 +124,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command):
     assert type(optimizer) is OPTIMIZERS[said.get("opt", "sgd")]
     assert optimizer.defaults["lr"] == float(said.get("lr", 0.1))
 
-    criterion = losses.build_criterion(args)
+    criterion = metrics.build_criterion(args)
     criterion = criterion.criterion if said["model"] == "inception_v3" else criterion
     assert criterion.label_smoothing == float(said.get("label-smoothing", 0))
     train, _ = presets.build_presets(args)
@@ -216,6 +216,13 @@ def test_what_a_dry_run_prints_is_itself_a_recipe(tmp_path):
         assert again[name] == first[name], name
 
 
+def dry_run(argv):
+    """Return what the script prints."""
+    args = config.parse_args([*argv, "--dry-run"])
+    presets.build_presets(args)
+    return preview.preview(args)
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -237,7 +244,7 @@ def test_what_a_dry_run_prints_is_itself_a_recipe(tmp_path):
 )
 def test_impossible_combinations_are_one_line(argv, words):
     with pytest.raises(UserError) as refusal:
-        preview.preview(config.parse_args(["--recipe", "resnet50-v2", "--dry-run", *argv]))
+        dry_run(["--recipe", "resnet50-v2", *argv])
     assert "\n" not in str(refusal.value)
     for word in words:
         assert word in str(refusal.value)
@@ -255,7 +262,14 @@ def test_without_timm_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     for argv in (["--model", "timm/resnet50"], ["--opt", "timm/lamb"], ["--auto-augment", "timm/rand-m7"]):
         with pytest.raises(UserError, match="pip install timm"):
-            preview.preview(config.parse_args(["--synthetic", "--dry-run", *argv]))
+            dry_run(["--synthetic", *argv])
+
+
+def test_a_dry_run_refuses_an_augmentation_that_is_not_there(tmp_path):
+    argv = ["--synthetic", "--dry-run", "--auto-augment", "timm/nonsense-m9"]
+    outcome = run_ranks(train_rank, 1, argv, log_folder=tmp_path)
+    assert outcome.codes == [2], outcome.output
+    assert "timm does not know" in outcome.output
 
 
 def test_recipes_are_no_larger_than_what_they_say():

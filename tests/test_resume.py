@@ -294,7 +294,7 @@ def test_test_only_writes_nothing_where_the_newest_is_damaged(started, tmp_path)
 
 def test_an_average_that_is_new_begins_as_the_model(started, tmp_path):
     out = tmp_path / "out"
-    faults = [(0, "train.evaluate", 1, "before")]
+    faults = [(0, "train.measure", 1, "before")]
     assert started.go_on(tmp_path, out, faults=faults).codes == [-9]
     outcome = started.go_on(
         tmp_path, out, "--resume", "auto", "--model-ema", "--epochs", 1, "--allow-change", "model-ema,epochs"

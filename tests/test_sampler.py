@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DistributedSampler
 
 import config
-import preview
 from errors import UserError
+from monitoring import preview
 from sampler import EvalSampler, RASampler, SampleKey, TrainSampler, VirtualShards
 
 

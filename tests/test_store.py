@@ -34,7 +34,8 @@ from checkpointing.schema import check_schema
 from checkpointing.store import CheckpointManager
 from errors import StorageError, UserError
 from files import explain_failure, find_os_error
-from monitor import LogWindow, Monitor
+from metrics import Accuracy, Tally
+from monitoring.monitor import Monitor
 from run import StatusFile
 from tests.endings import differing, differing_results, flatten
 from tests.ranks import run_ranks, torchrun_environment, train_rank
@@ -577,7 +578,7 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
     with opened(tmp_path, state) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
         with monkeypatch.context() as patch:
-            patch.setattr("monitor.write_all", refuse)
+            patch.setattr("monitoring.monitor.write_all", refuse)
             patch.setattr("run.write_atomically", refuse)
             monitor.write("train", 2, 0, loss=2.0)
             monitor.write("train", 3, 0, loss=3.0)
@@ -829,7 +830,7 @@ def recipe_state(argv):
         "optimizer": optim.OptimizerState(optimizer),
         "model_ema": models.build_ema(args, model),
         "scaler": torch.amp.GradScaler("cpu", enabled=True) if args.amp else None,
-        "log_window": LogWindow(args.num_shards),
+        "log_window": Tally([Accuracy()]),
     }
     images = data.SyntheticImages(4096, 1, num_classes=3)
     run = RunState(4096 // args.global_batch_size, guard.run_facts(args, "pillow", images, images), parts)

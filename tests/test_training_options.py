@@ -12,7 +12,7 @@ from torchvision.models import list_models
 
 import config
 import data
-import losses
+import metrics
 import models
 import optim
 import train
@@ -159,7 +159,7 @@ def step_save_and_resume(name, tmp_path):
     before = [parameter.detach().clone() for parameter in model.parameters()]
     generator = torch.Generator().manual_seed(0)
     loader = [(torch.randn(2, 3, size, size, generator=generator), torch.tensor([1, 3]))]
-    train.train_one_epoch(model, losses.build_criterion(args), optimizer, loader, torch.device("cpu"), 0, args)
+    train.train_one_epoch(model, metrics.build_criterion(args), optimizer, loader, torch.device("cpu"), 0, args)
     assert optim.all_finite(model.parameters())
     moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
     # A ViT's classifier begins at zero, and nothing below it moves yet.

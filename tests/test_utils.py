@@ -2,7 +2,6 @@
 
 import builtins
 import io
-import os
 import re
 import time
 from argparse import Namespace
@@ -12,8 +11,7 @@ import pytest
 import torch
 
 import utils
-from errors import UserError
-from tests.ranks import run_ranks
+from tests.ranks import run_check
 
 
 def quarters(count, seed=0):
@@ -147,40 +145,6 @@ def test_logger_gives_meters_as_attributes_and_nothing_else():
     assert "nothing" not in logger.meters
 
 
-def ranks_of_targets(output, target):
-    """For each image, how many classes have a higher score than its target."""
-    scores = output.numpy()
-    return np.array([(row > row[label]).sum() for row, label in zip(scores, target.tolist(), strict=True)])
-
-
-@pytest.mark.parametrize("num_classes", [2, 3, 5, 20])
-def test_count_correct_and_accuracy_agree_with_ranks(num_classes):
-    output = torch.randn(64, num_classes, generator=torch.Generator().manual_seed(2))
-    target = torch.arange(64) % num_classes
-    places = ranks_of_targets(output, target)
-    expected = [int((places < k).sum()) for k in (1, 3, 5)]
-    counts = utils.count_correct(output, target, topk=(1, 3, 5))
-    assert [count.item() for count in counts] == expected
-    assert all(count.dtype == torch.int64 and count.ndim == 0 for count in counts)
-    percent = utils.accuracy(output, target, topk=(1, 3, 5))
-    assert [share.item() for share in percent] == [count * 100 / 64 for count in expected]  # / 64 is exact
-
-
-def test_soft_targets_count_by_their_highest():
-    output = torch.randn(32, 10, generator=torch.Generator().manual_seed(3))
-    target = torch.arange(32) % 10
-    soft = torch.full((32, 10), 0.05).scatter_(1, target[:, None], 0.55)
-    for hard_count, soft_count in zip(
-        utils.count_correct(output, target, (1, 5)), utils.count_correct(output, soft, (1, 5)), strict=True
-    ):
-        assert torch.equal(hard_count, soft_count)
-
-
-def test_count_correct_reads_nothing():
-    output, target = torch.empty(4, 10, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
-    assert [count.device.type for count in utils.count_correct(output, target, (1, 5))] == ["meta", "meta"]
-
-
 def test_print_is_silent_off_the_master_unless_forced(own_print, capsys):
     utils.setup_for_distributed(False)
     print("hidden")
@@ -222,20 +186,14 @@ def test_alone_without_a_launcher(no_launcher):
     assert not utils.is_dist_avail_and_initialized()
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 3, 8, 10])
-def test_interleave_puts_back_what_was_dealt(num_rows):
-    rows = torch.arange(num_rows * 2).reshape(num_rows, 2)
-    for world_size in (1, 2, 3, 4):
-        assert torch.equal(utils.interleave([rows[rank::world_size] for rank in range(world_size)]), rows)
-
-
-def test_one_process_gathers_itself():
-    rows = torch.arange(6).reshape(3, 2)
-    (gathered,) = utils.all_gather(rows)
-    assert torch.equal(gathered, rows)
-    assert utils.broadcast_bytes(b"payload") == b"payload"
-    assert utils.call_on_master(lambda suffix: b"called" + suffix, b"!") == b"called!"
-    assert utils.call_on_master(lambda: None) is None
+def test_init_sets_torchvisions_fields_on_options_that_lack_most(no_launcher):
+    for args in (Namespace(), Namespace(device=None, world_size=1, dist_url="env://")):
+        utils.init_distributed_mode(args)
+        accelerator = torch.accelerator.current_accelerator()
+        is_cuda = torch.accelerator.is_available() and accelerator.type == "cuda"
+        assert (args.distributed, args.rank, args.world_size, args.gpu) == (False, 0, 1, 0)
+        assert args.dist_backend == ("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+        torch.empty(0, device=args.device)
 
 
 @pytest.mark.parametrize(
@@ -255,31 +213,6 @@ def test_reduce_leaves_its_argument_alone():
     assert value.tolist() == [1.0, 2.0]
 
 
-def in_group(check, *arguments):
-    utils.init_distributed_mode(options_of_init())
-    check(utils.get_rank(), utils.get_world_size(), *arguments)
-    utils.shut_down()
-
-
-def check_identity(rank, world_size):
-    assert (rank, world_size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    assert utils.is_main_process() == (rank == 0)
-    print("printed")
-    print(f"forced {rank}", force=True)
-
-
-def check_gather(rank, world_size):
-    # rank 0 has no rows, rank 1 two, rank 2 four
-    rows = torch.arange(4 * rank).reshape(2 * rank, 2) + 100 * rank
-    gathered = utils.all_gather(rows)
-    for other in range(world_size):
-        assert torch.equal(gathered[other], torch.arange(4 * other).reshape(2 * other, 2) + 100 * other), gathered
-    assert [part.shape for part in utils.all_gather(torch.zeros(0, 2))] == [(0, 2)] * world_size
-
-    dealt = torch.arange(7, dtype=torch.float64)[:, None]
-    assert torch.equal(utils.interleave(utils.all_gather(dealt[rank::world_size])), dealt)
-
-
 def check_meters(rank, world_size):
     batches = [(1e16, 3), (1.0, 3), (1.0, 3), (-1e16, 3), (0.1, 2), (0.2, 1), (0.3, 5)]
     logger = utils.MetricLogger()
@@ -292,36 +225,6 @@ def check_meters(rank, world_size):
     assert logger.hits.total == expected
     assert logger.hits.count == 20
     assert logger.hits.global_avg == expected / 20
-
-
-def check_bytes(rank, world_size):
-    for payload in (b"x", bytes(range(256)) * 1000):
-        assert utils.broadcast_bytes(payload if rank == 0 else None) == payload
-    assert utils.broadcast_bytes(b"of rank 0" if rank == 0 else b"ignored and longer") == b"of rank 0"
-
-
-def check_no_bytes(rank, world_size):
-    assert utils.broadcast_bytes(b"" if rank == 0 else None) == b""
-
-
-class NoFileError(UserError):
-    exit_code = 4
-
-
-def check_call_on_master(rank, world_size, folder):
-    def work(text):
-        with (folder / "calls").open("a") as file:
-            file.write(text)
-        return text.encode() * 3
-
-    def refuse():
-        raise NoFileError("no usable file")
-
-    assert utils.call_on_master(work, "once") == b"onceonceonce"
-    assert utils.call_on_master(lambda: None) is None
-    with pytest.raises(UserError, match="no usable file") as refusal:
-        utils.call_on_master(refuse)
-    assert refusal.value.exit_code == 4
 
 
 def check_reduce(rank, world_size):
@@ -338,42 +241,10 @@ def check_save(rank, world_size, folder):
     utils.save_on_master({"rank": rank}, folder / f"by-rank-{rank}.pth")
 
 
-def run_check(world_size, check, tmp_path, *arguments):
-    return run_ranks(in_group, world_size, check, *arguments, timeout_s=60, log_folder=tmp_path).check()
-
-
-@pytest.mark.dist
-def test_ranks_know_themselves_and_print_once(tmp_path):
-    outcome = run_check(3, check_identity, tmp_path)
-    assert outcome.output.count("printed") == 1
-    assert [f"forced {rank}" in output for rank, output in enumerate(outcome.outputs)] == [True] * 3
-
-
-@pytest.mark.dist
-def test_all_gather_takes_different_numbers_of_rows(tmp_path):
-    run_check(3, check_gather, tmp_path)
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_meters_are_summed_in_the_order_of_batches(tmp_path, world_size):
     run_check(world_size, check_meters, tmp_path)
-
-
-@pytest.mark.dist
-def test_bytes_of_rank_0_reach_every_rank(tmp_path):
-    run_check(2, check_bytes, tmp_path)
-
-
-@pytest.mark.dist
-def test_no_bytes_at_all_reach_every_rank(tmp_path):
-    run_check(2, check_no_bytes, tmp_path)
-
-
-@pytest.mark.dist
-def test_work_of_the_master_is_done_once_and_its_refusal_is_everybodys(tmp_path):
-    run_check(2, check_call_on_master, tmp_path, tmp_path)
-    assert (tmp_path / "calls").read_text() == "once"
 
 
 @pytest.mark.dist
@@ -390,28 +261,6 @@ def test_save_on_master_writes_one_file(tmp_path):
     assert torch.load(folder / "by-rank-0.pth", weights_only=True) == {"rank": 0}
 
 
-def leave_group(ranks, is_agreed):
-    utils.init_distributed_mode(options_of_init())
-    if utils.get_rank() in ranks:
-        utils.leave(UserError("what you gave"), 2, is_agreed=is_agreed)
-    time.sleep(30)
-
-
-@pytest.mark.dist
-def test_an_error_of_all_ranks_is_printed_once(tmp_path):
-    outcome = run_ranks(leave_group, 2, (0, 1), True, timeout_s=25, log_folder=tmp_path)
-    assert outcome.codes[0] == 2
-    assert outcome.output.count("what you gave") == 1
-    assert "train.py: error: what you gave\n" in outcome.outputs[0]
-
-
-@pytest.mark.dist
-def test_an_error_of_one_rank_names_it(tmp_path):
-    outcome = run_ranks(leave_group, 2, (1,), False, timeout_s=25, log_folder=tmp_path)
-    assert outcome.codes[1] == 2
-    assert "train.py: error on rank 1: what you gave\n" in outcome.outputs[1]
-
-
 def test_a_name_that_standard_output_cannot_encode_is_not_raised(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     monkeypatch.setattr("sys.stdout", stream)
@@ -421,12 +270,3 @@ def test_a_name_that_standard_output_cannot_encode_is_not_raised(monkeypatch):
     assert stream.buffer.getvalue().endswith(b"result\n")
     stream.close()
     print("nobody reads it")
-
-
-def test_what_means_that_the_machine_gives_no_more_is_known_by_number_and_by_text():
-    for error in [OSError(24, "Too many open files"), RuntimeError("[enforce fail] Too many open files (24)")]:
-        assert str(utils.explain_limit(error)).startswith("Too many open files; raise `ulimit -n`, which is ")
-    assert "ulimit -u" in str(utils.explain_limit(RuntimeError("can't start new thread")))
-    assert "out of memory" in str(utils.explain_limit(MemoryError()))
-    for error in [RuntimeError("shapes differ"), OSError(5, "Input/output error"), ValueError("Too many open files")]:
-        assert utils.explain_limit(error) is None

@@ -1,4 +1,4 @@
-"""Numbers leaving the process: means over a log window, TensorBoard and metrics.jsonl."""
+"""Numbers leaving the process: TensorBoard and metrics.jsonl."""
 
 import io
 import json
@@ -11,87 +11,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from checkpointing.checkpoint import RunState
-from errors import NonFiniteError, StorageError
+from errors import StorageError
 from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
-from utils import all_gather
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
 MACHINE_FIELDS = {"time", "images_per_s", "data_wait", "memory_gib", "world_size"}
 
-# What a curve is drawn of.
-SCALARS = {"loss", "lr", "acc1", "acc5", "grad_norm", "images_per_s", "data_wait", "memory_gib"}
-
-
-def non_finite_loss(step: int) -> str:
-    """Return what is said of a step whose loss is not finite."""
-    return (
-        f"the loss of step {step} is not finite; stopped, and the last checkpoint is kept; "
-        "try a lower --lr, a longer warm-up or --clip-grad-norm"
-    )
-
-
-class LogWindow:
-    """Sums over all images and processes since the last log line; part of the checkpoint.
-
-    Each shard's numbers stay on the device until somebody asks. They are then gathered and added in float64 in the
-    order of (step, shard), so that a line is the same in every bit at any world size and after any restart.
-
-    Args:
-        num_local_shards: shards that this process adds a step.
-    """
-
-    def __init__(self, num_local_shards: int = 1) -> None:
-        self.num_local_shards = num_local_shards
-        self._rows = []  # (loss, top-1 hits, top-5 hits, images) of each local shard since the last gather
-        self._first_step = None
-        self._sums = [0.0, 0.0, 0.0, 0.0]
-
-    def update(self, step: int, loss: torch.Tensor, correct1: torch.Tensor, correct5: torch.Tensor, n: int) -> None:
-        """Take one shard's mean loss and hits, on the device and unread."""
-        if self._first_step is None:
-            self._first_step = step
-        self._rows.append((loss.detach(), correct1, correct5, n))
-
-    def gather(self) -> None:
-        """Add what has come since the last call. Collective: every rank must call it, after the same step.
-
-        Raises:
-            NonFiniteError: a loss is not finite; names the first step, the same one on every rank.
-        """
-        if not self._rows:
-            return
-        losses, correct1, correct5, counts = zip(*self._rows, strict=True)
-        columns = [torch.stack(column).cpu().double() for column in (losses, correct1, correct5)]
-        counts = torch.tensor(counts, dtype=torch.float64)
-        mine = torch.stack([columns[0] * counts, columns[1], columns[2], counts], dim=1)
-        by_rank = [rows.view(-1, self.num_local_shards, 4) for rows in all_gather(mine)]
-        for offset, shards in enumerate(torch.cat(by_rank, dim=1).tolist()):
-            for row in shards:
-                if not math.isfinite(row[0]):
-                    raise NonFiniteError(non_finite_loss(self._first_step + offset))
-                self._sums = [total + value for total, value in zip(self._sums, row, strict=True)]
-        self._rows, self._first_step = [], None
-
-    def read(self) -> tuple[dict[str, float], int]:
-        """Return the means since the last call and the number of images behind them, and begin a new window."""
-        loss, correct1, correct5, images = self._sums
-        self._sums = [0.0, 0.0, 0.0, 0.0]
-        return {"loss": loss / images, "acc1": 100 * correct1 / images, "acc5": 100 * correct5 / images}, int(images)
-
-    def state_dict(self) -> dict:
-        """Return the sums; `gather` must have been called."""
-        return {"sums": list(self._sums)}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restore the sums."""
-        self._sums = list(state["sums"])
+# Fields that say where, when and of how much the others were measured; each of those that is a number has a curve.
+NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size"}
 
 
 class EventFile:
@@ -148,7 +81,7 @@ def _event(record: dict) -> Event:
     values = [
         Summary.Value(tag=f"{record['kind']}/{name}", simple_value=value)
         for name, value in record.items()
-        if name in SCALARS and value is not None
+        if name not in NOT_DRAWN and isinstance(value, float | int)
     ]
     return Event(step=record["step"], wall_time=record["time"], summary=Summary(value=values))
 
@@ -221,11 +154,13 @@ class Monitor:
             self._events = EventFile(self.folder / "tb", self._records() if records is None else records)
 
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
-        """Write one record: `kind` is train, val or val_ema; `step` the steps done when it was measured."""
+        """Write one record: `kind` is train or an evaluation's name; `step` the steps done when it was measured.
+
+        Each value is a number, None, or a list of such, which has no curve.
+        """
         if self.folder is None:
             return
-        # Neither JSON nor a curve has a place for infinity, which a gradient norm is where the loss scale is too large.
-        values = {name: None if _is_infinite(value) else value for name, value in values.items()}
+        values = {name: _without_infinity(value) for name, value in values.items()}
         record = {"kind": kind, "step": step, "epoch": epoch, **values, "time": round(time.time(), 3)}
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._attempt("metrics.jsonl", self._write_pending)
@@ -267,13 +202,23 @@ def _parse_record(line: bytes) -> dict | None:
     try:
         record = json.loads(line)
         is_record = isinstance(record["kind"], str) and type(record["step"]) is type(record["epoch"]) is int
-        numbers = [value for name, value in record.items() if name in SCALARS and value is not None] + [record["time"]]
-        are_numbers = all(type(number) is float or abs(number) < 1 << 62 for number in numbers)
-        is_record = is_record and are_numbers and 0 <= record["step"] < 1 << 62
+        values = [value for name, value in record.items() if name != "kind"]
+        is_record = is_record and all(map(_is_value, values)) and record["time"] is not None
+        is_record = is_record and record["step"] >= 0
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return record if is_record else None
 
 
-def _is_infinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _is_value(value: Any) -> bool:
+    """Tell whether a value is one that a record can have: a number that a curve can hold, None, or a list of such."""
+    if isinstance(value, list):
+        return all(map(_is_value, value))
+    return value is None or type(value) is float or (type(value) is int and abs(value) < 1 << 62)
+
+
+def _without_infinity(value: Any) -> Any:
+    """Return a value with None for infinity, as of a gradient norm where the loss scale is too large: JSON has none."""
+    if isinstance(value, list):
+        return [_without_infinity(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

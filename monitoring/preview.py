@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import collectives
 import config
 import models
 import optim
-import presets
-import utils
 from errors import UserError
 from launch import read_launch
 from loading.forms import find_sources, open_source
@@ -35,7 +34,7 @@ def preview(args: Any) -> str:
     optim.check_rates(args)
     check_memory(args)
     launch = read_launch(world_size=args.world_size)
-    utils.setup_for_distributed(launch.rank == 0)
+    collectives.setup_for_distributed(launch.rank == 0)
     args = config.Record(**{**vars(args), "world_size": launch.world_size, "distributed": False})
     args = config.with_shards(args, state=None)
     world_size = args.world_size
@@ -47,7 +46,6 @@ def preview(args: Any) -> str:
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
     model = build_without_memory(args, num_classes)
-    presets.build_presets(args)  # finds out whether the augmentation exists
     groups = optim.build_parameter_groups(args, model)
     optimizer = optim.build_optimizer(args, groups)
     scheduler = optim.build_lr_scheduler(args, optimizer)

@@ -1,0 +1,217 @@
+"""What processes say to each other: who they are, how they meet and part, and collectives that wait for no device."""
+
+import builtins
+import datetime
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+from launch import Launch, read_launch
+
+# Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
+PATIENCE_MIN = 24 * 60
+
+_patient_group = None  # all ranks, over gloo, with that patience; set by `join_processes`
+
+
+def is_dist_avail_and_initialized() -> bool:
+    """Tell whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_world_size() -> int:
+    """Return the number of processes of the run."""
+    return dist.get_world_size() if is_dist_avail_and_initialized() else 1
+
+
+def get_rank() -> int:
+    """Return this process's number, from 0."""
+    return dist.get_rank() if is_dist_avail_and_initialized() else 0
+
+
+def is_main_process() -> bool:
+    """Tell whether this is rank 0, the one that prints and writes."""
+    return get_rank() == 0
+
+
+def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return every rank's tensor, which may differ in its first dimension. Collective: every rank must call it.
+
+    Args:
+        rows: (n, ...) CPU tensor; travels over gloo, so no device has to be waited for.
+    """
+    if not is_dist_avail_and_initialized():
+        return [rows]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(rows)]), group=_patient_group)
+    longest = max(int(size) for size in sizes)
+    padded = rows.new_zeros(longest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=_patient_group)
+    return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
+
+
+def interleave(parts: list[torch.Tensor], size: int = 1) -> torch.Tensor:
+    """Put back in order what was dealt round-robin, `size` rows at a time; with 1, row j of part r is j * parts + r."""
+    order = sorted((row // size, part, row) for part, rows in enumerate(parts) for row in range(len(rows)))
+    return torch.stack([parts[part][row] for _, part, row in order]) if order else parts[0]
+
+
+def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> bytes:
+    """Give one rank's bytes to every rank; what others pass is ignored. Collective: every rank must call it.
+
+    Args:
+        payload: the bytes, on rank `src`.
+        src: whose bytes.
+        group: the process group whose members call it; None for all.
+    """
+    if not is_dist_avail_and_initialized():
+        return payload
+    is_source = get_rank() == src
+    size = torch.tensor([len(payload) if is_source else 0])
+    dist.broadcast(size, src=src, group=group or _patient_group)
+    if size == 0:
+        return b""
+    buffer = torch.frombuffer(bytearray(payload if is_source else bytes(int(size))), dtype=torch.uint8)
+    for chunk in buffer.split(1 << 28):  # gloo counts a message's bytes in 32 bits
+        dist.broadcast(chunk, src=src, group=group or _patient_group)
+    return buffer.numpy().tobytes()
+
+
+def gather_plain(value: Any) -> list:
+    """Return every rank's value, anything that JSON can hold. Collective: every rank must call it."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(part.numpy().tobytes()) for part in all_gather(text)]
+
+
+def call_on_master(function: Callable[..., bytes | None], *args: Any) -> bytes | None:
+    """Call a function on rank 0 alone and give what it returns to every rank. Collective: every rank must call it.
+
+    For work on files, which ranks on other machines may not even see.
+
+    Raises:
+        UserError: what the function raised, or the text of its OSError, on every rank.
+    """
+    payload, error = None, None
+    if is_main_process():
+        try:
+            payload = function(*args)
+        except UserError as refusal:
+            error = refusal
+        except OSError as failure:  # the others must hear of it, or they would wait
+            error = UserError(str(failure))
+    verdict = {"is_none": payload is None, "error": error and str(error), "exit_code": error and error.exit_code}
+    verdict = json.loads(broadcast_bytes(json.dumps(verdict).encode()))
+    if verdict["error"] is not None:
+        error = UserError(verdict["error"])
+        error.exit_code = verdict["exit_code"]
+        raise error
+    return None if verdict["is_none"] else broadcast_bytes(payload)
+
+
+def setup_for_distributed(is_master: bool) -> None:
+    """Let `print` print on the master only; `print(..., force=True)` prints anywhere. May be called again."""
+    original = getattr(builtins.print, "original", builtins.print)
+
+    def print_on_master(*args: Any, force: bool = False, **kwargs: Any) -> None:
+        if is_master or force:
+            # A terminal that is gone, or cannot show a name, is no reason to lose a run.
+            with suppress(OSError, ValueError):
+                original(*args, **kwargs)
+
+    print_on_master.original = original
+    builtins.print = print_on_master
+
+
+def place(world_size: int, dist_url: str) -> Launch:
+    """Return this process's place among others, as its launcher says or RANK and `--world-size`.
+
+    Raises:
+        UserError: there is half of what is needed.
+    """
+    launch = read_launch(world_size=world_size)
+    if not launch.is_launched and world_size > 1:
+        raise UserError(
+            f"--world-size {world_size}, but no launcher set RANK; start the processes with "
+            f"`torchrun --nproc_per_node={world_size} train.py ...`"
+        )
+    if launch.is_launched and dist_url == "env://" and "MASTER_ADDR" not in launch.address:
+        raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
+    return launch
+
+
+def count_cores() -> int:
+    """Return the cores that this process may use, which in a container or a job are fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def find_accelerator() -> str | None:
+    """Return the kind of accelerator that this machine has and torch can use, or None."""
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None
+
+
+def choose_gpu(launch: Launch, device: str) -> int:
+    """Return the index of this process's accelerator."""
+    gpu = launch.local_rank if launch.is_launched else torch.device(device).index or 0
+    # A launcher may show each process its own GPU only; then that one is number 0.
+    num_devices = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
+    return gpu % num_devices if num_devices else gpu
+
+
+def choose_backend(device: str) -> str:
+    """Return the backends by which tensors travel: those of a GPU over nccl, all others over gloo."""
+    return "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+
+
+def join_processes(args: Any) -> None:
+    """Join the process group, or run alone.
+
+    CPU tensors travel over gloo and CUDA tensors over nccl, so that bookkeeping never waits for a GPU.
+    Collective: every rank must call it.
+
+    Args:
+        args: reads distributed, rank, world_size, gpu, device, dist_url and dist_timeout.
+    """
+    global _patient_group  # noqa: PLW0603
+    if torch.device(args.device).type == "cuda":
+        torch.cuda.set_device(args.gpu)
+    if not args.distributed:
+        return
+    print(f"joining {args.world_size} processes at {args.dist_url}", flush=True)
+    launch = read_launch(world_size=args.world_size)
+    os.environ.update(launch.environment())
+    timeout = datetime.timedelta(minutes=getattr(args, "dist_timeout", 30))
+    # What a launcher has set up counts; --dist-url is for where there is none.
+    url = "env://" if "MASTER_ADDR" in launch.address else args.dist_url
+    store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
+    # torchrun's store outlives a restart, with the addresses of the dead in it: each attempt has keys of its own. On
+    # several nodes each torchrun has a count of its own, and so they cannot.
+    if launch.num_nodes == 1:
+        store = dist.PrefixStore(f"attempt{launch.attempt}", store)
+    dist.init_process_group(
+        backend=choose_backend(args.device),
+        store=store,
+        world_size=args.world_size,
+        rank=args.rank,
+        timeout=timeout,
+    )
+    _patient_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
+    dist.barrier()
+
+
+def shut_down() -> None:
+    """Leave the process group after the last collective. Collective: every rank must call it.
+
+    Without the barrier some runs abort while they end: a rank tears down connections that another still uses
+    (docs/research/RELIABILITY.md, 2.2).
+    """
+    if is_dist_avail_and_initialized():
+        dist.barrier(group=_patient_group)
+        dist.destroy_process_group()

@@ -1,0 +1,285 @@
+"""What a model's outputs are held against their targets by: losses, and what training lines and evaluations show."""
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from collectives import all_gather, interleave
+from models import AUXILIARY_WEIGHTS
+from transforms import one_hot
+
+
+class BinaryCrossEntropy(nn.Module):
+    """One binary decision for each class (Wightman et al., ResNet strikes back, arXiv 2110.00476).
+
+    Args:
+        label_smoothing: taken off the target and spread over all classes.
+        target_threshold: a class whose target is above it counts as fully there; None leaves targets as they are.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0, target_threshold: float | None = None) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
+        self.target_threshold = target_threshold
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over images and classes.
+
+        Args:
+            output: (B, num_classes) logits.
+            target: (B,) class indices or (B, num_classes) soft targets.
+        """
+        num_classes = output.size(1)
+        if target.ndim == 1:
+            target = one_hot(target, num_classes)
+        target = target.to(output.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
+        if self.target_threshold is not None:
+            target = target.gt(self.target_threshold).to(output.dtype)
+        return F.binary_cross_entropy_with_logits(output, target)
+
+
+class AuxiliaryLoss(nn.Module):
+    """Add the losses of auxiliary classifiers, which GoogLeNet and Inception v3 return beside the main one's output.
+
+    Args:
+        criterion: of one classifier.
+        weight: of each auxiliary one.
+    """
+
+    def __init__(self, criterion: nn.Module, weight: float) -> None:
+        super().__init__()
+        self.criterion = criterion
+        self.weight = weight
+
+    def forward(self, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """Return the loss of an output, or of a tuple that begins with the main one."""
+        if isinstance(output, Tensor):  # in evaluation
+            return self.criterion(output, target)
+        main, *auxiliary = output
+        losses = [self.criterion(scores, target) for scores in auxiliary if scores is not None]
+        return self.criterion(main, target) + self.weight * torch.stack(losses).sum()
+
+
+def build_criterion(args: Any) -> nn.Module:
+    """Return the loss that the options ask for."""
+    if args.bce_loss:
+        criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh)
+    else:
+        criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    weight = AUXILIARY_WEIGHTS.get(args.model)
+    return criterion if weight is None else AuxiliaryLoss(criterion, weight)
+
+
+def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tuple[int, ...] = (1,)) -> list[Tensor]:
+    """Count the images whose target is among the k highest scores, for each k.
+
+    Args:
+        output: (B, num_classes) scores, or a tuple that begins with them, as of a model with auxiliary classifiers.
+        target: (B,) class indices, or (B, num_classes) soft targets, of which the highest counts.
+        topk: each k; one above the number of classes counts as that number.
+
+    Returns:
+        A list of 0-d int64 tensors on the device; nothing is read.
+    """
+    with torch.inference_mode():
+        output = output if isinstance(output, Tensor) else output[0]
+        if target.ndim == 2:
+            target = target.argmax(dim=1)
+        num_classes = output.size(1)
+        ranked = output.topk(min(max(topk), num_classes), dim=1).indices
+        hits = ranked.eq(target[:, None])
+        return [hits[:, : min(k, num_classes)].sum() for k in topk]
+
+
+class Metric:
+    """A measure that is made of sums over images; each is a class of its own with `update` and `compute`.
+
+    Args:
+        num_sums: how many numbers `update` adds to.
+
+    Attributes:
+        sums: the sums over all images that `compute` is to look at, as floats.
+        count: the number of these images, or 1 where there are none.
+    """
+
+    is_mean = False  # whether `update` adds means over a batch, which are to be multiplied by its number of images
+
+    def __init__(self, num_sums: int) -> None:
+        self.num_sums = num_sums
+        self.sums, self.count = [0.0] * num_sums, 0
+        self.unread = []
+
+    def update(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
+        """Call `add` with the sums over a batch; reads nothing of the device.
+
+        Args:
+            output: as the model returns it.
+            target: (B,) class indices or (B, num_classes) soft targets.
+            index: (B,) the images' numbers in the set, on the CPU; None where a plain loader does not tell.
+        """
+        raise NotImplementedError
+
+    def add(self, *sums: Tensor) -> None:
+        """Take a batch's sums: (), or (n,) for n of them, `num_sums` in all, on any device."""
+        self.unread.append(sums)
+
+    def compute(self) -> dict[str, float | list[float]]:
+        """Return values by their names, made of `sums` and `count`. A name is all that a log needs to know."""
+        raise NotImplementedError
+
+
+class Loss(Metric):
+    """The mean loss of an image: `loss`. The loop has computed it, and `Tally.update` says it."""
+
+    is_mean = True
+    batch_mean: Tensor  # of the batch at hand
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def update(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
+        """Add the batch's mean."""
+        self.add(self.batch_mean)
+
+    def compute(self) -> dict[str, float]:
+        """Return the mean over all images."""
+        return {"loss": self.sums[0] / self.count}
+
+
+class Accuracy(Metric):
+    """The percentage of images whose target is among the k highest scores: `acc1`, `acc5`.
+
+    Args:
+        topk: each k.
+    """
+
+    def __init__(self, topk: tuple[int, ...] = (1, 5)) -> None:
+        super().__init__(len(topk))
+        self.topk = topk
+
+    def update(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
+        """Count the batch's hits."""
+        self.add(*count_correct(output, target, self.topk))
+
+    def compute(self) -> dict[str, float]:
+        """Return the percentage for each k."""
+        return {f"acc{k}": 100 * hits / self.count for k, hits in zip(self.topk, self.sums, strict=True)}
+
+
+def build_metrics(num_classes: int) -> list[Metric]:
+    """Return what is measured beside the loss, in training lines and evaluations: whoever adds a metric adds it here.
+
+    Args:
+        num_classes: of the model, for metrics that keep a sum for each class.
+    """
+    return [Accuracy()]
+
+
+class Tally:
+    """Sums of a loss and of metrics, exact, and in one order however many processes there are.
+
+    Each batch's numbers stay on the device until somebody asks. They are then gathered and added in float64 in the
+    order of (step, shard), or in an evaluation in that of the batches. So the values are the same in every bit at any
+    world size and, since the sums are part of a checkpoint, after any restart.
+
+    Args:
+        metrics: what is measured; they are copied.
+        num_local_shards: batches that this process adds a step; one in an evaluation.
+    """
+
+    def __init__(self, metrics: Iterable[Metric], num_local_shards: int = 1) -> None:
+        self.loss = Loss()
+        self.metrics = [self.loss, *copy.deepcopy(list(metrics))]
+        self.num_local_shards = num_local_shards
+        self._width = sum(metric.num_sums for metric in self.metrics) + 1  # the last column is the number of images
+        self._counts = []  # images of each batch that is not read yet
+        self._local = []  # what was read and not gathered: (batches, width) each
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sums = torch.zeros(self._width, dtype=torch.float64)
+
+    def update(self, loss: Tensor, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
+        """Take a batch, on the device and unread: its mean loss, and what `Metric.update` takes."""
+        self.loss.batch_mean = loss.detach()
+        self._counts.append(len(target))
+        with torch.inference_mode():
+            for metric in self.metrics:
+                metric.update(output, target, index)
+
+    def _read(self) -> Tensor:
+        """Return (batches, width) float64: the sums of each batch since the last call; waits for the device."""
+        if not self._counts:
+            return torch.zeros(0, self._width, dtype=torch.float64)
+        counts = torch.tensor(self._counts, dtype=torch.float64)[:, None]
+        columns = []
+        for metric in self.metrics:
+            parts = [torch.stack(part).cpu().double() for part in zip(*metric.unread, strict=True)]
+            block = torch.cat([part.view(len(counts), -1) for part in parts], dim=1)
+            columns.append(block * counts if metric.is_mean else block)
+            metric.unread.clear()
+        self._counts.clear()
+        return torch.cat([*columns, counts], dim=1)
+
+    def _compute(self, sums: Tensor) -> tuple[dict[str, Any], int]:
+        *sums, count = sums.tolist()
+        values, rest = {}, iter(sums)
+        for metric in self.metrics:
+            metric.sums, metric.count = list(itertools.islice(rest, metric.num_sums)), max(int(count), 1)
+            values |= metric.compute()
+        return values, int(count)
+
+    def read_local(self) -> tuple[dict[str, Any], int]:
+        """Return the values of this process's batches since the last call, and the number of their images."""
+        rows = self._read()
+        self._local.append(rows)
+        return self._compute(rows.sum(dim=0))
+
+    def gather(self) -> Tensor:
+        """Add up what has come since the last call. Collective: every rank must call it.
+
+        Returns:
+            The sum of losses of each batch of all processes, in their order.
+        """
+        rows = torch.cat([*self._local, self._read()])
+        self._local = []
+        rows = interleave(all_gather(rows), self.num_local_shards)
+        for row in rows:  # one after the other: torch's own sums are formed in another order
+            self._sums += row
+        return rows[:, 0]
+
+    def read(self) -> tuple[dict[str, Any], int]:
+        """Return what has been gathered since the last call: values by their names, and the number of images."""
+        values = self._compute(self._sums)
+        self._reset()
+        return values
+
+    def state_dict(self) -> dict:
+        """Return the sums; `gather` must have been called."""
+        return {"sums": self._sums.tolist()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore the sums, or begin anew where other metrics were measured."""
+        if len(state["sums"]) == self._width:
+            self._sums = torch.tensor(state["sums"], dtype=torch.float64)
+        else:
+            print("the checkpoint's log line is of other metrics; the next one counts from here on")
+
+
+def result_lines(values: dict[str, Any], n: int) -> list[str]:
+    """Return the line of an evaluation's result, and another one of what was measured besides, but for lists."""
+    lines = [f"Acc@1 {values['acc1']:.3f} Acc@5 {values['acc5']:.3f} loss {values['loss']:.3f} n={n}"]
+    others = {name: value for name, value in values.items() if name not in ("acc1", "acc5", "loss")}
+    words = [f"{name} {value:.3f}" for name, value in others.items() if isinstance(value, float | int)]
+    return lines + [" ".join(words)] * bool(words)
+
+
+def numbers_of(data_loader: Any) -> Iterator[Tensor | None]:
+    """Return what yields the images' numbers of each batch of a loader; None for each where it does not tell."""
+    numbers = getattr(data_loader, "numbers", None)
+    return itertools.repeat(None) if numbers is None else numbers()

@@ -1,0 +1,103 @@
+"""What processes tell each other."""
+
+import os
+
+import pytest
+import torch
+
+import collectives
+from errors import UserError
+from tests.ranks import run_check
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 8, 10])
+def test_interleave_puts_back_what_was_dealt(num_rows):
+    rows = torch.arange(num_rows * 2).reshape(num_rows, 2)
+    for world_size in (1, 2, 3, 4):
+        assert torch.equal(collectives.interleave([rows[rank::world_size] for rank in range(world_size)]), rows)
+
+
+def test_one_process_gathers_itself():
+    rows = torch.arange(6).reshape(3, 2)
+    (gathered,) = collectives.all_gather(rows)
+    assert torch.equal(gathered, rows)
+    assert collectives.broadcast_bytes(b"payload") == b"payload"
+    assert collectives.call_on_master(lambda suffix: b"called" + suffix, b"!") == b"called!"
+    assert collectives.call_on_master(lambda: None) is None
+
+
+def check_identity(rank, world_size):
+    assert (rank, world_size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    assert collectives.is_main_process() == (rank == 0)
+    print("printed")
+    print(f"forced {rank}", force=True)
+
+
+def check_gather(rank, world_size):
+    # rank 0 has no rows, rank 1 two, rank 2 four
+    rows = torch.arange(4 * rank).reshape(2 * rank, 2) + 100 * rank
+    gathered = collectives.all_gather(rows)
+    for other in range(world_size):
+        assert torch.equal(gathered[other], torch.arange(4 * other).reshape(2 * other, 2) + 100 * other), gathered
+    assert [part.shape for part in collectives.all_gather(torch.zeros(0, 2))] == [(0, 2)] * world_size
+
+    dealt = torch.arange(7, dtype=torch.float64)[:, None]
+    assert torch.equal(collectives.interleave(collectives.all_gather(dealt[rank::world_size])), dealt)
+
+
+def check_bytes(rank, world_size):
+    for payload in (b"x", bytes(range(256)) * 1000):
+        assert collectives.broadcast_bytes(payload if rank == 0 else None) == payload
+    assert collectives.broadcast_bytes(b"of rank 0" if rank == 0 else b"ignored and longer") == b"of rank 0"
+
+
+def check_no_bytes(rank, world_size):
+    assert collectives.broadcast_bytes(b"" if rank == 0 else None) == b""
+
+
+class NoFileError(UserError):
+    exit_code = 4
+
+
+def check_call_on_master(rank, world_size, folder):
+    def work(text):
+        with (folder / "calls").open("a") as file:
+            file.write(text)
+        return text.encode() * 3
+
+    def refuse():
+        raise NoFileError("no usable file")
+
+    assert collectives.call_on_master(work, "once") == b"onceonceonce"
+    assert collectives.call_on_master(lambda: None) is None
+    with pytest.raises(UserError, match="no usable file") as refusal:
+        collectives.call_on_master(refuse)
+    assert refusal.value.exit_code == 4
+
+
+@pytest.mark.dist
+def test_ranks_know_themselves_and_print_once(tmp_path):
+    outcome = run_check(3, check_identity, tmp_path)
+    assert outcome.output.count("printed") == 1
+    assert [f"forced {rank}" in output for rank, output in enumerate(outcome.outputs)] == [True] * 3
+
+
+@pytest.mark.dist
+def test_all_gather_takes_different_numbers_of_rows(tmp_path):
+    run_check(3, check_gather, tmp_path)
+
+
+@pytest.mark.dist
+def test_bytes_of_rank_0_reach_every_rank(tmp_path):
+    run_check(2, check_bytes, tmp_path)
+
+
+@pytest.mark.dist
+def test_no_bytes_at_all_reach_every_rank(tmp_path):
+    run_check(2, check_no_bytes, tmp_path)
+
+
+@pytest.mark.dist
+def test_work_of_the_master_is_done_once_and_its_refusal_is_everybodys(tmp_path):
+    run_check(2, check_call_on_master, tmp_path, tmp_path)
+    assert (tmp_path / "calls").read_text() == "once"

@@ -1,0 +1,280 @@
+"""What is measured: values in equal bits on any number of processes, and known by their names alone."""
+
+import functools
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import config
+import data
+import metrics
+import sampler
+import train
+import utils
+from checkpointing.checkpoint import RunState
+from monitoring import monitor
+from tests.ranks import run_check, run_ranks, train_rank
+from tests.started import SMALL
+
+
+class ClassAccuracy(metrics.Metric):
+    """All that somebody writes who wants the accuracy of each class."""
+
+    def __init__(self, num_classes):
+        super().__init__(2 * num_classes)
+        self.num_classes = num_classes
+
+    def update(self, output, target, index):
+        target = target.argmax(dim=1) if target.ndim == 2 else target
+        is_hit = output.argmax(dim=1) == target
+        self.add(torch.bincount(target, is_hit, self.num_classes), torch.bincount(target, None, self.num_classes))
+
+    def compute(self):
+        pairs = zip(self.sums[: self.num_classes], self.sums[self.num_classes :], strict=True)
+        by_class = [100 * hits / count if count else float("nan") for hits, count in pairs]
+        return {"by_class": by_class, "worst_class": min(value for value in by_class if value == value)}
+
+
+class EvenImages(metrics.Metric):
+    """Something of images that their numbers tell: how many percent of those with an even number are hit."""
+
+    def __init__(self):
+        super().__init__(2)
+
+    def update(self, output, target, index):
+        target = target.argmax(dim=1) if target.ndim == 2 else target
+        is_even = index % 2 == 0
+        self.add(((output.argmax(dim=1) == target) & is_even).sum(), is_even.sum())
+
+    def compute(self):
+        return {"even": 100 * self.sums[0] / max(self.sums[1], 1)}
+
+
+NUM_IMAGES, NUM_CLASSES = 23, 4
+
+
+def scored_images():
+    """Scores of images, which a model returns as they are, and their classes; none is of the last class."""
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(NUM_IMAGES, NUM_CLASSES, generator=generator)
+    return scores, torch.randint(NUM_CLASSES - 1, (NUM_IMAGES,), generator=generator)
+
+
+def loader_of(rank, world_size, batch_size=4):
+    batches = sampler.EvalSampler(NUM_IMAGES, batch_size, rank, world_size)
+    loader = DataLoader(TensorDataset(*scored_images()), batch_sampler=batches)
+    return data.DeviceLoader(loader, torch.device("cpu"), lambda image, target, rng, epoch: (image, target))
+
+
+def check_evaluation(rank, world_size, folder):
+    measured = [metrics.Accuracy(), ClassAccuracy(NUM_CLASSES), EvenImages()]
+    loader = loader_of(rank, world_size)
+    result = train.measure(nn.Identity(), nn.CrossEntropyLoss(), loader, torch.device("cpu"), metrics=measured)
+    (folder / f"{world_size}.{rank}.json").write_text(json.dumps(result))
+
+
+@pytest.mark.dist
+def test_a_metric_of_ones_own_is_the_same_in_every_bit_at_any_world_size(tmp_path):
+    found = []
+    for world_size in (1, 2, 3):
+        run_check(world_size, check_evaluation, tmp_path, tmp_path)
+        found += [(tmp_path / f"{world_size}.{rank}.json").read_text() for rank in range(world_size)]
+    assert found == [found[0]] * 6
+
+    scores, labels = scored_images()
+    hits = [row.index(max(row)) == label for row, label in zip(scores.tolist(), labels.tolist(), strict=True)]
+    by_class = [[hit for hit, label in zip(hits, labels.tolist(), strict=True) if label == c] for c in range(3)]
+    result = json.loads(found[0])
+    assert result["by_class"][:3] == [100 * sum(each) / len(each) for each in by_class]
+    assert result["by_class"][3] != result["by_class"][3]  # no image, no accuracy
+    assert result["worst_class"] == min(result["by_class"][:3])
+    assert result["even"] == 100 * sum(hits[::2]) / len(hits[::2])
+    assert result["acc1"] == 100 * sum(hits) / NUM_IMAGES
+
+
+def test_a_plain_loader_tells_no_numbers():
+    loader = DataLoader(TensorDataset(*scored_images()), 4)
+    measured = [metrics.Accuracy(), Noted()]
+    train.measure(nn.Identity(), nn.CrossEntropyLoss(), loader, "cpu", metrics=measured)
+    assert Noted.seen == [None] * 6
+
+
+class Noted(metrics.Metric):
+    seen: list = []  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__(1)
+
+    def update(self, output, target, index):
+        self.seen.append(index)
+        self.add(torch.zeros(()))
+
+    def compute(self):
+        return {}
+
+
+def measured_rank(argv):
+    """Train as `train_rank` does, after adding two metrics to the one list."""
+    original = metrics.build_metrics
+    train.build_metrics = lambda num_classes: [*original(num_classes), ClassAccuracy(num_classes), EvenImages()]
+    train_rank(argv)
+
+
+@pytest.mark.dist
+def test_what_is_measured_reaches_console_records_and_curves_by_its_name(image_folder, tmp_path):
+    argv = ["--data-path", str(image_folder), *SMALL, "--batch-size", "4", "--global-batch-size", "8", "--epochs", "2"]
+    argv += ["--print-freq", "2", "--model-ema", "--use-deterministic-algorithms", "--checkpoint-steps", "1"]
+    all_records = []
+    for world_size in (1, 2):
+        out = tmp_path / str(world_size)
+        outcome = run_ranks(measured_rank, world_size, [*argv, "--output-dir", str(out)], log_folder=tmp_path).check()
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        all_records.append([{k: v for k, v in r.items() if k not in monitor.MACHINE_FIELDS} for r in records])
+        lines = outcome.output.splitlines()
+        values = [record for record in records if record["kind"] == "val"]
+        assert [record["kind"] for record in records] == ["train", "train", "val", "val_ema"] * 2
+        for record in values:
+            # 3, 2 and 2 images of the classes, so that their accuracies and Acc@1 must agree.
+            hits = [accuracy * count / 100 for accuracy, count in zip(record["by_class"], (3, 2, 2), strict=True)]
+            assert record["acc1"] == pytest.approx(100 * sum(hits) / 7)
+            place = lines.index(
+                f"Test: Acc@1 {record['acc1']:.3f} Acc@5 {record['acc5']:.3f} loss {record['loss']:.3f} n=7"
+            )
+            assert lines[place + 1] == f"Test: worst_class {record['worst_class']:.3f} even {record['even']:.3f}"
+        steps = [line for line in lines if re.match(r"Epoch: \[\d\]  \[", line)]
+        assert len(steps) == 4
+        assert all(
+            re.search(r"acc5: \S+ \(\S+\)  worst_class: \S+ \(\S+\)  even: \S+ \(\S+\)  img/s", line) for line in steps
+        )
+        names = {"loss", "acc1", "acc5", "worst_class", "even"}
+        curves = {f"{kind}/{name}" for kind in ("train", "val", "val_ema") for name in names}
+        rates = {f"train/{name}" for name in ("lr", "grad_norm", "images_per_s", "data_wait", "memory_gib")}
+        events = EventAccumulator(str(out / "tb")).Reload()
+        assert set(events.Tags()["scalars"]) == curves | rates
+        assert [event.value for event in events.Scalars("val/even")] == pytest.approx([r["even"] for r in values])
+    assert all_records[0] == all_records[1]
+
+
+def test_a_further_set_needs_no_list_to_be_in(tmp_path, capsys):
+    args = config.parse_args(["--synthetic"])
+    loaders = {"val": loader_of(0, 1), "other": loader_of(0, 1, batch_size=5)}
+    results = train.evaluate_all(
+        args, nn.Identity(), nn.Identity(), nn.CrossEntropyLoss(), loaders, torch.device("cpu")
+    )
+    assert list(results) == ["val", "val_ema", "other", "other_ema"]
+    results["other"]["acc1"] = 100.0
+    state = RunState(1, {}, {})
+    state.note_results(results, "acc1")
+    assert state.bests["best"]["value"] == results["val"]["acc1"]
+    assert sorted(state.best_now) == ["best", "best_ema"]
+    writer = monitor.Monitor(tmp_path, state)
+    writer.open()
+    with writer:
+        for kind, result in results.items():
+            writer.write(kind, 1, 0, **result)
+    tags = EventAccumulator(str(tmp_path / "tb")).Reload().Tags()["scalars"]
+    assert set(tags) == {f"{kind}/{name}" for kind in results for name in ("loss", "acc1", "acc5")}
+    starts = [line.split(" Acc@1")[0] for line in capsys.readouterr().out.splitlines() if " Acc@1" in line]
+    assert starts == ["Test:", "Test: EMA", "Test: other", "Test: other EMA"]
+
+
+def check_order(rank, world_size):
+    totals = [1e16, 1.0, 1.0, -1e16, 0.1, 0.2, 0.3, 1e16]  # whose sum is another in another order
+    num_local = 4 // world_size
+    tally = metrics.Tally([], num_local)
+    for step in (0, 1):
+        for shard in range(rank * num_local, (rank + 1) * num_local):
+            loss = torch.tensor(totals[4 * step + shard], dtype=torch.float64)
+            tally.update(loss, torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None)
+    assert tally.gather().tolist() == totals
+    assert tally.state_dict() == {"sums": [functools.reduce(lambda sum, value: sum + value, totals, 0.0), 8.0]}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_tally_adds_in_the_order_of_steps_and_shards(tmp_path, world_size):
+    run_check(world_size, check_order, tmp_path)
+
+
+def test_a_tally_goes_on_from_four_sums_and_begins_anew_with_others(capsys):
+    tally = metrics.Tally([metrics.Accuracy()])
+    tally.load_state_dict({"sums": [6.0, 1.0, 3.0, 4.0]})
+    output, target = torch.tensor([[9.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1])
+    tally.update(torch.tensor(2.5), output, target, None)
+    tally.gather()
+    assert tally.read() == ({"loss": 11 / 6, "acc1": 200 / 6, "acc5": 500 / 6}, 6)
+    assert tally.state_dict() == {"sums": [0.0] * 4}
+    more = metrics.Tally([metrics.Accuracy(), EvenImages()])
+    more.load_state_dict({"sums": [6.0, 1.0, 3.0, 4.0]})
+    assert more.state_dict() == {"sums": [0.0] * 6}
+    assert "the checkpoint's log line is of other metrics" in capsys.readouterr().out
+
+
+def test_a_tally_does_not_wait_for_the_device():
+    # A meta tensor has no value: whoever reads it gets an error.
+    tally = metrics.Tally([metrics.Accuracy()])
+    tally.update(torch.ones((), device="meta"), torch.ones(8, 3, device="meta"), torch.ones(8, device="meta"), None)
+    with pytest.raises(NotImplementedError, match="meta"):
+        tally.read_local()
+
+
+def ranks_of_targets(output, target):
+    """For each image, how many classes have a higher score than its target."""
+    scores = output.numpy()
+    return np.array([(row > row[label]).sum() for row, label in zip(scores, target.tolist(), strict=True)])
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 5, 20])
+def test_count_correct_and_accuracy_agree_with_ranks(num_classes):
+    output = torch.randn(64, num_classes, generator=torch.Generator().manual_seed(2))
+    target = torch.arange(64) % num_classes
+    places = ranks_of_targets(output, target)
+    expected = [int((places < k).sum()) for k in (1, 3, 5)]
+    counts = metrics.count_correct(output, target, topk=(1, 3, 5))
+    assert [count.item() for count in counts] == expected
+    assert all(count.dtype == torch.int64 and count.ndim == 0 for count in counts)
+    percent = utils.accuracy(output, target, topk=(1, 3, 5))
+    assert [share.item() for share in percent] == [count * 100 / 64 for count in expected]  # / 64 is exact
+
+
+def test_soft_targets_count_by_their_highest():
+    output = torch.randn(32, 10, generator=torch.Generator().manual_seed(3))
+    target = torch.arange(32) % 10
+    soft = torch.full((32, 10), 0.05).scatter_(1, target[:, None], 0.55)
+    for hard_count, soft_count in zip(
+        metrics.count_correct(output, target, (1, 5)), metrics.count_correct(output, soft, (1, 5)), strict=True
+    ):
+        assert torch.equal(hard_count, soft_count)
+
+
+def test_count_correct_reads_nothing():
+    output, target = torch.empty(4, 10, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
+    assert [count.device.type for count in metrics.count_correct(output, target, (1, 5))] == ["meta", "meta"]
+
+
+def by_definition(output, target):
+    probability = 1 / (1 + (-output.double()).exp())
+    return -(target * probability.log() + (1 - target) * (1 - probability).log()).mean()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_indices_become_one_decision_a_class(smoothing):
+    output, target = torch.tensor([[0.5, -1.0, 2.0, 0.0], [1.0, 0.0, 0.0, -3.0]]), torch.tensor([2, 0])
+    expected = torch.full((2, 4), smoothing / 4, dtype=torch.float64)
+    expected[0, 2] += 1 - smoothing
+    expected[1, 0] += 1 - smoothing
+    loss = metrics.BinaryCrossEntropy(smoothing)(output, target)
+    assert float(loss) == pytest.approx(float(by_definition(output, expected)), rel=1e-6)  # float32
+
+
+def test_a_class_above_the_threshold_is_fully_there():
+    output, target = torch.randn(2, 4), torch.tensor([[0.7, 0.3, 0.0, 0.0], [0.9, 0.0, 0.1, 0.0]])
+    expected = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]).double()
+    loss = metrics.BinaryCrossEntropy(target_threshold=0.2)(output, target)
+    assert float(loss) == pytest.approx(float(by_definition(output, expected)), rel=1e-6)
