@@ -5,6 +5,7 @@ knows of them.
 """
 
 import io
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -39,10 +40,18 @@ class Outcome:
         return self
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+# Below those that the kernel gives to whoever asks for any port, so that nothing else takes one between here and its
+# use; each process that runs tests has some of its own.
+_ports = itertools.cycle(range(12000 + os.getpid() % 200 * 100, 12100 + os.getpid() % 200 * 100))
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on and that no other test is given."""
+    for port in itertools.islice(_ports, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("a hundred ports are taken")
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -88,7 +97,7 @@ def run_ranks(
 
     Each strike, (seconds from the start, rank, signal), is sent if that rank is still there.
     """
-    port = _free_port()
+    port = free_port()
     logs = [log_folder / f"rank{rank}.log" for rank in range(world_size)]
     environments = [launcher(rank, world_size, port) if world_size > 1 else {} for rank in range(world_size)]
     processes = [
