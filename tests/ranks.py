@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -131,6 +132,12 @@ def run_ranks(
     outcome = Outcome([process.exitcode for process in processes], [log.read_text() for log in logs])
     assert time.monotonic() <= deadline, f"not done after {timeout_s} s:\n{outcome.output}"
     return outcome
+
+
+def module_rank(name: str, argv: list[str]) -> None:
+    """Run a module as `python -m` does."""
+    sys.argv = [name, *argv]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:

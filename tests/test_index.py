@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -20,7 +18,7 @@ from errors import BadImageError, ImageError, UserError
 from files import locked
 from loading import index
 from tests.images import FORMS, pack, pack_shards, pack_whole, write_images
-from tests.ranks import REPOSITORY, run_ranks
+from tests.ranks import module_rank, run_ranks
 
 
 @pytest.fixture
@@ -425,9 +423,8 @@ def written_pack(tmp_path_factory):
     write_images(source, {"train": [5, 4], "val": [2, 2]})
     for path in source.rglob("*.jpg"):
         os.truncate(path, 200_000)  # what follows the end of an image counts when files are divided into shards
-    command = [sys.executable, "-m", "scripts.pack", "--data-path", source, out, "--short-side", "32"]
-    options = ["--shard-mib", "1", "--workers", "1"]
-    subprocess.run([*command, *options], cwd=REPOSITORY, check=True, timeout=120, capture_output=True)
+    argv = ["--data-path", str(source), str(out), "--short-side", "32", "--shard-mib", "1", "--workers", "1"]
+    run_ranks(module_rank, 1, "scripts.pack", argv, log_folder=source).check()
     return out
 
 
