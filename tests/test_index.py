@@ -233,7 +233,7 @@ def test_where_the_data_folder_cannot_be_written_the_cache_is_at_home(folder, tm
     assert capsys.readouterr().out.count("is not cached, so every start scans") == 2
 
 
-@pytest.mark.parametrize("time_s", [time.time() + 10**8, 2**33])
+@pytest.mark.parametrize("time_s", [time.time() + 10**8, 2**33], ids=["in three years", "after 2038"])
 def test_a_time_in_the_future_is_no_reason_to_scan_again(folder, monkeypatch, time_s, capsys):
     monkeypatch.setattr(index, "RACY_NS", 300_000_000)
     for path in [folder, *folder.rglob("*")]:
