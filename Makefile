@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Processes that run tests, each with a warm server of its own: half of the suite's time is one process's waiting.
+WORKERS ?= 2
 DIGITS := $(BIN)/torchrun --standalone --nproc_per_node=2 train.py --recipe digits
 
 .DEFAULT_GOAL := help
@@ -37,7 +39,7 @@ lint: $(READY)  ## check form, names, complexity and spelling
 	$(BIN)/codespell
 
 test: $(READY)  ## run the test suite, without a GPU: some minutes on two cores
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 test-dist: $(READY)  ## run the tests that start several processes
 	$(BIN)/python -m pytest -m dist

@@ -23,6 +23,11 @@ def pytest_unconfigure():
     faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with the tests of Slurm, which wait for most of their time, and which no second worker can take then."""
+    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+
+
 @pytest.fixture(autouse=True)
 def own_print():
     """Return `print`, and undo what a test or the code under it makes of it (`utils.setup_for_distributed`)."""

@@ -5,9 +5,11 @@ knows of them.
 """
 
 import io
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -40,10 +42,18 @@ class Outcome:
         return self
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+# Below those that the kernel gives to whoever asks for any port, so that nothing else takes one between here and its
+# use; each process that runs tests has some of its own.
+_ports = itertools.cycle(range(12000 + os.getpid() % 200 * 100, 12100 + os.getpid() % 200 * 100))
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on and that no other test is given."""
+    for port in itertools.islice(_ports, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("a hundred ports are taken")
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -89,7 +99,7 @@ def run_ranks(
 
     Each strike, (seconds from the start, rank, signal), is sent if that rank is still there.
     """
-    port = _free_port()
+    port = free_port()
     logs = [log_folder / f"rank{rank}.log" for rank in range(world_size)]
     environments = [launcher(rank, world_size, port) if world_size > 1 else {} for rank in range(world_size)]
     processes = [
@@ -138,6 +148,12 @@ def in_group(check, *arguments) -> None:
 def run_check(world_size: int, check, log_folder: Path, *arguments) -> Outcome:
     """Call `check` on several processes that have joined."""
     return run_ranks(in_group, world_size, check, *arguments, timeout_s=60, log_folder=log_folder).check()
+
+
+def module_rank(name: str, argv: list[str]) -> None:
+    """Run a module as `python -m` does."""
+    sys.argv = [name, *argv]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:

@@ -73,7 +73,8 @@ class FixedRun:
 # mixing, clipping and a rate for each step and layer.
 # 29 images in batches of 8: 3 steps an epoch, and 5 images left out.
 OPTIONS = """
-    --model mobilenet_v3_small --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu
+    --model timm/test_efficientnet --dropout 0.2 --device cpu
+    --train-crop-size 32 --val-resize-size 32 --val-crop-size 32
     --auto-augment ta_wide --random-erase 0.3 --mixup-alpha 0.2 --cutmix-alpha 1.0 --label-smoothing 0.1
     --model-ema --model-ema-steps 2 --model-ema-decay 0.9 --lr 0.05 --lr-warmup-epochs 1 --clip-grad-norm 1.0
     --epochs 3 --print-freq 2 --workers 0 --checkpoint-steps 2 --ra-sampler --lr-scheduler cosineannealinglr

@@ -5,7 +5,11 @@ import json
 import subprocess
 import sys
 
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, module_rank, run_ranks
+
+
+def run(tmp_path, *argv):
+    return run_ranks(module_rank, 1, "scripts.benchmark", ["loader", *argv], log_folder=tmp_path)
 
 
 def test_the_loader_benchmark_writes_every_figure(image_folder, tmp_path):
@@ -27,15 +31,13 @@ def test_the_loader_benchmark_writes_every_figure(image_folder, tmp_path):
 
 
 def test_a_pack_is_given_with_a_name(tmp_path):
-    command = [sys.executable, "-m", "scripts.benchmark", "loader", "--data-path", str(tmp_path), "--pack", "folder"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
-    assert done.returncode == 2
-    assert "folder: expected NAME=DIR" in done.stderr
+    outcome = run(tmp_path, "--data-path", str(tmp_path), "--pack", "folder")
+    assert outcome.codes == [2]
+    assert "folder: expected NAME=DIR" in outcome.output
 
 
 def test_a_folder_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):
-    command = [sys.executable, "-m", "scripts.benchmark", "loader", "--data-path", str(tmp_path / "no")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert str(tmp_path / "no") in done.stderr
+    outcome = run(tmp_path, "--data-path", str(tmp_path / "no"))
+    assert outcome.codes == [2]
+    assert len(outcome.output.splitlines()) == 1
+    assert str(tmp_path / "no") in outcome.output

@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ from files import locked
 from loading import index
 from loading.forms import open_source
 from tests.images import FORMS, pack, pack_shards, pack_whole, write_images
-from tests.ranks import REPOSITORY, run_ranks
+from tests.ranks import module_rank, run_ranks
 
 
 @pytest.fixture
@@ -238,7 +236,7 @@ def test_where_the_data_folder_cannot_be_written_the_cache_is_at_home(folder, tm
     assert capsys.readouterr().out.count("is not cached, so every start scans") == 2
 
 
-@pytest.mark.parametrize("time_s", [time.time() + 10**8, 2**33])
+@pytest.mark.parametrize("time_s", [time.time() + 10**8, 2**33], ids=["in three years", "after 2038"])
 def test_a_time_in_the_future_is_no_reason_to_scan_again(folder, monkeypatch, time_s, capsys):
     monkeypatch.setattr(index, "RACY_NS", 300_000_000)
     for path in [folder, *folder.rglob("*")]:
@@ -428,9 +426,8 @@ def written_pack(tmp_path_factory):
     write_images(source, {"train": [5, 4], "val": [2, 2]})
     for path in source.rglob("*.jpg"):
         os.truncate(path, 200_000)  # what follows the end of an image counts when files are divided into shards
-    command = [sys.executable, "-m", "scripts.pack", "--data-path", source, out, "--short-side", "32"]
-    options = ["--shard-mib", "1", "--workers", "1"]
-    subprocess.run([*command, *options], cwd=REPOSITORY, check=True, timeout=120, capture_output=True)
+    argv = ["--data-path", str(source), str(out), "--short-side", "32", "--shard-mib", "1", "--workers", "1"]
+    run_ranks(module_rank, 1, "scripts.pack", argv, log_folder=source).check()
     return out
 
 

@@ -24,11 +24,13 @@ def test_the_newest_three_numbered_checkpoints_stay(started):
     assert names == ["best.pth", *(f"checkpoint-{step:08d}.pth" for step in (4, 5, 6)), "checkpoint.pth"]
 
 
-def test_a_checkpoint_is_plain_data_and_its_model_is_torchvisions(started):
+def test_a_checkpoint_is_plain_data_and_its_model_is_torchvisions(started, tmp_path):
+    out = tmp_path / "out"
+    run_train(tmp_path, *started.argv, "--output-dir", out, "--epochs", 1, "--model", "shufflenet_v2_x0_5").check()
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
-        state = torch.load(started.out / "checkpoint.pth", weights_only=True)
+        state = torch.load(out / "checkpoint.pth", weights_only=True)
     finally:
         torch.serialization.add_safe_globals(allowed)
 
@@ -45,7 +47,7 @@ def test_a_checkpoint_is_plain_data_and_its_model_is_torchvisions(started):
 
     check(state, "")
     torchvision.models.shufflenet_v2_x0_5(num_classes=3).load_state_dict(state["model"])
-    assert state["epoch"] == 1
+    assert state["epoch"] == 0
     assert state["args"]["model"] == "shufflenet_v2_x0_5"
 
 
@@ -177,7 +179,7 @@ def test_what_changed_is_said_and_no_temporary_file_is_left(started, tmp_path):
     (out / "checkpoint-00000009.pth.tmp.77").write_bytes(b"half")
     argv = ["--resume", "auto", "--lr", 0.5, "--allow-change", "lr"]
     outcome = started.go_on(tmp_path, out, *argv, "--print-freq", 1, "--workers", 1).check()
-    assert "changed as --allow-change says: lr 0.02 in the checkpoint, 0.5 now" in outcome.output
+    assert "changed as --allow-change says: lr 0.05 in the checkpoint, 0.5 now" in outcome.output
     (free,) = [line for line in outcome.output.splitlines() if line.startswith("options that changed: ")]
     assert set(free.removeprefix("options that changed: ").split("; ")) == {
         "workers 0 in the checkpoint, 1 now",
@@ -349,12 +351,12 @@ def test_a_state_dict_is_no_checkpoint_and_the_message_names_weights(started, tm
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model", "shufflenet_v2_x1_0"], ["shufflenet_v2_x0_5", "shufflenet_v2_x1_0"]),
+        (["--model", "shufflenet_v2_x1_0"], ["timm/test_resnet", "shufflenet_v2_x1_0"]),
         (["--batch-size", "4"], ["batch-size 8 in the checkpoint, 4 now", "batch-size cannot be changed"]),
         (["--global-batch-size", "16"], ["global-batch-size 8 in the checkpoint, 16 now", "cannot be changed"]),
         (["--opt", "adamw"], ["opt sgd in the checkpoint, adamw now", "opt cannot be changed"]),
         (["--seed", "1"], ["seed 0 in the checkpoint, 1 now", "give --allow-change seed"]),
-        (["--lr", "0.5", "--amp"], ["lr 0.02 in", "amp False in", "give --allow-change lr,amp"]),
+        (["--lr", "0.5", "--amp"], ["lr 0.05 in", "amp False in", "give --allow-change lr,amp"]),
         (["--lr", "0.5", "--amp", "--allow-change", "lr"], ["amp False in", "give --allow-change amp"]),
         (
             ["--lr-scheduler", "linearlr"],
@@ -418,7 +420,8 @@ def test_a_checkpoint_of_torchvisions_script_gives_its_weights_and_is_not_gone_o
     torch.save({**state, "args": argparse.Namespace(model="shufflenet_v2_x0_5")}, theirs)
     outcome = started.go_on(tmp_path, tmp_path / "out", "--resume", theirs)
     refused(outcome, "torchvision's reference script", "argparse.Namespace", "pass it to --weights")
-    argv = ["--weights", theirs, "--test-only"]
+    weights = ["--model", "shufflenet_v2_x0_5", "--weights", theirs]
+    argv = [*weights, "--test-only"]
     raw = started.go_on(tmp_path, tmp_path / "out", *argv).check().output
     assert f"--weights {theirs}: the raw weights of shufflenet_v2_x0_5, not their average, which --ema takes" in raw
     assert "Test: Acc@1" in raw
@@ -426,7 +429,7 @@ def test_a_checkpoint_of_torchvisions_script_gives_its_weights_and_is_not_gone_o
     # Scores of zero but for the bias: every image gets the class whose bias is the largest.
     num_right = {0: 3, 1: 2, 2: 2}[int(model.fc.bias.argmax())]
     assert f"Test: Acc@1 {100 * num_right / 7:.3f}" in averaged
-    started.go_on(tmp_path, tmp_path / "out", "--weights", theirs, "--epochs", 1).check()
+    started.go_on(tmp_path, tmp_path / "out", *weights, "--epochs", 1).check()
 
 
 def test_curves_go_on_over_a_kill_without_overlap(started, tmp_path):

@@ -28,8 +28,9 @@ def test_other_world_size_same_bits(runs, world_size):
 
 
 def test_three_shards_on_three_processes_and_on_one(runs):
-    runs.run("three3", 3, FLAG, shards=3).check()
-    runs.run("three1", 1, FLAG, shards=3).check()
+    model = ["--model", "mobilenet_v3_small"]  # and with one of torchvision's models
+    runs.run("three3", 3, FLAG, *model, shards=3).check()
+    runs.run("three1", 1, FLAG, *model, shards=3).check()
     assert_same(runs, "three1", "three3")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from checkpointing.preemption import end_with_parent
 from tests.endings import differing_results
-from tests.ranks import REPOSITORY, run_ranks, train_rank
+from tests.ranks import REPOSITORY, free_port, run_ranks, train_rank
 
 DAEMONS = ["munged", "slurmctld", "slurmd"]
 # CI must not pass without it; who has it not may still run the other tests.
@@ -96,16 +96,6 @@ def wait_for(condition, timeout_s=120):
         time.sleep(0.2)
 
 
-def free_ports(number):
-    probes = [socket.socket() for _ in range(number)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 class Cluster:
     """A Slurm of one node, all of its files in one folder; its processes end with this one."""
 
@@ -115,7 +105,7 @@ class Cluster:
             (folder / name).mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(stat.S_IRUSR)
-        ports = dict(zip(["controller_port", "node_port"], free_ports(2), strict=True))
+        ports = {"controller_port": free_port(), "node_port": free_port()}
         host = socket.gethostname().split(".")[0]
         (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **ports))
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}

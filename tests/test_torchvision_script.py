@@ -16,7 +16,7 @@ import pytest
 from torch.utils.data.distributed import DistributedSampler
 
 from tests import torchvision_script
-from tests.conftest import write_images
+from tests.images import write_images
 from tests.ranks import REPOSITORY, run_ranks
 
 # fmt: off
