@@ -1,6 +1,7 @@
 """The process and meter words that users of torchvision's reference scripts know, for those scripts and train.py."""
 
 import datetime
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointing.weights import average_checkpoints, store_model_weights
 from collectives import (
     all_gather,
     choose_backend,
     choose_gpu,
     find_accelerator,
-    get_rank,  # noqa: F401
-    get_world_size,  # noqa: F401
+    get_rank,
+    get_world_size,
     interleave,
     is_dist_avail_and_initialized,
     is_main_process,
@@ -24,6 +26,14 @@ from collectives import (
     setup_for_distributed,
 )
 from metrics import Tally, count_correct
+from models import ExponentialMovingAverage
+from optim import set_weight_decay
+
+__all__ = [
+    "ExponentialMovingAverage", "MetricLogger", "SmoothedValue", "accuracy", "average_checkpoints", "get_rank",
+    "get_world_size", "init_distributed_mode", "is_dist_avail_and_initialized", "is_main_process", "mkdir",
+    "reduce_across_processes", "save_on_master", "set_weight_decay", "setup_for_distributed", "store_model_weights",
+]  # fmt: skip
 
 
 class SmoothedValue:
@@ -275,4 +285,6 @@ def init_distributed_mode(args: Any) -> None:
     join_processes(args)
 
 
-# torchvision's helpers, for people's own scripts.
+def mkdir(path: str | os.PathLike) -> None:
+    """Make a folder and those above it, where they are not there yet."""
+    os.makedirs(path, exist_ok=True)
