@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from randomness import FORWARD, seed_device
@@ -16,17 +17,10 @@ from sampler import VirtualShards
 
 
 def wrap_model(model: nn.Module, args: Any) -> nn.Module:
-    """Wrap a model on its device in DDP where gradients are to be summed by DDP's own all-reduce.
-
-    With `--use-deterministic-algorithms`, `PairwiseGradientSum` sums them, and the bare model is returned, with rank
-    0's weights. Collective: every rank must call it.
-    """
+    """Wrap a model on its device in DDP, if there are several processes. Collective: every rank must call it."""
     if args.grad_compression != "none" and args.world_size == 1:
         print(f"--grad-compression {args.grad_compression} has no effect: one process sends no gradients")
     if not args.distributed:
-        return model
-    if args.use_deterministic_algorithms:
-        broadcast_from_master([*model.parameters(), *model.buffers()])
         return model
     # Nothing reads a buffer in training but what shard 0 writes, so no step needs them broadcast; `evaluate`
     # does it. torch 2.13 renamed the switch.
@@ -51,30 +45,38 @@ def broadcast_from_master(tensors: Sequence[Tensor]) -> None:
 
 
 class PairwiseGradientSum:
-    """Sum the shards' gradients in one fixed order, whatever process computed which shard.
+    """Sum the shards' gradients in one fixed order, whichever process computed which shard.
 
     Floating-point addition is not associative: an all-reduce sums in another order at another world size, and training
     amplifies the difference from 1e-7 to 3e-2 in eight steps of a ResNet-18 (docs/research/RELIABILITY.md, 2.6). Here
     shards are summed pairwise, as a binary counter carries: push a sum; while the last two cover equally many shards,
-    add them. A process does so with its consecutive shards; then each gradient travels through an all-to-all (every
-    process gets its part of everyone's sum), is summed alike over the processes, and returns by an all-gather.
-    Collectives only move bytes, so backend and topology cannot change a bit, and the volume is that of a ring
-    all-reduce. The result is that of one process wherever a process holds a power of two of shards. One division by V
-    comes last.
+    add them. A process does so with its consecutive shards. During the backward pass of the last one, each of DDP's
+    buckets goes through an all-to-all (every process gets its part of everyone's sum), is summed alike over the
+    processes, and returns by an all-gather. These only move bytes, so that backend and topology cannot change a bit,
+    and the volume is that of a ring all-reduce. Two processes need no more than an all-reduce, since addition commutes.
+    The sum is that of one process wherever a process holds a power of two of shards. One division by V comes last.
 
     At most log2(V / W) + 1 gradients are held at a time.
+
+    Args:
+        model: in DDP, or bare on one process.
+        shards: this process's part of the step.
     """
 
-    # Bytes that travel at once, so that no second copy of all gradients is needed.
-    PIECE = 1 << 26
-
-    def __init__(self, parameters: Iterator[nn.Parameter], shards: VirtualShards) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    def __init__(self, model: nn.Module, shards: VirtualShards) -> None:
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.shards = shards
+        self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
         self._sums = []  # (number of shards, their gradients' sum), as the digits of a binary counter
+        self._exchanges = []  # of the buckets of this step that are under way
+        self.is_overlapped = isinstance(model, DistributedDataParallel)
+        if self.is_overlapped:
+            model.register_comm_hook(None, self._sum_bucket)
 
     def add_shard(self) -> None:
         """Take the gradients of the shard that has just been computed out of the parameters."""
+        if self.is_overlapped and len(self.shards.local) == 1 + sum(count for count, _ in self._sums):
+            return  # the last one, which DDP's hook has added
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -82,27 +84,65 @@ class PairwiseGradientSum:
 
     def finish(self) -> None:
         """Set every parameter's gradient to the mean over all shards. Collective: every rank must call it."""
-        gradients = _fold(self._sums)
-        if self.shards.world_size > 1:
-            present = [gradient for gradient in gradients if gradient is not None]
-            for piece in torch._utils._take_tensors(present, self.PIECE):  # of one type each
-                self._sum_over_processes(piece)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+        if self.is_overlapped:
+            self._sums.clear()
+            return
+        for parameter, gradient in zip(self.parameters, _fold(self._sums), strict=True):
             parameter.grad = gradient if gradient is None else gradient.div_(self.shards.num_shards)
 
-    def _sum_over_processes(self, gradients: list[Tensor]) -> None:
-        world_size = self.shards.world_size
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        length = flat.numel()
-        flat = nn.functional.pad(flat, (0, -length % world_size))
-        parts = torch.empty_like(flat)
-        dist.all_to_all_single(parts, flat)
+    def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Return a promise of a bucket's mean over all shards; DDP calls it for one bucket after the other."""
+        for _, sums in reversed(self._sums):
+            pairs = zip(bucket.gradients(), (sums[self._places[p]] for p in bucket.parameters()), strict=True)
+            torch._foreach_add_(*zip(*(pair for pair in pairs if pair[1] is not None), strict=True))
+        flat = bucket.buffer()
+        if self.shards.world_size == 2:
+            work = dist.all_reduce(flat, async_op=True)
+            return work.get_future().then(lambda done: done.value()[0].div_(self.shards.num_shards))
+        exchange = _Exchange(flat, self.shards)
+        if self._exchanges:
+            self._exchanges[-1].send_back()
+        self._exchanges.append(exchange)
+        if bucket.is_last():
+            exchange.send_back()
+            while self._exchanges:
+                self._exchanges.pop(0).finish()
+        return exchange.mean
+
+
+class _Exchange:
+    """One bucket on its way: every process sums its part of all processes' buckets, and all gather the parts.
+
+    All steps are made by the thread of the backward pass, since every rank must begin its collectives in one order.
+
+    Args:
+        flat: this process's sums.
+        shards: its part of the step.
+    """
+
+    def __init__(self, flat: Tensor, shards: VirtualShards) -> None:
+        self.flat, self.shards = flat, shards
+        self.mean = Future(devices=None if flat.device.type == "cpu" else [flat.device])
+        rest = -flat.numel() % shards.world_size
+        self.padded = nn.functional.pad(flat, (0, rest)) if rest else flat
+        self.parts = torch.empty_like(self.padded)
+        self.work = dist.all_to_all_single(self.parts, self.padded, async_op=True)
+
+    def send_back(self) -> None:
+        """Sum this process's part once it is there, and begin to gather all parts."""
+        self.work.wait()
         sums = []
-        for part in parts.chunk(world_size):
+        for part in self.parts.chunk(self.shards.world_size):
             _push(sums, [part])
-        dist.all_gather_into_tensor(flat, _fold(sums)[0].contiguous())
-        for gradient, total in zip(gradients, flat[:length].split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        mean = _fold(sums)[0].div_(self.shards.num_shards)
+        self.work = dist.all_gather_into_tensor(self.padded, mean, async_op=True)
+
+    def finish(self) -> None:
+        """Wait until all parts are there, and keep the promise."""
+        self.work.wait()
+        if self.padded is not self.flat:
+            self.flat.copy_(self.padded[: self.flat.numel()])
+        self.mean.set_result(self.flat)
 
 
 def _push(sums: list[tuple[int, list]], addend: list[Tensor | None]) -> None:
@@ -150,7 +190,7 @@ class ShardedStep:
         self.shards = shards
         self.seed = seed
         self.device = device
-        self.gradient_sum = PairwiseGradientSum(model.parameters(), shards) if is_deterministic else None
+        self.gradient_sum = PairwiseGradientSum(model, shards) if is_deterministic else None
         # What DDP (a mean over processes) and accumulation (a sum over local shards) make of the shards' mean losses is
         # to be their mean; 1 in torchvision's case of one shard a process, and so nothing is rounded there.
         self.loss_scale = 1.0 if is_deterministic else 1.0 / shards.num_local

@@ -1,14 +1,14 @@
 """gradients.py: the pairwise order of sums, and what surrounds a shard."""
 
-import itertools
-
 import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradients import PairwiseGradientSum, ShardedStep
 from sampler import VirtualShards
+from tests.ranks import run_ranks
 
 
 def pairwise_by_recursion(values, num_processes):
@@ -30,7 +30,7 @@ def test_the_order_of_sums_is_that_of_halves_and_the_same_on_any_allowed_number_
     generator = torch.Generator().manual_seed(num_shards)
     gradients = [torch.randn(1000, generator=generator) * 10**shard for shard in range(num_shards)]
     parameter = nn.Parameter(torch.zeros(1000))
-    gradient_sum = PairwiseGradientSum(iter([parameter]), VirtualShards(num_shards, num_shards))
+    gradient_sum = PairwiseGradientSum(nn.ParameterList([parameter]), VirtualShards(num_shards, num_shards))
     for gradient in gradients:
         parameter.grad = gradient.clone()
         gradient_sum.add_shard()
@@ -50,7 +50,7 @@ def test_an_ordinary_sum_differs_from_the_pairwise_one():
 
 def test_a_parameter_without_a_gradient_keeps_none():
     used, unused, sometimes = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-    gradient_sum = PairwiseGradientSum(iter([used, unused, sometimes]), VirtualShards(4, 2))
+    gradient_sum = PairwiseGradientSum(nn.ParameterList([used, unused, sometimes]), VirtualShards(4, 2))
     used.grad = torch.ones(2)
     gradient_sum.add_shard()
     used.grad, sometimes.grad = torch.ones(2), torch.ones(2)
@@ -61,17 +61,45 @@ def test_a_parameter_without_a_gradient_keeps_none():
     assert torch.equal(sometimes.grad, torch.full((2,), 0.5))
 
 
-def test_pieces_hold_every_tensor_once_and_one_type():
-    """As torch's own cut of a list does, which is not part of its public names."""
-    tensors = [torch.zeros(size) for size in (3, 5, 20, 1, 1)]
-    others = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(20, dtype=torch.bfloat16)]
-    mixed = [*tensors[:2], others[0], *tensors[2:], others[1]]
-    pieces = list(torch._utils._take_tensors(mixed, 32))  # 8 numbers of float32
-    for dtype, expected, sizes in [(torch.float32, tensors, [2, 1, 2]), (torch.bfloat16, others, [1, 1])]:
-        same = [piece for piece in pieces if piece[0].dtype == dtype]
-        assert [len(piece) for piece in same] == sizes
-        assert [id(t) for t in itertools.chain(*same)] == [id(t) for t in expected]
-    assert sum(map(len, pieces)) == len(mixed)
+class WeightedSums(nn.Module):
+    """Its parameters' gradients are the factors that it is called with."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+
+    def forward(self, factors):
+        return sum((parameter * factor).sum() for parameter, factor in zip(self.weights, factors, strict=True))
+
+
+def sum_over_ranks(num_shards):
+    """Compare the gradients of several buckets, of sizes that no number of ranks divides, with the oracle's."""
+    torch.distributed.init_process_group("gloo")
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    shards = VirtualShards(num_shards, num_shards, rank, world_size)
+    model = WeightedSums((1_000_003, 5, 300_001))
+    step = ShardedStep(DistributedDataParallel(model), shards, device=torch.device("cpu"), is_deterministic=True)
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        factors = [
+            [torch.randn(len(parameter), generator=generator) * 10**shard for parameter in model.weights]
+            for shard in range(num_shards)
+        ]
+        for parameter in model.weights:
+            parameter.grad = None
+        for shard in shards.local:
+            with step.shard(number, shard):
+                step.model(factors[shard]).backward()
+        step.finish_gradients()
+        for parameter, gradients in zip(model.weights, zip(*factors, strict=True), strict=True):
+            assert torch.equal(parameter.grad, pairwise_by_recursion(gradients, world_size) / num_shards), number
+    torch.distributed.barrier()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world_size", "num_shards"), [(2, 2), (2, 8), (3, 3), (4, 4), (4, 8)])
+def test_buckets_are_summed_beside_the_backward_pass_in_the_order_of_halves(world_size, num_shards, tmp_path):
+    run_ranks(sum_over_ranks, world_size, num_shards, log_folder=tmp_path).check()
 
 
 @pytest.mark.parametrize("model", ["squeezenet1_1", "alexnet"])
