@@ -20,6 +20,7 @@ from options import (
     OPTIMIZERS,
     OPTIONS,
     POLICIES,
+    REMOVED,
     OneLineParser,
     Option,
     build_parser,
@@ -104,6 +105,8 @@ def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
     for group in GROUPS:
         options = {key: option for option in OPTIONS[group] for key in option.keys}
         for key, value in recipe.get(group, {}).items():
+            if key in REMOVED:
+                raise UserError(f"recipe {path}: {key} in [{group}] was removed; leave it out")
             if key not in options:
                 raise UserError(f"recipe {path}: unknown option {key} in [{group}]{did_you_mean(key, options)}")
             argv += _recipe_option(path, key, value, options[key])
@@ -335,7 +338,6 @@ def validate(args: argparse.Namespace) -> None:
             f"the nearest below is {args.global_batch_size // args.batch_size * args.batch_size}"
         )
     _validate_interpolation(args)
-    _validate_workers(args)
     _validate_resolution(args)
     _validate_optimization(args)
     _validate_precision(args)
@@ -486,14 +488,3 @@ def _needs_pixels(args: argparse.Namespace) -> str:
     if args.auto_augment is not None:
         return f"--auto-augment {args.auto_augment} works on images on the CPU"
     return "" if _is_fast(args) else "exact pixels and rare interpolations are Pillow's or torchvision's, on the CPU"
-
-
-def _validate_workers(args: argparse.Namespace) -> None:
-    """Refuse threads where they would draw from the one generator of the process."""
-    if args.worker_type == "process" or (_is_fast(args) and args.auto_augment is None):
-        return
-    given = f"--interpolation {args.interpolation}" if args.backend is None else f"--backend {args.backend}"
-    given = given if args.auto_augment is None else f"--auto-augment {args.auto_augment}"
-    raise UserError(
-        f"--worker-type thread: {given} draws from the one generator of the process; use --worker-type process"
-    )

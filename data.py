@@ -4,45 +4,54 @@ import os
 import random
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torchvision.datasets.folder import default_loader
 from torchvision.models import WeightsEnum
 
 import collectives
+import config
 import transforms
 from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError
+from loading.decode import decode_plainly
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
-from loading.forms import check_source, open_source
+from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
-from loading.loader import ProcessLoader, ThreadLoader, check_workers, collate
+from loading.loader import BatchLoader, check_workers, collate
 from loading.synthetic import SyntheticSource
 from models import resolve_weights
+from options import BY_NAME
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
-from randomness import AUGMENTATION, MIXING, Draws, fold_seed, seed_host
-from sampler import EvalSampler, RASampler, SampleKey, TrainSampler, VirtualShards
+from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
+from sampler import EvalSampler, RepeatedSampler, SampleKey, TrainSampler, VirtualShards
 
 
 class IndexedImageFolder(Dataset):
-    """The images of a split, one folder or tar a class, as uint8 samples; indexed by number or by `SampleKey`.
+    """The images of a split, one folder or tar a class; indexed by number or by `SampleKey`.
+
+    To people's scripts it is torchvision's `ImageFolder`; our own loader calls `load`. A `SampleKey` is the address of
+    all draws, and for another number they are made from the process's generators.
 
     Args:
         root: the data path and the split's name; `forms.find_sources` says which files there are its images.
-        transform: a preset, whose `load` makes a (3, H, W) uint8 tensor of a file's bytes; where keys are `SampleKey`s,
-            its `at` gives the preset of an epoch. It draws from what it is given or from the process's generators.
+        transform: a preset; or, for `dataset[number]` alone, a function of a PIL image, or None.
         seed: the run's, the first part of the address of every draw.
 
     Raises:
         UserError: there are no such images, or they are in no classes.
     """
+
+    loader, target_transform = staticmethod(default_loader), None
 
     def __init__(
         self,
@@ -56,6 +65,27 @@ class IndexedImageFolder(Dataset):
         self.index = open_source(self.root)
         self.classes = self.index.classes
 
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """The numbers of the classes."""
+        return {name: label for label, name in enumerate(self.classes)}
+
+    @cached_property
+    def _samples(self) -> list[tuple[str, int]]:
+        return [(self.index.path(number), self.index.label(number)) for number in range(len(self))]
+
+    @property
+    def samples(self) -> list[tuple[str, int]]:
+        """The (path, class) of each image; of one in a tar, what messages call it. Made when it is first asked for."""
+        return self._samples
+
+    imgs = samples
+
+    @cached_property
+    def targets(self) -> list[int]:
+        """The class of each image."""
+        return [label for _, label in self.samples]
+
     def fingerprint(self) -> str:
         """Return a hash of the names and labels of all images; another one means another data set."""
         return self.index.fingerprint()
@@ -67,8 +97,24 @@ class IndexedImageFolder(Dataset):
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, key: int | SampleKey) -> tuple[Tensor, int]:
-        """Return one image, transformed, and its class.
+    def __getitem__(self, key: int) -> tuple[Any, int]:
+        """Return one image as the transform makes it, a preset (3, H, W) normalised floats, and its class.
+
+        Raises:
+            ImageError: the image cannot be read; names it.
+        """
+        key = key if isinstance(key, SampleKey) else range(len(self))[key]
+        image, label, *_ = self.load(key)
+        label = label if self.target_transform is None else self.target_transform(label)
+        preset = self._preset(key)
+        if not hasattr(preset, "load"):
+            return image, label
+        if isinstance(key, SampleKey) and preset.random_erase_prob > 0:
+            seed_host(ERASING, self.seed, key.epoch, key, key.repetition)
+        return preset.finish(image), label
+
+    def load(self, key: int) -> tuple[Tensor | EncodedCrop, int]:
+        """Return one image as (3, H, W) uint8, or what the device is to decode, and its class.
 
         Raises:
             ImageError: the image cannot be read; names it.
@@ -76,13 +122,18 @@ class IndexedImageFolder(Dataset):
         try:
             return self._load(key)
         except BadImageError as error:
-            raise self.error(_number_of(key), f"{error}; {self._advise(key)}") from error
+            raise self.error(key, f"{error}; {self._advise(key)}") from error
 
-    def _advise(self, key: int | SampleKey) -> str:
+    def _preset(self, key: int) -> Any:
+        """Return the preset of a key's epoch, or of the first one; another transform as it is."""
+        is_one = not hasattr(self.transform, "at")
+        return self.transform if is_one else self.transform.at(key.epoch if isinstance(key, SampleKey) else 0)
+
+    def _advise(self, key: int) -> str:
         """Return what to do about a bad image."""
         if not isinstance(key, SampleKey):
             return "replace it: an evaluation leaves none out"
-        if self.transform.at(key.epoch).leaves_decoding:  # with which --bad-images skip is refused
+        if getattr(self._preset(key), "leaves_decoding", False):  # with which --bad-images skip is refused
             return "replace it, and --resume auto goes on"
         return (
             "replace it, or give the same command with --resume auto --bad-images skip, which goes on without it. This "
@@ -94,50 +145,47 @@ class IndexedImageFolder(Dataset):
         name = self.classes[self.index.label(number)]
         return ImageError(f"cannot read image {self.index.path(number)} (class {name}): {reason}")
 
-    def _load(self, key: int | SampleKey) -> tuple[Tensor, int]:
+    def _load(self, key: int) -> tuple[Any, int]:
         """Return one image and its class.
 
         Raises:
             BadImageError: its bytes are no image, or a damaged one.
             ImageError: the disk or memory failed, several times.
         """
-        number = _number_of(key)
         try:
-            payload = with_retries(partial(self.index.read, number))
-            return with_retries(partial(self._transform, key, payload)), self.index.label(number)
+            payload = with_retries(partial(self.index.read, key))
+            return with_retries(partial(self._transform, key, payload)), self.index.label(key)
         except (MemoryError, OSError) as error:
             reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
             raise self.error(
-                number,
+                key,
                 f"{reason} (tried {len(RETRY_WAITS_S) + 1} times); its bytes are not at fault, so that no other image "
                 "takes its place: mend that and start again",
             ) from error
         except (BadImageError, ImageError):
             raise
         except Exception as error:  # our fault, which needs its traceback
-            error.add_note(f"in {self.index.path(number)}")
+            error.add_note(f"in {self.index.path(key)}")
             raise
 
-    def _transform(self, key: int | SampleKey, payload: bytes) -> Tensor | EncodedCrop:
-        transform, draws = self.transform, None
+    def _transform(self, key: int, payload: bytes) -> Any:
+        preset, draws = self._preset(key), None
         if isinstance(key, SampleKey):
-            transform = transform.at(key.epoch)
-            address = (AUGMENTATION, self.seed, key.epoch, key.index, key.repetition)
-            if transform.takes_draws:
+            address = (AUGMENTATION, self.seed, key.epoch, key, key.repetition)
+            if getattr(preset, "takes_draws", False):
                 draws = Draws(*address)
             else:
                 seed_host(*address)
         try:
-            image = transform.load(payload, draws)
+            if not hasattr(preset, "load"):
+                image = decode_plainly(payload)
+                return image if preset is None else preset(image)
+            image = preset.load(payload, draws)
         except RuntimeError as error:
             if "you tried to allocate" in str(error):  # torch's way to say it
                 raise MemoryError from error
             raise
-        return image._replace(number=_number_of(key)) if isinstance(image, EncodedCrop) else image
-
-
-def _number_of(key: int | SampleKey) -> int:
-    return key.index if isinstance(key, SampleKey) else key
+        return image._replace(number=int(key)) if isinstance(image, EncodedCrop) else image
 
 
 class LenientImageFolder(IndexedImageFolder):
@@ -148,8 +196,8 @@ class LenientImageFolder(IndexedImageFolder):
 
     MAX_TRIES = 100
 
-    def __getitem__(self, key: SampleKey) -> tuple[Tensor, int, int]:
-        """Return one image, transformed, its class, and the number of the one that it replaces, or -1.
+    def load(self, key: int) -> tuple[Tensor, int, int]:
+        """Return one image as (3, H, W) uint8, its class, and the number of the one that it replaces, or -1.
 
         Raises:
             ImageError: the next ninety-nine images are bad too, the disk or memory failed, or a tar has changed.
@@ -157,14 +205,17 @@ class LenientImageFolder(IndexedImageFolder):
         try:
             return *self._load(key), -1
         except BadImageError as error:
-            return *self._replacement(key, error), key.index
+            return *self._replacement(key, error), int(key)
 
-    def _replacement(self, key: SampleKey, error: BadImageError) -> tuple[Tensor, int]:
+    def _replacement(self, key: int, error: BadImageError) -> tuple[Tensor, int]:
         num_tries = min(self.MAX_TRIES, len(self))
         for step in range(1, num_tries):
             with suppress(BadImageError):  # the next one may be good
-                return self._load(key._replace(index=(key.index + step) % len(self)))
-        raise self.error(key.index, f"{error}; nor is any of the next {num_tries - 1} good: are these the images?")
+                number = (key + step) % len(self)
+                return self._load(
+                    SampleKey(number, key.epoch, key.repetition) if isinstance(key, SampleKey) else number
+                )
+        raise self.error(key, f"{error}; nor is any of the next {num_tries - 1} good: are these the images?")
 
 
 class SyntheticImages(IndexedImageFolder):
@@ -181,11 +232,11 @@ class SyntheticImages(IndexedImageFolder):
     def __init__(self, num_images: int, size_px: int, num_classes: int = 1000) -> None:
         self.index = SyntheticSource(num_images, size_px, num_classes)
         self.classes = self.index.classes
+        self.transform, self.seed = ClassificationPresetEval(crop_size=size_px), 0
 
-    def __getitem__(self, key: int | SampleKey) -> tuple[Tensor, int]:
+    def load(self, key: int) -> tuple[Tensor, int]:
         """Return one image and its class, the same class for the same image."""
-        number = _number_of(key)
-        return self.index.pixels(number), self.index.label(number)
+        return self.index.pixels(key), self.index.label(key)
 
 
 def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple[Dataset | None, Dataset]:
@@ -217,6 +268,32 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
             "both need one folder for each class"
         )
     return dataset, dataset_test
+
+
+def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, TrainSampler, EvalSampler]:
+    """Return both sets and their samplers, for plain loaders, of options as a parser or as `main` has them.
+
+    A pass over the training sampler that no `set_epoch` came before is the next epoch. With `--test-only` there need be
+    no training images: then there is neither that set nor its sampler.
+
+    Raises:
+        UserError: the folders cannot be used; says why.
+    """
+    if "num_shards" not in args:
+        place = {"rank": collectives.get_rank(), "world_size": collectives.get_world_size()}
+        place["data_path"] = os.path.dirname(traindir)
+        # The model may be a script's own.
+        others = {"model": BY_NAME["model"].default, "weights": None, "test_only": False}
+        checked = config.complete(Namespace(**{**vars(args), **place, **others}))
+        args = config.Record(**{**vars(checked), **vars(args), **place, "decode_device": "cpu", "given": []})
+        if args.test_only:
+            args, _ = take_published_options(args)
+        args = config.with_shards(args.replaced(test_only=args.test_only and not find_sources(Path(traindir))), None)
+    dataset, dataset_test = build_datasets(traindir, valdir, args)
+    train_sampler, test_sampler = build_samplers(dataset, dataset_test, args)
+    if train_sampler is not None:
+        train_sampler.goes_on = True
+    return dataset, dataset_test, train_sampler, test_sampler
 
 
 def take_published_options(args: Any) -> tuple[Any, list[str]]:
@@ -265,34 +342,21 @@ def collate_encoded(samples: list[tuple[Tensor | EncodedCrop, int]], *_: Callabl
     return EncodedBatch([image for image, _ in samples]), torch.tensor([label for _, label in samples])
 
 
-def build_loader(dataset: Dataset, batch_sampler: Any, args: Any) -> DataLoader | ProcessLoader | ThreadLoader:
+def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
     """Return a loader of uint8 batches, or encoded ones, in the sampler's order; its processes live as long as it."""
-    is_encoded = args.decode_device != "cpu"
-    common = {
-        "collate_fn": collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
-        "pin_memory": torch.device(args.device).type == "cuda",
-    }
-    if is_encoded:
-        common = {"collate_fn": collate_encoded}
-    if not args.workers:
-        return DataLoader(dataset, batch_sampler=batch_sampler, **common)
-    common |= {"num_workers": args.workers, "prefetch_factor": args.prefetch_factor}
-    if args.worker_type == "thread":
-        return ThreadLoader(dataset, batch_sampler, **common)
-    if _is_forked(args):
-        largest = args.batch_size * 3 * max(args.train_crop_size, args.val_crop_size) ** 2
-        return ProcessLoader(dataset, batch_sampler, **common, batch_bytes=largest, worker_init_fn=start_worker)
-    return DataLoader(
-        dataset,
-        batch_sampler=batch_sampler,
-        persistent_workers=True,
-        worker_init_fn=start_worker,
-        multiprocessing_context="fork" if sys.platform == "linux" else None,
-        **common,
-    )
+    if args.decode_device != "cpu":
+        form = {"collate_fn": collate_encoded}  # of any size
+    else:
+        form = {
+            "collate_fn": collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
+            "pin_memory": torch.device(args.device).type == "cuda",
+            "batch_bytes": args.batch_size * 3 * max(args.train_crop_size, args.val_crop_size) ** 2,
+        }
+    workers = {"num_workers": args.workers, "prefetch_factor": args.prefetch_factor, "worker_init_fn": start_worker}
+    return BatchLoader(dataset, sampler, **form, **workers)
 
 
-def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[ProcessLoader | None]]:
+def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[BatchLoader | None]]:
     """Return the training and validation sets, and their loaders where those are processes, which start now.
 
     Raises:
@@ -313,13 +377,14 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Proce
 def build_samplers(
     dataset: Dataset | None, dataset_test: Dataset, args: Any
 ) -> tuple[TrainSampler | None, EvalSampler]:
-    """Return the samplers of the training set's batches (None for no set) and of the validation set's."""
+    """Return the samplers of the training set's images (None for no set) and of the validation set's."""
     test_sampler = EvalSampler(len(dataset_test), args.batch_size, args.rank, args.world_size)
     if dataset is None:
         return None, test_sampler
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
+    shards.check(needs_same_bits=False)
     if args.ra_sampler:
-        train_sampler = RASampler(len(dataset), shards, args.seed, repetitions=args.ra_reps)
+        train_sampler = RepeatedSampler(len(dataset), shards, args.seed, args.ra_reps)
     else:
         train_sampler = TrainSampler(len(dataset), shards, args.seed)
     print(
@@ -329,7 +394,7 @@ def build_samplers(
     return train_sampler, test_sampler
 
 
-def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[ProcessLoader | None]:
+def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLoader | None]:
     """Start the processes that will load the batches of sets, where they are forked: before there are other threads.
 
     Returns:
@@ -338,19 +403,13 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[Process
     Raises:
         LimitError: they cannot be started.
     """
-    if not _is_forked(args):
+    if not args.workers or sys.platform != "linux" or args.decode_device != "cpu":
         return [None for _ in datasets]
-    loaders = [None if dataset is None else build_loader(dataset, (), args) for dataset in datasets]
+    loaders = [None if dataset is None else build_loader(dataset, None, args) for dataset in datasets]
     for loader in loaders:
         if loader is not None:
             loader.start()
     return loaders
-
-
-def _is_forked(args: Any) -> bool:
-    """Tell whether batches come from a `ProcessLoader`, which those that are encoded, of any size, do not fit."""
-    is_process = args.workers and args.worker_type == "process"
-    return bool(is_process and sys.platform == "linux" and args.decode_device == "cpu")
 
 
 def build_batch_transforms(
@@ -406,7 +465,7 @@ class DeviceLoader:
 
     def __init__(
         self,
-        loader: DataLoader | ProcessLoader | ThreadLoader,
+        loader: BatchLoader,
         device: torch.device,
         transform: transforms.BatchTransform,
         seed: int = 0,
@@ -432,7 +491,7 @@ class DeviceLoader:
     def numbers(self) -> Iterator[Tensor]:
         """Yield the numbers in the set of each batch's images, in the order of the batches."""
         for keys in self.loader.batch_sampler:
-            yield torch.tensor([_number_of(key) for key in keys])
+            yield torch.tensor(keys)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Here and not in the thread that decodes: loader processes end with the thread that has started them.
@@ -440,7 +499,7 @@ class DeviceLoader:
         return batches if self.stream is None and not self.is_encoded else self._one_ahead(batches)
 
     def _batches(self, loaded: Iterator[tuple]) -> Iterator[tuple[Tensor, Tensor]]:
-        sampler = self.loader.batch_sampler
+        sampler = self.loader.sampler
         is_training = isinstance(sampler, TrainSampler)
         epoch = sampler.epoch if is_training else 0
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
@@ -494,14 +553,14 @@ def build_device_loader(
     sampler: Any,
     device: torch.device,
     num_classes: int,
-    started: ProcessLoader | None = None,
+    started: BatchLoader | None = None,
 ) -> DeviceLoader | None:
     """Return what iterates over a set, transformed for training if the sampler is a training one; None for no set.
 
     Args:
         args: the options.
         dataset: the set.
-        sampler: of its batches.
+        sampler: of its images.
         device: where the batches go.
         num_classes: of the model.
         started: what `start_loaders` returned for the set.
@@ -513,7 +572,7 @@ def build_device_loader(
     if started is None:
         started = build_loader(dataset, sampler, args)
     else:
-        started.batch_sampler = sampler
+        started.sampler = sampler
     return DeviceLoader(started, device, transform, args.seed, is_encoded=args.decode_device != "cpu")
 
 
@@ -522,7 +581,7 @@ def build_device_loaders(
     datasets: tuple[Dataset | None, Dataset],
     samplers: tuple[Any, Any],
     device: torch.device,
-    started: list[ProcessLoader | None],
+    started: list[BatchLoader | None],
 ) -> list[DeviceLoader | None]:
     """Return what iterates over the training set (None for no set) and over the validation set."""
     num_classes = len(datasets[1].classes)
@@ -551,7 +610,7 @@ def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str
     images = samples.unique().tolist()
     if not images:
         return
-    first_step = data_loader.loader.batch_sampler.start_step
+    first_step = data_loader.loader.sampler.start_step
     since = f" since step {first_step}" if first_step else ""
     index = data_loader.dataset.index
     paths = ", ".join(index.path(number) for number in images[:3]) + (", ..." if len(images) > 3 else "")

@@ -182,11 +182,6 @@ OPTIONS = {
             help="loader processes for each training process (default: up to 16, as many as there are cores)",
         ),
         Option(
-            "--worker-type", default="process", choices=["process", "thread"], resume=FREE,
-            help="what the workers are; threads copy no batch between processes, and take no --auto-augment or "
-            "--backend",
-        ),
-        Option(
             "--prefetch-factor", metavar="N", default=2, type=int, at_least=1, at_most=4096, resume=FREE,
             help="batches that each loader process prepares ahead",
         ),
@@ -563,6 +558,9 @@ OPTIONS = {
 GROUPS = [group for group in OPTIONS if group != "options"]
 BY_NAME = {option.dest: option for options in OPTIONS.values() for option in options}
 
+# Options of earlier versions; the records of checkpoints may hold them.
+REMOVED = {"worker-type"}
+
 
 # Names in `--allow-change` that are no options.
 FACTS = {"data", "threads"}
@@ -582,6 +580,8 @@ def parse_allowed(text: str | None) -> set[str]:
     names = {word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")} - {""}
     for name in sorted(names):
         shown = name.replace("_", "-")
+        if shown in REMOVED:
+            raise UserError(f"--allow-change {shown}: it was removed; leave it out")
         if name not in known:
             hint = did_you_mean(shown, (word.replace("_", "-") for word in known))
             raise UserError(f"--allow-change {shown}: there is no such option{hint}")
@@ -608,6 +608,8 @@ class OneLineParser(argparse.ArgumentParser):
         if not unknown:
             return parsed
         word = unknown[0].split("=")[0]
+        if word.removeprefix("--") in REMOVED:
+            raise UserError(f"{word} was removed; leave it out")
         known = [option for action in self._actions for option in action.option_strings]
         longer = [option for option in known if option.startswith(word)] if word.startswith("--") else []
         hint = f"; write {longer[0]} in full" if longer else did_you_mean(word, known)

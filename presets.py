@@ -1,7 +1,7 @@
-"""What happens to one image on its way into a batch: torchvision's presets, ending in uint8.
+"""What happens to one image on its way into a batch: torchvision's presets, and a faster way to their pixels.
 
-Normalisation and random erasing are cheaper on whole batches on the device, where `transforms.BatchTransform` does
-them; the presets take their keyword arguments, as torchvision's do, and leave the work to it.
+Called on an image, a preset ends in normalised floats, as torchvision's. Its `load` ends in uint8: normalisation and
+random erasing are cheaper on whole batches on the device, where `transforms.BatchTransform` does them.
 """
 
 import importlib
@@ -29,6 +29,11 @@ from randomness import Draws, TorchDraws, unit
 _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
 
 
+def get_module(use_v2: bool) -> Any:
+    """Return torchvision's transforms of a version, for scripts of one's own."""
+    return importlib.import_module("torchvision.transforms.v2" if use_v2 else "torchvision.transforms")
+
+
 def resize(image: torch.Tensor, height: int, width: int, mode: str) -> torch.Tensor:
     """Resize (3, H, W) uint8 with antialiasing: within one grey level of Pillow's resize, at a third of its cost.
 
@@ -38,22 +43,8 @@ def resize(image: torch.Tensor, height: int, width: int, mode: str) -> torch.Ten
     return F.interpolate(_as_batch(image), (height, width), mode=mode, antialias=True, align_corners=False)[0]
 
 
-def mirror(image: torch.Tensor) -> torch.Tensor:
-    """Mirror a (3, H, W) uint8 image left to right."""
-    if torch.get_num_threads() == 1:
-        return image.flip(-1)
-    # In a loader thread, where torch would start threads of its own.
-    mirrored = numpy.empty_like(image.numpy())
-    for plane, original in zip(mirrored, image.numpy()[:, :, ::-1], strict=True):
-        plane[...] = original
-    return torch.from_numpy(mirrored)
-
-
 def _as_batch(image: torch.Tensor) -> torch.Tensor:
     """Return (1, 3, H, W). The stride of the first dimension, of no other use, tells torch the memory format."""
-    if torch.get_num_threads() > 1:
-        # In a loader thread, where torch would copy a part of an image with threads of its own.
-        image = torch.from_numpy(numpy.ascontiguousarray(image.permute(1, 2, 0).numpy())).permute(2, 0, 1)
     strides = image.stride()
     return image.as_strided((1, *image.shape), (image.shape[1] * strides[1], *strides))
 
@@ -107,7 +98,7 @@ def _between(low: float, high: float, share: float) -> float:
 
 
 class _Preset:
-    """A list of transforms from a PIL image to a (3, H, W) uint8 tensor, and a faster way to nearly the same pixels."""
+    """A list of transforms of a PIL image, and a faster way to nearly the same pixels."""
 
     # Whether `load` draws from what it is given, and from nothing else.
     takes_draws = False
@@ -121,20 +112,38 @@ class _Preset:
         mean: tuple[float, ...],
         std: tuple[float, ...],
         decoder: str,
+        random_erase_prob: float = 0.0,
     ) -> None:
         if backend is not None and backend.lower() not in ("pil", "tensor"):
             raise ValueError(f"backend {backend!r}: expected 'pil', 'tensor' or None")
         to_tensor = transforms.PILToTensor()
         is_tensor = backend is not None and backend.lower() == "tensor"
-        self.transforms = transforms.Compose([to_tensor, *steps] if is_tensor else [*steps, to_tensor])
+        steps = [to_tensor, *steps] if is_tensor else [*steps, to_tensor]
+        finish = [transforms.ConvertImageDtype(torch.float), transforms.Normalize(mean, std)]
+        if random_erase_prob > 0:
+            finish.append(transforms.RandomErasing(random_erase_prob))
+        self.transforms = transforms.Compose([*steps, *finish])  # as torchvision's; the two are its parts
+        self.to_pixels, self.finish = transforms.Compose(steps), transforms.Compose(finish)
+        self.random_erase_prob = random_erase_prob
         self.fast_mode = _RESIZABLE.get(interpolation) if backend is None else None
         self.decoder = DECODERS[decoder]()
         self.mean = mean
         self.std = std
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Return the image as (3, crop_size, crop_size) uint8, drawing from the process's generators."""
-        return self.transforms(image)
+        """Return an image as torchvision's preset does: (3, crop_size, crop_size) float32, normalised.
+
+        Draws from the process's generators.
+        """
+        return self.finish(self.pixels(image))
+
+    def at(self, epoch: int) -> "_Preset":
+        """Return the preset of an epoch: this one."""
+        return self
+
+    def pixels(self, image: Image.Image) -> torch.Tensor:
+        """Return an image as (3, crop_size, crop_size) uint8, drawing from the process's generators."""
+        return self.to_pixels(image)
 
     def load(self, payload: bytes, draws: Draws | None = None) -> torch.Tensor | EncodedCrop:
         """Return a file's image as (3, crop_size, crop_size) uint8, decoding no more of it than is needed.
@@ -151,7 +160,7 @@ class _Preset:
             MemoryError: there is none.
         """
         if self.fast_mode is None:
-            return self(decode_plainly(payload))
+            return self.pixels(decode_plainly(payload))
         return self._load_fast(ImageFile(payload, self.decoder), draws or TorchDraws())
 
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor | EncodedCrop:
@@ -183,7 +192,7 @@ class ClassificationPresetTrain(_Preset):
 
     Args:
         crop_size: side of the square that comes out, px.
-        mean: of each channel, for the batch's normalisation.
+        mean: of each channel, of values from 0 to 1.
         std: of each channel, likewise.
         interpolation: of the resize, and of the policy's geometric operations.
         hflip_prob: odds of a mirrored image.
@@ -192,7 +201,7 @@ class ClassificationPresetTrain(_Preset):
             None for none.
         ra_magnitude: of ra.
         augmix_severity: of augmix.
-        random_erase_prob: odds of an erased rectangle, for the batch's erasing.
+        random_erase_prob: odds of an erased rectangle.
         backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's.
         decoder: what decodes JPEGs in that way: pillow or torchcodec.
@@ -225,12 +234,11 @@ class ClassificationPresetTrain(_Preset):
         policy = _policy(auto_augment_policy, crop_size, interpolation, ra_magnitude, augmix_severity, mean)
         if policy is not None:
             steps.append(policy)
-        super().__init__(steps, backend, interpolation, mean, std, decoder)
+        super().__init__(steps, backend, interpolation, mean, std, decoder, random_erase_prob)
         self.box = CropBox(scale)
         self.crop_size = crop_size
         self.hflip_prob = hflip_prob
         self.policy = policy
-        self.random_erase_prob = random_erase_prob
         self.takes_draws = self.fast_mode is not None and policy is None
         self.leaves_decoding = leaves_decoding and policy is None
 
@@ -243,15 +251,11 @@ class ClassificationPresetTrain(_Preset):
             return encoded
         pixels = file.decode(*box)
         if is_mirrored:
-            pixels = mirror(pixels)  # before the resize, which would copy the box anyway
+            pixels = pixels.flip(-1)  # before the resize, which would copy the box anyway
         pixels = resize(pixels, self.crop_size, self.crop_size, self.fast_mode)
         if self.policy is None:
             return pixels
         return pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
-
-    def at(self, epoch: int) -> "ClassificationPresetTrain":
-        """Return the preset of an epoch: this one."""
-        return self
 
 
 class ProgressivePreset:
@@ -359,7 +363,7 @@ class ClassificationPresetEval(_Preset):
     Args:
         crop_size: side of the square that comes out, px.
         resize_size: shorter side before the cut, px.
-        mean: of each channel, for the batch's normalisation.
+        mean: of each channel, of values from 0 to 1.
         std: of each channel, likewise.
         interpolation: of the resize.
         backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
@@ -390,10 +394,10 @@ class ClassificationPresetEval(_Preset):
         self.takes_draws = True  # and draws nothing
         self.leaves_decoding = leaves_decoding
 
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Return the image as (3, crop_size, crop_size) uint8."""
+    def pixels(self, image: Image.Image) -> torch.Tensor:
+        """Return an image as (3, crop_size, crop_size) uint8."""
         self._resized(image.height, image.width)
-        return super().__call__(image)
+        return super().pixels(image)
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         """Return torchvision's size of a resized image: the shorter side exactly, the longer one rounded down.
@@ -458,39 +462,26 @@ class _Span(NamedTuple):
 
 def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePreset, ClassificationPresetEval]:
     """Return what is done to each image in training and in evaluation."""
-    interpolation = InterpolationMode(args.interpolation)
+    common = {
+        "mean": args.mean, "std": args.std, "interpolation": InterpolationMode(args.interpolation),
+        "backend": args.backend, "decoder": args.decoder, "leaves_decoding": args.decode_device != "cpu",
+    }  # fmt: skip
     build_train = partial(
         ClassificationPresetTrain,
-        interpolation=interpolation,
         hflip_prob=args.hflip_prob,
         crop_scale=args.crop_scale,
         auto_augment_policy=args.auto_augment,
         ra_magnitude=args.ra_magnitude,
         augmix_severity=args.augmix_severity,
         random_erase_prob=args.random_erase,
-        backend=args.backend,
-        decoder=args.decoder,
-        leaves_decoding=args.decode_device != "cpu",
+        **common,
     )
     train = build_train(crop_size=args.train_crop_size)
     if args.crop_ramp_epochs is not None:
         first, last = args.crop_ramp_epochs
-        train = ProgressivePreset(
-            build_train,
-            smallest=args.train_crop_size_min,
-            largest=args.train_crop_size,
-            first=first,
-            last=last,
-        )
-    evaluation = ClassificationPresetEval(
-        crop_size=args.val_crop_size,
-        resize_size=args.val_resize_size,
-        interpolation=interpolation,
-        backend=args.backend,
-        decoder=args.decoder,
-        leaves_decoding=args.decode_device != "cpu",
-    )
-    return train, evaluation
+        sizes = {"smallest": args.train_crop_size_min, "largest": args.train_crop_size}
+        train = ProgressivePreset(build_train, **sizes, first=first, last=last)
+    return train, ClassificationPresetEval(crop_size=args.val_crop_size, resize_size=args.val_resize_size, **common)
 
 
 def describe_decoder(args: Any) -> str:

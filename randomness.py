@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 # One purpose a draw; two purposes at the same address draw unrelated numbers.
-AUGMENTATION, MIXING, FORWARD = 1, 2, 3
+AUGMENTATION, MIXING, FORWARD, ERASING = 1, 2, 3, 4
 
 _MASK, _STEP = (1 << 64) - 1, 0x9E3779B97F4A7C15
 

@@ -1,21 +1,29 @@
 """Which image, on which rank, in which order: formulas, so that a run can begin at any step at no cost."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from errors import UserError
 
 
-class SampleKey(NamedTuple):
-    """One use of an image: the address of its random draws."""
+class SampleKey(int):
+    """The number of an image, which knows of its use: with epoch and repetition, the address of its random draws."""
 
-    index: int
     epoch: int
     repetition: int
+
+    def __new__(cls, index: int, epoch: int, repetition: int = 0) -> "SampleKey":  # noqa: D102
+        key = super().__new__(cls, index)
+        key.epoch, key.repetition = epoch, repetition
+        return key
+
+    def __reduce__(self) -> tuple:
+        return SampleKey, (int(self), self.epoch, self.repetition)
 
 
 class VirtualShards(NamedTuple):
@@ -77,7 +85,7 @@ class VirtualShards(NamedTuple):
 
 
 class TrainSampler(Sampler):
-    """Yield, batch by batch, the images that this process trains on in an epoch.
+    """Yield, one by one, the images that this process trains on in an epoch: shard by shard, step by step.
 
     The epoch's order is that of torch's `DistributedSampler` for the same seed. Step g takes the g-th slice of
     `global_batch_size` images of it, and shard v takes the images v, v + V, ... of that slice. The last N mod G images
@@ -88,9 +96,14 @@ class TrainSampler(Sampler):
         shards: how a step is cut.
         seed: the run's.
 
+    Attributes:
+        goes_on: a pass that no `set_epoch` came before is the next epoch, and not the same one again.
+
     Raises:
         UserError: the set is smaller than one global batch.
     """
+
+    goes_on = False
 
     def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0) -> None:
         if num_images < shards.global_batch_size:
@@ -104,10 +117,16 @@ class TrainSampler(Sampler):
         self.steps_per_epoch = num_images // shards.global_batch_size
         self.set_epoch(0)
 
+    @property
+    def batch_size(self) -> int:
+        """Images of a shard and step."""
+        return self.shards.batch_size
+
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         """Choose the epoch to yield, and its first step."""
         self.epoch = epoch
         self.start_step = start_step
+        self._is_chosen = True
 
     def epoch_order(self) -> torch.Tensor:
         """Return (N,) int64: the images in this epoch's order."""
@@ -130,19 +149,22 @@ class TrainSampler(Sampler):
     def indices_at(self, step: int) -> list[int]:
         """Return the images that this process uses in a step of the epoch."""
         order = self.epoch_order()
-        return [key.index for shard in self.shards.local for key in self._keys(order, step, shard)]
+        return [int(key) for shard in self.shards.local for key in self._keys(order, step, shard)]
 
-    def __iter__(self) -> Iterator[list[SampleKey]]:
+    def __iter__(self) -> Iterator[SampleKey]:
+        if self.goes_on and not self._is_chosen:
+            self.set_epoch(self.epoch + 1)
+        self._is_chosen = False
         order = self.epoch_order()
         for step in range(self.start_step, self.steps_per_epoch):
             for shard in self.shards.local:
-                yield self._keys(order, step, shard)
+                yield from self._keys(order, step, shard)
 
     def __len__(self) -> int:
-        return (self.steps_per_epoch - self.start_step) * self.shards.num_local
+        return (self.steps_per_epoch - self.start_step) * self.shards.num_local * self.batch_size
 
 
-class RASampler(TrainSampler):
+class RepeatedSampler(TrainSampler):
     """Yield each image several times, in different shards of one step (Hoffer et al., arXiv 1901.09335).
 
     An epoch is as long as without: the first N of the repeated order. torchvision also cuts it to a multiple of 256
@@ -178,15 +200,51 @@ def _apart(keys: list[SampleKey]) -> list[SampleKey]:
     Image by image, the most frequent ones first, they take every other place, and then the places between. An image
     that comes round to its own first place would be more than half of all.
     """
-    counts = Counter(key.index for key in keys)
-    keys = sorted(keys, key=lambda key: -counts[key.index])
+    counts = Counter(keys)
+    keys = sorted(keys, key=lambda key: -counts[key])
     half = (len(keys) + 1) // 2
     return [keys[place // 2 + half * (place % 2)] for place in range(len(keys))]
 
 
-class EvalSampler(Sampler):
-    """Yield this process's share of the fixed batches of a set: batch k holds images kB to kB + B - 1, of rank k mod W.
+class RASampler(RepeatedSampler):
+    """torchvision's `RASampler`, for scripts of one's own: repeated images are dealt out to the processes one by one.
 
+    Args:
+        dataset: has a length.
+        num_replicas: processes; by default those of the process group.
+        rank: this process's number, likewise.
+        shuffle: whether an epoch has an order of its own.
+        seed: of the orders.
+        repetitions: how often each image comes.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        repetitions: int = 3,
+    ) -> None:
+        is_group = dist.is_available() and dist.is_initialized()
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if is_group else 1
+        if rank is None:
+            rank = dist.get_rank() if is_group else 0
+        shards = VirtualShards(num_replicas, num_replicas, rank, num_replicas)
+        super().__init__(len(dataset), shards, seed, repetitions)
+        self.num_replicas, self.rank, self.shuffle = num_replicas, rank, shuffle
+
+    def epoch_order(self) -> torch.Tensor:
+        """Return (N,) int64: the images in this epoch's order."""
+        return super().epoch_order() if self.shuffle else torch.arange(self.num_images)
+
+
+class EvalSampler(Sampler):
+    """Yield, one by one, the images of this process's share of the fixed batches of a set.
+
+    Batch k holds images kB to kB + B - 1 and belongs to rank k mod W.
     No image is added or left out, and every batch, and with it every logit, is the same at any number of processes.
 
     Args:
@@ -201,9 +259,9 @@ class EvalSampler(Sampler):
         self.batch_size = batch_size
         self.firsts = range(rank * batch_size, num_images, world_size * batch_size)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[int]:
         for first in self.firsts:
-            yield list(range(first, min(first + self.batch_size, self.num_images)))
+            yield from range(first, min(first + self.batch_size, self.num_images))
 
     def __len__(self) -> int:
-        return len(self.firsts)
+        return sum(min(self.batch_size, self.num_images - first) for first in self.firsts)

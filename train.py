@@ -152,13 +152,8 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
 
 
 def load_data(traindir, valdir, args):
-    """Return the training and validation sets and the samplers of their batches; no training set with `--test-only`.
-
-    Raises:
-        UserError: the folders cannot be used; says why.
-    """
-    dataset, dataset_test = data.build_datasets(traindir, valdir, args)
-    return dataset, dataset_test, *data.build_samplers(dataset, dataset_test, args)
+    """Return the training and validation sets and samplers of their images, for plain loaders: see `data.load_data`."""
+    return data.load_data(traindir, valdir, args)
 
 
 def join(args):
@@ -182,7 +177,7 @@ def join(args):
     collectives.setup_for_distributed(args.rank == 0)
     for note in notes + more:
         print(note)
-    # Before there are other threads, as those of the process group: see `ProcessLoader.start`.
+    # Before there are other threads, as those of the process group: see `BatchLoader.start`.
     is_known = args.decode_device == "cpu" and not (args.test_only and args.resume)
     loading = data.start_loading(args) if is_known else None
     collectives.join_processes(args)

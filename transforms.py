@@ -8,7 +8,7 @@ import math
 import random
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Normalize:
@@ -80,6 +80,11 @@ class RandomErasing:
         return torch.where(_inside(image, left, top, left + width, top + height)[:, None], 0.0, image)
 
 
+def process_rng() -> random.Random:
+    """Return a generator that torch's process-wide one seeds."""
+    return random.Random(int(torch.randint(1 << 62, ())))
+
+
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device without waiting for it, which takes memory that does not move."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
@@ -123,17 +128,45 @@ def pack_box(box: tuple[int, int, int, int], height: int, width: int) -> Tensor:
     return torch.tensor([*map(float, box), share, 1.0 - share])
 
 
-class RandomMixUp:
-    """Blend each image with its neighbour in the batch (Zhang et al., arXiv 1710.09412).
+class _Mixing(nn.Module):
+    """Mix each image of a batch with its neighbour.
 
     Args:
         num_classes: length of a target.
+        p: odds of a batch that a call mixes; `mix` always does.
         alpha: the share of the image itself is drawn from Beta(alpha, alpha), one draw a batch.
+        inplace: a call returns the images that it was given, changed.
     """
 
-    def __init__(self, *, num_classes: int, alpha: float = 1.0) -> None:
+    def __init__(self, num_classes: int, p: float = 0.5, alpha: float = 1.0, inplace: bool = False) -> None:
+        super().__init__()
+        if num_classes < 1 or alpha <= 0:
+            raise ValueError(f"num_classes {num_classes} and alpha {alpha}: expected numbers above 0")
         self.num_classes = num_classes
+        self.p = p
         self.alpha = alpha
+        self.inplace = inplace
+
+    def extra_repr(self) -> str:
+        """Return the arguments."""
+        return f"num_classes={self.num_classes}, p={self.p}, alpha={self.alpha}, inplace={self.inplace}"
+
+    def forward(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix (B, C, H, W) floats and their (B,) int64 classes, drawing from torch's process-wide generator."""
+        if batch.ndim != 4 or target.ndim != 1:
+            raise ValueError(f"a batch of {batch.ndim} and a target of {target.ndim} dimensions: expected 4 and 1")
+        if not batch.is_floating_point() or target.dtype != torch.int64:
+            raise TypeError(f"a batch of {batch.dtype} and a target of {target.dtype}: expected floats and torch.int64")
+        rng = process_rng()
+        if rng.random() >= self.p:
+            drawn = pack_share(1.0).to(batch.device)
+            return batch, _soft_targets(target, self.num_classes, *drawn).to(batch.dtype)
+        mixed, target = self.mix(batch, target, self.draw(batch, rng).to(batch.device))
+        return batch.copy_(mixed) if self.inplace else mixed, target.to(batch.dtype)
+
+
+class RandomMixUp(_Mixing):
+    """Blend each image with its neighbour in the batch (Zhang et al., arXiv 1710.09412); arguments as `_Mixing`."""
 
     def draw(self, image: Tensor, rng: random.Random) -> Tensor:
         """Draw for a batch, of any shape, what `mix` takes, on the CPU."""
@@ -155,17 +188,8 @@ class RandomMixUp:
         return mixed, _soft_targets(target, self.num_classes, share, rest)
 
 
-class RandomCutMix:
-    """Paste a rectangle of its neighbour into each image of the batch (Yun et al., arXiv 1905.04899).
-
-    Args:
-        num_classes: length of a target.
-        alpha: the share of the image itself is drawn from Beta(alpha, alpha), one draw a batch.
-    """
-
-    def __init__(self, *, num_classes: int, alpha: float = 1.0) -> None:
-        self.num_classes = num_classes
-        self.alpha = alpha
+class RandomCutMix(_Mixing):
+    """Paste a rectangle of its neighbour into each image (Yun et al., arXiv 1905.04899); arguments as `_Mixing`."""
 
     def draw(self, image: Tensor, rng: random.Random) -> Tensor:
         """Draw for a (B, C, H, W) batch what `mix` takes, on the CPU."""
@@ -211,13 +235,27 @@ class RandomMix:
         mixer = self.cutmix if self.mixup is None or (is_cut and self.cutmix is not None) else self.mixup
         return mixer, mixer.draw(image, rng)
 
+    def __call__(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix a batch by one of the two, or by neither; as `RandomMixUp`."""
+        mixing = self.draw(batch, process_rng())
+        return mixing[0](batch, target) if mixing else (batch, target)
+
 
 def get_mixup_cutmix(
-    *, mixup_alpha: float, cutmix_alpha: float, num_classes: int, prob: float = 1.0, switch_prob: float = 0.5
+    *,
+    mixup_alpha: float,
+    cutmix_alpha: float,
+    num_classes: int,
+    use_v2: bool = False,
+    prob: float = 1.0,
+    switch_prob: float = 0.5,
 ) -> RandomMix | None:
-    """Return what mixes a batch: mixup, cutmix, one of the two at odds of `switch_prob`, or None."""
-    mixup = RandomMixUp(num_classes=num_classes, alpha=mixup_alpha) if mixup_alpha > 0 else None
-    cutmix = RandomCutMix(num_classes=num_classes, alpha=cutmix_alpha) if cutmix_alpha > 0 else None
+    """Return what mixes a batch: mixup, cutmix, one of the two at odds of `switch_prob`, or None.
+
+    `use_v2` changes nothing: both of torchvision's versions compute the same.
+    """
+    mixup = RandomMixUp(num_classes, p=1.0, alpha=mixup_alpha) if mixup_alpha > 0 else None
+    cutmix = RandomCutMix(num_classes, p=1.0, alpha=cutmix_alpha) if cutmix_alpha > 0 else None
     return RandomMix(mixup, cutmix, prob, switch_prob) if mixup or cutmix else None
 
 

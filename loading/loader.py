@@ -1,18 +1,17 @@
-"""Batches of uint8 images from worker processes or threads, in the sampler's order and without a copy too many."""
+"""Batches of uint8 images, loaded here or in worker processes, in the sampler's order and without a copy too many."""
 
 import itertools
 import math
 import mmap
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from collectives import count_cores
 from errors import LimitError, UserError
@@ -24,14 +23,6 @@ _SPARE_SLOTS = 2
 _MOST_PER_CORE, _MOST_ANYWHERE = 32, 64
 
 _empty_bytes = partial(torch.empty, dtype=torch.uint8)
-
-
-def _empty_shared(shape: tuple[int, ...]) -> Tensor:
-    """Return memory that the main process sees too, where this is a worker, which spares a second copy."""
-    if get_worker_info() is None:
-        return _empty_bytes(shape)
-    storage = torch.UntypedStorage._new_shared(math.prod(shape))
-    return _empty_bytes(0).set_(storage, 0, shape)
 
 
 def check_workers(num_workers: int) -> None:
@@ -64,7 +55,7 @@ def check_memory(args: Any) -> None:
 
 
 def collate(
-    samples: list[tuple[Tensor, int]], empty: Callable[[tuple[int, ...]], Tensor] = _empty_shared
+    samples: list[tuple[Tensor, int]], empty: Callable[[tuple[int, ...]], Tensor] = _empty_bytes
 ) -> tuple[Tensor, Tensor]:
     """Put (3, H, W) uint8 images and their classes into one batch.
 
@@ -77,39 +68,41 @@ def collate(
     """
     height, width = samples[0][0].shape[1:]
     batch = empty((len(samples), height, width, 3))
-    # numpy, because torch would copy with threads of its own in each loader thread.
+    # numpy, because torch would copy each image with all threads that there are.
     for place, (image, _) in zip(batch.numpy(), samples, strict=True):
         numpy.copyto(place, image.permute(1, 2, 0).numpy())
     return batch.permute(0, 3, 1, 2), torch.tensor([label for _, label in samples])
 
 
-class _SlotSampler:
-    """A batch sampler that gives each batch a slot, round and round."""
+class _Batches:
+    """A sampler's keys in batches, each with the slot that it goes into: round and round, or None without slots."""
 
-    def __init__(self, batch_sampler: Any, num_slots: int) -> None:
-        self.batch_sampler = batch_sampler
+    def __init__(self, sampler: Any, num_slots: int) -> None:
+        self.sampler = sampler
         self.num_slots = num_slots
 
-    def __iter__(self) -> Iterator[tuple[int, list]]:
-        return zip(itertools.cycle(range(self.num_slots)), self.batch_sampler, strict=False)
+    def keys(self) -> Iterable[list[int]]:
+        return () if self.sampler is None else BatchSampler(self.sampler, self.sampler.batch_size, drop_last=False)
 
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
+    def __iter__(self) -> Iterator[tuple[int | None, list[int]]]:
+        return zip(itertools.cycle(range(self.num_slots) or [None]), self.keys(), strict=False)
 
 
-class _SlotFiller(Dataset):
-    """What a worker process loads: a batch at a time, into the slot that it is told."""
+class _Filler(Dataset):
+    """What a worker process loads: a batch at a time, into the slot that it is told, if any."""
 
     def __init__(self, dataset: Dataset, collate_fn: Callable, slots: list[Tensor]) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.slots = slots
 
-    def __getitems__(self, slot_and_keys: tuple[int, list]) -> tuple[int, tuple[int, ...], list[list[int]]]:
-        """Fill a slot; return its number, the shape of what is in it, and what else the samples hold."""
+    def __getitems__(self, slot_and_keys: tuple[int | None, list[int]]) -> tuple:
+        """Return a batch; of one in a slot its number, the shape of what is in it, and what else the samples hold."""
         slot, keys = slot_and_keys
-        empty = partial(_view, self.slots[slot])
-        image, *numbers = self.collate_fn([self.dataset[key] for key in keys], empty)
+        samples = [self.dataset.load(key) for key in keys]
+        if slot is None:
+            return self.collate_fn(samples)
+        image, *numbers = self.collate_fn(samples, partial(_view, self.slots[slot]))
         return slot, (len(keys), *image.permute(0, 2, 3, 1).shape[1:]), [column.tolist() for column in numbers]
 
 
@@ -121,19 +114,20 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class ProcessLoader:
-    """Load batches in forked worker processes, into memory that is shared with them and used over and over.
+class BatchLoader:
+    """Load batches, in this process or in worker processes.
 
-    A batch's images are overwritten some batches later: take a copy of what is to stay. Each fresh page of shared
-    memory costs more than the copy into it (docs/research/LOADING.md, 5).
+    Forked workers put images into memory that is shared with them and used over and over: a batch is overwritten some
+    batches later, so take a copy of what is to stay. Each fresh page of shared memory costs more than the copy into it
+    (docs/research/LOADING.md, 5).
 
     Args:
-        dataset: yields (image, class) samples.
-        batch_sampler: yields lists of the data set's keys; may be set later.
-        num_workers: processes.
+        dataset: its `load` makes an (image, class) sample of a key.
+        sampler: yields keys, one at a time, of which `batch_size` make a batch; None where it will be set later.
+        num_workers: processes; 0 for none.
         prefetch_factor: batches each worker is ahead.
-        batch_bytes: the images of the largest batch.
-        collate_fn: from samples and an allocator to a batch.
+        batch_bytes: the images of the largest batch; 0 for batches of any kind, which workers send as they are.
+        collate_fn: from samples, and an allocator where there is shared memory, to a batch.
         pin_memory: copy the images into pinned memory, from where a GPU takes them without waiting.
         worker_init_fn: called first in each process, with its number.
 
@@ -144,48 +138,49 @@ class ProcessLoader:
     def __init__(
         self,
         dataset: Dataset,
-        batch_sampler: Any,
+        sampler: Any,
         *,
-        num_workers: int,
-        prefetch_factor: int,
-        batch_bytes: int,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        batch_bytes: int = 0,
         collate_fn: Callable = collate,
         pin_memory: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         self.dataset = dataset
         self.pin_memory = pin_memory
-        num_slots = num_workers * prefetch_factor + _SPARE_SLOTS
+        is_forked = num_workers > 0 and sys.platform == "linux"
+        num_slots = num_workers * prefetch_factor + _SPARE_SLOTS if is_forked and batch_bytes else 0
         # Nameless memory: no file in /dev/shm, which containers keep small. A page takes room once it is written to.
         try:
-            memory = mmap.mmap(-1, num_slots * batch_bytes)
+            memory = mmap.mmap(-1, max(num_slots * batch_bytes, 1))
         except (OSError, OverflowError) as error:
             raise LimitError(
                 f"no memory for {num_slots} batches of {batch_bytes / 2**20:.0f} MiB on their way from {num_workers} "
                 f"loader processes ({error}); use fewer --workers, or a smaller --batch-size or --prefetch-factor"
             ) from error
-        self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, batch_bytes))
-        self._slot_sampler = _SlotSampler(batch_sampler, num_slots)
+        self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)) if num_slots else []
+        self._batches = _Batches(sampler, num_slots)
         self.loader = DataLoader(
-            _SlotFiller(dataset, collate_fn, self.slots),
-            batch_sampler=self._slot_sampler,
+            _Filler(dataset, collate_fn, self.slots),
+            batch_sampler=self._batches,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=True,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            persistent_workers=num_workers > 0,
             # Forked, the processes end with their parent, however it ends; a fork server and its children would stay.
-            multiprocessing_context="fork",
+            multiprocessing_context="fork" if is_forked else None,
             collate_fn=_as_it_is,
             worker_init_fn=worker_init_fn,
         )
 
     @property
-    def batch_sampler(self) -> Any:
-        """What the batches are made of, from the next epoch on."""
-        return self._slot_sampler.batch_sampler
+    def sampler(self) -> Any:
+        """The keys of an epoch, from the next one on."""
+        return self._batches.sampler
 
-    @batch_sampler.setter
-    def batch_sampler(self, batch_sampler: Any) -> None:
-        self._slot_sampler.batch_sampler = batch_sampler
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self._batches.sampler = sampler
 
     def start(self) -> None:
         """Start the processes, which else begin with the first epoch.
@@ -196,7 +191,7 @@ class ProcessLoader:
         Raises:
             LimitError: they cannot be started.
         """
-        batch_sampler, self.batch_sampler = self.batch_sampler, ()  # nothing is loaded yet
+        sampler, self.sampler = self.sampler, None  # nothing is loaded yet
         try:
             iter(self.loader)
         except (OSError, RuntimeError) as error:
@@ -204,65 +199,24 @@ class ProcessLoader:
                 f"cannot start {self.loader.num_workers} loader processes ({error}); use fewer --workers, or raise "
                 "what limits them: `ulimit -n`, `ulimit -u`, the room in /dev/shm"
             ) from error
-        self.batch_sampler = batch_sampler
+        self.sampler = sampler
+
+    @property
+    def batch_sampler(self) -> Iterable[list[int]]:
+        """The keys of an epoch in batches."""
+        return self._batches.keys()
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        for slot, shape, numbers in self.loader:
+    def __iter__(self) -> Iterator[tuple]:
+        # Processes start at once, in the thread that asks for them, and not with the first batch: they end with it.
+        return map(self._unpack, iter(self.loader))
+
+    def _unpack(self, batch: tuple) -> tuple:
+        if self.slots:
+            slot, shape, numbers = batch
             image = _view(self.slots[slot], shape).permute(0, 3, 1, 2)
-            if self.pin_memory:
-                image = image.pin_memory()
-            yield image, *(torch.tensor(column, dtype=torch.int64) for column in numbers)
-
-
-class ThreadLoader:
-    """Load batches in threads of this process, each straight into its place.
-
-    For data sets that make draws of their own and decoders that let go of the interpreter.
-
-    Args:
-        dataset: yields (image, class) samples.
-        batch_sampler: yields lists of the data set's keys.
-        num_workers: threads.
-        prefetch_factor: batches each worker is ahead.
-        collate_fn: from samples and an allocator to a batch.
-        pin_memory: put the images into pinned memory, from where a GPU takes them without waiting.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        batch_sampler: Any,
-        *,
-        num_workers: int,
-        prefetch_factor: int,
-        collate_fn: Callable = collate,
-        pin_memory: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_sampler = batch_sampler
-        self.num_workers = num_workers
-        self.num_ahead = num_workers * prefetch_factor
-        self.collate_fn = collate_fn
-        self.empty = partial(_empty_bytes, pin_memory=pin_memory)
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    def _load(self, keys: list) -> tuple[Tensor, ...]:
-        return self.collate_fn([self.dataset[key] for key in keys], self.empty)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        keys = iter(self.batch_sampler)
-        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="loader")
-        try:
-            pending = deque(pool.submit(self._load, batch) for batch in itertools.islice(keys, self.num_ahead))
-            while pending:
-                batch = pending.popleft().result()
-                pending.extend(pool.submit(self._load, batch) for batch in itertools.islice(keys, 1))
-                yield batch
-        finally:
-            # Also where the epoch is left in its middle: what has begun ends, and nothing more begins.
-            pool.shutdown(cancel_futures=True)
+            batch = image, *(torch.tensor(column, dtype=torch.int64) for column in numbers)
+        image, *columns = batch
+        return image.pin_memory() if self.pin_memory else image, *columns

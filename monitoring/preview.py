@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,9 @@ def preview(args: Any) -> str:
     steps_per_epoch = num_images // args.global_batch_size
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    last = args.epochs - 1
+    epochs = {*(args.epochs * part // 12 for part in range(12)), min(args.lr_warmup_epochs, last), last}
+    rates = [f"{epoch}: {learning_rate(optimizer, scheduler, epoch, steps_per_epoch):.3g}" for epoch in sorted(epochs)]
     lines = [
         config.write_recipe(args),
         f"# {about}",
@@ -62,11 +64,7 @@ def preview(args: Any) -> str:
         f"{num_images % args.global_batch_size} images left out of each epoch, others each time",
         *([f"# --sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
         *reference_lines(args),
-        "# learning rate at the start of each epoch",
-        *(
-            f"# {line}"
-            for line in draw(lambda epoch: learning_rate(optimizer, scheduler, epoch, steps_per_epoch), args.epochs)
-        ),
+        f"# learning rate at the start of epoch {', '.join(rates)}",
     ]
     return "\n".join(lines)
 
@@ -113,16 +111,3 @@ def learning_rate(
     """Return the largest rate of any parameter group at the start of an epoch."""
     scheduler.set_position(epoch, 0, steps_per_epoch)
     return max(group["lr"] for group in optimizer.param_groups)
-
-
-def draw(value_at: Callable[[int], float], num_values: int, height: int = 8, width: int = 90) -> list[str]:
-    """Draw a curve of `height` lines of text, at most `width` columns wide."""
-    num_columns = min(num_values, width)
-    columns = [value_at(column * num_values // num_columns) for column in range(num_columns)]
-    top = max(columns) or 1.0
-    lines = []
-    for level in range(height, 0, -1):
-        marks = "".join("#" if value >= top * (level - 0.5) / height else " " for value in columns)
-        label = f"{top * level / height:<9.3g}" if level in (height, height // 2) else " " * 9
-        lines.append(f"{label}|{marks}".rstrip())
-    return [*lines, " " * 9 + "+" + "-" * len(columns), f"{'':9} epoch 0 to {num_values - 1}"]

@@ -111,7 +111,6 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     """Return each decoder on each folder, by name; the first is what runs unless other options are given."""
     folders = {"raw": options.data_path, **dict(options.pack)}
     common = ["--device", "cpu", "--workers", str(options.workers), "--batch-size", str(options.batch_size)]
-    common += ["--worker-type", options.worker_type]
     return {
         f"{name}, {decoder}": Way(
             folder, config.parse_args(["--data-path", str(folder), "--decoder", decoder, *common])
@@ -133,26 +132,26 @@ def one_thread(options: argparse.Namespace, ways: dict[str, Way], split: str) ->
     )
     epochs = itertools.count()
 
-    def run(dataset: torch.utils.data.Dataset, key_of: Callable[[int, int], int | SampleKey]) -> Callable[[int], int]:
+    def run(load_one: Callable, key_of: Callable[[int, int], int]) -> Callable[[int], int]:
         def load(turn: int) -> int:
             epoch, first = next(epochs), turn * IMAGES_A_TURN
-            images = range(first, min(first + IMAGES_A_TURN, len(dataset)))
+            images = range(first, min(first + IMAGES_A_TURN, len(theirs)))
             for index in images:
-                dataset[key_of(index, epoch)]
+                load_one(key_of(index, epoch))
             return len(images)
 
         return load
 
-    def sample_key(index: int, epoch: int) -> int | SampleKey:
-        return SampleKey(index, epoch, 0) if split == "train" else index
+    def sample_key(index: int, epoch: int) -> int:
+        return SampleKey(index, epoch) if split == "train" else index
 
     torch.manual_seed(0)
-    runs = {"torchvision": run(theirs, lambda index, _: index)}
+    runs = {"torchvision": run(theirs.__getitem__, lambda index, _: index)}
     ours = {name: way.dataset(split) for name, way in ways.items()}
     for name, dataset in ours.items():
         if len(dataset) != len(theirs):
             raise UserError(f"{name}: {len(dataset)} images in {split}, where --data-path has {len(theirs)}")
-    runs |= {name: run(dataset, sample_key) for name, dataset in ours.items()}
+    runs |= {name: run(dataset.load, sample_key) for name, dataset in ours.items()}
     num_turns = math.ceil(len(theirs) / IMAGES_A_TURN)
     return summarize(compare(runs, num_turns, options.rounds, time.process_time), "torchvision")
 
@@ -196,10 +195,6 @@ class StageClock:
         self.preset = preset
         self.spent_s = dict.fromkeys(["read", "header and box", "decode", "resize", "batch", "copy"], 0.0)
 
-    def at(self, epoch: int) -> "StageClock":
-        """Return the preset of an epoch: this one."""
-        return self
-
     def load(self, payload: bytes, draws: Draws) -> torch.Tensor:
         """Return the crop of a file."""
         marks = [time.process_time()]
@@ -221,7 +216,7 @@ def stages(way: Way, num_images: int = 100) -> dict[str, float]:
     dataset = data.IndexedImageFolder(way.folder / "train", clock)
     num_images = min(num_images, len(dataset))
     start = time.process_time()
-    samples = [dataset[SampleKey(index, 0, 0)] for index in range(num_images)]
+    samples = [dataset.load(SampleKey(index, 0)) for index in range(num_images)]
     clock.spent_s["read"] = time.process_time() - start - sum(clock.spent_s.values())
     start = time.process_time()
     image, _ = loader.collate(samples)
@@ -258,7 +253,7 @@ def pixel_difference(way: Way, split: str, num_images: int = 100) -> dict[str, f
     comparison = Comparison(preset, is_training=split == "train")
     dataset = data.IndexedImageFolder(way.folder / split, comparison)
     for index in range(0, len(dataset), max(len(dataset) // num_images, 1)):
-        dataset[index]
+        dataset.load(index)
     return {"mean": comparison.total / comparison.count, "max": comparison.largest}
 
 
@@ -304,10 +299,9 @@ def benchmark_loader(options: argparse.Namespace) -> dict:
         },
         "decoders": {name: decode.describe(name) for name in options.decoder},
     }
-    kind = "threads" if options.worker_type == "thread" else "processes"
     show("training images, one thread, CPU time; ratios to torchvision on the raw files", figures["train"])
     show("evaluation images, one thread, CPU time", figures["eval"])
-    show(f"training batches from {options.workers} {kind}, wall time", figures["end_to_end"])
+    show(f"training batches from {options.workers} processes, wall time", figures["end_to_end"])
     print("\nstages, microseconds of CPU time a training image")
     for name, spent in figures["stages_us"].items():
         print(f"  {name}: " + "   ".join(f"{stage} {value:.0f}" for stage, value in spent.items()))
@@ -349,8 +343,7 @@ def main() -> None:
     command.add_argument(
         "--decoder", nargs="+", choices=sorted(decode.DECODERS), help="which to measure (default: those installed)"
     )
-    command.add_argument("--workers", metavar="N", type=int, default=2, help="loader workers (default: 2)")
-    command.add_argument("--worker-type", choices=["process", "thread"], default="process", help="what they are")
+    command.add_argument("--workers", metavar="N", type=int, default=2, help="loader processes (default: 2)")
     command.add_argument("--batch-size", metavar="N", type=int, default=50, help="images a batch (default: 50)")
     command.add_argument("--rounds", metavar="N", type=positive, default=5, help="interleaved rounds (default: 5)")
     command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")

@@ -416,7 +416,7 @@ def check_index(found: index.ImageIndex) -> None:
     for number in range(min(len(found), 50)):
         found.name(number), found.path(number)
         with contextlib.suppress(errors.ImageError):
-            dataset[number]
+            dataset.load(number)
 
 
 def case_cache(bench: Bench, folder: Path, rng: random.Random) -> None:
@@ -584,7 +584,7 @@ def case_image(bench: Bench, folder: Path, rng: random.Random) -> None:
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     args = bench.args("--bad-images", rng.choice(["error", "skip"]), *rng.choice([[], ["--backend", "pil"]]))
     dataset, _ = data.build_datasets(str(root / "train"), str(root / "val"), args)
-    image = dataset[sampler.SampleKey(0, 0, 0)][0]
+    image = dataset.load(sampler.SampleKey(0, 0, 0))[0]
     assert image.shape[0] == 3
     assert image.dtype == torch.uint8
 

@@ -503,20 +503,17 @@ def test_a_device_that_is_not_there_is_refused(device):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--auto-augment", "ra"],
-        ["--auto-augment", "timm/rand-m7"],
-        ["--backend", "pil"],
-        ["--interpolation", "nearest"],
-    ],
-)
-def test_threads_are_refused_where_they_would_share_a_generator(argv):
-    common = ["--data-path", "x", "--worker-type", "thread"]
-    assert config.parse_args(common).worker_type == "thread"
-    with pytest.raises(UserError, match=f"--worker-type thread: {' '.join(argv)} draws from the one generator"):
-        config.parse_args([*common, *argv])
+@pytest.mark.parametrize("argv", [["--worker-type", "thread"], ["--worker-type=process"]])
+def test_an_option_that_was_removed_is_named_as_such(argv, tmp_path):
+    with pytest.raises(UserError, match=r"^--worker-type was removed; leave it out$"):
+        config.parse_args(["--data-path", "x", *argv])
+    with pytest.raises(UserError, match="--allow-change worker-type: it was removed; leave it out"):
+        config.parse_args(["--data-path", "x", "--resume", "auto", "--allow-change", "worker-type"])
+    recipe = tmp_path / "recipe.toml"  # as a run of an earlier version wrote it
+    recipe.write_text('[data]\nprefetch-factor = 2\nworker-type = "process"\n')
+    with pytest.raises(UserError) as refusal:
+        config.parse_args(["--data-path", "x", "--recipe", str(recipe)])
+    assert str(refusal.value) == f"recipe {recipe}: worker-type in [data] was removed; leave it out"
 
 
 def test_a_decoder_that_decodes_nothing_is_said_and_recorded_as_pillow():

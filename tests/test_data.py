@@ -11,14 +11,18 @@ import zlib
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 import config
 import data
+import train
 from errors import ImageError, UserError
+from options import get_args_parser
 from presets import ClassificationPresetEval, ClassificationPresetTrain
-from sampler import EvalSampler, RASampler, SampleKey, TrainSampler, VirtualShards
+from sampler import EvalSampler, RepeatedSampler, SampleKey, TrainSampler, VirtualShards
 from tests.images import FORMS, needs_jpegtran, pack_classes, pack_losslessly, write_images
+from tests.ranks import run_ranks
 
 
 def arguments(folder, *argv):
@@ -52,8 +56,56 @@ def test_evaluated_images_are_those_of_image_folder(image_folder):
         image_folder / "val", ClassificationPresetEval(crop_size=32, resize_size=32, backend="pil")
     )
     for index in range(7):
-        assert torch.equal(ours[index][0], theirs[index][0])
-        assert ours[index][1] == theirs[index][1]
+        assert torch.equal(ours.load(index)[0], theirs[index][0])
+        assert ours.load(index)[1] == theirs[index][1]
+
+
+def test_a_set_is_an_image_folder(odd_folder, tmp_path):
+    theirs, ours = datasets.ImageFolder(odd_folder), data.IndexedImageFolder(odd_folder, None)
+    assert ours.samples == theirs.samples == ours.imgs
+    assert ours.samples[-2:] == theirs.samples[-2:]
+    assert ours.samples[-1] == theirs.samples[-1]
+    assert ours.samples != theirs.samples[:-1]
+    assert (ours.targets, ours.classes, ours.class_to_idx) == (theirs.targets, theirs.classes, theirs.class_to_idx)
+    assert ours.loader(ours.samples[0][0]).mode == "RGB"
+    for (image, label), (expected, their_label) in zip(ours, theirs, strict=True):
+        assert (image.tobytes(), label) == (expected.tobytes(), their_label)
+    ours.transform = theirs.transform = transforms.Compose([transforms.Resize(8), transforms.ToTensor()])
+    assert torch.equal(ours[-1][0], theirs[len(theirs) - 1][0])
+    pack_classes(odd_folder, tmp_path / "tars")
+    tars = data.IndexedImageFolder(tmp_path / "tars" / "train", None)
+    assert (tars.targets, tars.class_to_idx) == (theirs.targets, theirs.class_to_idx)
+    assert tars.samples[0] == (tars.index.path(0), 0)
+
+
+@pytest.mark.parametrize("erase", [0.0, 0.5])
+@pytest.mark.parametrize("backend", ["pil", "tensor"])
+def test_a_sample_is_that_of_an_image_folder_for_the_same_draws(image_folder, backend, erase):
+    preset = ClassificationPresetTrain(crop_size=24, auto_augment_policy="ra", random_erase_prob=erase, backend=backend)
+    theirs = datasets.ImageFolder(image_folder / "train", preset)
+    ours = data.IndexedImageFolder(image_folder / "train", preset)
+    for number in range(6):
+        torch.manual_seed(number)
+        expected = theirs[number]
+        torch.manual_seed(number)
+        image, label = ours[number]
+        assert torch.equal(image, expected[0])
+        assert (image.dtype, label) == (torch.float32, expected[1])
+
+
+@pytest.mark.parametrize("erase", [0.0, 1.0])
+@pytest.mark.parametrize("policy", [None, "ra"])
+def test_draws_of_a_key_are_those_of_its_address(image_folder, policy, erase):
+    preset = ClassificationPresetTrain(crop_size=24, auto_augment_policy=policy, random_erase_prob=erase)
+    dataset = data.IndexedImageFolder(image_folder / "train", preset, seed=3)
+    torch.manual_seed(1)
+    first, other = dataset[SampleKey(5, 1)][0], dataset[SampleKey(5, 2)][0]
+    torch.manual_seed(2)
+    assert torch.equal(dataset[SampleKey(5, 1)][0], first)
+    assert not torch.equal(first, other)
+    expected = preset.finish.transforms[1](preset.finish.transforms[0](dataset.load(SampleKey(5, 1))[0]))
+    assert torch.equal(first, expected) == (erase == 0)
+    assert ((first == expected) | (first == 0)).all()
 
 
 POLICY = ["--auto-augment", "ta_wide"]
@@ -88,22 +140,20 @@ def test_batches_of_a_tar_are_those_of_the_folder(image_folder, tmp_path, form):
     assert epoch_hashes(tmp_path, workers=2) == epoch_hashes(image_folder, workers=0)
 
 
-def test_threads_load_the_same_pixels_as_processes(image_folder):
+def test_worker_processes_load_the_same_pixels_as_this_one_also_without_a_policy(image_folder):
     expected = epoch_hashes(image_folder, workers=0, loading=[])
     assert len(set(expected)) == 6
     assert epoch_hashes(image_folder, workers=2, loading=["--prefetch-factor", "1"]) == expected
-    for workers in [1, 3]:
-        assert epoch_hashes(image_folder, workers, loading=["--worker-type", "thread"]) == expected
-    assert epoch_hashes(image_folder, 2, start_step=2, loading=["--worker-type", "thread"]) == expected[4:]
+    assert epoch_hashes(image_folder, workers=2, start_step=2, loading=[]) == expected[4:]
 
 
 def test_repetitions_of_an_image_are_augmented_differently(image_folder):
     dataset = data.IndexedImageFolder(image_folder / "train", ClassificationPresetTrain(crop_size=24), seed=3)
-    first, second, again = (dataset[SampleKey(5, 1, repetition)][0] for repetition in (0, 1, 0))
+    first, second, again = (dataset.load(SampleKey(5, 1, repetition))[0] for repetition in (0, 1, 0))
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
-    assert not torch.equal(first, dataset[SampleKey(5, 2, 0)][0])
-    assert len(epoch_hashes(image_folder, 0, sampler_class=RASampler, repetitions=3)) == 6
+    assert not torch.equal(first, dataset.load(SampleKey(5, 2, 0))[0])
+    assert len(epoch_hashes(image_folder, 0, sampler_class=RepeatedSampler, repetitions=3)) == 6
 
 
 def test_the_loader_of_a_rank_yields_its_share_of_the_fixed_batches(image_folder):
@@ -193,8 +243,8 @@ def test_a_bad_image_is_replaced_by_the_next_good_one(damaged_folder):
     args = arguments(damaged_folder, "--bad-images", "skip", "--train-crop-size", "24", "--seed", "3")
     dataset, dataset_test = data.build_datasets(str(damaged_folder / "train"), str(damaged_folder / "val"), args)
     for number, replacement in [(4, 6), (5, 6), (28, 0), (6, 6)]:
-        image, label, replaced = dataset[SampleKey(number, 1, 0)]
-        expected = dataset[SampleKey(replacement, 1, 0)]
+        image, label, replaced = dataset.load(SampleKey(number, 1, 0))
+        expected = dataset.load(SampleKey(replacement, 1, 0))
         assert torch.equal(image, expected[0])
         assert label == expected[1]
         assert replaced == (number if number != replacement else -1)
@@ -234,7 +284,7 @@ def test_where_nothing_can_be_read_it_stops_all_the_same(tmp_path):
     for path in root.rglob("*.jpg"):
         damage(path, "zero bytes")
     with pytest.raises(ImageError, match=r"image001.jpg .*the file is empty; nor is any of the next 2 good"):
-        dataset[SampleKey(1, 0, 0)]
+        dataset.load(SampleKey(1, 0, 0))
 
 
 @pytest.mark.parametrize("kind", ["unreadable", "vanished", "a folder"])
@@ -250,17 +300,17 @@ def test_what_is_not_in_the_bytes_ends_the_run_also_where_bad_images_are_skipped
     if place == 4:
         damage(root / "class0" / "image003.jpg", "truncated")
     with pytest.raises(ImageError, match=rf"image{place:03d}.jpg \(class class0\): .*its bytes are not at fault"):
-        dataset[SampleKey(3, 0, 0)]
+        dataset.load(SampleKey(3, 0, 0))
 
 
 def test_a_folder_that_is_away_for_a_moment_changes_nothing(tmp_path):
     root = write_images(tmp_path, {"train": [2]}) / "train"
     dataset = data.LenientImageFolder(root, ClassificationPresetTrain(crop_size=24))
-    expected = dataset[SampleKey(1, 0, 0)]
+    expected = dataset.load(SampleKey(1, 0, 0))
     (root / "class0").rename(root / "away")
     returning = threading.Timer(0.6, (root / "away").rename, [root / "class0"])
     returning.start()
-    image, label, replaced = dataset[SampleKey(1, 0, 0)]
+    image, label, replaced = dataset.load(SampleKey(1, 0, 0))
     returning.join()
     assert torch.equal(image, expected[0])
     assert (label, replaced) == expected[1:] == (0, -1)
@@ -276,10 +326,10 @@ def test_no_descriptor_left_is_no_bad_image(tmp_path, monkeypatch):
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
         with pytest.raises(ImageError, match="Too many open files"):
-            dataset[SampleKey(1, 0, 0)]
+            dataset.load(SampleKey(1, 0, 0))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert dataset[SampleKey(1, 0, 0)][2] == -1
+    assert dataset.load(SampleKey(1, 0, 0))[2] == -1
 
 
 class Failing(ClassificationPresetTrain):
@@ -303,25 +353,25 @@ def test_memory_that_is_short_for_a_moment_changes_nothing_and_for_longer_ends_t
     root = write_images(tmp_path, {"train": [3]}) / "train"
     errors = []
     dataset = data.LenientImageFolder(root, Failing(errors))
-    (expected, drawn), *_ = dataset[SampleKey(1, 0, 0)]
+    (expected, drawn), *_ = dataset.load(SampleKey(1, 0, 0))
     torch_error = RuntimeError(
         "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
     )
     errors += [MemoryError(), torch_error, OSError(12, "Cannot allocate memory")]
-    (image, drawn_again), _, replaced = dataset[SampleKey(1, 0, 0)]
+    (image, drawn_again), _, replaced = dataset.load(SampleKey(1, 0, 0))
     assert torch.equal(image, expected)
     assert drawn == drawn_again
     assert replaced == -1
     errors += [MemoryError()] * 4
     with pytest.raises(ImageError, match=r"image001.jpg .*: out of memory \(tried 4 times\)"):
-        dataset[SampleKey(1, 0, 0)]
+        dataset.load(SampleKey(1, 0, 0))
 
 
 def test_a_fault_of_ours_is_no_bad_image_and_says_in_which_it_came_up(tmp_path):
     root = write_images(tmp_path, {"train": [3]}) / "train"
     dataset = data.LenientImageFolder(root, Failing([KeyError("ours")]))
     with pytest.raises(KeyError) as caught:
-        dataset[SampleKey(1, 0, 0)]
+        dataset.load(SampleKey(1, 0, 0))
     assert caught.value.__notes__ == [f"in {root}/class0/image001.jpg"]
 
 
@@ -329,9 +379,9 @@ def test_a_tar_that_changed_is_no_bad_image(image_folder, tmp_path):
     pack_classes(image_folder / "train", tmp_path)
     dataset = data.LenientImageFolder(tmp_path / "train", ClassificationPresetTrain(crop_size=24))
     os.truncate(tmp_path / "train" / "class1.tar", 2000)
-    dataset[SampleKey(0, 0, 0)]
+    dataset.load(SampleKey(0, 0, 0))
     with pytest.raises(ImageError, match=r"class1\.tar: the tar has changed"):
-        dataset[SampleKey(12, 0, 0)]
+        dataset.load(SampleKey(12, 0, 0))
 
 
 def test_a_fingerprint_tells_data_sets_apart(image_folder, odd_folder):
@@ -343,10 +393,10 @@ def test_a_fingerprint_tells_data_sets_apart(image_folder, odd_folder):
 def test_synthetic_images_are_the_same_each_time_and_have_a_class_each():
     ours, again = data.SyntheticImages(100, 8, 10), data.SyntheticImages(100, 8, 10)
     assert len(ours) == 100
-    image, label = ours[SampleKey(13, 2, 0)]
+    image, label = ours.load(SampleKey(13, 2, 0))
     assert image.dtype == torch.uint8
     assert image.shape == (3, 8, 8)
-    assert torch.equal(image, again[13][0])
+    assert torch.equal(image, again.load(13)[0])
     assert 0 <= label < 10
 
 
@@ -362,3 +412,66 @@ def test_a_missing_split_is_named(tmp_path):
     (tmp_path / "train" / "a").mkdir(parents=True)
     with pytest.raises(UserError, match="has no val/"):
         data.build_datasets(str(tmp_path / "train"), str(tmp_path / "val"), arguments(tmp_path))
+
+
+def plain_batches(image_folder, folder, *argv):
+    """Load an epoch and more as a script for torchvision's folder does, and write down what came."""
+    argv = ["--data-path", str(image_folder), "--device", "cpu", "--batch-size", "3", *argv]
+    args = get_args_parser().parse_args(argv)
+    train.utils.init_distributed_mode(args)
+    dataset, dataset_test, train_sampler, test_sampler = train.load_data(
+        os.path.join(args.data_path, "train"), os.path.join(args.data_path, "val"), args
+    )
+    loader = DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler, num_workers=2, pin_memory=True)
+    epochs = []
+    for epoch in range(2):
+        if args.distributed:
+            train_sampler.set_epoch(epoch)
+        epochs.append(list(loader))
+    assert len(loader) == len(epochs[0])
+    loader_test = DataLoader(dataset_test, batch_size=args.batch_size, sampler=test_sampler)
+    torch.save({"train": epochs, "val": list(loader_test)}, folder / f"{train_sampler.shards.rank}.pt")
+    train.utils.shut_down()
+
+
+def expected_batches(image_folder, sampler, *argv):
+    args = arguments(image_folder, "--batch-size", "3", "--workers", "0", *argv)
+    sets = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), args)
+    is_training = isinstance(sampler, TrainSampler)
+    loader = data.build_device_loader(args, sets[0 if is_training else 1], sampler, torch.device("cpu"), 3)
+    return list(loader)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("argv", [[], ["--ra-sampler", "--auto-augment", "ta_wide", "--train-crop-size", "64"]])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plain_loader_of_the_sets_and_samplers_yields_our_loaders_shards(image_folder, tmp_path, argv, world_size):
+    run_ranks(plain_batches, world_size, image_folder, tmp_path, *argv, log_folder=tmp_path).check()
+    for rank in range(world_size):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        shards = VirtualShards(3 * world_size, world_size, rank, world_size)
+        sampler = RepeatedSampler(29, shards) if "--ra-sampler" in argv else TrainSampler(29, shards)
+        expected = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            expected.append(expected_batches(image_folder, sampler, *argv))
+        evaluated = expected_batches(image_folder, EvalSampler(7, 3, rank, world_size), *argv)
+        for ours, theirs in zip([*expected, evaluated], [*found["train"], found["val"]], strict=True):
+            assert len(ours) == len(theirs)
+            for (image, target), (their_image, their_target) in zip(ours, theirs, strict=True):
+                assert torch.equal(image, their_image)
+                assert torch.equal(target, their_target)
+
+
+def test_sets_of_options_that_a_parser_made_are_checked_in_one_line(image_folder, tmp_path):
+    def load(folder, *argv):
+        return train.load_data(str(folder / "train"), str(folder / "val"), get_args_parser().parse_args(argv))
+
+    with pytest.raises(UserError, match="29 images, fewer than one global batch of 32"):
+        load(image_folder)
+    shutil.copytree(image_folder / "val", tmp_path / "val")
+    argv = ["--test-only", "--model", "resnet18", "--weights", "IMAGENET1K_V1", "--val-crop-size", "32", "-b", "8"]
+    assert [len(each) for each in load(image_folder, *argv)] == [29, 7, 24, 7]
+    train_set, val_set, train_sampler, _ = load(tmp_path, *argv)
+    assert train_set is train_sampler is None
+    assert val_set[0][0].shape == (3, 224, 224)  # the weights' own, as there

@@ -252,8 +252,8 @@ def test_numbers_beyond_any_run_are_refused(argv):
         optim.check_rates(config.parse_args(["--synthetic", "--lr-scheduler", "exponentiallr", *argv]))
 
 
-def test_a_billion_epochs_are_drawn_at_once(capsys):
+def test_a_billion_epochs_are_looked_at_at_once(capsys):
     from monitoring import preview
 
     argv = ["--synthetic", "64", "--model", "shufflenet_v2_x0_5", "--epochs", "1000000000"]
-    assert "epoch 0 to 999999999" in preview.preview(config.parse_args(argv))
+    assert ", 999999999: " in preview.preview(config.parse_args(argv))

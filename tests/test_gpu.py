@@ -175,7 +175,7 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
             # The first steps compile, choose kernels and allocate.
             torch.cuda.set_sync_debug_mode("error" if 6 <= self.state.step < 20 else "default")
 
-    run = run_of(args, tmp_path, model, optimizer, loader.loader.batch_sampler, device, Watched)
+    run = run_of(args, tmp_path, model, optimizer, loader.loader.sampler, device, Watched)
     train.train_one_epoch(
         model, criterion or metrics.build_criterion(args), optimizer, loader, device, 0, args,
         models.build_ema(args, model), models.build_scaler(args, device), run,

@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import os
 import subprocess
-import threading
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.utils.data import Dataset
 
 from checkpointing.preemption import start_worker
 from errors import ImageError, UserError
-from loading.loader import ProcessLoader, ThreadLoader, check_workers, collate
+from loading.loader import BatchLoader, check_workers, collate
 
 
 class Numbers(Dataset):
@@ -21,34 +20,39 @@ class Numbers(Dataset):
     def __init__(self, bad=()):
         self.bad = bad
 
-    def __getitem__(self, key):
+    def load(self, key):
         if key in self.bad:
             raise ImageError(f"cannot read image {key}")
         # Of two sizes, as where crops grow.
         return torch.full((3, 4, 6 + key // 51), key, dtype=torch.uint8), key
 
 
-class Batches:
-    """Batches of three, the last of one."""
+class Keys:
+    """The keys of batches of three, the last of one."""
+
+    batch_size = 3
 
     def __init__(self, num_batches):
-        self.num_batches = num_batches
+        self.keys = range(3 * num_batches - 2)
 
     def __len__(self):
-        return self.num_batches
+        return len(self.keys)
 
     def __iter__(self):
-        for first in range(0, 3 * self.num_batches, 3):
-            yield [first] if first == 3 * self.num_batches - 3 else [first, first + 1, first + 2]
+        return iter(self.keys)
 
 
-def build(kind, dataset, num_batches, **options):
-    options = {"num_workers": 2, "prefetch_factor": 2} | options
-    options |= {"batch_bytes": 3 * 3 * 4 * 7} if kind is ProcessLoader else {}
-    return kind(dataset, Batches(num_batches), **options)
+def batches_of(num_batches):
+    return [[first] if first == 3 * num_batches - 3 else [first, first + 1, first + 2]
+            for first in range(0, 3 * num_batches, 3)]  # fmt: skip
 
 
-KINDS = pytest.mark.parametrize("kind", [ProcessLoader, ThreadLoader])
+def build(dataset, num_batches, num_workers=2, batch_bytes=3 * 3 * 4 * 7, **options):
+    return BatchLoader(dataset, Keys(num_batches), num_workers=num_workers, batch_bytes=batch_bytes, **options)
+
+
+# In shared memory; in batches that workers send as they are; in this process.
+KINDS = pytest.mark.parametrize("options", [{}, {"batch_bytes": 0}, {"num_workers": 0}])
 
 
 def test_a_batch_is_the_images_in_their_order():
@@ -60,12 +64,12 @@ def test_a_batch_is_the_images_in_their_order():
 
 
 @KINDS
-def test_batches_come_in_the_samplers_order_epoch_after_epoch(kind):
-    loader = build(kind, Numbers(), 20)  # more than there is memory for at once
+def test_batches_come_in_the_samplers_order_epoch_after_epoch(options):
+    loader = build(Numbers(), 20, **options)  # more than there is memory for at once
     assert len(loader) == 20
     for _ in range(2):
         seen = 0
-        for (image, label), keys in zip(loader, Batches(20), strict=True):
+        for (image, label), keys in zip(loader, batches_of(20), strict=True):
             assert label.tolist() == keys
             assert image.shape == (len(keys), 3, 4, 6 + keys[0] // 51)
             assert image.is_contiguous(memory_format=torch.channels_last)
@@ -75,14 +79,13 @@ def test_batches_come_in_the_samplers_order_epoch_after_epoch(kind):
 
 
 @KINDS
-def test_an_epoch_that_is_left_early_leaves_nothing_behind(kind):
-    loader = build(kind, Numbers(), 20)
+def test_an_epoch_that_is_left_early_leaves_nothing_behind(options):
+    loader = build(Numbers(), 20, **options)
     for _ in range(3):
         for (_, label), _ in zip(loader, range(2), strict=False):
             assert len(label) == 3
     labels = [label.tolist() for _, label in loader]
-    assert labels == list(Batches(20))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+    assert labels == batches_of(20)
 
 
 def test_more_workers_than_any_use_are_refused():
@@ -93,30 +96,30 @@ def test_more_workers_than_any_use_are_refused():
 
 
 def test_processes_that_are_started_early_load_what_the_sampler_says_later():
-    loader = ProcessLoader(Numbers(), (), num_workers=2, prefetch_factor=2, batch_bytes=3 * 3 * 4 * 7)
+    loader = BatchLoader(Numbers(), None, num_workers=2, batch_bytes=3 * 3 * 4 * 7)
     before = set(multiprocessing.active_children())
     loader.start()
     workers = set(multiprocessing.active_children()) - before
     assert len(workers) == 2
     for num_batches in (3, 20):
-        loader.batch_sampler = Batches(num_batches)
-        assert [label.tolist() for _, label in loader] == list(Batches(num_batches))
+        loader.sampler = Keys(num_batches)
+        assert [label.tolist() for _, label in loader] == batches_of(num_batches)
     assert set(multiprocessing.active_children()) - before == workers
 
 
-def test_an_image_that_cannot_be_read_is_raised_in_its_turn():
-    loader = build(ThreadLoader, Numbers(bad={7, 31}), 20)
+@KINDS
+def test_an_image_that_cannot_be_read_is_raised_in_its_turn(options):
+    loader = build(Numbers(bad={7, 31}), 20, **options)
     batches = iter(loader)
     assert [next(batches)[1].tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ImageError, match="cannot read image 7") as caught:
         next(batches)
     assert str(caught.value) == "cannot read image 7"
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
 def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does():
     before = set(multiprocessing.active_children())
-    loader = build(ProcessLoader, Numbers(), 20, num_workers=1, worker_init_fn=start_worker)
+    loader = build(Numbers(), 20, num_workers=1, worker_init_fn=start_worker)
     batches = iter(loader)
     next(batches)
     (process,) = set(multiprocessing.active_children()) - before

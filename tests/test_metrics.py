@@ -67,8 +67,8 @@ def scored_images():
 
 
 def loader_of(rank, world_size, batch_size=4):
-    batches = sampler.EvalSampler(NUM_IMAGES, batch_size, rank, world_size)
-    loader = DataLoader(TensorDataset(*scored_images()), batch_sampler=batches)
+    keys = sampler.EvalSampler(NUM_IMAGES, batch_size, rank, world_size)
+    loader = DataLoader(TensorDataset(*scored_images()), batch_size, sampler=keys)
     return data.DeviceLoader(loader, torch.device("cpu"), lambda image, target, rng, epoch: (image, target))
 
 

@@ -1,15 +1,23 @@
 """Which image, on which rank, in which order."""
 
 import itertools
+import math
+import pickle
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 import config
 from errors import UserError
 from monitoring import preview
-from sampler import EvalSampler, RASampler, SampleKey, TrainSampler, VirtualShards
+from sampler import EvalSampler, RASampler, RepeatedSampler, SampleKey, TrainSampler, VirtualShards
+
+
+def batches_of(sampler):
+    """Cut a sampler's keys as torch's loader does, and return their addresses: two keys of an image are equal."""
+    batches = BatchSampler(sampler, sampler.shards.batch_size, drop_last=False)
+    return [[(int(key), key.epoch, key.repetition) for key in batch] for batch in batches]
 
 
 def on_all_ranks(build, num_shards, world_size, *, epoch=0, start_step=0, global_batch_size=8):
@@ -18,8 +26,8 @@ def on_all_ranks(build, num_shards, world_size, *, epoch=0, start_step=0, global
     for rank in range(world_size):
         sampler = build(VirtualShards(global_batch_size, num_shards, rank, world_size))
         sampler.set_epoch(epoch, start_step)
-        own = dict(zip(sampler.addresses(), sampler, strict=True))
-        assert len(sampler) == len(own)
+        own = dict(zip(sampler.addresses(), batches_of(sampler), strict=True))
+        assert len(sampler) == sum(map(len, own.values()))
         assert not own.keys() & batches.keys()
         batches |= own
     return batches
@@ -30,7 +38,7 @@ def train_sampler(num_images, seed=0):
 
 
 def images(batches):
-    return [key.index for address in sorted(batches) for key in batches[address]]
+    return [image for address in sorted(batches) for image, _, _ in batches[address]]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -49,7 +57,7 @@ def test_each_step_has_the_images_of_torchs_distributed_sampler(world_size, seed
         for step in range(steps):
             keys = batches[epoch * steps + step, rank]
             expected = order[step * batch_size : (step + 1) * batch_size]
-            assert keys == [SampleKey(index, epoch, 0) for index in expected]
+            assert keys == [(index, epoch, 0) for index in expected]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
@@ -91,8 +99,8 @@ def test_addresses_count_the_steps_of_the_run():
     sampler.set_epoch(2, start_step=1)
     # 3 steps an epoch; rank 1 of 2 has shards 2 and 3.
     assert list(sampler.addresses()) == [(7, 2), (7, 3), (8, 2), (8, 3)]
-    assert [len(batch) for batch in sampler] == [2, 2, 2, 2]
-    assert len(sampler) == 4
+    assert [len(batch) for batch in batches_of(sampler)] == [2, 2, 2, 2]
+    assert len(sampler) == 8
 
 
 def test_nothing_is_left_at_the_end_of_an_epoch():
@@ -101,7 +109,7 @@ def test_nothing_is_left_at_the_end_of_an_epoch():
     assert (list(sampler), list(sampler.addresses()), len(sampler)) == ([], [], 0)
 
 
-@pytest.mark.parametrize("build", [TrainSampler, RASampler])
+@pytest.mark.parametrize("build", [TrainSampler, RepeatedSampler])
 def test_a_set_smaller_than_the_global_batch_is_refused(build):
     with pytest.raises(UserError, match=r"7 images, fewer than one global batch of 8; choose a smaller --batch-size"):
         build(7, VirtualShards(8, 4))
@@ -126,22 +134,22 @@ def repeated_oracle(num_images, num_shards, global_batch_size, seed, epoch, repe
 @pytest.mark.parametrize(("num_shards", "world_size"), [(1, 1), (2, 2), (4, 2), (4, 1), (8, 8)])
 def test_repeated_augmentation_repeats_cuts_and_deals(repetitions, num_shards, world_size):
     batches = on_all_ranks(
-        lambda shards: RASampler(61, shards, 3, repetitions=repetitions), num_shards, world_size, epoch=2
+        lambda shards: RepeatedSampler(61, shards, 3, repetitions=repetitions), num_shards, world_size, epoch=2
     )
     expected = repeated_oracle(61, num_shards, 8, 3, 2, repetitions)
-    found = {address: [(key.index, key.repetition) for key in keys] for address, keys in batches.items()}
+    found = {address: [(image, repetition) for image, _, repetition in keys] for address, keys in batches.items()}
     if num_shards < repetitions:  # the same images in the same shards, in an order of their own
         found, expected = ({address: sorted(pairs) for address, pairs in each.items()} for each in (found, expected))
     assert found == expected
-    assert {key.epoch for keys in batches.values() for key in keys} == {2}
+    assert {epoch for keys in batches.values() for _, epoch, _ in keys} == {2}
 
 
 def test_repetitions_of_an_image_are_different_draws_in_different_shards():
-    batches = on_all_ranks(lambda shards: RASampler(64, shards, repetitions=4), 8, 2)
+    batches = on_all_ranks(lambda shards: RepeatedSampler(64, shards, repetitions=4), 8, 2)
     uses = {}
     for (_, shard), keys in batches.items():
-        for key in keys:
-            uses.setdefault(key.index, []).append((key.repetition, shard))
+        for image, _, repetition in keys:
+            uses.setdefault(image, []).append((repetition, shard))
     assert len(uses) == 64 // 4
     for pairs in uses.values():
         assert sorted(repetition for repetition, _ in pairs) == [0, 1, 2, 3]
@@ -157,11 +165,11 @@ def num_mixed_with_themselves(images):
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch_size", [2, 3, 4, 5, 6, 16])
 def test_no_image_is_mixed_with_itself_where_another_order_exists(repetitions, num_shards, batch_size):
-    build = lambda shards: RASampler(353, shards, repetitions=repetitions)  # noqa: E731
+    build = lambda shards: RepeatedSampler(353, shards, repetitions=repetitions)  # noqa: E731
     batches = on_all_ranks(build, num_shards, 1, global_batch_size=num_shards * batch_size)
     assert batches == on_all_ranks(build, num_shards, num_shards, global_batch_size=num_shards * batch_size)
     for keys in batches.values():
-        images = [key.index for key in keys]
+        images = [image for image, _, _ in keys]
         if len(images) < 7:
             best = min(map(num_mixed_with_themselves, itertools.permutations(images)))
         else:
@@ -170,14 +178,64 @@ def test_no_image_is_mixed_with_itself_where_another_order_exists(repetitions, n
             assert num_mixed_with_themselves(images) == 0, images
 
 
+def test_a_key_is_the_number_of_its_image_and_knows_its_use_elsewhere_too():
+    key = pickle.loads(pickle.dumps(SampleKey(3, 5, 2)))
+    assert isinstance(key, int)
+    assert (key, "abcd"[key], key.epoch, key.repetition) == (3, "d", 5, 2)
+
+
+@pytest.mark.parametrize("build", [TrainSampler, RepeatedSampler])
+def test_passes_go_on_from_epoch_to_epoch_where_they_are_asked_to(build):
+    sampler = build(29, VirtualShards(8, 4))
+    assert [{key.epoch for key in sampler} for _ in range(2)] == [{0}, {0}]
+    sampler = build(29, VirtualShards(8, 4))
+    sampler.goes_on = True
+    seen = []
+    for epoch in (None, None, 7, None):
+        if epoch is not None:
+            sampler.set_epoch(epoch, 1)
+        seen += [{key.epoch for key, _ in zip(sampler, range(5), strict=False)}, len(sampler)]
+    assert seen == [{0}, 24, {1}, 24, {7}, 16, {8}, 24]
+
+
+def torchvisions_repeated(num_images, num_replicas, rank, seed, epoch, repetitions):
+    """What torchvision's sampler says that it does, by lists: shuffle, repeat, pad, deal out, cut.
+
+    But for one difference: it cuts to a multiple of 256 images.
+    """
+    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    repeated = [image for image in order for _ in range(repetitions)]
+    num_samples = math.ceil(num_images * repetitions / num_replicas)
+    repeated += repeated[: num_samples * num_replicas - len(repeated)]
+    return repeated[rank::num_replicas][: num_images // num_replicas]
+
+
+@pytest.mark.parametrize(("num_replicas", "repetitions"), [(1, 3), (2, 3), (3, 3), (8, 4), (5, 1)])
+@pytest.mark.parametrize("num_images", [100, 256, 700])
+def test_the_repeated_sampler_for_scripts_is_torchvisions(num_replicas, repetitions, num_images):
+    for rank in range(num_replicas):
+        sampler = RASampler(range(num_images), num_replicas, rank, seed=5, repetitions=repetitions)
+        for epoch in (0, 3):
+            sampler.set_epoch(epoch)
+            expected = torchvisions_repeated(num_images, num_replicas, rank, 5, epoch, repetitions)
+            assert list(sampler) == expected
+            assert len(sampler) == len(expected)
+    keys = list(RASampler(range(512), shuffle=False))  # of one process, without a process group
+    assert keys == [image for image in range(171) for _ in range(3)][:512]
+    assert [key.repetition for key in keys[:6]] == [0, 1, 2, 0, 1, 2]
+
+
 def test_repeated_augmentation_needs_no_multiple_of_256():
     for num_images in (8, 255, 300):
-        assert len(images(on_all_ranks(lambda shards, n=num_images: RASampler(n, shards), 4, 2))) == num_images // 8 * 8
+        assert (
+            len(images(on_all_ranks(lambda shards, n=num_images: RepeatedSampler(n, shards), 4, 2)))
+            == num_images // 8 * 8
+        )
 
 
 def test_one_repetition_is_the_plain_order():
     plain = on_all_ranks(train_sampler(61), 4, 2)
-    assert on_all_ranks(lambda shards: RASampler(61, shards, repetitions=1), 4, 2) == plain
+    assert on_all_ranks(lambda shards: RepeatedSampler(61, shards, repetitions=1), 4, 2) == plain
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -188,9 +246,9 @@ def test_evaluation_batches_are_fixed_and_dealt_round_robin(world_size, num_imag
     expected = [everything[first : first + batch_size] for first in range(0, num_images, batch_size)]
     samplers = [EvalSampler(num_images, batch_size, rank, world_size) for rank in range(world_size)]
     for rank, sampler in enumerate(samplers):
-        assert list(sampler) == expected[rank::world_size]
-        assert len(sampler) == len(expected[rank::world_size])
-    assert sorted(index for sampler in samplers for batch in sampler for index in batch) == everything
+        assert list(BatchSampler(sampler, batch_size, drop_last=False)) == expected[rank::world_size]
+        assert len(sampler) == len(list(sampler))
+    assert sorted(index for sampler in samplers for index in sampler) == everything
 
 
 def test_shards_of_a_rank():

@@ -53,8 +53,8 @@ def evaluate_rank(num_images, batch_size, num_classes, results):
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(num_images, 6, generator=generator)
     labels = torch.randint(num_classes, (num_images,), generator=generator)
-    batches = sampler.EvalSampler(num_images, batch_size, utils.get_rank(), utils.get_world_size())
-    loader = DataLoader(TensorDataset(features, labels), batch_sampler=batches)
+    keys = sampler.EvalSampler(num_images, batch_size, utils.get_rank(), utils.get_world_size())
+    loader = DataLoader(TensorDataset(features, labels), batch_size, sampler=keys)
     result = train.measure(Scorer(num_classes, utils.get_rank()), nn.CrossEntropyLoss(), loader, torch.device("cpu"))
     if utils.is_main_process():
         Path(results).write_text(json.dumps(result))

@@ -23,7 +23,7 @@ from checkpointing.checkpoint import RunState
 from checkpointing.schema import check_schema
 from presets import ClassificationPresetTrain, ProgressivePreset, TimmPolicy
 from randomness import seed_host
-from sampler import RASampler, VirtualShards
+from sampler import RepeatedSampler, VirtualShards
 
 MIXING = ["--mixup-alpha", "0.2", "--cutmix-alpha", "1.0", "--random-erase", "0.5", "--auto-augment", "ta_wide"]
 
@@ -36,7 +36,7 @@ def batches_of(folder, world_size, *argv):
     transform, _ = data.build_batch_transforms(args, 3)
     hashes = {}
     for rank in range(world_size):
-        sampler = RASampler(len(dataset), VirtualShards(8, 4, rank, world_size), seed=1, repetitions=2)
+        sampler = RepeatedSampler(len(dataset), VirtualShards(8, 4, rank, world_size), seed=1, repetitions=2)
         sampler.set_epoch(1)
         loader = data.DeviceLoader(data.build_loader(dataset, sampler, args), torch.device("cpu"), transform, seed=1)
         for address, (image, target) in zip(sampler.addresses(), loader, strict=True):
@@ -65,7 +65,7 @@ def test_a_run_trains_at_the_sizes_of_its_epochs(image_folder):
     argv = ["--train-crop-size", "64", "--train-crop-size-min", "32", "--crop-ramp-epochs", "0", "1", "--workers", "0"]
     args = config.parse_args(["--data-path", str(image_folder), "--device", "cpu", *argv])
     dataset, _ = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), args)
-    sampler = RASampler(len(dataset), VirtualShards(8, 1), repetitions=1)
+    sampler = RepeatedSampler(len(dataset), VirtualShards(8, 1), repetitions=1)
     loader = data.build_loader(dataset, sampler, args)
     for epoch, size in [(0, 32), (1, 64), (5, 64)]:
         sampler.set_epoch(epoch)
