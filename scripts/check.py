@@ -1,0 +1,367 @@
+"""Look at every image of a data set before a run does: `python -m scripts.check DATA_PATH`."""
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+from PIL import Image
+
+import collectives
+import config
+from errors import BadImageError, ImageError, UserError, one_line
+from files import write_atomically
+from loading.decode import load_image
+from loading.forms import open_source
+from loading.index import with_retries
+from loading.source import Source
+from scripts.pack import in_order, size_text
+from scripts.tool import Progress, positive, run
+
+PROG = "python -m scripts.check"
+
+# ILSVRC2012's.
+NUM_TRAIN, NUM_VAL, NUM_CLASSES = 1_281_167, 50_000, 1_000
+
+# Each kind of finding, the worst first: whether a data set that has it is not healthy, and what it means.
+KINDS = {
+    "set": (True, "the data set is not what it should be"),
+    "unreadable": (True, "the disk does not give the file"),
+    "empty": (True, "no bytes"),
+    "not-an-image": (True, "the bytes are no image that is read here"),
+    "damaged": (True, "truncated, broken otherwise, or too large"),
+    "leak": (True, "the same bytes in train and in val"),
+    "duplicate": (False, "the same bytes twice in a split"),
+    "cmyk": (False, "four colours; converted when loaded"),
+    "misnamed": (False, "of another format than its name says; read by content"),
+    "turned": (False, "EXIF says to turn it, which no loader of ImageFolder's does"),
+}
+
+EPILOG = f"""\
+examples:
+  python -m scripts.check /data/imagenet
+  python -m scripts.check /data/imagenet --sample 2000              # a quick look
+  python -m scripts.check /data/imagenet --json report.json
+  python -m scripts.check /data/pets --expect-train any --expect-val any --expect-classes 37
+
+DATA_PATH is whatever train.py's --data-path reads: class folders, tars or packs. Nothing in it is changed;
+as a run does, it leaves its index there.
+The exit code is 0 if the data set is healthy, 1 if it is not and 2 if the command makes no sense.
+
+findings:
+{chr(10).join(f"  {kind:<13} {meaning}{'' if bad else ' (no problem)'}" for kind, (bad, meaning) in KINDS.items())}
+"""
+
+_FORMATS = {
+    ".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".ppm": "PPM", ".pgm": "PPM", ".bmp": "BMP", ".tif": "TIFF",
+    ".tiff": "TIFF", ".webp": "WEBP",
+}  # fmt: skip
+_EXIF_ORIENTATION = 0x0112
+
+# Of files that are one of these formats, however much of them is left.
+_BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"P5", b"P6")
+
+_IMAGES_PER_TASK = 16
+
+# Of each kind of finding in the printed report.
+_SHOWN = 5
+
+
+class Look(NamedTuple):
+    """What was seen of an image: a hash and the number of its bytes, its pixels (0 if unknown), and findings."""
+
+    digest: int
+    num_bytes: int
+    num_pixels: int
+    findings: tuple[tuple[str, str], ...]
+
+
+def look_at(name: str, payload: bytes) -> Look:
+    """Decode an image and say what is odd about it."""
+    digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big")
+    if not payload:
+        return Look(digest, 0, 0, (("empty", "the file is empty"),))
+    try:
+        image = load_image(payload)
+    except BadImageError as error:
+        kind = "damaged" if payload.startswith(_BEGINNINGS) else "not-an-image"
+        return Look(digest, len(payload), 0, ((kind, str(error)),))
+    return Look(digest, len(payload), image.width * image.height, tuple(oddities(name, image)))
+
+
+def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
+    """Return what is unusual about a decoded image, and does no harm."""
+    found = []
+    if image.mode == "CMYK":
+        found.append(("cmyk", "CMYK"))
+    if _FORMATS.get(os.path.splitext(name)[1].lower(), image.format) != image.format:
+        found.append(("misnamed", f"it is {image.format}"))
+    try:
+        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:  # damaged metadata is any of a dozen kinds to Pillow, and nobody reads it
+        orientation = 1
+    if orientation != 1:
+        found.append(("turned", f"EXIF orientation {orientation}"))
+    return found
+
+
+def look_at_some(splits: dict[str, Source], task: tuple[str, list[int]]) -> list[Look]:
+    """Look at some images of a split: what a worker does."""
+    name, numbers = task
+    looks, index = [], splits[name]
+    for number in numbers:
+        try:
+            looks.append(look_at(index.name(number), with_retries(partial(index.read, number))))
+        except BadImageError as error:  # too many bytes
+            looks.append(Look(0, 0, 0, (("not-an-image", str(error)),)))
+        except (ImageError, MemoryError, OSError) as error:
+            reason = str(error) if isinstance(error, ImageError) else getattr(error, "strerror", None) or "no memory"
+            looks.append(Look(0, 0, 0, (("unreadable", one_line(reason)),)))
+    return looks
+
+
+class Report:
+    """What was found, for people and for programs.
+
+    Args:
+        allowed: kinds of findings that do not make this data set unhealthy.
+    """
+
+    def __init__(self, allowed: list[str]) -> None:
+        self.allowed = allowed
+        self.splits: dict[str, dict] = {}
+        self.findings: dict[str, list[dict]] = {kind: [] for kind in KINDS}
+
+    def add(self, kind: str, split: str, image: str | None, reason: str) -> None:
+        """Note a finding."""
+        self.findings[kind].append({"split": split, "image": image, "reason": reason})
+
+    def is_problem(self, kind: str) -> bool:
+        """Tell whether findings of a kind make the data set unhealthy."""
+        return KINDS[kind][0] and kind not in self.allowed
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing was found that does harm."""
+        return not any(found and self.is_problem(kind) for kind, found in self.findings.items())
+
+    def show(self) -> None:
+        """Print the report."""
+        for name, facts in self.splits.items():
+            print(f"{name}: {facts['images']:,} images of {facts['classes']:,} classes ({facts['per_class']} each)")
+            if facts["looked_at"]:
+                print(f"  looked at {facts['looked_at']:,}, {size_text(facts['bytes']['total'])}")
+                for key in ("bytes", "pixels"):
+                    values = [f"{word} {facts[key][word]:,}" for word in ("smallest", "median", "largest")]
+                    print(f"  {key} of an image: {', '.join(values)}")
+        for kind, found in self.findings.items():
+            if found:
+                print(f"{'PROBLEM' if self.is_problem(kind) else 'note'} {kind}: {len(found):,} ({KINDS[kind][1]})")
+                for each in found[:_SHOWN]:
+                    print("  " + ": ".join(filter(None, (each["image"], each["reason"]))))
+                if len(found) > _SHOWN:
+                    print(f"  and {len(found) - _SHOWN:,} more, which --json FILE lists")
+        print("healthy" if self.is_healthy else "NOT healthy")
+
+    def save(self, path: Path, facts: dict) -> None:
+        """Write the report as JSON.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        findings = [
+            {"kind": kind, "is_problem": self.is_problem(kind), "count": len(found), "images": found}
+            for kind, found in self.findings.items()
+            if found
+        ]
+        content = {**facts, "healthy": self.is_healthy, "splits": self.splits, "findings": findings}
+        try:
+            write_atomically(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
+        except OSError as error:
+            raise UserError(f"--json {path} cannot be written: {error.strerror}; name another file") from error
+
+
+def open_splits(data_path: Path, report: Report) -> dict[str, Source]:
+    """Return the images of each split that can be opened, and report why another cannot.
+
+    Raises:
+        UserError: there is no data set.
+    """
+    if not data_path.is_dir():
+        raise UserError(f"{data_path} is no folder; give the one that holds train/ and val/")
+    splits = {}
+    for name in ("train", "val"):
+        try:
+            splits[name] = open_source(data_path / name)
+        except UserError as error:
+            report.add("set", name, None, str(error) + advice(data_path, name))
+    if not splits and not any(is_flat(data_path, name) for name in ("train", "val")):
+        raise UserError(report.findings["set"][0]["reason"])
+    return splits
+
+
+def is_flat(data_path: Path, name: str) -> bool:
+    """Tell whether a split is a folder of images without classes, or the official archive of them."""
+    root = data_path / name
+    names = os.listdir(root) if root.is_dir() else []
+    is_folder = any(each.lower().endswith(tuple(_FORMATS)) for each in names)
+    return is_folder or (not names and name == "val" and (data_path / "ILSVRC2012_img_val.tar").is_file())
+
+
+def advice(data_path: Path, name: str) -> str:
+    """Return the command that sorts a flat split, or nothing."""
+    if not is_flat(data_path, name):
+        return ""
+    source = shlex.quote(str(data_path))
+    return f". This sorts it: python -m scripts.prepare {source} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER"
+
+
+def check_set(splits: dict[str, Source], expected: dict[str, int | None], report: Report) -> None:
+    """Report counts that are not as expected, and classes that are not in both splits."""
+    for name, index in splits.items():
+        counts = numpy.bincount([index.label(number) for number in range(len(index))], minlength=1)
+        per_class = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
+        report.splits[name] = {
+            "images": len(index), "classes": len(index.classes), "per_class": per_class, "looked_at": 0,
+        }  # fmt: skip
+        found = {f"--expect-{name}": len(index), "--expect-classes": len(index.classes)}
+        for option, number in found.items():
+            if expected[option] not in (None, number):
+                what = "classes" if option == "--expect-classes" else "images"
+                report.add(
+                    "set", name, None, f"{name} has {number:,} {what}, and {expected[option]:,} are expected ({option})"
+                )
+    if len(splits) == 2 and splits["train"].classes != splits["val"].classes:
+        train, val = set(splits["train"].classes), set(splits["val"].classes)
+        for name, alone in (("train", train - val), ("val", val - train)):
+            if alone:
+                first = ", ".join(sorted(alone)[:3])
+                report.add("set", name, None, f"{len(alone):,} classes are in {name} alone, such as {first}")
+
+
+def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int, report: Report) -> None:
+    """Decode images, all or some of each split, and report what is wrong with them."""
+    chosen = {
+        name: numpy.linspace(0, len(index) - 1, min(sample or len(index), len(index)), dtype=int).tolist()
+        for name, index in splits.items()
+    }
+    tasks = [
+        (name, numbers[begin : begin + _IMAGES_PER_TASK])
+        for name, numbers in chosen.items()
+        for begin in range(0, len(numbers), _IMAGES_PER_TASK)
+    ]
+    seen = {name: numpy.zeros((len(numbers), 3), dtype=numpy.uint64) for name, numbers in chosen.items()}
+    filled = dict.fromkeys(splits, 0)
+    progress = Progress("checking", num_images=sum(map(len, chosen.values())))
+    for (name, numbers), looks in zip(tasks, in_order(partial(look_at_some, splits), tasks, num_workers), strict=True):
+        for number, look in zip(numbers, looks, strict=True):
+            seen[name][filled[name]] = look[:3]
+            filled[name] += 1
+            for kind, reason in look.findings:
+                report.add(kind, name, splits[name].path(number), reason)
+            progress.update(look.num_bytes)
+    progress.finish()
+    for name, looks in seen.items():
+        report.splits[name].update(looked_at=len(looks), bytes=summary(looks[:, 1]), pixels=summary(looks[:, 2]))
+    find_equal(splits, chosen, seen, report)
+
+
+def summary(numbers: numpy.ndarray) -> dict[str, int]:
+    """Return the range, the median and the sum of what is known of numbers."""
+    known = numpy.sort(numbers[numbers > 0])
+    if not len(known):
+        return dict.fromkeys(("smallest", "median", "largest", "total"), 0)
+    return {
+        "smallest": int(known[0]), "median": int(known[len(known) // 2]), "largest": int(known[-1]),
+        "total": int(known.sum()),
+    }  # fmt: skip
+
+
+def find_equal(splits: dict[str, Source], chosen: dict, seen: dict[str, numpy.ndarray], report: Report) -> None:
+    """Report images of equal bytes, within a split and between the two."""
+    places = [(name, number) for name, numbers in chosen.items() for number in numbers]
+    looks = numpy.concatenate(list(seen.values())) if seen else numpy.zeros((0, 3), dtype=numpy.uint64)
+    order = numpy.argsort(looks[:, 0], kind="stable")  # of equal ones the first in train stays first
+    digests = looks[order, 0]
+    first = 0
+    for place in numpy.flatnonzero((digests[1:] == digests[:-1]) & (looks[order[1:], 1] > 0)).tolist():
+        if digests[first] != digests[place]:
+            first = place
+        (name, number), (other_name, other) = places[order[place + 1]], places[order[first]]
+        kind = "duplicate" if name == other_name else "leak"
+        path, other_path = splits[name].path(number), splits[other_name].path(other)
+        labels = [
+            splits[each].classes[splits[each].label(image)] for each, image in ((name, number), (other_name, other))
+        ]
+        more = "" if labels[0] == labels[1] else ", which is of another class"
+        report.add(kind, name, path, f"has the bytes of {other_path}{more}")
+
+
+def expectation(text: str) -> int | None:
+    """Return a number, or None for `any`; an argparse type."""
+    return None if text == "any" else positive(text)
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of this tool's options."""
+    parser = config.OneLineParser(
+        prog=PROG,
+        usage=f"{PROG} DATA_PATH [options]",
+        description="Look at every image of a data set before a run does.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("data_path", metavar="DATA_PATH", type=Path, help="as train.py's --data-path")
+    for name, number in {"train": NUM_TRAIN, "val": NUM_VAL, "classes": NUM_CLASSES}.items():
+        what = "classes of each split" if name == "classes" else f"images of {name}"
+        parser.add_argument(
+            f"--expect-{name}", metavar="N", type=expectation, default=number,
+            help=f"how many {what}, or any (default: {number:,}, ImageNet's)",
+        )  # fmt: skip
+    parser.add_argument(
+        "--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced"
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there, with every finding")
+    parser.add_argument(
+        "--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="findings to note and not to mind"
+    )
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=positive,
+        default=collectives.count_cores(),
+        help="processes (default: one a core)",
+    )
+    return parser
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print the report, and return the exit code.
+
+    Raises:
+        UserError: there is no data set, or the report cannot be written.
+    """
+    report = Report(options.allow)
+    splits = open_splits(options.data_path, report)
+    expected = {f"--expect-{name}": getattr(options, f"expect_{name}") for name in ("train", "val", "classes")}
+    check_set(splits, expected, report)
+    look_at_all(splits, options.sample, options.workers, report)
+    report.show()
+    if options.json:
+        report.save(options.json, {"data_path": str(options.data_path), "sample": options.sample})
+    return 0 if report.is_healthy else 1
+
+
+def main() -> None:
+    """Check what the command line says."""
+    run(PROG, lambda: check(get_args_parser().parse_args()), "interrupted; nothing was changed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,719 @@
+"""Turn ImageNet as it is downloaded into class folders: `python -m scripts.prepare SOURCE... OUT`."""
+
+import argparse
+import csv
+import errno
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+import config
+from errors import StorageError, UserError, in_one_line, one_line
+from files import explain_failure, free_bytes, locked, open_to_read, read_json, sync_folder, write_atomically
+from scripts.pack import size_text
+from scripts.tool import Progress, run
+
+PROG = "python -m scripts.prepare"
+
+TRAIN_TAR, VAL_TAR, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+TRUTH_CSV, SYNSETS_TXT = "LOC_val_solution.csv", "LOC_synset_mapping.txt"
+
+MD5 = {
+    TRAIN_TAR: "1d675b47d978889d74fa0da5fadfb00e",
+    VAL_TAR: "29b22e2961454d5413ddabcf34fc5622",
+    DEVKIT: "fa75699e90414af021442c21a62c3abf",
+}
+
+KNOWN = (*MD5, TRUTH_CSV, SYNSETS_TXT)
+
+EPILOG = f"""\
+sources, as files or as folders that hold them:
+  official   {TRAIN_TAR}, {VAL_TAR} and
+             {DEVKIT} (or that archive extracted), which says the class of each image of val
+  Kaggle     the unzipped folder: ILSVRC/Data/CLS-LOC/train and val, {TRUTH_CSV}
+  parquet    Hugging Face's train-*.parquet and validation-*.parquet (needs pyarrow: pip install pyarrow)
+  a folder   with train/ and val/, class folders or a flat val/, which the devkit or {TRUTH_CSV} sorts
+
+examples:
+  python -m scripts.prepare ~/Downloads /data/imagenet
+  python -m scripts.prepare ~/kaggle/imagenet /data/imagenet
+  python -m scripts.prepare ~/huggingface/imagenet-1k/data /data/imagenet
+  python -m scripts.prepare /data/flat {DEVKIT} /data/imagenet   # sort a flat /data/flat/val
+  python -m scripts.prepare /data/tars /data/tars --splits val   # --data-path reads the training tar as it is
+
+OUT gets train/<synset>/*.JPEG and val/<synset>/*.JPEG, with the same names from every source. The classes are the
+synsets in alphabetical order, as torchvision's weights expect them (not the order of the devkit's numbers).
+
+The source is never changed. Images that are files already are linked (hard links take no space) where OUT is on the
+same disk, else copied. A split is built in OUT/train.partial and gets its name when all of it is there and on the disk.
+After an interruption of any kind the same command goes on where it stopped.
+"""
+
+# Of the devkit's and Kaggle's small files; the largest has 10 MB.
+_SMALL_BYTES = 1 << 26
+
+# Where the files lie below the folder that is given: there, as Hugging Face and Kaggle have them, and the devkit.
+_PLACES = ("", "data", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "ILSVRC2012_devkit_t12")
+
+_HUGGING_FACE = re.compile(r"(?P<stem>[\w-]+)_(?P<synset>n\d{8})\.(?P<ending>JPEG|jpe?g|png)")
+
+_PNG = b"\x89PNG"
+
+
+class Image(NamedTuple):
+    """An image of a source: `class/file`, its size, and its bytes or a file that holds them."""
+
+    name: str
+    num_bytes: int
+    content: Callable[[], bytes] | Path
+
+
+class Source(NamedTuple):
+    """The images of one split.
+
+    Args:
+        files: archives, or the folder.
+        num_bytes: about as many as the images have.
+        images: yields them, in the same order each time.
+    """
+
+    files: list[Path]
+    num_bytes: int
+    images: Callable[[], Iterator[Image]]
+
+    def describe(self) -> list:
+        """Return what another run must find unchanged to go on with this one's images."""
+        return [[path.name, path.stat().st_size] if path.is_file() else [str(path.resolve())] for path in self.files]
+
+
+def is_image(name: str) -> bool:
+    """Tell whether a file is an image by its name, as torchvision's `ImageFolder` does."""
+    return name.lower().endswith(IMG_EXTENSIONS)
+
+
+def checked_class(name: str, where: Any) -> str:
+    """Return the name of a class if it can be a folder's.
+
+    Raises:
+        UserError: it leads elsewhere, or is none.
+    """
+    if not name or "/" in name or "\0" in name or name.startswith("."):
+        raise UserError(f"{where} names a class {name!r}, which can be no folder; get it anew")
+    return name
+
+
+# The devkit's meta.mat: MATLAB's level 5, of which it needs numbers, text and arrays of structs.
+
+_MAT_TYPES = {
+    1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8", 16: "u1", 17: "u2",
+    18: "u4",
+}  # fmt: skip
+_MAT_MATRIX, _MAT_COMPRESSED, _MAT_UTF8 = 14, 15, 16
+_MAT_STRUCT, _MAT_CHAR, _MAT_NUMBERS = 2, 4, range(6, 16)
+
+
+def mat_elements(content: bytes, order: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the type and the bytes of each element of a level 5 MAT file, or of an element of it.
+
+    Raises:
+        ValueError: it is torn.
+    """
+    place = 0
+    while place < len(content):
+        kind, size = struct.unpack_from(f"{order}II", content, place)
+        begin = place + 8
+        if kind >> 16:  # both numbers in four bytes, and four of content
+            kind, size, begin = kind & 0xFFFF, kind >> 16, place + 4
+        if begin + size > len(content):
+            raise ValueError("it is torn")
+        element = content[begin : begin + size]
+        place = begin + size + (0 if kind == _MAT_COMPRESSED else -(begin + size) % 8)
+        if kind == _MAT_COMPRESSED:
+            yield from mat_elements(zlib.decompressobj().decompress(element, _SMALL_BYTES), order)
+        else:
+            yield kind, element
+
+
+def mat_array(content: bytes, order: str) -> tuple[str, Any]:
+    """Return the name and the value of an array: text, a list of numbers, a list of dicts, or None for others."""
+    parts = mat_elements(content, order)
+    numbers = [numpy.frombuffer(part, order + _MAT_TYPES[kind]) for kind, part in (next(parts), next(parts))]
+    kind = int(numbers[0][0]) & 0xFF
+    name = next(parts)[1].decode()
+    if kind == _MAT_STRUCT:
+        length = int(numpy.frombuffer(next(parts)[1], f"{order}i4")[0])
+        joined = next(parts)[1]
+        fields = [joined[begin : begin + length].rstrip(b"\0").decode() for begin in range(0, len(joined), length)]
+        values = [mat_array(part, order)[1] if part else None for _, part in parts]
+        rows = [values[begin : begin + len(fields)] for begin in range(0, len(values), len(fields))]
+        return name, [dict(zip(fields, row, strict=True)) for row in rows]
+    if kind != _MAT_CHAR and kind not in _MAT_NUMBERS:
+        return name, None
+    kind_of_value, value = next(parts, (_MAT_UTF8, b""))
+    if kind == _MAT_CHAR and kind_of_value == _MAT_UTF8:
+        return name, value.decode()
+    value = numpy.frombuffer(value, order + _MAT_TYPES[kind_of_value]).tolist()
+    return name, "".join(map(chr, value)) if kind == _MAT_CHAR else value
+
+
+def read_synsets(content: bytes) -> dict[int, str]:
+    """Return the synset of each ILSVRC2012_ID that is a class, from the bytes of meta.mat."""
+    order = {b"IM": "<", b"MI": ">"}[content[126:128]]
+    arrays = dict(mat_array(part, order) for kind, part in mat_elements(content[128:], order) if kind == _MAT_MATRIX)
+    # Those with children are WordNet's nodes above the classes.
+    leaves = [synset for synset in arrays["synsets"] if not synset["num_children"][0]]
+    return {int(synset["ILSVRC2012_ID"][0]): synset["WNID"] for synset in leaves}
+
+
+class Truth(NamedTuple):
+    """The synset of each image of val, and all synsets; from the devkit or from Kaggle's files."""
+
+    where: Path | None
+    synset_of: dict[str, str]
+    synsets: list[str]
+
+    def class_of(self, file: str) -> str:
+        """Return the class of an image of a flat val.
+
+        Raises:
+            UserError: nobody says it.
+        """
+        synset = self.synset_of.get(file.rpartition(".")[0])
+        if synset is None:
+            raise UserError(f"{self.where} says no class of {file}; give the one that belongs to these images")
+        return synset
+
+
+def read_small(path: Path) -> bytes:
+    """Return the bytes of a small file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open_to_read(path) as file:
+        return file.read(_SMALL_BYTES)
+
+
+def read_devkit(path: Path) -> Truth:
+    """Return what the devkit says, an archive or a folder.
+
+    Raises:
+        UserError: it is damaged or another devkit.
+    """
+    needed = {"meta.mat": b"", "ILSVRC2012_validation_ground_truth.txt": b""}
+    with in_one_line(f"{path} is no readable {DEVKIT}; get it anew"):
+        if path.is_dir():
+            needed = {name: read_small(path / "data" / name) for name in needed}
+        else:
+            with tarfile.open(path) as tar:
+                for member in tar:
+                    *_, folder, name = ["", *member.name.split("/")]
+                    if folder == "data" and name in needed and member.isreg():
+                        needed[name] = tar.extractfile(member).read(_SMALL_BYTES)
+        meta, truth = needed.values()
+        synsets = read_synsets(meta)
+        classes = [checked_class(synsets[int(line)], path) for line in truth.split()]
+        if not classes:
+            raise ValueError("its ground truth is empty")
+    truths = {f"ILSVRC2012_val_{number:08d}": synset for number, synset in enumerate(classes, 1)}
+    return Truth(path, truths, sorted(synsets.values()))
+
+
+def read_kaggle(path: Path) -> Truth:
+    """Return what Kaggle's table says.
+
+    Raises:
+        UserError: it is another table.
+    """
+    with in_one_line(f"{path} is no {TRUTH_CSV} of the columns ImageId and PredictionString; get it anew"):
+        rows = csv.DictReader(read_small(path).decode().splitlines())
+        truths = {row["ImageId"]: checked_class(row["PredictionString"].split()[0], path) for row in rows}
+    return Truth(path, truths, sorted({*truths.values()}))
+
+
+# Where images come from
+
+
+def tar_members(path: Path, file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, offset and size of each file in the tar that lies from `start` to `end`.
+
+    Raises:
+        UserError: it is torn or no tar, or holds a name that leads elsewhere, or a link.
+    """
+    file.seek(start)
+    place = start
+    try:
+        archive = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
+        while (member := archive.next()) is not None:
+            if member.size < 0 or member.offset < place or member.offset_data + member.size > end:
+                raise tarfile.ReadError(f"{member.name!r} is not whole")
+            place = member.offset_data
+            archive.members.clear()  # which would keep a million of them
+            if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):
+                raise UserError(f"{member.name!r}, a name that leads out of a folder")
+            if member.isreg() and not member.issparse():
+                yield member.name.rpartition("/")[2], member.offset_data, member.size
+            elif not member.isdir():
+                raise UserError(f"{member.name!r} as a link, a device or a sparse file")
+        # tarfile takes a header that it cannot read for the end, unless it is the first.
+        file.seek(archive.offset)
+        if archive.offset + tarfile.BLOCKSIZE > end or any(file.read(tarfile.BLOCKSIZE)):
+            raise tarfile.ReadError("its end is missing")
+    except UserError as error:
+        raise UserError(f"{path} holds {error}; such a tar is not read") from error
+    except Exception as error:  # a damaged header is any of a dozen kinds to tarfile
+        reason = one_line(str(error)) or type(error).__name__
+        raise UserError(f"{path} is torn, damaged, or no tar ({reason}, about byte {place:,}); get it anew") from error
+
+
+def tar_images(path: Path, truth: Truth | None) -> Iterator[Image]:
+    """Yield the images of an official tar: of the class tars in it or, with the truth, of a flat one.
+
+    Raises:
+        UserError: as `tar_members`.
+        StorageError: it has become shorter.
+    """
+    with open_to_read(path) as file:
+
+        def read(offset: int, num_bytes: int) -> bytes:
+            file.seek(offset)
+            content = file.read(num_bytes)
+            if len(content) < num_bytes:
+                raise StorageError(f"{path} has changed while it was read; start again when it is whole")
+            return content
+
+        classes = [("", 0, os.fstat(file.fileno()).st_size)]
+        if truth is None:
+            members = tar_members(path, file, *classes[0][1:])
+            classes = ((name, start, start + size) for name, start, size in members if name.endswith(".tar"))
+        for class_tar, start, end in classes:
+            for name, offset, size in tar_members(path, file, start, end):
+                if is_image(name):
+                    synset = checked_class(class_tar[: -len(".tar")], path) if truth is None else truth.class_of(name)
+                    yield Image(f"{synset}/{name}", size, functools.partial(read, offset, size))
+
+
+def folder_images(root: Path, truth: Truth | None) -> Iterator[Image]:
+    """Yield the images of class folders or, with the truth, of a flat folder."""
+    folders = [root] if truth else sorted(path for path in root.iterdir() if path.is_dir())
+    for folder in folders:
+        for name in sorted(filter(is_image, os.listdir(folder))):
+            synset = truth.class_of(name) if truth else folder.name
+            yield Image(f"{synset}/{name}", (folder / name).stat().st_size, folder / name)
+
+
+def open_parquet(path: Path) -> Any:
+    """Open a parquet file of Hugging Face's form.
+
+    Raises:
+        UserError: pyarrow is not installed; the file is damaged, or has other columns.
+    """
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from error
+    with in_one_line(f"{path} is torn, or no parquet file; get it anew"):
+        table = parquet.ParquetFile(path)
+        columns = {field.name: str(field.type) for field in table.schema_arrow}
+    image, label = columns.get("image", ""), columns.get("label", "")
+    if not image.startswith("struct<") or "bytes: " not in image or not label.startswith(("int", "uint")):
+        found = ", ".join(f"{name} ({kind[:60]})" for name, kind in columns.items())
+        raise UserError(f"{path} has {found}; it needs image (struct of bytes and path) and label (int)")
+    return table
+
+
+def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
+    """Yield the images of Hugging Face's files, under the names that they have in the official archives.
+
+    Args:
+        files: of a split, in order.
+        synsets: in the order of the labels, for files whose images do not carry their synset's name.
+
+    Raises:
+        UserError: a row has no image, or labels and synsets are not in one order.
+    """
+    class_of: dict[int, str] = {}
+    number = 0
+    for path in files:
+        with in_one_line(f"{path} cannot be used"):
+            for batch in open_parquet(path).iter_batches(64, columns=["image", "label"]):
+                for row in batch.to_pylist():
+                    image, label = row["image"] or {}, row["label"]
+                    if not image.get("bytes") or label is None:
+                        raise UserError(f"row {number:,} has no image or no label")
+                    synset, file = parquet_name(image, label, number, synsets)
+                    if class_of.setdefault(label, synset) != synset:
+                        raise UserError(f"label {label} is {class_of[label]} and, of {image['path']}, {synset}")
+                    yield Image(f"{synset}/{file}", len(image["bytes"]), functools.partial(bytes, image["bytes"]))
+                    number += 1
+    classes = [synset for _, synset in sorted(class_of.items())]
+    if classes != sorted({*classes}):
+        raise UserError(f"{files[0].parent}: the labels do not number the synsets in alphabetical order")
+
+
+def parquet_name(image: dict, label: int, number: int, synsets: list[str]) -> tuple[str, str]:
+    """Return the synset and the file name of an image; Hugging Face puts the synset behind the official name.
+
+    Raises:
+        UserError: nothing says the synset.
+    """
+    found = _HUGGING_FACE.fullmatch(os.path.basename(image.get("path") or ""))
+    if found:
+        return found["synset"], f"{found['stem']}.{found['ending']}"
+    if not 0 <= label < len(synsets):
+        raise UserError(
+            f"row {number:,} does not name its synset, nor does any file given name that of label {label}; give also "
+            f"{DEVKIT} or Kaggle's {SYNSETS_TXT}"
+        )
+    return synsets[label], f"{number:08d}.{'png' if image['bytes'].startswith(_PNG) else 'JPEG'}"
+
+
+def has_class_folders(root: Path) -> bool:
+    """Tell whether a split's folder holds class folders, and not images.
+
+    Raises:
+        UserError: it holds both.
+    """
+    entries = list(os.scandir(root))
+    is_flat = any(is_image(entry.name) for entry in entries)
+    has_folders = any(entry.is_dir() for entry in entries)
+    if is_flat and has_folders:
+        raise UserError(f"{root} holds both images and folders; give one that holds all images, or class folders alone")
+    return has_folders
+
+
+class Given:
+    """Finds the source of each split in the paths of the command line.
+
+    Args:
+        paths: files and folders.
+
+    Raises:
+        UserError: a path is not there, or a file of another kind.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.files: dict[str, Path] = {}
+        self.folders: list[Path] = []
+        for path in paths:
+            if not path.exists():
+                raise UserError(f"{path} is not there; give archives, or folders that hold them (--help lists them)")
+            if path.is_file() and not is_known(path):
+                raise UserError(f"{path} is none of {', '.join(KNOWN)} or a parquet file")
+            folders = [path / name for name in _PLACES if (path / name).is_dir()]
+            self.folders += folders
+            for file in [path] if path.is_file() else [file for folder in folders for file in sorted(folder.iterdir())]:
+                if is_known(file):
+                    self.files.setdefault(file.name, file)
+
+    @functools.cached_property
+    def truth(self) -> Truth | None:
+        """What is said of the classes of val."""
+        devkits = [path for path in self.folders if (path / "data" / "meta.mat").is_file()]
+        if DEVKIT in self.files or devkits:
+            return read_devkit(self.files.get(DEVKIT) or devkits[0])
+        return read_kaggle(self.files[TRUTH_CSV]) if TRUTH_CSV in self.files else None
+
+    def find(self, split: str) -> Source | None:
+        """Return the source of a split, if there is one: an archive, parquet files, or a folder."""
+        tar = self.files.get(TRAIN_TAR if split == "train" else VAL_TAR)
+        if tar is not None:
+            images = functools.partial(tar_images, tar, self._truth_for(tar) if split == "val" else None)
+            return Source([tar], tar.stat().st_size, images)
+        prefixes = ("train-",) if split == "train" else ("validation-", "val-")
+        files = [path for name, path in sorted(self.files.items()) if name.startswith(prefixes)]
+        if files:
+            check_shards(files)
+            num_bytes = sum(path.stat().st_size for path in files)
+            return Source(files, num_bytes, functools.partial(parquet_images, files, self._synsets()))
+        folders = [folder / split for folder in self.folders if (folder / split).is_dir()]
+        folders += [folder for folder in self.folders if folder.name == split]
+        if not folders:
+            return None
+        images = functools.partial(
+            folder_images, folders[0], None if has_class_folders(folders[0]) else self._truth_for(folders[0])
+        )
+        return Source(folders[:1], sum(image.num_bytes for image in images()), images)
+
+    def _truth_for(self, flat: Path) -> Truth:
+        if self.truth is None:
+            raise UserError(
+                f"{flat} does not say the classes of its images; give also {DEVKIT} or Kaggle's {TRUTH_CSV}"
+            )
+        return self.truth
+
+    def _synsets(self) -> list[str]:
+        if SYNSETS_TXT in self.files:
+            path = self.files[SYNSETS_TXT]
+            lines = read_small(path).decode(errors="replace").splitlines()
+            return sorted(checked_class(line.split()[0], path) for line in lines if line.strip())
+        return self.truth.synsets if self.truth else []
+
+
+def is_known(path: Path) -> bool:
+    """Tell whether a file is one that is used."""
+    return path.is_file() and (path.name in KNOWN or path.suffix == ".parquet")
+
+
+def check_shards(files: list[Path]) -> None:
+    """Refuse a set that lacks a file, or holds one that is damaged or has other columns.
+
+    Raises:
+        UserError: it is so.
+    """
+    for path in files:
+        found = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.parquet", path.name)
+        for number in range(int(found[2]) if found else 0):
+            name = f"{found[1]}-{number:05d}-of-{found[2]}.parquet"
+            if name not in {each.name for each in files}:
+                raise UserError(f"{path.with_name(name)} is missing; all {int(found[2])} files of the set are needed")
+        open_parquet(path)
+
+
+def check_md5(path: Path) -> None:
+    """Compare an official archive with its published MD5.
+
+    Raises:
+        UserError: it is another file.
+    """
+    digest = hashlib.md5(usedforsecurity=False)
+    progress = Progress(f"MD5 of {path.name}", num_bytes=path.stat().st_size)
+    with open_to_read(path) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            progress.update(len(block), images=0)
+    progress.finish()
+    if digest.hexdigest() != MD5[path.name]:
+        raise UserError(
+            f"{path} has the MD5 {digest.hexdigest()}, and the official archive {MD5[path.name]}; get it anew, or give "
+            "--skip-md5 if it is meant to be another"
+        )
+
+
+class Target:
+    """A split that is being built: in `SPLIT.partial` until all of it is there.
+
+    Args:
+        out: the folder that gets the split.
+        split: its name.
+        source: where its images come from.
+        is_copying: whether images that are files are copied even where they could be linked.
+    """
+
+    def __init__(self, out: Path, split: str, source: Source, *, is_copying: bool) -> None:
+        self.out, self.final, self.source = out, out / split, source
+        self.partial = out / f"{split}.partial"
+        self.images = self.partial / split
+        self.is_linking = not is_copying and source.files[0].is_dir()
+        self.is_linking = self.is_linking and source.files[0].stat().st_dev == out.stat().st_dev
+        self.names: dict[str, set[str]] = {}
+        self.progress = Progress(split, num_bytes=source.num_bytes)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn a failure to write into one line.
+
+        Raises:
+            UserError: there is no room.
+            StorageError: the disk failed otherwise.
+        """
+        try:
+            yield
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            left = max(self.source.num_bytes - self.progress.bytes, 0)
+            raise (UserError if is_full else StorageError)(
+                f"{self.final} cannot be written: {explain_failure(error, self.out, left)}; what is there stays, and "
+                "the same command goes on from there"
+            ) from error
+
+    def build(self) -> None:
+        """Write what is missing of the split, and give it its name.
+
+        Raises:
+            UserError: the source is damaged, another one than an earlier run had, or there is no room.
+        """
+        print(f"{self.final}: from {self.source.files[0]}", flush=True)
+        with self.writing():
+            self._begin()
+        for image in self.source.images():
+            self._put(image)
+        if not self.names:
+            raise UserError(f"{self.source.files[0]} holds no images where they are expected; give another source")
+        with self.writing():
+            self._finish()
+        self.progress.finish()
+        num_images = sum(map(len, self.names.values()))
+        print(f"{self.final}: {num_images:,} images of {len(self.names):,} classes", flush=True)
+
+    def _begin(self) -> None:
+        self.images.mkdir(parents=True, exist_ok=True)
+        record, description = self.partial / "source.json", {"source": self.source.describe()}
+        begun = read_json(record) or description
+        if begun != description:
+            raise UserError(
+                f"{self.partial} was begun from {begun.get('source')}; give that source again, or remove the folder"
+            )
+        write_atomically(record, lambda file: file.write(json.dumps(description).encode()))
+        there = sum(path.stat().st_size for folder in self.images.iterdir() for path in folder.iterdir())
+        needed, free = self.source.num_bytes - there, free_bytes(self.out)
+        if free < needed and not self.is_linking:
+            raise UserError(
+                f"{self.out} has {size_text(free)} free, and {self.final.name} needs about {size_text(needed)}; free "
+                "some space or choose another disk"
+            )
+
+    def _put(self, image: Image) -> None:
+        synset, file = image.name.split("/")
+        if synset not in self.names:
+            self.names[synset] = set()
+            with self.writing():
+                (self.images / synset).mkdir(exist_ok=True)
+        if file in self.names[synset]:
+            raise UserError(f"{self.source.files[0]} holds {image.name} twice; get it anew")
+        self.names[synset].add(file)
+        target = self.images / synset / file
+        is_there = target.is_file() and target.stat().st_size == image.num_bytes
+        if not is_there:
+            content = image.content if isinstance(image.content, Path) else image.content()
+            with self.writing():
+                self._write(content, target)
+        self.progress.update(image.num_bytes, is_skipped=is_there)
+
+    def _write(self, content: bytes | Path, target: Path) -> None:
+        temporary = target.with_name(f"{target.name}.tmp")
+        temporary.unlink(missing_ok=True)
+        try:
+            if isinstance(content, bytes):
+                temporary.write_bytes(content)
+            elif self.is_linking:
+                os.link(os.path.realpath(content), temporary)
+            else:
+                shutil.copyfile(content, temporary)
+            os.replace(temporary, target)
+        except BaseException:
+            with suppress(OSError):  # half a file keeps a full disk full
+                temporary.unlink(missing_ok=True)
+            raise
+
+    def _finish(self) -> None:
+        for folder in self.images.iterdir():
+            for name in {*os.listdir(folder)} - self.names.get(folder.name, set()):
+                (folder / name).unlink()  # of a run that was ended in the middle of a file
+        os.sync()  # once: a call for each of a million files would take an hour
+        os.rename(self.images, self.final)
+        sync_folder(self.out)
+        shutil.rmtree(self.partial)
+
+
+def find_sources(given: Given, splits: list[str] | None) -> dict[str, Source]:
+    """Return the source of each split that is asked for, or of those that are there if none is.
+
+    Raises:
+        UserError: one that is asked for is not there, or none is.
+    """
+    found = {split: given.find(split) for split in splits or ("train", "val")}
+    sources = {split: source for split, source in found.items() if source is not None}
+    missing = [split for split in found if split not in sources]
+    if missing and (splits or not sources):
+        raise UserError(f"there is no {' and no '.join(missing)} in what was given (--help lists what is known)")
+    for split in missing:
+        print(f"{split}: none in what was given, and left out")
+    return sources
+
+
+def make_out(out: Path) -> None:
+    """Make the folder that gets the splits.
+
+    Raises:
+        UserError: it cannot be made or written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be made a folder: {error.strerror}; choose another OUT") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise UserError(f"{out} cannot be written to; choose another OUT")
+
+
+def is_finished(out: Path, split: str) -> bool:
+    """Tell whether a split is there, and tidy up behind a run that was ended just when it had been.
+
+    Raises:
+        UserError: the folder is there and holds no class folders.
+    """
+    if not (out / split).exists():
+        return False
+    if not has_class_folders(out / split):
+        raise UserError(f"{out / split} has no class folders and would have to be changed; choose another OUT")
+    partial = out / f"{split}.partial"
+    if not (partial / split).exists():
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"{out / split} is there already, and is left as it is")
+    return True
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Write the splits, each of which appears when it is complete.
+
+    Raises:
+        UserError: a source is missing, damaged or another one, or there is no room.
+    """
+    given, out = Given(options.sources), options.out
+    sources = find_sources(given, options.splits)
+    make_out(out)
+    with locked(out / ".prepare.lock", f"waiting for another process that prepares {out}"):
+        sources = {split: source for split, source in sources.items() if not is_finished(out, split)}
+        archives = [path for source in sources.values() for path in source.files]
+        archives += [given.files[DEVKIT]] if "val" in sources and DEVKIT in given.files else []
+        for path in archives:
+            if path.name in MD5 and not options.skip_md5:
+                check_md5(path)
+        for split, source in sources.items():
+            Target(out, split, source, is_copying=options.copy).build()
+    print(
+        f"next: python -m scripts.check {out}, then python train.py --data-path {out}; or, as tars that load faster, "
+        f"python -m scripts.pack --data-path {out} {str(out).rstrip('/')}-packed --lossless"
+    )
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of this tool's options."""
+    parser = config.OneLineParser(
+        prog=PROG,
+        usage=f"{PROG} SOURCE [SOURCE ...] OUT [options]",
+        description="Turn ImageNet as it is downloaded into class folders.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", type=Path, help="archive, or folder that holds some")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder that gets train/ and val/; made if need be")
+    parser.add_argument(
+        "--splits", nargs="+", choices=["train", "val"], help="only these (default: those that are there)"
+    )
+    parser.add_argument("--skip-md5", action="store_true", help="do not compare the official archives with their MD5")
+    parser.add_argument("--copy", action="store_true", help="copy images that are files, where they would be linked")
+    return parser
+
+
+def main() -> None:
+    """Prepare what the command line says."""
+    run(PROG, lambda: prepare(get_args_parser().parse_args()), "interrupted; the same command goes on where it stopped")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Miniature archives of ImageNet in the official formats, Kaggle's layout and Hugging Face's parquet files."""
+
+import gzip
+import io
+import tarfile
+from pathlib import Path
+
+import numpy
+from PIL import Image
+
+# ILSVRC2012_ID, synset and words of some classes, as the official devkit has them; the numbers are in no order.
+SYNSETS = {
+    1: ("n02119789", "kit fox, Vulpes macrotis"),
+    2: ("n02100735", "English setter"),
+    3: ("n02110185", "Siberian husky"),
+    490: ("n01751748", "sea snake"),
+    444: ("n01440764", "tench, Tinca tinca"),
+    449: ("n01443537", "goldfish, Carassius auratus"),
+}
+VAL_IDS = [490, 1, 449, 444, 2, 3, 3, 490, 444, 1, 2, 449]
+
+# A node of WordNet above the classes, which has children and is no class.
+PARENT = (1001, "n02083346", "canine, canid")
+
+
+def jpeg(seed: int) -> bytes:
+    """Return a small JPEG, another one for each seed."""
+    pixels = numpy.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=numpy.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).resize((50, 40), Image.Resampling.BICUBIC).save(file, "JPEG")
+    return file.getvalue()
+
+
+def tree(val_ids: list[int] = VAL_IDS) -> dict[str, bytes]:
+    """Return the images by the path that each has when all is done."""
+    images = {}
+    for number, (synset, _) in enumerate(SYNSETS.values()):
+        for image in range(3 + number % 3):
+            images[f"train/{synset}/{synset}_{7 * image + 2}.JPEG"] = jpeg(100 * number + image)
+    for number, label in enumerate(val_ids, 1):
+        images[f"val/{SYNSETS[label][0]}/ILSVRC2012_val_{number:08d}.JPEG"] = jpeg(1000 + number)
+    return images
+
+
+def tar_of(files: dict[str, bytes]) -> bytes:
+    """Return a tar of files, by name."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name, payload in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(payload)
+            tar.addfile(member, io.BytesIO(payload))
+    return content.getvalue()
+
+
+def meta_mat(synsets: dict[int, tuple[str, str]], *, is_compressed: bool = True) -> bytes:
+    """Return a meta.mat, written by scipy: a (1 + N, 1) array of structs, as the official one."""
+    from scipy import io as scipy_io
+
+    rows = [(number, *names, 0) for number, names in synsets.items()] + [(*PARENT, 2)]
+    names = ["ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children"]
+    table = numpy.empty((len(rows), 1), dtype=[(name, object) for name in [*names, "wordnet_height"]])
+    for row, (number, synset, words, num_children) in zip(table[:, 0], rows, strict=True):
+        for name, value in zip(names, (float(number), synset, words, "", float(num_children), []), strict=False):
+            row[name] = value
+        row["children"] = numpy.array([[1.0, 2.0]]) if num_children else numpy.zeros((1, 0))
+        row["wordnet_height"] = numpy.uint8(3)
+    file = io.BytesIO()
+    scipy_io.savemat(file, {"synsets": table}, do_compression=is_compressed)
+    return file.getvalue()
+
+
+def write_official(folder: Path, synsets: dict = SYNSETS, val_ids: list[int] = VAL_IDS) -> Path:
+    """Write the three official archives."""
+    folder.mkdir(parents=True)
+    images = tree(val_ids)
+    class_tars = {}
+    for synset, _ in sorted(synsets.values(), reverse=True):
+        prefix = f"train/{synset}/"
+        files = {path.removeprefix(prefix): payload for path, payload in images.items() if path.startswith(prefix)}
+        class_tars |= {f"{synset}.tar": tar_of(files)} if files else {}
+    (folder / "ILSVRC2012_img_train.tar").write_bytes(tar_of(class_tars))
+    flat = {path.split("/")[2]: payload for path, payload in images.items() if path.startswith("val/")}
+    (folder / "ILSVRC2012_img_val.tar").write_bytes(tar_of(dict(sorted(flat.items(), reverse=True))))
+    root = "ILSVRC2012_devkit_t12"
+    devkit = {
+        f"{root}/data/meta.mat": meta_mat(synsets),
+        f"{root}/data/ILSVRC2012_validation_ground_truth.txt": "".join(f"{label}\n" for label in val_ids).encode(),
+        f"{root}/readme.txt": b"ImageNet",
+    }
+    (folder / f"{root}.tar.gz").write_bytes(gzip.compress(tar_of(devkit)))
+    return folder
+
+
+def write_kaggle(folder: Path) -> Path:
+    """Write Kaggle's layout: class folders for train, a flat val and a table of its classes."""
+    rows = ["ImageId,PredictionString"]
+    for path, payload in tree().items():
+        split, synset, file = path.split("/")
+        target = folder / "ILSVRC/Data/CLS-LOC" / (f"train/{synset}" if split == "train" else "val") / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(payload)
+        if split == "val":
+            rows.insert(1, f"{file.removesuffix('.JPEG')},{synset} 85 1 499 272 {synset} 5 6 7 8 ")
+    (folder / "LOC_val_solution.csv").write_text("\n".join(rows) + "\n")
+    (folder / "LOC_synset_mapping.txt").write_text(
+        "".join(f"{synset} {words}\n" for synset, words in sorted(SYNSETS.values()))
+    )
+    return folder
+
+
+def write_parquet(folder: Path, *, has_paths: bool = True) -> Path:
+    """Write Hugging Face's form: two files a split, rows in no order, the synset behind each file's name."""
+    import pyarrow
+    from pyarrow import parquet
+
+    folder.mkdir(parents=True)
+    labels = {synset: label for label, synset in enumerate(sorted(synset for synset, _ in SYNSETS.values()))}
+    rows = {"train": [], "validation": []}
+    for path, payload in sorted(tree().items(), key=lambda item: item[1][-40:]):
+        split, synset, file = path.split("/")
+        name = f"{file.removesuffix('.JPEG')}_{synset}.JPEG" if has_paths else None
+        rows["train" if split == "train" else "validation"].append(
+            {"image": {"bytes": payload, "path": name}, "label": labels[synset]}
+        )
+    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    for split, images in rows.items():
+        for number in range(2):
+            table = pyarrow.Table.from_pylist(
+                images[number::2], schema=pyarrow.schema([("image", kind), ("label", pyarrow.int64())])
+            )
+            parquet.write_table(table, folder / f"{split}-{number:05d}-of-00002.parquet")
+    return folder

@@ -1,0 +1,256 @@
+"""scripts/check.py: every planted defect is found, and nothing else."""
+
+import io
+import json
+import shlex
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from scripts import check, prepare
+from tests.images import write_images
+from tests.ranks import Outcome, run_ranks, strike_at
+
+COUNTS = ["--expect-train", 29, "--expect-val", 7, "--expect-classes", 3, "--workers", 2]
+
+
+def check_process(argv, has_killed_worker=False):
+    """Run the tool's command line in this process."""
+    if has_killed_worker:
+        strike_at("scripts.check.look_at", 3, "before")
+    sys.argv = ["check", *map(str, argv)]
+    check.main()
+
+
+def run(tmp_path: Path, *argv) -> Outcome:
+    """Run the tool in a process of its own, and return what became of it."""
+    outcome = run_ranks(check_process, 1, argv, log_folder=tmp_path, timeout_s=60)
+    assert "Traceback" not in outcome.output, outcome.output
+    return outcome
+
+
+def look(tmp_path: Path, data_path: Path, *argv) -> tuple[int, dict, dict[str, list[str]]]:
+    """Return the exit code, the JSON and the names of the images found, by kind."""
+    outcome = run(tmp_path, data_path, "--json", tmp_path / "report.json", *argv)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["healthy"] == (outcome.codes == [0])
+    found = {
+        finding["kind"]: [
+            Path(each["image"].split(" in ")[0]).name if each["image"] else each["reason"] for each in finding["images"]
+        ]
+        for finding in report["findings"]
+    }
+    assert {finding["kind"]: finding["count"] for finding in report["findings"]} == {
+        kind: len(names) for kind, names in found.items()
+    }
+    return outcome.codes[0], report, found
+
+
+def error_line(outcome: Outcome) -> str:
+    """Return the one line that a refused run must leave."""
+    assert outcome.codes == [2], outcome.output
+    lines = [line for line in outcome.output.splitlines() if line.startswith("python -m scripts.check: error: ")]
+    assert len(lines) == 1, outcome.output
+    return lines[0]
+
+
+@pytest.fixture
+def images(tmp_path):
+    """29 training and 7 validation images of three classes, of which no two have the same bytes."""
+    return write_images(tmp_path / "images", {"train": [11, 10, 8], "val": [3, 2, 2]})
+
+
+def test_a_healthy_set_is_healthy(images, tmp_path):
+    code, report, found = look(tmp_path, images, *COUNTS)
+    assert (code, found) == (0, {})
+    sizes = sorted(path.stat().st_size for path in (images / "train").rglob("*.jpg"))
+    assert report["splits"]["train"]["bytes"] == {
+        "smallest": sizes[0], "median": sizes[14], "largest": sizes[-1], "total": sum(sizes),
+    }  # fmt: skip
+    assert report["splits"]["val"]["pixels"] == {"smallest": 1280, "median": 1280, "largest": 1280, "total": 7 * 1280}
+    assert [report["splits"]["train"][key] for key in ("images", "classes", "per_class", "looked_at")] == [
+        29,
+        3,
+        "8 to 11",
+        29,
+    ]
+
+
+def plant(images: Path) -> dict[str, list[str]]:
+    """Put every kind of defect into the training images, and return what is to be found."""
+    folder = images / "train" / "class0"
+    files = sorted(folder.iterdir())
+    image = Image.open(files[0]).resize((64, 48))
+    payload = files[1].read_bytes()
+    files[1].write_bytes(payload[: len(payload) // 2])
+    files[2].write_bytes(b"")
+    files[3].write_bytes(b"<html>not found</html>")
+    files[4].write_bytes(b"GIF89a" + bytes(100))
+    image.convert("CMYK").save(files[5], "JPEG")
+    image.save(files[6], "PNG")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(files[7], "JPEG", exif=exif)
+    shutil.copy(files[8], files[9])
+    shutil.copy(images / "train" / "class1" / "image003.jpg", images / "val" / "class2" / "image001.jpg")
+    names = [path.name for path in files]
+    return {
+        "empty": [names[2]], "not-an-image": names[3:5], "damaged": [names[1]], "leak": ["image001.jpg"],
+        "duplicate": [names[9]], "cmyk": [names[5]], "misnamed": [names[6]], "turned": [names[7]],
+    }  # fmt: skip
+
+
+def pack_into_tars(images: Path, folder: Path) -> Path:
+    """Return a folder that holds the same data set as train.tar and val.tar."""
+    folder.mkdir()
+    for split in ("train", "val"):
+        with tarfile.open(folder / f"{split}.tar", "w") as tar:
+            tar.add(images / split, split)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["folder", "tar"])
+def test_every_planted_defect_is_found(images, tmp_path, form):
+    planted = plant(images)
+    data_path = images if form == "folder" else pack_into_tars(images, tmp_path / "tars")
+    code, report, found = look(tmp_path, data_path, *COUNTS)
+    assert code == 1
+    assert found == planted
+    harmless = {finding["kind"] for finding in report["findings"] if not finding["is_problem"]}
+    assert harmless == {"duplicate", "cmyk", "misnamed", "turned"}
+    reasons = {finding["kind"]: finding["images"][0]["reason"] for finding in report["findings"]}
+    assert "truncated" in reasons["damaged"].lower()
+    assert "class1/image003.jpg" in reasons["leak"]
+    assert reasons["leak"].endswith("another class")
+    assert "image008.jpg" in reasons["duplicate"]
+    allowed = ["--allow", "empty", "not-an-image", "damaged", "leak"]
+    assert run(tmp_path, data_path, *COUNTS, *allowed).codes == [0]
+
+
+@pytest.mark.parametrize("kind", ["cmyk", "misnamed", "turned", "duplicate"])
+def test_what_imagenet_itself_has_is_no_problem(images, tmp_path, kind):
+    plant(images)
+    clean = write_images(tmp_path / "clean", {"train": [11, 10, 8], "val": [3, 2, 2]})
+    for number in {"cmyk": [5], "misnamed": [6], "turned": [7], "duplicate": [8, 9]}[kind]:
+        name = f"train/class0/image{number:03d}.jpg"
+        shutil.copy(images / name, clean / name)
+    code, _, found = look(tmp_path, clean, *COUNTS)
+    assert (code, list(found)) == (0, [kind])
+
+
+def test_counts_are_imagenets_unless_others_are_given(images, tmp_path):
+    outcome = run(tmp_path, images)
+    assert outcome.codes == [1]
+    for words in ("29 images, and 1,281,167", "7 images, and 50,000", "3 classes, and 1,000"):
+        assert words in outcome.output
+    assert "NOT healthy" in outcome.output.splitlines()
+    assert run(
+        tmp_path, images, *["--expect-train", "any", "--expect-val", "any", "--expect-classes", "any"]
+    ).codes == [0]
+    code, _, found = look(tmp_path, images, *COUNTS, "--expect-train", 30)
+    assert (code, found) == (1, {"set": ["train has 29 images, and 30 are expected (--expect-train)"]})
+
+
+def test_classes_of_one_split_alone_are_named(images, tmp_path):
+    (images / "val" / "class2").rename(images / "val" / "klass2")
+    code, _, found = look(tmp_path, images, *COUNTS)
+    assert code == 1
+    assert found["set"] == [
+        "1 classes are in train alone, such as class2", "1 classes are in val alone, such as klass2",
+    ]  # fmt: skip
+
+
+def test_a_flat_val_names_the_command_that_mends_it(images, tmp_path):
+    flat = tmp_path / "flat"
+    shutil.copytree(images / "train", flat / "train")
+    (flat / "val").mkdir()
+    for path in (images / "val").rglob("*.jpg"):
+        shutil.copy(path, flat / "val" / f"{path.parent.name}_{path.name}")
+    outcome = run(tmp_path, flat, *COUNTS)
+    assert outcome.codes == [1]
+    assert f"python -m scripts.prepare {flat} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER" in outcome.output
+    assert "train: 29 images of 3 classes" in outcome.output
+    official = tmp_path / "official"
+    shutil.copytree(images / "train", official / "train")
+    shutil.copy(pack_into_tars(images, tmp_path / "tars") / "val.tar", official / "ILSVRC2012_img_val.tar")
+    with tarfile.open(official / "ILSVRC2012_img_val.tar", "w") as tar:
+        tar.add(flat / "val" / "class0_image000.jpg", "ILSVRC2012_val_00000001.JPEG")
+    assert f"python -m scripts.prepare {official} ILSVRC2012_devkit" in run(tmp_path, official, *COUNTS).output
+
+
+def test_a_torn_tar_and_a_missing_split_are_problems(images, tmp_path):
+    tars = pack_into_tars(images, tmp_path / "tars")
+    payload = (tars / "train.tar").read_bytes()
+    (tars / "train.tar").write_bytes(payload[: len(payload) // 2])
+    code, _, found = look(tmp_path, tars, *COUNTS)
+    assert code == 1
+    assert "train.tar is torn" in found["set"][0]
+    (tars / "train.tar").unlink()
+    code, _, found = look(tmp_path, tars, *COUNTS)
+    assert code == 1
+    assert "has no train/" in found["set"][0]
+
+
+def test_every_example_of_the_help_is_a_command():
+    for tool in (check, prepare):
+        lines = [line for line in tool.EPILOG.splitlines() if line.startswith(f"  {tool.PROG}")]
+        assert len(lines) >= 4
+        for line in lines:
+            tool.get_args_parser().parse_args(shlex.split(line, comments=True)[3:])
+
+
+def test_a_sample_is_a_quick_look(images, tmp_path):
+    (images / "train" / "class0" / "image000.jpg").write_bytes(b"")  # the first and the last are always in it
+    code, report, found = look(tmp_path, images, *COUNTS, "--sample", 5)
+    assert (code, found) == (1, {"empty": ["image000.jpg"]})
+    assert [report["splits"][name]["looked_at"] for name in ("train", "val")] == [5, 5]
+    assert report["sample"] == 5
+
+
+def test_neither_workers_nor_form_change_the_findings(images, tmp_path):
+    plant(images)
+    reports = []
+    for workers in (1, 3):
+        run(tmp_path, images, *COUNTS, "--workers", workers, "--json", tmp_path / f"{workers}.json")
+        reports.append((tmp_path / f"{workers}.json").read_bytes())
+    assert reports[0] == reports[1]
+
+
+def test_wrong_usage_is_refused_in_one_line(images, tmp_path):
+    assert "is no folder" in error_line(run(tmp_path, tmp_path / "nowhere"))
+    (tmp_path / "nothing").mkdir()
+    assert "has no train/" in error_line(run(tmp_path, tmp_path / "nothing"))
+    error_line(run(tmp_path, images, "--expect-train", "many"))
+    error_line(run(tmp_path, images, "--sample", 0))
+    error_line(run(tmp_path, images, "--allow", "everything"))
+    assert "cannot be written" in error_line(run(tmp_path, images, *COUNTS, "--json", tmp_path / "no" / "report.json"))
+
+
+def test_an_unreadable_file_is_a_finding(images, tmp_path):
+    """A folder with an image's name is in no listing; a link to itself is what the disk does not give."""
+    path = images / "train" / "class0" / "image000.jpg"
+    path.unlink()
+    path.symlink_to(path.name)
+    code, _, found = look(tmp_path, images, *COUNTS)
+    assert code == 1
+    assert found == {"unreadable": ["image000.jpg"]}
+
+
+def test_an_image_of_too_many_pixels_is_a_problem(images, tmp_path):
+    file = io.BytesIO()
+    Image.new("L", (10_000, 9_000)).save(file, "PNG")
+    (images / "val" / "class0" / "image000.jpg").write_bytes(file.getvalue())
+    code, _, found = look(tmp_path, images, *COUNTS)
+    assert (code, found) == (1, {"damaged": ["image000.jpg"]})
+
+
+def test_a_worker_that_is_killed_is_one_line(images, tmp_path):
+    """As the system does where memory is short."""
+    outcome = run_ranks(check_process, 1, [images, *COUNTS], True, log_folder=tmp_path, timeout_s=60)
+    assert outcome.codes == [1]
+    assert "Traceback" not in outcome.output, outcome.output
+    assert "error: a worker process ended unexpectedly" in outcome.output
