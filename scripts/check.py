@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy
 from PIL import Image
 
+import collectives
 import config
-import utils
 from errors import BadImageError, ImageError, UserError, one_line
 from files import write_atomically
 from loading.decode import load_image
@@ -332,7 +332,11 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="findings to note and not to mind"
     )
     parser.add_argument(
-        "--workers", metavar="N", type=positive, default=utils.count_cores(), help="processes (default: one a core)"
+        "--workers",
+        metavar="N",
+        type=positive,
+        default=collectives.count_cores(),
+        help="processes (default: one a core)",
     )
     return parser
 
