@@ -67,7 +67,9 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
         MemoryError: it is larger than the memory that is free.
     """
     stream = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
-    with stream, torch.serialization.safe_globals([argparse.Namespace]) if takes_namespace else nullcontext():
+    # Leaving the context would take the class from a script that has allowed it for itself.
+    is_new = takes_namespace and argparse.Namespace not in torch.serialization.get_safe_globals()
+    with stream, torch.serialization.safe_globals([argparse.Namespace]) if is_new else nullcontext():
         try:
             if check_archive(stream, name):
                 bad = find_bad_record(stream)
