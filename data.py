@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets.folder import default_loader
 from torchvision.models import WeightsEnum
 
 import collectives
@@ -23,6 +23,7 @@ import config
 import transforms
 from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError
+from files import read_bytes
 from loading.decode import decode_plainly
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
 from loading.forms import check_source, find_sources, open_source
@@ -51,7 +52,7 @@ class IndexedImageFolder(Dataset):
         UserError: there are no such images, or they are in no classes.
     """
 
-    loader, target_transform = staticmethod(default_loader), None
+    target_transform = None
 
     def __init__(
         self,
@@ -64,6 +65,11 @@ class IndexedImageFolder(Dataset):
         self.seed = seed
         self.index = open_source(self.root)
         self.classes = self.index.classes
+
+    @staticmethod
+    def loader(path: str | Path) -> Image.Image:
+        """Return the RGB image in a file."""
+        return decode_plainly(read_bytes(Path(path)))
 
     @property
     def class_to_idx(self) -> dict[str, int]:
