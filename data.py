@@ -582,19 +582,11 @@ def build_device_loader(
     return DeviceLoader(started, device, transform, args.seed, is_encoded=args.decode_device != "cpu")
 
 
-def build_device_loaders(
-    args: Any,
-    datasets: tuple[Dataset | None, Dataset],
-    samplers: tuple[Any, Any],
-    device: torch.device,
-    started: list[BatchLoader | None],
-) -> list[DeviceLoader | None]:
-    """Return what iterates over the training set (None for no set) and over the validation set."""
+def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: torch.device, started: list) -> list:
+    """Return `build_device_loader`'s of the training set and of the validation set."""
     num_classes = len(datasets[1].classes)
     each = zip(datasets, samplers, started, strict=True)
-    return [
-        build_device_loader(args, dataset, sampler, device, num_classes, loader) for dataset, sampler, loader in each
-    ]
+    return [build_device_loader(args, images, sampler, device, num_classes, loader) for images, sampler, loader in each]
 
 
 def report_images(data_loader: DeviceLoader, epoch: int) -> None:

@@ -102,6 +102,12 @@ class NoProgressError(UserError):
     exit_code = 1
 
 
+class InterruptedRunError(UserError):
+    """Somebody pressed Ctrl-C, twice."""
+
+    exit_code = 1
+
+
 class LoaderKilledError(Exception):
     """A loader process was killed; the message says the likely cause."""
 
@@ -191,32 +197,6 @@ def explain_limit(error: BaseException) -> LimitError | None:
     return None
 
 
-def leave(error: BaseException, exit_code: int, rank: int = 0, local_rank: int = 0, *, is_agreed: bool = True) -> None:
-    """Print why the run was refused or stopped, once over all ranks, and end this process.
-
-    A launcher ends the other processes as soon as one has left; so, where all ranks meet the same error, the others
-    stay until rank 0 has printed it. Where some are still there after ten seconds, rank 0 may not have met it, or
-    nobody ends them: then the first of each node says it too.
-
-    Args:
-        error: its text is printed.
-        exit_code: what this process leaves with; torchrun turns any of them into 1.
-        rank: this process's number.
-        local_rank: its number on its machine.
-        is_agreed: whether all ranks are expected to meet the error; if not, it is printed at once.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a launcher ends this process now
-    is_silent = False
-    if rank != 0 and is_agreed:
-        time.sleep(10)
-        is_silent = local_rank != 0 and not isinstance(error, LimitError)  # which one rank may meet alone
-    where = f" on rank {rank}" if rank != 0 else ""
-    # Not print, which is silent on this rank.
-    if not is_silent:
-        say(f"train.py: error{where}: {one_line(str(error))}")
-    end_process(exit_code)
-
-
 def end_process(exit_code: int) -> None:
     """End this process at once, and its loader processes with it.
 
@@ -232,23 +212,34 @@ def end_process(exit_code: int) -> None:
 def end_by(error: BaseException, rank: int = 0, local_rank: int = 0) -> None:
     """End this process for an error: what a user can mend in one line and an exit code, our fault in a traceback.
 
+    A launcher ends the other processes as soon as one has left; so, where all ranks meet the same error, which is all
+    but those of loading, the others stay until rank 0 has printed it. Where some are still there after ten seconds,
+    rank 0 may not have met it, or nobody ends them: then the first of each node says it too.
+
     Args:
-        error: why.
+        error: why; torchrun turns any exit code into 1.
         rank: this process's number.
         local_rank: its number on its machine.
     """
     if isinstance(error, SystemExit):  # of the parser
         end_process(error.code or 0)
     if isinstance(error, KeyboardInterrupt):
-        error, exit_code = KeyboardInterrupt("interrupted; --resume auto goes on from the last checkpoint"), 1
-    else:
-        error = explain_limit(error) or error
-        exit_code = getattr(error, "exit_code", None)
-    if exit_code is not None:
-        is_agreed = not isinstance(error, ImageError | LoaderKilledError)
-        leave(error, exit_code, rank, local_rank, is_agreed=is_agreed)
-    import traceback  # see above
+        error = InterruptedRunError("interrupted; --resume auto goes on from the last checkpoint")
+    error = explain_limit(error) or error
+    exit_code = getattr(error, "exit_code", None)
+    if exit_code is None:
+        import traceback  # see above
 
-    with suppress(OSError):  # the terminal may be gone
-        traceback.print_exception(error)
-    end_process(1)
+        with suppress(OSError):  # the terminal may be gone
+            traceback.print_exception(error)
+        end_process(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a launcher ends this process now
+    is_silent = False
+    if rank != 0 and not isinstance(error, ImageError | LoaderKilledError):
+        time.sleep(10)
+        is_silent = local_rank != 0 and not isinstance(error, LimitError)  # which one rank may meet alone
+    where = f" on rank {rank}" if rank != 0 else ""
+    # Not print, which is silent on this rank.
+    if not is_silent:
+        say(f"train.py: error{where}: {one_line(str(error))}")
+    end_process(exit_code)

@@ -240,7 +240,7 @@ class Tally:
         self._local.append(rows)
         return self._compute(rows.sum(dim=0))
 
-    def gather(self) -> Tensor:
+    def synchronize_between_processes(self) -> Tensor:
         """Add up what has come since the last call. Collective: every rank must call it.
 
         Returns:
@@ -260,7 +260,7 @@ class Tally:
         return values
 
     def state_dict(self) -> dict:
-        """Return the sums; `gather` must have been called."""
+        """Return the sums; all must have been gathered."""
         return {"sums": self._sums.tolist()}
 
     def load_state_dict(self, state: dict) -> None:

@@ -206,7 +206,7 @@ class Run(BareRun):
         device = next(self.model.parameters()).device
         self.sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
         self.lr_scheduler = optim.build_lr_scheduler(args, parts["optimizer"])
-        self.tally, self.losses = Tally(metrics, sampler.shards.num_local), []
+        self.tally = Tally(metrics, sampler.shards.num_local)
         scaler = parts.get("scaler")
         parts = {
             **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.tally,
@@ -335,15 +335,9 @@ class Run(BareRun):
         """Return what surrounds the passes of a shard of the step that is under way."""
         return self.sharded_step.shard(self.state.step, shard)
 
-    def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
-        """Take what the model made of a shard: see `BareRun`."""
-        super().measure(loss, output, target, index)
-        self.losses.append(loss.detach())
-
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
-        self.finite.note(self.state.step, self.losses)
-        self.losses = []
+        self.finite.note(self.state.step, [loss for (loss,) in self.tally.loss.unread[-len(self.local_shards) :]])
         self.state.advance()
         self.watchdog.beat()
         verdict = self.preemption.agree(is_save_due=self.manager.is_due(), bad_step=self.finite.first_bad())
@@ -431,7 +425,7 @@ class Run(BareRun):
         Raises:
             NonFiniteError: a loss is not finite; names the first step, the same one on every rank.
         """
-        losses = self.tally.gather().view(-1, self.args.num_shards)
+        losses = self.tally.synchronize_between_processes().view(-1, self.args.num_shards)
         bad = (~losses.isfinite().all(dim=1)).nonzero()
         if len(bad):
             raise NonFiniteError(non_finite_loss(self.state.step - len(losses) + int(bad[0])))

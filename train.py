@@ -112,8 +112,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     """
     model.eval()
     gradients.broadcast_from_master(list(model.buffers()))
-    tally = Tally(metrics or [Accuracy()])
-    metric_logger = utils.MetricLogger(delimiter="  ", tally=tally)
+    tally, metric_logger = Tally(metrics or [Accuracy()]), utils.MetricLogger(delimiter="  ")
     header = f"Test: {log_suffix}".rstrip()
     batches = metric_logger.log_every(data_loader, print_freq, header)
     with torch.inference_mode():
@@ -123,7 +122,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
             tally.update(criterion(output, target), output, target, index)
             if metric_logger.is_line_due:
                 metric_logger.show(*tally.read_local())
-    metric_logger.synchronize_between_processes()
+    tally.synchronize_between_processes()
 
     values, n = tally.read()
     if n != len(data_loader.dataset):

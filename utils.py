@@ -25,7 +25,7 @@ from collectives import (
     place,
     setup_for_distributed,
 )
-from metrics import Tally, count_correct
+from metrics import count_correct
 from models import ExponentialMovingAverage
 from optim import set_weight_decay
 
@@ -140,16 +140,12 @@ class MetricLogger:
     Args:
         delimiter: between two of them.
         formats: how some of them are shown, by their names: see `SmoothedValue`.
-        tally: what `synchronize_between_processes` sums, where the meters only show it.
     """
 
-    def __init__(
-        self, delimiter: str = "\t", formats: Mapping[str, str] | None = None, tally: Tally | None = None
-    ) -> None:
+    def __init__(self, delimiter: str = "\t", formats: Mapping[str, str] | None = None) -> None:
         self.meters = defaultdict(SmoothedValue)
         self.delimiter = delimiter
         self.formats = formats or {}
-        self.tally = tally
         self.wait_s = 0.0  # time that the loop has waited for data in all
         self.is_line_due = False  # whether a line will be printed after the item that is being worked on
 
@@ -179,9 +175,6 @@ class MetricLogger:
         Rank r's update j is taken to be number j W + r of the whole, as `EvalSampler` deals its batches, and sums are
         formed in that order: the same bits at any number of processes.
         """
-        if self.tally is not None:
-            self.tally.gather()
-            return
         for meter in self.meters.values():
             meter.synchronize_between_processes()
 

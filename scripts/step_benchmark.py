@@ -105,7 +105,7 @@ class LoggedRun(BareRun):
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Read what was measured when a line is due."""
         if metric_logger.is_line_due:
-            self.tally.gather()
+            self.tally.synchronize_between_processes()
             metric_logger.show(*self.tally.read())
             float(grad_norm)
 

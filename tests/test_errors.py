@@ -8,15 +8,17 @@ import errors
 from tests.ranks import in_group, run_ranks
 
 
-def leave_group(rank, world_size, ranks, is_agreed):
+def leave_group(rank, world_size, ranks, error):
     if rank in ranks:
-        errors.leave(errors.UserError("what you gave"), 2, rank, rank, is_agreed=is_agreed)
+        errors.end_by(error, rank, rank)
     time.sleep(30)
 
 
 @pytest.mark.dist
 def test_an_error_of_all_ranks_is_printed_once(tmp_path):
-    outcome = run_ranks(in_group, 2, leave_group, (0, 1), True, timeout_s=25, log_folder=tmp_path)
+    outcome = run_ranks(
+        in_group, 2, leave_group, (0, 1), errors.UserError("what you gave"), timeout_s=25, log_folder=tmp_path
+    )
     assert outcome.codes[0] == 2
     assert outcome.output.count("what you gave") == 1
     assert "train.py: error: what you gave\n" in outcome.outputs[0]
@@ -24,8 +26,10 @@ def test_an_error_of_all_ranks_is_printed_once(tmp_path):
 
 @pytest.mark.dist
 def test_an_error_of_one_rank_names_it(tmp_path):
-    outcome = run_ranks(in_group, 2, leave_group, (1,), False, timeout_s=25, log_folder=tmp_path)
-    assert outcome.codes[1] == 2
+    outcome = run_ranks(
+        in_group, 2, leave_group, (1,), errors.ImageError("what you gave"), timeout_s=25, log_folder=tmp_path
+    )
+    assert outcome.codes[1] == 1
     assert "train.py: error on rank 1: what you gave\n" in outcome.outputs[1]
 
 

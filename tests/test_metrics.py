@@ -192,7 +192,7 @@ def check_order(rank, world_size):
         for shard in range(rank * num_local, (rank + 1) * num_local):
             loss = torch.tensor(totals[4 * step + shard], dtype=torch.float64)
             tally.update(loss, torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None)
-    assert tally.gather().tolist() == totals
+    assert tally.synchronize_between_processes().tolist() == totals
     assert tally.state_dict() == {"sums": [functools.reduce(lambda sum, value: sum + value, totals, 0.0), 8.0]}
 
 
@@ -207,7 +207,7 @@ def test_a_tally_goes_on_from_four_sums_and_begins_anew_with_others(capsys):
     tally.load_state_dict({"sums": [6.0, 1.0, 3.0, 4.0]})
     output, target = torch.tensor([[9.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1])
     tally.update(torch.tensor(2.5), output, target, None)
-    tally.gather()
+    tally.synchronize_between_processes()
     assert tally.read() == ({"loss": 11 / 6, "acc1": 200 / 6, "acc5": 500 / 6}, 6)
     assert tally.state_dict() == {"sums": [0.0] * 4}
     more = metrics.Tally([metrics.Accuracy(), EvenImages()])
