@@ -14,6 +14,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
+import collectives
 import config
 import data
 import train
@@ -431,7 +432,7 @@ def plain_batches(image_folder, folder, *argv):
     assert len(loader) == len(epochs[0])
     loader_test = DataLoader(dataset_test, batch_size=args.batch_size, sampler=test_sampler)
     torch.save({"train": epochs, "val": list(loader_test)}, folder / f"{train_sampler.shards.rank}.pt")
-    train.utils.shut_down()
+    collectives.shut_down()
 
 
 def expected_batches(image_folder, sampler, *argv):

@@ -127,7 +127,7 @@ def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
 def test_a_made_up_image_is_the_same_as_pixels_and_as_a_file():
     images = data.SyntheticImages(130, 8, 10)
     for number in (0, 63, 64, 129):
-        pixels, label = images[SampleKey(number, 0, 0)]
+        pixels, label = images.load(SampleKey(number, 0, 0))
         decoded = torch.from_numpy(numpy.array(decode_plainly(images.index.read(number))))
         assert torch.equal(decoded.permute(2, 0, 1), pixels)
         assert images.index.label(number) == label
@@ -156,10 +156,10 @@ def test_a_bad_image_of_a_new_form_is_named_or_replaced(image_folder, tmp_path, 
     with pytest.raises(
         ImageError, match=re.escape(f"{found.name(3)} in {found.where} (class class0): it has no valid")
     ):
-        data.build_datasets(*splits, arguments(tmp_path))[0][SampleKey(3, 0, 0)]
+        data.build_datasets(*splits, arguments(tmp_path))[0].load(SampleKey(3, 0, 0))
     lenient, _ = data.build_datasets(*splits, arguments(tmp_path, "--bad-images", "skip"))
-    image, label, replaced = lenient[SampleKey(3, 0, 0)]
-    assert torch.equal(image, lenient[SampleKey(4, 0, 0)][0])
+    image, label, replaced = lenient.load(SampleKey(3, 0, 0))
+    assert torch.equal(image, lenient.load(SampleKey(4, 0, 0))[0])
     assert (label, replaced) == (0, 3)
 
 
@@ -169,7 +169,7 @@ def test_a_new_form_whose_disk_fails_is_tried_again_and_no_bad_image(image_folde
     dataset = data.LenientImageFolder(tmp_path / "train", ClassificationPresetTrain(crop_size=24))
     (tmp_path / "train" / "all.images").unlink()
     with pytest.raises(ImageError, match=r"No such file or directory \(tried 4 times\); its bytes are not at fault"):
-        dataset[SampleKey(0, 0, 0)]
+        dataset.load(SampleKey(0, 0, 0))
 
 
 def train_with_new_form(argv):
