@@ -183,10 +183,10 @@ class ImageIndex(Source):
         if not classes and not num_stray:
             raise UserError(f"{self.where} holds neither images nor class folders; it needs one folder for each class")
         if not classes:
-            first = "extract it and " if self.files else ""
             raise UserError(
-                f"{self.where} holds {num_stray} images and no class folders; {first}move every image into a folder of "
-                "its class"
+                f"{self.where} holds {num_stray} images and no class folders; this sorts them: python -m "
+                f"scripts.prepare {self.root.parent} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER "
+                "(Kaggle: LOC_val_solution.csv in place of the devkit)"
             )
 
     def _take(self, arrays: dict[str, numpy.ndarray]) -> None:

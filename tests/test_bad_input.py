@@ -36,7 +36,10 @@ CASES = {
     "no data path": (["--data-path", "{root}/nowhere"], ["{root}/nowhere", "is not a folder"]),
     "no train": (["--data-path", "{root}/only_val"], ["has no train/"]),
     "no val": (["--data-path", "{root}/only_train"], ["has no val/"]),
-    "flat val": (["--data-path", "{root}/flat"], ["flat/val holds 1 images and no class folders", "move every image"]),
+    "flat val": (
+        ["--data-path", "{root}/flat"],
+        ["flat/val holds 1 images and no class folders", "python -m scripts.prepare {root}/flat "],
+    ),
     "other classes": (["--data-path", "{root}/other_classes"], ["has 3 classes", "has 2", "class2 only in train/"]),
     "empty val": (["--data-path", "{root}/empty_val"], ["empty_val/val", "neither images nor class folders"]),
     "empty class": (["--data-path", "{root}/empty"], ["empty/train/class2", "holds no images"]),

@@ -372,7 +372,7 @@ BAD_TARS = {
     "link": (GOOD + member("a/2.jpg", tarfile.SYMTYPE, linkname="/etc/passwd") + END, "--dereference"),
     "hard link": (GOOD + member("a/2.jpg", tarfile.LNKTYPE, linkname="a/1.jpg") + END, "--dereference"),
     "device": (GOOD + member("a/2.jpg", tarfile.CHRTYPE, devmajor=1, devminor=5) + END, "--dereference"),
-    "flat": (member("1.jpg") + member("2.jpg") + END, "holds 2 images and no class folders; extract it and move"),
+    "flat": (member("1.jpg") + member("2.jpg") + END, "holds 2 images and no class folders; this sorts them"),
     "no images": (member("a/1.txt") + END, "neither images nor class folders"),
     "empty class": (GOOD + member("b", tarfile.DIRTYPE) + END, r"val\.tar/b holds no images"),
     "empty class tar": (GOOD + member("b.tar", content=END) + END, r"val\.tar/b holds no images"),
@@ -408,7 +408,9 @@ def test_a_class_may_have_the_splits_name(tmp_path):
 
 def test_the_flat_official_validation_tar_says_to_sort_it(tmp_path):
     (tmp_path / "ILSVRC2012_img_val.tar").write_bytes(member("ILSVRC2012_val_00000001.JPEG") + END)
-    with pytest.raises(UserError, match=r"ILSVRC2012_img_val\.tar holds 1 images .* move every image into a folder of"):
+    with pytest.raises(
+        UserError, match=r"img_val\.tar holds 1 images .* scripts\.prepare .* ILSVRC2012_devkit"
+    ):
         open_source(tmp_path / "val")
 
 
