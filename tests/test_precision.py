@@ -9,6 +9,7 @@ import torchvision
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import BatchSampler
 
 import config
 import data
@@ -287,7 +288,7 @@ def train_without_reads(args, tmp_path, criterion=None):
         (torch.randint(256, size, generator=generator, dtype=torch.uint8), torch.randint(10, size[:1]))
         for _ in range(13 * shards.num_local)
     )
-    loader.sampler = sampler
+    loader.sampler, loader.batch_sampler = sampler, BatchSampler(sampler, sampler.batch_size, drop_last=False)
     transform = data.build_batch_transforms(args, 10)[0]
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     if "fused" in optimizer.defaults:  # as on a GPU: the others read the loss scaler's verdict, or a step count
