@@ -580,8 +580,6 @@ def parse_allowed(text: str | None) -> set[str]:
     names = {word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")} - {""}
     for name in sorted(names):
         shown = name.replace("_", "-")
-        if shown in REMOVED:
-            raise UserError(f"--allow-change {shown}: it was removed; leave it out")
         if name not in known:
             hint = did_you_mean(shown, (word.replace("_", "-") for word in known))
             raise UserError(f"--allow-change {shown}: there is no such option{hint}")

@@ -507,8 +507,6 @@ def test_a_device_that_is_not_there_is_refused(device):
 def test_an_option_that_was_removed_is_named_as_such(argv, tmp_path):
     with pytest.raises(UserError, match=r"^--worker-type was removed; leave it out$"):
         config.parse_args(["--data-path", "x", *argv])
-    with pytest.raises(UserError, match="--allow-change worker-type: it was removed; leave it out"):
-        config.parse_args(["--data-path", "x", "--resume", "auto", "--allow-change", "worker-type"])
     recipe = tmp_path / "recipe.toml"  # as a run of an earlier version wrote it
     recipe.write_text('[data]\nprefetch-factor = 2\nworker-type = "process"\n')
     with pytest.raises(UserError) as refusal:

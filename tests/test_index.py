@@ -559,12 +559,12 @@ def test_a_read_that_fails_is_tried_again(folder, tmp_path, monkeypatch, form):
         return original(number)
 
     dataset.index.read = flaky
-    assert dataset[1] == (original(1), dataset.index.label(1))
+    assert dataset.load(1) == (original(1), dataset.index.label(1))
     failures += [OSError(5, "Input/output error")] * 4
     with pytest.raises(ImageError, match=r"Input/output error \(tried 4 times\)"):
-        dataset[1]
+        dataset.load(1)
     failures[:] = [FileNotFoundError(2, "No such file"), MemoryError(), PermissionError(13, "Permission denied")]
-    assert dataset[1] == (original(1), dataset.index.label(1))
+    assert dataset.load(1) == (original(1), dataset.index.label(1))
 
 
 @pytest.mark.parametrize("form", ["folder", "tar"])

@@ -9,6 +9,7 @@ import torchvision
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import BatchSampler
 
 import config
 import data
@@ -262,6 +263,13 @@ class Batches(list):
     """What a loader yields, loaded beforehand: a loader's own tensors are the host's to read."""
 
 
+class Listed(TrainSampler):
+    """A sampler whose keys are listed beforehand, for the same reason."""
+
+    def __iter__(self):
+        return iter(self.keys)
+
+
 @contextmanager
 def nothing():
     yield
@@ -272,15 +280,15 @@ def train_without_reads(args, tmp_path, criterion=None):
     model = models.place_model(small_model(), args, CPU)
     model_ema = models.build_ema(args, model)
     shards = VirtualShards(args.global_batch_size, args.num_shards)
-    sampler = TrainSampler(13 * args.global_batch_size, shards)
+    sampler = Listed(13 * args.global_batch_size, shards)
+    sampler.keys = list(super(Listed, sampler).__iter__())
     generator = torch.Generator().manual_seed(0)
     size = (args.batch_size, 3, args.train_crop_size, args.train_crop_size)
     loader = Batches(
         (torch.randint(256, size, generator=generator, dtype=torch.uint8), torch.randint(10, size[:1]))
         for _ in range(13 * shards.num_local)
     )
-    loader.sampler = sampler
-    loader.batch_sampler = list(torch.utils.data.BatchSampler(sampler, args.batch_size, drop_last=False))
+    loader.sampler, loader.batch_sampler = sampler, BatchSampler(sampler, sampler.batch_size, drop_last=False)
     transform = data.build_batch_transforms(args, 10)[0]
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     if "fused" in optimizer.defaults:  # as on a GPU: the others read the loss scaler's verdict, or a step count
