@@ -92,8 +92,11 @@ class PairwiseGradientSum:
 
     def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         """Return a promise of a bucket's mean over all shards; DDP calls it for one bucket after the other."""
+        parameters = bucket.parameters()
+        # A bucket holds gradients in the memory order of their parameters, which may be NHWC, and shows them as NCHW.
+        gradients = [g.as_strided(p.shape, p.stride()) for g, p in zip(bucket.gradients(), parameters, strict=True)]
         for _, sums in reversed(self._sums):
-            pairs = zip(bucket.gradients(), (sums[self._places[p]] for p in bucket.parameters()), strict=True)
+            pairs = zip(gradients, (sums[self._places[p]] for p in parameters), strict=True)
             torch._foreach_add_(*zip(*(pair for pair in pairs if pair[1] is not None), strict=True))
         flat = bucket.buffer()
         if self.shards.world_size == 2:

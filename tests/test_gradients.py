@@ -67,6 +67,7 @@ class WeightedSums(nn.Module):
     def __init__(self, sizes):
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+        self.weights.append(torch.zeros(5, 3, 2, 2).contiguous(memory_format=torch.channels_last))
 
     def forward(self, factors):
         return sum((parameter * factor).sum() for parameter, factor in zip(self.weights, factors, strict=True))
@@ -82,7 +83,7 @@ def sum_over_ranks(num_shards):
     for number in range(3):
         generator = torch.Generator().manual_seed(number)
         factors = [
-            [torch.randn(len(parameter), generator=generator) * 10**shard for parameter in model.weights]
+            [torch.randn(parameter.shape, generator=generator) * 10**shard for parameter in model.weights]
             for shard in range(num_shards)
         ]
         for parameter in model.weights:
