@@ -198,9 +198,9 @@ def test_a_hung_rank_ends_the_run_with_stacks_and_images_of_the_others(runs):
 
 def hang_a_loader(argv, faults):
     """Train, where reading an image in a loader process never ends."""
-    from loading import index
+    from loading import folder
 
-    index.ImageIndex.read = hang_in_read
+    folder.FolderIndex.read = hang_in_read
     train_rank(argv, faults)
 
 
