@@ -630,7 +630,8 @@ class Watch:
             return
         if event in STARTS:
             words = arguments[1] if event == "subprocess.Popen" else arguments
-            if list(words)[:3] != ["git", "--no-optional-locks", "describe"] and event != "os.fork":
+            is_revision = [*words][:2] == ["git", "--no-optional-locks"] and words[2] in ("describe", "status")
+            if not is_revision and event != "os.fork":
                 self.found.append(f"started {words}")
         elif event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             self.look(arguments[0])

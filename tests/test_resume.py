@@ -570,7 +570,7 @@ def test_the_average_of_a_checkpoint_can_be_started_from(started, tmp_path):
     argv = ["--test-only", "--weights", out / "best_ema.pth"]
     raw = started.go_on(tmp_path, tmp_path / "a", *argv).check().output
     assert (
-        f"--weights {out / 'best_ema.pth'}: the raw weights of shufflenet_v2_x0_5, not their average, which --ema takes"
+        f"--weights {out / 'best_ema.pth'}: the raw weights of timm/test_resnet, not their average, which --ema takes"
         in raw
     )
     average = started.go_on(tmp_path, tmp_path / "a", *argv, "--ema").check().output
