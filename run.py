@@ -293,6 +293,12 @@ class Run(BareRun):
         """Where the run is: what a save is of."""
         return self.state.step, self.state.is_evaluated
 
+    @property
+    def here(self) -> dict[str, int]:
+        """Where a record is of."""
+        images = self.state.step * self.args.global_batch_size
+        return {"step": self.state.step, "epoch": self.state.epoch, "images": images}
+
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left to train or to evaluate; then say how the run ended. Collective."""
         for epoch in range(self.state.epoch, self.args.epochs):
@@ -352,7 +358,7 @@ class Run(BareRun):
         self.line_pace.step(metric_logger.wait_s)
         self.window_pace.step(metric_logger.wait_s)
         if self.is_record_due:
-            self.due.append({"step": self.state.step, "epoch": self.state.epoch, **self.gauges.read(grad_norm)})
+            self.due.append({**self.here, **self.gauges.read(grad_norm)})
         if metric_logger.is_line_due:
             self.log(metric_logger)
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
@@ -396,8 +402,7 @@ class Run(BareRun):
     def take_results(self, results: dict[str, dict[str, Any]]) -> None:
         """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
         for kind, result in results.items():
-            images = self.state.step * self.args.global_batch_size
-            self.monitor.write(kind, self.state.step, self.state.epoch, **result, images=images)
+            self.monitor.write(kind, **self.here, **result)
         self.state.note_results(results, self.args.best_metric)
         self.save(is_last=self.state.is_finished(self.args.epochs))
 

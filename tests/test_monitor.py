@@ -1,4 +1,4 @@
-"""monitoring/: one record for every window of steps, and all that is made of the records, read back by its own readers."""
+"""Records of equal windows of steps, and all that is made of them, read back by its own readers."""
 
 import json
 import struct
@@ -20,7 +20,7 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 
 import config
 from checkpointing.checkpoint import RunState
-from checkpointing.preemption import PreemptedError
+from errors import PreemptedError
 from monitoring import gauges
 from monitoring.events import LAYOUT, NOT_DRAWN
 from monitoring.monitor import MACHINE_FIELDS, Monitor, read_records
@@ -151,14 +151,9 @@ def provider_of(*folders):
 def test_hparams_are_the_options_that_differ_with_the_last_results(finished):
     provider, request = provider_of(finished.out), RequestContext()
     context = backend_context.Context(TBContext(data_provider=provider))
-    columns = [
-        api_pb2.ColParams(metric=api_pb2.MetricName(tag=tag), include_in_result=True)
-        for tag in ("val/acc1", "val/loss")
-    ]
     asked = api_pb2.ListSessionGroupsRequest(
-        start_index=0, slice_size=9, col_params=columns, include_metrics=True,
-        allowed_statuses=[api_pb2.STATUS_SUCCESS],
-    )  # fmt: skip
+        start_index=0, slice_size=9, include_metrics=True, allowed_statuses=[api_pb2.STATUS_SUCCESS]
+    )
     (group,) = list_session_groups.Handler(request, context, "", asked).run().session_groups
     values = {
         name: value.number_value or value.string_value or value.bool_value for name, value in group.hparams.items()
@@ -289,7 +284,7 @@ class Run:
     def log(self, values): note("log", values)
     def finish(self, exit_code): note("finish", exit_code)
 def init(id, resume, config, name, dir):
-    note("init", [id, resume, name, config["lr"]])
+    note("init", [id, resume, name, config["model"]])
     return Run(id)
 """
 )
@@ -300,7 +295,7 @@ def start_run(run_id, run_name):
     note("init", [run_id, run_name])
     return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "new"))
 def get_run(run_id): return SimpleNamespace(data=SimpleNamespace(metrics=last))
-def log_params(params): note("params", params["lr"])
+def log_params(params): note("params", params["model"])
 def log_metrics(values, step):
     assert any(name.endswith("/step") and value == step for name, value in values.items())
     note("log", values)
