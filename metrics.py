@@ -244,14 +244,18 @@ class Tally:
         """Add up what has come since the last call. Collective: every rank must call it.
 
         Returns:
-            The sum of losses of each batch of all processes, in their order.
+            (batches, width): the sums of each batch of all processes in their order, that of losses first.
         """
         rows = torch.cat([*self._local, self._read()])
         self._local = []
         rows = interleave(all_gather(rows), self.num_local_shards)
+        self.add(rows)
+        return rows
+
+    def add(self, rows: Tensor) -> None:
+        """Add batches that were gathered here or by another tally of the same metrics."""
         for row in rows:  # one after the other: torch's own sums are formed in another order
             self._sums += row
-        return rows[:, 0]
 
     def read(self) -> tuple[dict[str, Any], int]:
         """Return what has been gathered since the last call: values by their names, and the number of images."""
@@ -268,7 +272,7 @@ class Tally:
         if len(state["sums"]) == self._width:
             self._sums = torch.tensor(state["sums"], dtype=torch.float64)
         else:
-            print("the checkpoint's log line is of other metrics; the next one counts from here on")
+            print("the checkpoint's record is of other metrics; the next one counts from here on")
 
 
 def result_lines(values: dict[str, Any], n: int) -> list[str]:

@@ -101,11 +101,13 @@ def split_by_layer(model: nn.Module, groups: list[dict], decay: float, lr: float
     numbers = layer_numbers(name for name, _ in model.named_parameters())
     layers = {parameter: numbers[name] for name, parameter in model.named_parameters()}
     top = max(numbers.values())
+    width = len(str(top))
     split = []
     for group in groups:
         for layer in sorted({layers[parameter] for parameter in group["params"]}):
             params = [parameter for parameter in group["params"] if layers[parameter] == layer]
-            split.append({**group, "params": params, "lr": lr * decay ** (top - layer)})
+            rate = {"lr": lr * decay ** (top - layer), "name": f"layer{layer:0{width}}"}
+            split.append({**group, "params": params, **rate})
     return split
 
 
@@ -167,7 +169,7 @@ def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> t
 
 
 # What options and schedule set in a group; nothing of it comes back from a checkpoint.
-_SET_BY_OPTIONS = {"betas", "eps", "lr", "momentum", "weight_decay"}
+_SET_BY_OPTIONS = {"betas", "eps", "lr", "momentum", "name", "weight_decay"}
 
 
 # What torch's optimizers keep for each parameter: what is always there, and what may be.

@@ -524,6 +524,11 @@ OPTIONS = {
             help="steps between two log lines",
         ),
         Option(
+            "--log-to", metavar="NAMES", resume=FREE, recipe=NEVER,
+            help="services that the records are sent to besides metrics.jsonl and TensorBoard, separated by commas: "
+            "wandb, mlflow; their packages are optional",
+        ),
+        Option(
             "--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
             recipe=NEVER,
             help="minutes without a step after which the run counts as hung: every process prints where it waits, and "

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import socket
 import sys
 import time
@@ -33,6 +32,7 @@ from launch import read_launch
 from loading.encoded import settle_decode_device
 from loading.seen import SeenRecord
 from metrics import Accuracy, Metric, Tally
+from monitoring.gauges import Gauges, Pace
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
 from presets import describe_decoder
@@ -128,6 +128,8 @@ class BareRun:
         device: where it is.
     """
 
+    is_record_due = False  # whether the gradients' norm is wanted after the step that is under way
+
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.tally = Tally([Accuracy()])
         world_size = collectives.get_world_size()
@@ -207,22 +209,24 @@ class Run(BareRun):
         device = next(self.model.parameters()).device
         self.sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
         self.lr_scheduler = optim.build_lr_scheduler(args, parts["optimizer"])
-        self.tally = Tally(metrics, sampler.shards.num_local)
+        self.tally, self.window = Tally(metrics, sampler.shards.num_local), Tally(metrics)  # of a line, of a record
         scaler = parts.get("scaler")
         parts = {
-            **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.tally,
+            **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.window,
             "scaler": scaler if scaler and scaler.is_enabled() else None,
         }  # fmt: skip
         facts = run_facts(args, describe_decoder(args), *datasets)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
-        self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state)
+        self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state, args.log_to)
         self.pictures = Pictures(self.folder if collectives.is_main_process() else None, self.state, args, datasets[1])
+        self.gauges = Gauges(args, parts, device, len(datasets[1].classes))
+        self.due = []  # records of windows that have ended, without what is still to be read from the device
         self.status = StatusFile(self.folder if collectives.is_main_process() else None, self.state)
         self.finite = FiniteWatch(device)
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
         self.saved = self.position  # nothing to save yet
-        self.start_line(wait_s=0.0)
+        self.line_pace, self.window_pace = Pace(), Pace()
 
     # Begin and end
 
@@ -292,6 +296,12 @@ class Run(BareRun):
         """Where the run is: what a save is of."""
         return self.state.step, self.state.is_evaluated
 
+    @property
+    def here(self) -> dict[str, int]:
+        """Where a record is of."""
+        images = self.state.step * self.args.global_batch_size
+        return {"step": self.state.step, "epoch": self.state.epoch, "images": images}
+
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left to train or to evaluate; then say how the run ended. Collective."""
         for epoch in range(self.state.epoch, self.args.epochs):
@@ -300,7 +310,7 @@ class Run(BareRun):
             # Also where the epoch is only to be evaluated: the rate is part of what is saved.
             self.lr_scheduler.set_position(epoch, max(first_step - 1, 0), self.state.steps_per_epoch)
             self.sampler.set_epoch(epoch, first_step)
-            self.start_line(wait_s=0.0)
+            self.line_pace, _ = Pace(), self.window_pace.start()
             yield epoch
         self.finish()
 
@@ -333,6 +343,8 @@ class Run(BareRun):
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
         self.lr_scheduler.set_position(epoch, step, self.state.steps_per_epoch)
+        last = self.args.epochs * self.state.steps_per_epoch
+        self.is_record_due = (self.state.step + 1) % self.args.print_freq == 0 or self.state.step + 1 == last
 
     def shard(self, shard: int) -> AbstractContextManager:
         """Return what surrounds the passes of a shard of the step that is under way."""
@@ -346,8 +358,12 @@ class Run(BareRun):
         verdict = self.preemption.agree(is_save_due=self.manager.is_due(), bad_step=self.finite.first_bad())
         if verdict.bad_step is not None:
             raise NonFiniteError(non_finite_loss(verdict.bad_step))
+        self.line_pace.step(metric_logger.wait_s)
+        self.window_pace.step(metric_logger.wait_s)
+        if self.is_record_due:
+            self.due.append({**self.here, **self.gauges.read(grad_norm)})
         if metric_logger.is_line_due:
-            self.log(metric_logger, grad_norm)
+            self.log(metric_logger)
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if (is_due or verdict.is_save_due) and self.has_steps_left and not verdict.stop:
             self.save()
@@ -389,50 +405,40 @@ class Run(BareRun):
     def take_results(self, results: dict[str, dict[str, Any]]) -> None:
         """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
         for kind, result in results.items():
-            self.monitor.write(kind, self.state.step, self.state.epoch, **result)
+            self.monitor.write(kind, **self.here, **result)
         self.state.note_results(results, self.args.best_metric)
         self.pictures.draw()
         self.save(is_last=self.state.is_finished(self.args.epochs))
 
     # Log and save
 
-    def start_line(self, wait_s: float) -> None:
-        """Measure rates from now on; at the start of an epoch too, or its first line would include an evaluation."""
-        self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), self.state.step, wait_s
-
-    def log(self, metric_logger: Any, grad_norm: Tensor) -> None:
-        """Write what was measured of all images since the last line. Collective: every rank must call it."""
+    def log(self, metric_logger: Any) -> None:
+        """Show what was measured of all images since the last line. Collective: every rank must call it."""
         self.gather()
         values, n = self.tally.read()
-        elapsed_s = time.perf_counter() - self.line_s
-        images = (self.state.step - self.line_step) * self.args.global_batch_size
-        metric_logger.show({**values, "img/s": images / elapsed_s}, n)
-        self.monitor.write(
-            "train",
-            self.state.step,
-            self.state.epoch,
-            **values,
-            lr=metric_logger.lr.value,
-            grad_norm=float(grad_norm),
-            images_per_s=images / elapsed_s,
-            data_wait=(metric_logger.wait_s - self.line_wait_s) / elapsed_s,
-            memory_gib=peak_memory_gib(),
-            world_size=self.args.world_size,
-        )
-        if self.state.step - self.line_step > 1:  # the first step of an epoch waits for the loaders to start
-            self.say_who_waits((metric_logger.wait_s - self.line_wait_s) / elapsed_s)
-        self.start_line(metric_logger.wait_s)
+        steps, train_s, wait_s = self.line_pace.read()
+        metric_logger.show({**values, "img/s": steps * self.args.global_batch_size / train_s}, n)
+        if steps > 1:  # the first step of an epoch waits for the loaders to start
+            self.say_who_waits(wait_s / train_s)
 
     def gather(self) -> None:
-        """Add up what was measured since the last call. Collective: every rank must call it, after the same step.
+        """Add up what was measured since the last call, and write the records of the windows that have ended.
+
+        So a record costs no read of the device of its own. Collective: every rank must call it, after the same step.
 
         Raises:
             NonFiniteError: a loss is not finite; names the first step, the same one on every rank.
         """
-        losses = self.tally.synchronize_between_processes().view(-1, self.args.num_shards)
-        bad = (~losses.isfinite().all(dim=1)).nonzero()
-        if len(bad):
-            raise NonFiniteError(non_finite_loss(self.state.step - len(losses) + int(bad[0])))
+        rows = self.tally.synchronize_between_processes()
+        steps = rows.view(-1, self.args.num_shards, rows.size(1))
+        rates = self.gauges.rates(*self.window_pace.read()) if self.due else {}
+        for number, step in enumerate(steps, self.state.step - len(steps) + 1):
+            if not step[:, 0].isfinite().all():
+                raise NonFiniteError(non_finite_loss(number - 1))
+            self.window.add(step)
+            if self.due and self.due[0]["step"] == number:
+                values, _ = self.window.read()
+                self.monitor.write("train", **values, **self.due.pop(0), **rates)
 
     def say_who_waits(self, data_wait: float) -> None:
         """Name the process that waits for its data much longer than the others, and so makes them wait. Collective."""
@@ -564,11 +570,3 @@ def non_finite_loss(step: int) -> str:
         f"the loss of step {step} is not finite; stopped, and the last checkpoint is kept; "
         "try a lower --lr, a longer warm-up or --clip-grad-norm"
     )
-
-
-def peak_memory_gib() -> float:
-    """Return the most memory that this process has used: the GPU's where there is one, else its own."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -26,6 +26,7 @@ from launch import read_launch
 from loading.loader import check_memory
 from loading.seen import SeenRecord
 from metrics import Accuracy, Tally, build_criterion, build_metrics, numbers_of, result_lines
+from monitoring.mirrors import check_mirrors
 from monitoring.preview import preview
 from options import get_args_parser
 from presets import build_presets
@@ -73,7 +74,7 @@ def train_one_epoch(
         run.finish_gradients()
 
         scaler.unscale_(optimizer)
-        grad_norm = optim.clip_gradients(model.parameters(), args.clip_grad_norm, metric_logger.is_line_due)
+        grad_norm = optim.clip_gradients(model.parameters(), args.clip_grad_norm, run.is_record_due)
         scaler.step(optimizer)
         scaler.update()
 
@@ -176,6 +177,7 @@ def join(args):
     args = config.complete(args)
     optim.check_rates(args)
     check_memory(args)
+    check_mirrors(args)
     preemption = PreemptionGuard(is_installed=not args.test_only)
     args, notes = config.on_machine(args)
     args, more = data.take_published_options(args)

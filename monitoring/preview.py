@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import collectives
 import config
-import models
 import optim
 from errors import UserError
 from launch import read_launch
 from loading.forms import find_sources, open_source
 from loading.loader import check_memory
+from monitoring.gauges import build_without_memory
 from sampler import VirtualShards
 
 # What ImageNet-1k is, where no data is at hand.
@@ -67,15 +66,6 @@ def preview(args: Any) -> str:
         f"# learning rate at the start of epoch {', '.join(rates)}",
     ]
     return "\n".join(lines)
-
-
-def build_without_memory(args: Any, num_classes: int) -> nn.Module:
-    """Build the model on the meta device; the few that compute while they are built (RegNet), on the CPU."""
-    try:
-        with torch.device("meta"):
-            return models.build_model(args, num_classes)
-    except NotImplementedError:
-        return models.build_model(args, num_classes)
 
 
 def count_images(args: Any) -> tuple[int, int, str]:

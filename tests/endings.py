@@ -51,7 +51,7 @@ class Ending:
 
     def __init__(self, folder: Path, *, has_same_saves: bool = True) -> None:
         self.values = {}
-        names = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events."))
         if not has_same_saves:
             numbered = [name for name in names if NUMBERED.fullmatch(name)]
             self.values["wrong numbers"] = [name for name in numbered if _step_of(folder / name) != int(name[11:19])]
@@ -147,7 +147,7 @@ _READERS = {
     "status.json": _read_status,
     "run.json": _read_run,
     "recipe.toml": _read_recipe,
-    "tb": read_points,
+    ".": read_points,  # of the events in the folder itself
 }
 
 

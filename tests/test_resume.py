@@ -65,12 +65,14 @@ def test_a_folder_with_a_run_is_refused_without_a_word_about_it(started, tmp_pat
 def test_overwrite_removes_our_files_only_and_starts_over(started, tmp_path):
     out = started.copy(tmp_path / "out")
     (out / "notes.txt").write_text("mine")
+    (out / "tb").mkdir()  # where earlier versions put their curves
+    (out / "tb" / "events.out.tfevents.1.host.2").write_bytes(b"old")
     (out / "tb" / "notes.txt").write_text("mine too")
     started.go_on(tmp_path, out, "--overwrite", "--epochs", 1).check()
     assert (out / "notes.txt").read_text() == "mine"
-    assert (out / "tb" / "notes.txt").read_text() == "mine too"
+    assert [path.name for path in (out / "tb").iterdir()] == ["notes.txt"]
     assert not (out / "checkpoint-00000006.pth").exists()
-    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["step"] == 2
 
 
 def test_auto_starts_afresh_where_nothing_has_been_saved(started, tmp_path):
@@ -446,10 +448,21 @@ def test_curves_go_on_over_a_kill_without_overlap(started, tmp_path):
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 10))
     assert [r["step"] for r in records if r["kind"] == "val"] == [3, 6, 9]
-    events = EventAccumulator(str(out / "tb"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(out), size_guidance={"scalars": 0}).Reload()
     train_tags = {
         f"train/{name}"
-        for name in ["loss", "lr", "acc1", "acc5", "images_per_s", "data_wait", "grad_norm", "memory_gib"]
+        for name in [
+            "loss",
+            "lr",
+            "acc1",
+            "acc5",
+            "images_per_s",
+            "images_per_s_per_device",
+            "data_wait",
+            "grad_norm",
+            "weight_norm",
+            "memory_gib",
+        ]
     }
     assert set(events.Tags()["scalars"]) == train_tags | {"val/loss", "val/acc1", "val/acc5"}
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 10))
@@ -547,7 +560,7 @@ def test_a_run_does_nothing_through_what_lies_in_its_folder(started, tmp_path, n
     out, mine = started.copy(tmp_path / "out"), tmp_path / "outside" / "events.out.tfevents.1.mine"
     mine.parent.mkdir()
     mine.write_text("mine")
-    shutil.rmtree(out / name) if name == "tb" else (out / name).unlink()
+    (out / name).unlink(missing_ok=True)
     os.symlink(mine.parent if name == "tb" else mine, out / name) if kind == "link" else os.mkfifo(out / name)
     for argv in (["--resume", "auto"], ["--overwrite"]):
         refused(started.go_on(tmp_path, out, *argv), name if name == "tb" else str(out), f"is a {kind}")
