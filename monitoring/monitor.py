@@ -18,13 +18,14 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from checkpointing.checkpoint import RunState
 from errors import StorageError
 from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
+from monitoring.verdict import RECORDED
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
-MACHINE_FIELDS = {"time", "images_per_s", "data_wait", "memory_gib", "world_size"}
+MACHINE_FIELDS = {"time", "images_per_s", "data_wait", "memory_gib", "world_size", *RECORDED}
 
 # Fields that say where, when and of how much the others were measured; each of those that is a number has a curve.
-NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size"}
+NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", *RECORDED}
 
 
 class EventFile:
@@ -143,7 +144,7 @@ class Monitor:
 
     def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
         """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
-        kept = [r for r in self._records() if r["step"] < step + (r["kind"] == "train" or is_evaluated)]
+        kept = [r for r in self._records() if r["step"] < step + (r["kind"] in ("train", "verdict") or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
         return kept
