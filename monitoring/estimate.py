@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ from sampler import VirtualShards
 
 # Share of a device's memory that tensors can fill: the rest is the allocator's gaps, the libraries and their work.
 USABLE = 0.9
+
+# Steps that are traced in search of the largest batch, beside that of the one that was given.
+MOST_TRACES = 3
 
 # Bytes of a line of the log in metrics.jsonl and in TensorBoard's scalars together.
 LINE_BYTES = 700
@@ -109,7 +113,8 @@ def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) ->
         batch_size: images of a shard.
     """
     model = build_without_memory(args, num_classes).to("meta")
-    with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count:
+    with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # copies of a model look where its weights are
         model.to_empty(device=device)
         models.set_training_mode(model)
         average = models.build_ema(args, model)
@@ -196,13 +201,19 @@ def find_limit(device: torch.device) -> Limit:
 def find_largest(args: Any, num_classes: int, device: torch.device, limit: int) -> tuple[Needs, int]:
     """Return the needs of a shard of `--batch-size`, and the largest one that a limit of bytes holds; 0: none does.
 
-    It lies on a straight line through the needs of two sizes, of which the second is near it.
+    It lies on a straight line through the needs of two sizes, which come nearer to it until one is near enough: small
+    batches have their peak elsewhere in the step than large ones.
     """
-    here = trace(args, num_classes, device, args.batch_size)
-    guess = max(int(args.batch_size * min(limit / here.total, 1e4)), 2)
-    there = trace(args, num_classes, device, guess + (guess == args.batch_size))
-    slope = (there.total - here.total) / (there.batch_size - here.batch_size)
-    return here, max(int(here.batch_size + (limit - here.total) / max(slope, 1)), 0)
+    here = near = trace(args, num_classes, device, args.batch_size)
+    largest = max(int(here.batch_size * min(limit / here.total, 1e4)), 1)
+    for _ in range(MOST_TRACES):
+        if largest in (0, near.batch_size) or abs(near.total / limit - 1) < 0.02:
+            break
+        there = trace(args, num_classes, device, largest)
+        slope = max((there.total - near.total) / (there.batch_size - near.batch_size), 1)
+        largest = max(int(there.batch_size + (limit - there.total) / slope), 0)
+        near = there
+    return here, largest
 
 
 def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
@@ -235,8 +246,10 @@ def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
 
 def size(num_bytes: float) -> str:
     """Return bytes in the unit that suits them."""
-    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
-    return f"{num_bytes / unit:,.2f} {name}" if num_bytes < 100 * unit else f"{num_bytes / unit:,.0f} {name}"
+    names = ["KiB", "MiB", "GiB"]
+    power = next((power for power in (1, 2) if num_bytes < 1024 ** (power + 1)), 3)
+    number = num_bytes / 1024**power
+    return f"{number:,.{1 if number < 100 else 0}f} {names[power - 1]}"
 
 
 def split(needs: Needs) -> str:

@@ -69,14 +69,14 @@ def _describe(profiler: profile) -> str:
     events = profiler.events()
     steps = [event.time_range for event in events if _is_step(event) and event.device_type == DeviceType.CPU]
     begin, end = min(step.start for step in steps), max(step.end for step in steps)
-    own = [event for event in events if not _is_step(event) and not getattr(event, "is_user_annotation", False)]
+    own = [event for event in events if not _is_step(event) and not event.is_user_annotation]
     on_device = [event for event in own if event.device_type != DeviceType.CPU]
     busy = _covered(((event.time_range.start, event.time_range.end) for event in on_device or own), begin, end)
     idle = f"{1 - busy / (end - begin):.0%}"
     where = f"the device was idle {idle} of the time" if on_device else f"{idle} of the time was outside operators"
     lines = [f"{len(steps)} steps of {(end - begin) / len(steps) / 1000:.1f} ms; {where}; the longest operators:"]
     name = "self_device_time_total" if on_device else "self_cpu_time_total"
-    rows = [row for row in profiler.key_averages() if not row.key.startswith("ProfilerStep")]
+    rows = [row for row in profiler.key_averages() if not _is_step(row) and not row.is_user_annotation]
     rows.sort(key=lambda row: getattr(row, name), reverse=True)
     for row in rows[:NUM_PRINTED]:
         spent = getattr(row, name)
@@ -86,7 +86,7 @@ def _describe(profiler: profile) -> str:
 
 
 def _is_step(event: Any) -> bool:
-    return event.name.startswith("ProfilerStep")
+    return event.key.startswith("ProfilerStep")
 
 
 def _covered(ranges: Iterable[tuple[float, float]], begin: float, end: float) -> float:

@@ -99,14 +99,14 @@ class StepClock:
 
 
 class Shares(NamedTuple):
-    """Where the time of some steps went: shares that add up to 1, the process that others wait for, and why."""
+    """Where the time of some steps went: shares that add up to 1, which process is slowest, and which lacks data."""
 
     data: float
     compute: float
     communication: float
     slowest: float
     rank: int
-    slowest_by_data: float  # of `slowest`: the share in which that process waited for its data
+    data_rank: int | None  # the process with most of the wait for data, if it has nearly all of it
     step_s: float
 
     def limit(self) -> str | None:
@@ -121,9 +121,9 @@ class Shares(NamedTuple):
 def find_shares(steps: Tensor) -> Shares | None:
     """Return where the time of steps went; None where they are too few or too short to tell.
 
-    All processes wait for the last one of each step, which itself waits for the communication alone. What the others
-    wait beyond that is its lateness. Where one and the same process is late again and again, more than the mean of the
-    others is, that is the slowest one's share; lateness that goes round counts as what it is made of.
+    All processes wait for the last one of each step, which itself waits for its data and the communication alone. What
+    the others wait beyond that is its lateness. Where one and the same process computes longer again and again, more
+    than the mean of the others does, that is the slowest one's share; lateness that goes round counts as computing.
 
     Args:
         steps: of `StepClock.gather`.
@@ -133,24 +133,29 @@ def find_shares(steps: Tensor) -> Shares | None:
     step_s = float(total_s.mean())
     if num_steps < LEAST_STEPS or step_s * num_steps < LEAST_S:
         return None
-    last = wait.argmin(dim=0, keepdim=True)
-    communication, last_data = wait.gather(0, last), data.gather(0, last)
-    slowest, by_data, rank = 0.0, 0.0, 0
+    last = wait.argmin(dim=0)
+    data_s, wait_s = (values.gather(0, last[None])[0] for values in (data, wait))
+    slowest_s, rank, data_rank = 0.0, 0, None
     if world_size > 1:
-        is_other = torch.ones_like(wait, dtype=torch.bool).scatter_(0, last, False)
-        others_wait = wait.T[is_other.T].view(num_steps, -1).median(dim=1).values
-        others_data = data.T[is_other.T].view(num_steps, -1).median(dim=1).values
-        late = (others_wait - communication[0]).clamp(min=0)
-        late_by_data = torch.minimum((last_data[0] - others_data).clamp(min=0), late)
-        sums = torch.zeros(world_size, dtype=late.dtype).index_add_(0, last[0], late)
+        is_other = (torch.arange(world_size) != last[:, None]).T
+        others_data, others_wait = (
+            values.T[is_other.T].view(num_steps, -1).median(dim=1).values for values in (data, wait)
+        )
+        late = (others_wait - wait_s - (data_s - others_data).clamp(min=0)).clamp(min=0)
+        sums = _sum_by_rank(late, last, world_size)
         rank = int(sums.argmax())
-        slowest = float(sums[rank] - (sums.sum() - sums[rank]) / (world_size - 1))
-        by_data = slowest * float(late_by_data[last[0] == rank].sum() / sums[rank].clamp(min=1e-12))
+        slowest_s = float(sums[rank] - (sums.sum() - sums[rank]) / (world_size - 1))
+        sums = _sum_by_rank(data_s, last, world_size)
+        data_rank = int(sums.argmax()) if sums.max() > 0.8 * sums.sum() else None
     all_s = step_s * num_steps
-    parts = [float(last_data.sum()) - by_data, float(communication.sum()) if world_size > 1 else 0.0, slowest]
-    data_share, communication_share, slowest_share = (max(part, 0.0) / all_s for part in parts)
-    compute = max(1 - data_share - communication_share - slowest_share, 0.0)
-    return Shares(data_share, compute, communication_share, slowest_share, rank, by_data / all_s, step_s)
+    communication_s = float(wait_s.sum()) if world_size > 1 else 0.0
+    data_share, communication, slowest = float(data_s.sum()) / all_s, communication_s / all_s, slowest_s / all_s
+    compute = max(1 - data_share - communication - slowest, 0.0)
+    return Shares(data_share, compute, communication, slowest, rank, data_rank, step_s)
+
+
+def _sum_by_rank(seconds: Tensor, ranks: Tensor, world_size: int) -> Tensor:
+    return torch.zeros(world_size, dtype=seconds.dtype).index_add_(0, ranks, seconds)
 
 
 def as_record(shares: Shares | None) -> dict[str, float | int | None]:
@@ -167,9 +172,12 @@ def describe_limit(shares: Shares, args: Any) -> str:
         args: the resolved options.
     """
     names = ["data", "compute"] + (["communication", "slowest"] if args.world_size > 1 else [])
-    labels = {"data": "waiting for data", "slowest": f"waiting for rank {shares.rank}"}
-    parts = ", ".join(f"{labels.get(name, name)} {getattr(shares, name):.0%}" for name in names)
     limit = shares.limit()
+    where = (
+        f" (nearly all of it on rank {shares.data_rank})" if limit == "data" and shares.data_rank is not None else ""
+    )
+    labels = {"data": f"waiting for data{where}", "slowest": f"waiting for rank {shares.rank}"}
+    parts = ", ".join(f"{labels.get(name, name)} {getattr(shares, name):.0%}" for name in names)
     rate = args.global_batch_size / shares.step_s
     if limit is None:
         return f"balanced, nothing stands out: {parts}; {rate:,.4g} images/s"
@@ -215,8 +223,8 @@ def _advise_on_communication(shares: Shares, args: Any) -> tuple[str, float]:
 
 
 def _advise_on_slowest(shares: Shares, args: Any) -> tuple[str, float]:
-    why = "its disk, cores and loaders" if shares.slowest_by_data > shares.slowest / 2 else "its device and other jobs"
-    return f"look at the machine of rank {shares.rank}, {why}", 1 / (1 - min(shares.slowest, 0.999))
+    where = f"look at the machine of rank {shares.rank}, its device and other jobs"
+    return where, 1 / (1 - min(shares.slowest, 0.999))
 
 
 _ADVICE = {
