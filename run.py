@@ -32,9 +32,12 @@ from launch import read_launch
 from loading.encoded import settle_decode_device
 from loading.seen import SeenRecord
 from metrics import Accuracy, Metric, Tally
+from monitoring import estimate
 from monitoring.gauges import Gauges, Pace
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
+from monitoring.profile import StepProfile
+from monitoring.verdict import StepClock, as_record, describe_limit, find_shares
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
 
@@ -224,6 +227,10 @@ class Run(BareRun):
         self.due = []  # records of windows that have ended, without what is still to be read from the device
         self.status = StatusFile(self.folder if collectives.is_main_process() else None, self.state)
         self.finite = FiniteWatch(device)
+        self.device, self.num_classes = device, len(datasets[1].classes)
+        self.clock = StepClock(self.model, device, args.world_size)
+        num_profiled = args.profile if collectives.is_main_process() else None
+        self.profile = StepProfile(num_profiled, self.folder, is_cuda=device.type == "cuda")
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
         self.saved = self.position  # nothing to save yet
         self.line_pace, self.window_pace = Pace(), Pace()
@@ -243,6 +250,7 @@ class Run(BareRun):
             self.pictures.open()  # before the monitor, which shows them
             collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
+            stack.enter_context(self.profile)
             self.watchdog.start()
             stack.callback(self.watchdog.end)
             self._contexts = stack.pop_all()
@@ -252,6 +260,8 @@ class Run(BareRun):
         cause = error
         if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
             error = LoaderKilledError(str(error))
+        elif estimate.is_out_of_memory(error):
+            error = estimate.explain_out_of_memory(self.args, self.num_classes, self.device)
         if isinstance(error, PreemptedError):
             self.status.write("preempted", str(error))
         elif error is not None:
@@ -311,6 +321,7 @@ class Run(BareRun):
             self.lr_scheduler.set_position(epoch, max(first_step - 1, 0), self.state.steps_per_epoch)
             self.sampler.set_epoch(epoch, first_step)
             self.line_pace, _ = Pace(), self.window_pace.start()
+            self.clock.start_epoch()
             yield epoch
         self.finish()
 
@@ -342,6 +353,7 @@ class Run(BareRun):
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
+        self.clock.begin()
         self.lr_scheduler.set_position(epoch, step, self.state.steps_per_epoch)
         last = self.args.epochs * self.state.steps_per_epoch
         self.is_record_due = (self.state.step + 1) % self.args.print_freq == 0 or self.state.step + 1 == last
@@ -350,12 +362,19 @@ class Run(BareRun):
         """Return what surrounds the passes of a shard of the step that is under way."""
         return self.sharded_step.shard(self.state.step, shard)
 
+    def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
+        """Take what the model made of a shard, whose passes are over: see `BareRun`."""
+        self.clock.end_backward()
+        super().measure(loss, output, target, index)
+
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
         self.finite.note(self.state.step, [loss for (loss,) in self.tally.loss.unread[-len(self.local_shards) :]])
         self.state.advance()
         self.watchdog.beat()
+        start_s = time.perf_counter()
         verdict = self.preemption.agree(is_save_due=self.manager.is_due(), bad_step=self.finite.first_bad())
+        self.clock.agreed(start_s)
         if verdict.bad_step is not None:
             raise NonFiniteError(non_finite_loss(verdict.bad_step))
         self.line_pace.step(metric_logger.wait_s)
@@ -364,6 +383,8 @@ class Run(BareRun):
             self.due.append({**self.here, **self.gauges.read(grad_norm)})
         if metric_logger.is_line_due:
             self.log(metric_logger)
+        self.clock.end(metric_logger.wait_s, is_read=metric_logger.is_line_due)
+        self.profile.step()
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if (is_due or verdict.is_save_due) and self.has_steps_left and not verdict.stop:
             self.save()
@@ -393,9 +414,17 @@ class Run(BareRun):
     # What surrounds an evaluation
 
     def end_epoch(self) -> None:
-        """Save an epoch that has been trained, and say which images have changed. Collective."""
+        """Save an epoch that has been trained; say what limited it and which images have changed. Collective."""
+        self.give_verdict()
         self.save()
         self.seen.keep()
+
+    def give_verdict(self) -> None:
+        """Say and record what limited the steps of the epoch, if they tell. Collective: every rank must call it."""
+        shares = find_shares(self.clock.gather())
+        if shares is not None:
+            print(f"Epoch: [{self.state.epoch}] {describe_limit(shares, self.args)}")
+        self.monitor.write("verdict", self.state.step, self.state.epoch, **as_record(shares))
 
     def watched(self, loaders: dict[str, Any]) -> dict[str, WatchedLoader]:
         """Return loaders whose batches all ranks stop at together when a signal asks for it."""

@@ -249,7 +249,7 @@ def cli():
             take_signals().release()
             if args.dry_run:
                 build_presets(args)  # finds out whether the augmentation exists
-            text = config.list_recipes() if args.list_recipes else preview(args)
+            text = config.list_recipes() if args.list_recipes else preview(args, is_estimated=True)
             print(text)  # looked up here: after a preview only the first of several processes prints
         else:
             main(args)

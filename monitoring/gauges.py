@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 import collectives
-import models
+from monitoring.estimate import build_without_memory
 
 aten = torch.ops.aten
 
@@ -41,15 +41,6 @@ def peak_tflops(args: Any, device: torch.device) -> float | None:
     known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device), {})
     number_format = (args.amp_dtype or "float16") if args.amp else "float32" if args.tf32 is False else "tf32"
     return known.get(number_format)
-
-
-def build_without_memory(args: Any, num_classes: int) -> nn.Module:
-    """Build the model on the meta device; the few that compute while they are built (RegNet), on the CPU."""
-    try:
-        with torch.device("meta"):
-            return models.build_model(args, num_classes)
-    except NotImplementedError:
-        return models.build_model(args, num_classes)
 
 
 def count_flops(args: Any, num_classes: int) -> int:

@@ -16,11 +16,13 @@ from errors import PreemptedError, StorageError
 from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
 from monitoring.events import EventFile
 from monitoring.mirrors import Mirrors
+from monitoring.verdict import RECORDED
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
 MACHINE_FIELDS = {
     "time", "hours", "images_per_s", "images_per_s_per_device", "data_wait", "memory_gib", "mfu", "world_size",
+    *RECORDED,
 }  # fmt: skip
 
 
@@ -87,7 +89,7 @@ class Monitor:
 
     def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
         """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
-        kept = [r for r in self._records() if r["step"] < step + (r["kind"] == "train" or is_evaluated)]
+        kept = [r for r in self._records() if r["step"] < step + (r["kind"] in ("train", "verdict") or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
         return kept

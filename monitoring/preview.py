@@ -14,17 +14,21 @@ from errors import UserError
 from launch import read_launch
 from loading.forms import find_sources, open_source
 from loading.loader import check_memory
-from monitoring.gauges import build_without_memory
+from monitoring import estimate
 from sampler import VirtualShards
 
 # What ImageNet-1k is, where no data is at hand.
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
 
 
-def preview(args: Any) -> str:
+def preview(args: Any, *, is_estimated: bool = False) -> str:
     """Return what `--dry-run` prints. Reads no image, touches no output folder and needs no particular device.
 
     Of several processes that a launcher started, only the first can print from then on.
+
+    Args:
+        args: the options.
+        is_estimated: also say what memory, work, time and disk it will need, which takes seconds.
 
     Raises:
         UserError: the options cannot be used together.
@@ -43,7 +47,7 @@ def preview(args: Any) -> str:
     num_images, num_classes, about = count_images(args)
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
-    model = build_without_memory(args, num_classes)
+    model = estimate.build_without_memory(args, num_classes)
     groups = optim.build_parameter_groups(args, model)
     optimizer = optim.build_optimizer(args, groups)
     scheduler = optim.build_lr_scheduler(args, optimizer)
@@ -65,6 +69,8 @@ def preview(args: Any) -> str:
         *reference_lines(args),
         f"# learning rate at the start of epoch {', '.join(rates)}",
     ]
+    if is_estimated:
+        lines += [f"# {line}" for line in estimate.describe(args, num_classes, steps_per_epoch)]
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ import models
 import optim
 import presets
 from errors import UserError
-from monitoring import gauges, preview
+from monitoring import estimate, preview
 from tests.images import pack_shards
 from tests.ranks import run_ranks, train_rank
 from transforms import RandomMix
@@ -106,7 +106,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command):
         assert value is True if text is True else value == type(value)(text), name
 
     args.distributed, args.global_batch_size = False, 8 * args.batch_size
-    model = gauges.build_without_memory(args, 1000)
+    model = estimate.build_without_memory(args, 1000)
     with torch.device("meta" if "regnet" not in said["model"] else "cpu"):
         reference = torchvision.models.get_model(said["model"], weights=None)
     assert [(n, p.shape) for n, p in model.named_parameters()] == [
