@@ -153,12 +153,13 @@ OPTIONS = {
             help="options to start from: a name in recipes/, or a TOML file",
         ),
         Option(
-            "--list-recipes", is_action=True, resume=FREE,
-            help="print the recipes with their expected accuracy and source, and exit",
+            "--list-recipes", metavar="WORD", nargs="?", const="", resume=FREE, recipe=NEVER,
+            help="print the recipes, or those whose text holds this word, or one whole recipe by its name, and exit",
         ),
         Option(
             "--dry-run", is_action=True, resume=FREE,
-            help="print the resolved options, the batch arithmetic and the learning rates, and exit",
+            help="print what the run would do (data, model, batches, steps, learning rates) and its whole recipe, and "
+            "exit",
         ),
     ],
     "data": [
@@ -558,6 +559,22 @@ OPTIONS = {
 GROUPS = [group for group in OPTIONS if group != "options"]
 BY_NAME = {option.dest: option for options in OPTIONS.values() for option in options}
 
+# Options of other scripts, and of torchvision's earlier ones, and the one to use here.
+OTHER_NAMES = {
+    "--pretrained": "write --weights DEFAULT",
+    "--gpu": "write --device cuda:N",
+    "--gpus": "start a process for each: torchrun --nproc_per_node=N train.py ...",
+    "--arch": "write --model NAME",
+    "-a": "write --model NAME",
+    "--evaluate": "write --test-only",
+    "-e": "write --test-only",
+    "--fp16": "write --amp",
+    "--cosine": "write --lr-scheduler cosineannealinglr",
+    "--nproc_per_node": "it is torchrun's, and goes before train.py",
+    "--nproc-per-node": "it is torchrun's, and goes before train.py",
+    "--multiprocessing-distributed": "start a process for each GPU: torchrun --nproc_per_node=N train.py ...",
+}
+
 # Options of earlier versions; the records of checkpoints may hold them.
 REMOVED = {"worker-type"}
 
@@ -596,6 +613,13 @@ def parse_allowed(text: str | None) -> set[str]:
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the word that was probably meant."""
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of the choices, and name the nearest."""
+        if action.choices is not None and value not in action.choices:
+            known = f" (choose from {', '.join(action.choices)})"
+            message = f"invalid choice: {value!r}{did_you_mean(value, action.choices)}{known}"
+            raise argparse.ArgumentError(action, message)
+
     def error(self, message: str) -> None:
         """Raise the error instead of printing two pages of usage first, on every rank."""
         raise UserError(f"{message} (--help lists the options)")
@@ -608,6 +632,9 @@ class OneLineParser(argparse.ArgumentParser):
         word = unknown[0].split("=")[0]
         if word.removeprefix("--") in REMOVED:
             raise UserError(f"{word} was removed; leave it out")
+        if word in OTHER_NAMES or not word.startswith("-"):
+            meant = OTHER_NAMES.get(word, "options begin with --; a folder of images is given by --data-path DIR")
+            raise UserError(f"unrecognized argument {unknown[0]}; {meant} (--help lists the options)")
         known = [option for action in self._actions for option in action.option_strings]
         longer = [option for option in known if option.startswith(word)] if word.startswith("--") else []
         hint = f"; write {longer[0]} in full" if longer else did_you_mean(word, known)

@@ -55,18 +55,17 @@ def preview(args: Any) -> str:
     epochs = {*(args.epochs * part // 12 for part in range(12)), min(args.lr_warmup_epochs, last), last}
     rates = [f"{epoch}: {learning_rate(optimizer, scheduler, epoch, steps_per_epoch):.3g}" for epoch in sorted(epochs)]
     lines = [
-        config.write_recipe(args),
         f"# {about}",
         f"# {args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {len(groups)} groups",
         f"# global batch {args.global_batch_size} = {args.num_shards} shards x {args.batch_size} images; "
-        f"{world_size} processes compute {shards.num_local} each",
+        f"{world_size} {'process computes' if world_size == 1 else 'processes compute'} {shards.num_local} each",
         f"# {steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
         f"{num_images % args.global_batch_size} images left out of each epoch, others each time",
         *([f"# --sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
         *reference_lines(args),
         f"# learning rate at the start of epoch {', '.join(rates)}",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", config.write_recipe(args)])
 
 
 def build_without_memory(args: Any, num_classes: int) -> nn.Module:
