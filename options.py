@@ -653,13 +653,11 @@ class OneLineParser(argparse.ArgumentParser):
 EPILOG = """\
 most used: --recipe, --data-path, --model, --epochs, --batch-size, --lr, --amp,
   --output-dir, --resume auto, --test-only, --dry-run
-
-a recipe on eight GPUs, from the newest checkpoint if there is one; options that
-are given win over the recipe's:
+  # a recipe on eight GPUs, from the newest checkpoint on; options beside it win
   torchrun --nproc_per_node=8 train.py --recipe resnet50-v1 --data-path DIR --resume auto
-one GPU or none, and no data:
+  # one GPU or none, and no data
   python train.py --model resnet18 --synthetic 640 --epochs 1
-the accuracy of a finished run:
+  # the accuracy of a finished run
   python train.py --data-path DIR --test-only --resume runs/resnet50/best.pth"""
 
 

@@ -184,6 +184,18 @@ def test_help_shows_nine_groups():
     ]  # fmt: skip
 
 
+def test_the_examples_of_help_parse_and_each_line_stands_alone():
+    lines = options.EPILOG.splitlines()
+    examples = [shlex.split(line.partition("train.py ")[2]) for line in lines if "train.py " in line]
+    assert len(examples) == 3
+    for example in examples:
+        config.parse_args(example)
+    named = {word for line in lines[:2] for word in re.findall(r"--[a-z-]+", line)}
+    assert named <= {f"--{key}" for option in options.BY_NAME.values() for key in option.keys}
+    assert all(option.help.split()[0] not in ("of", "its") for option in options.BY_NAME.values())
+    assert "shard" not in options.get_args_parser().format_help()
+
+
 @pytest.mark.parametrize(
     ("given", "full"),
     [("--batch=8", "--batch-size"), ("--weight-dec", "--weight-decay"), ("--train-crop", "--train-crop-size")],
