@@ -23,6 +23,18 @@ AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
 
 
+def check_name(name: str) -> None:
+    """Refuse a model that torchvision does not have; timm's are looked up when they are built.
+
+    Raises:
+        UserError: torchvision has no such classifier.
+    """
+    known = torchvision.models.list_models(module=torchvision.models)
+    if name not in known and not name.startswith("timm/"):
+        hint = did_you_mean(name, known) or f" (there are {', '.join(known)})"
+        raise UserError(f"--model {name} is no classification model of torchvision{hint}; timm's are written timm/NAME")
+
+
 def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Build `args.model` on the CPU, its first weights drawn from `args.seed` and then, if given, replaced.
 
@@ -37,6 +49,7 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
     """
     # The same first weights on every rank and at every start, whatever was drawn before.
     torch.manual_seed(args.seed)
+    check_name(args.model)
     build = partial(_build_timm if args.model.startswith("timm/") else _build_torchvision, args)
     model = build(num_classes)
     if weights is not None:

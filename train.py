@@ -1,10 +1,13 @@
 """Train and evaluate an image classification model: torchvision's reference script, exact and hard to kill."""
 
 if __name__ == "__main__":
-    # Ahead of all other imports, which take seconds, in which a signal would kill the script.
+    # Ahead of all other imports, which take seconds: a signal would kill the script, and a mistake would wait.
     from checkpointing import startup
 
     startup.begin_script()
+    from config import read_command_line
+
+    ARGS = read_command_line()
 
 from functools import partial
 
@@ -175,6 +178,7 @@ def join(args):
         UserError: the device, the processes, the weights or the data are not there.
     """
     args = config.complete(args)
+    models.check_name(args.model)
     optim.check_rates(args)
     check_memory(args)
     check_mirrors(args)
@@ -241,26 +245,24 @@ def main(args):
                 run.take_results(evaluate_all(args, *scored))
 
 
-def cli():
+def cli(args=None):
     """Run the script: what a user can mend ends in one line and an exit code, what is our fault in a traceback."""
+    args = args or config.read_command_line()
     try:
-        args = config.parse_args()
-        if args.list_recipes or args.dry_run:
+        if args.dry_run:
             take_signals().release()
-            if args.dry_run:
-                build_presets(args)  # finds out whether the augmentation exists
-            text = config.list_recipes() if args.list_recipes else preview(args, is_estimated=True)
+            build_presets(args)  # finds out whether the augmentation exists
+            text = preview(args, is_estimated=True)
             print(text)  # looked up here: after a preview only the first of several processes prints
         else:
             main(args)
     except PreemptedError as stop:
         print(f"{stop}; --resume auto goes on")
     except BaseException as error:
-        launch = read_launch()
-        end_by(error, launch.rank, launch.local_rank)
+        end_by(error, read_launch())
     collectives.shut_down()
     end_process(0)
 
 
 if __name__ == "__main__":
-    cli()
+    cli(ARGS)

@@ -17,7 +17,7 @@ from options import BY_NAME, FREE, SILENT, parse_allowed
 _ALLOWED = "changed as --allow-change says: "
 
 # Set by the script, not by the user.
-_DERIVED = {"distributed", "given", "gpu", "mean", "num_shards", "rank", "reference_global_batch", "std"}
+_DERIVED = {"distributed", "given", "gpu", "mean", "num_shards", "rank", "reference_global_batch", "std", "typed"}
 
 
 def describe_data(train: Any, val: Any) -> dict:

@@ -58,11 +58,10 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     epochs = {*(args.epochs * part // 12 for part in range(12)), min(args.lr_warmup_epochs, last), last}
     rates = [f"{epoch}: {learning_rate(optimizer, scheduler, epoch, steps_per_epoch):.3g}" for epoch in sorted(epochs)]
     lines = [
-        config.write_recipe(args),
         f"# {about}",
         f"# {args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {len(groups)} groups",
         f"# global batch {args.global_batch_size} = {args.num_shards} shards x {args.batch_size} images; "
-        f"{world_size} processes compute {shards.num_local} each",
+        f"{world_size} {'process computes' if world_size == 1 else 'processes compute'} {shards.num_local} each",
         f"# {steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
         f"{num_images % args.global_batch_size} images left out of each epoch, others each time",
         *([f"# --sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
@@ -71,7 +70,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     ]
     if is_estimated:
         lines += [f"# {line}" for line in estimate.describe(args, num_classes, steps_per_epoch)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", config.write_recipe(args)])
 
 
 def count_images(args: Any) -> tuple[int, int, str]:

@@ -1,6 +1,7 @@
 """Bad input is one clear line and exit code 2, before any training and printed once, under torchrun too."""
 
 import json
+import re
 import time
 
 import pytest
@@ -168,5 +169,19 @@ def test_under_torchrun_the_line_appears_exactly_once_each_time(folders, tmp_pat
         assert output.count("train.py: error") == 1, (case, output)
         assert "exitcode  : 2" in output
         assert all(word in output for word in words), (case, output)
+        # torchrun's own report ends with the reason, and a border.
+        last = output.rstrip().splitlines()[-2]
+        assert "traceback : " in last, output
+        assert all(word in last for word in words), output
         # Nobody waits for ranks that have nothing to say: they would print too, after ten seconds.
         assert time.monotonic() - start < 60
+
+
+@pytest.mark.dist
+def test_a_command_that_torchrun_starts_again_is_refused_each_time_and_at_once(folders, torchrun, monkeypatch):
+    monkeypatch.setenv("PET_MAX_RESTARTS", "2")
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    done = torchrun(2, "--data-path", str(folders / "only_train"))
+    assert done.stderr.count("train.py: error: --data-path") == 3, done.stderr
+    assert len(re.findall(r"\|\s+torch$", done.stderr, flags=re.M)) == 1  # torchrun's own import
+    assert len(re.findall(r"\|\s+config$", done.stderr, flags=re.M)) >= 3
