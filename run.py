@@ -236,7 +236,7 @@ class Run(BareRun):
         collectives.call_on_master(self.write_description, start)
         with ExitStack() as stack:
             stack.enter_context(self.seen)
-            collectives.call_on_master(self.pictures.open)
+            self.pictures.open()  # before the monitor, which shows them
             collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
             self.watchdog.start()

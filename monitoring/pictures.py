@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
-from checkpointing.checkpoint import RunState
+from checkpointing.checkpoint import BEST_NAMES, RunState
 from checkpointing.finder import PICTURES, CheckpointFinder
 from collectives import all_gather
 from files import write_atomically
@@ -71,7 +72,7 @@ def find_confused(found: Predictions, num_classes: int, most: int = NUM_CLASSES)
 
 
 def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> numpy.ndarray:
-    """Return how often images of each chosen class (rows) were taken for each of them and, in the last column, others."""
+    """Return how often images of each chosen class, a row, were taken for each of them and, at last, for all others."""
     places = numpy.full(num_classes, len(chosen))
     places[chosen] = range(len(chosen))
     rows, columns = places[found.target], places[found.predicted]
@@ -176,11 +177,12 @@ def draw_confusion(title: str, found: Predictions, names: list[str]) -> Image.Im
     chosen = find_confused(found, len(names))
     counts = count_confusion(found, chosen, len(names))
     heads = [str(number + 1) for number in range(len(chosen))] + ["other"] * (len(chosen) < len(names))
-    left, top = 160, HEAD_PX + LINE_PX
+    rows = [_fit(f"{row + 1}  {names[label]}", 200) for row, label in enumerate(chosen)]
+    left, top = 2 * GAP_PX + round(max(map(_font().getlength, rows))), HEAD_PX + LINE_PX
     sheet = Sheet(left + MATRIX_PX * len(heads) + GAP_PX, LINE_PX + MATRIX_PX * len(chosen) + GAP_PX, title)
-    for row, label in enumerate(chosen):
+    for row, text in enumerate(rows):
         y = top + MATRIX_PX * row
-        sheet.text(GAP_PX, y + MATRIX_PX // 2, f"{row + 1}  {names[label]}", left - 2 * GAP_PX, "lm")
+        sheet.text(GAP_PX, y + MATRIX_PX // 2, text, anchor="lm")
         for column in range(len(heads)):
             share = counts[row, column] / max(counts[row].sum(), 1)
             colour = BLUE if column == row else RED
@@ -201,7 +203,7 @@ def draw_classes(title: str, found: Predictions, names: list[str]) -> Image.Imag
     """Draw each class's accuracy as a bar, the worst first, and name the worst and the best."""
     classes, shares = rank_classes(found, len(names))
     (width, height), left = PLOT_PX, 44
-    listed = min(NUM_NAMED, len(classes))
+    listed = min(NUM_NAMED, (len(classes) + 1) // 2)
     top = HEAD_PX + GAP_PX
     sheet = Sheet(left + width + GAP_PX, height + 3 * GAP_PX + LINE_PX * (listed + 1), title)
     sheet.axes(left, top, width, height)
@@ -285,10 +287,9 @@ class FirstBatch:
 
     def __iter__(self) -> Iterator:
         batches = iter(self.loader)
-        for image, target in batches:
+        for image, target in islice(batches, 1):
             self.take(image, target)
             yield image, target
-            break
         yield from batches
 
 
@@ -296,7 +297,7 @@ class Pictures:
     """Draws pictures of a run into its folder, each a function of the run; none where the images are made up.
 
     A picture that fails is said once and ends no run. Those of an evaluation are kept after epochs 1, 2, 4, 8 and so
-    on, of the best ones and of the newest: no more than a dozen or so of each kind, however long the run is.
+    on, of the best and of the newest one: a dozen of each kind, about 5 MB in all, in 600 epochs.
 
     Args:
         folder: the output folder; None for a process that draws nothing.
@@ -314,16 +315,15 @@ class Pictures:
         self._batches, self._failed = [], set()
 
     def open(self) -> None:
-        """Remove pictures that an earlier process drew beyond the state that the run goes on from. Rank 0 only."""
-        if self.run.is_resumed:
+        """Remove pictures that an earlier process drew beyond the state that the run goes on from."""
+        if self.folder is not None and self.run.is_resumed:
             self._attempt("old pictures", self._keep, lambda step: step < self.run.step + self.run.is_evaluated)
 
     def watched(self, data_loader: Any) -> Any:
         """Return a loader of training batches; the first one of a new run is drawn by rank 0."""
         is_new, self._is_new = self._is_new, False
-        return (
-            FirstBatch(data_loader, partial(self._attempt, "first-batch", self._draw_batch)) if is_new else data_loader
-        )
+        take = partial(self._attempt, "first-batch", self._draw_batch)
+        return FirstBatch(data_loader, take) if is_new else data_loader
 
     def observe(self, kind: str, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor) -> None:
         """Take a batch of an evaluation of that name; arguments as `metrics.Metric.update`. Reads nothing."""
@@ -347,7 +347,8 @@ class Pictures:
             "calibration": lambda: draw_calibration(f"{head}: calibration", found),
         }.items():
             self._attempt(tag, self._write, tag, picture)
-        kept = {self.run.step, *(best["step"] for best in self.run.bests.values() if best is not None)}
+        best = self.run.bests[BEST_NAMES[self.kind]] or {}
+        kept = {self.run.step, best.get("step")}
         self._attempt(
             "old pictures", self._keep, lambda step: step in kept or (step // self.run.steps_per_epoch).bit_count() == 1
         )
@@ -362,8 +363,8 @@ class Pictures:
 
     def _draw_mistakes(self, title: str, found: Predictions) -> Image.Image | None:
         rows, names = find_mistakes(found), self.val.classes
-        images = [decode_plainly(self.val.index.read(number)) for number in found.index[rows].tolist()]
-        images = [ImageOps.fit(image, (SMALLEST_PX, SMALLEST_PX)) for image in images]
+        payloads = map(self.val.index.read, found.index[rows].tolist())
+        images = [ImageOps.fit(decode_plainly(payload), (SMALLEST_PX, SMALLEST_PX)) for payload in payloads]
         captions = [
             [f"{found.confidence[row]:.1%} {names[found.predicted[row]]}", f"is {names[found.target[row]]}"]
             for row in rows
@@ -403,4 +404,4 @@ def list(folder: Path) -> list[tuple[str, int, Path]]:
     """Return the pictures of a run: (tag, step, path) each, in the order of their tags and steps."""
     paths = CheckpointFinder(folder).own_files(PICTURES)
     named = [(PICTURES.fullmatch(path.name), path) for path in paths]
-    return sorted((match["tag"], int(match["step"]), path) for match, path in named)
+    return sorted((match["tag"], int(match["step"]), path) for match, path in named if path.is_file())
