@@ -336,7 +336,7 @@ class Pictures:
         """Draw the evaluation that `observe` was told of, once its results are noted. Collective."""
         if not self.is_active:
             return
-        found = self._gather()
+        found = self.gather()
         if self.folder is None:
             return
         names, head = self.val.classes, f"{self.kind} after step {self.run.step}"
@@ -353,7 +353,7 @@ class Pictures:
             "old pictures", self._keep, lambda step: step in kept or (step // self.run.steps_per_epoch).bit_count() == 1
         )
 
-    def _gather(self) -> Predictions:
+    def gather(self) -> Predictions:
         """Return what all processes have seen, in the order of the images. Collective: every rank must call it."""
         columns = [torch.cat(parts).cpu().double() for parts in zip(*self._batches, strict=True)]
         self._batches.clear()
