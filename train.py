@@ -11,6 +11,8 @@ if __name__ == "__main__":
 
 from functools import partial
 
+from functools import partial
+
 import torch
 
 import collectives
