@@ -33,7 +33,8 @@ from errors import BadImageError, ImageError, UserError, one_line
 from files import locked, write_atomically
 from loading.decode import load_image
 from loading.forms import open_source
-from loading.index import Progress, with_retries
+from loading.index import with_retries
+from loading.progress import Progress, size_text
 from loading.source import digest, line_of
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
 
@@ -239,7 +240,7 @@ class ShardWriter:
         hashing = SimpleNamespace(tell=file.tell, write=lambda content: sha256.update(content) or file.write(content))
         with tarfile.open(fileobj=hashing, mode="w", format=tarfile.GNU_FORMAT) as tar:
             for number, packed in zip(self.numbers, self.results, strict=True):
-                self.progress.show(number - self.numbers.start)
+                self.progress.update()
                 self._note(self.split.names[number], packed)
                 if packed.payload is not None:
                     member = tarfile.TarInfo(f"{self.split.name}/{self.split.names[number]}")
@@ -378,15 +379,15 @@ class Pack:
         ]
         num_images = sum(len(split.names) for split in self.splits)
         num_done = num_images - sum(shard.stop - shard.start for shard in missing)
-        progress = Progress(f"packing into {self.out}", num_images, "images", num_done)
+        progress = Progress(f"packing into {self.out}", num_images, "images", first=num_done)
         results = chain.from_iterable(in_order(partial(pack_images, self.splits, convert), tasks, num_workers))
         for shard in missing:
             writer = ShardWriter(self.splits[shard.split], shard, results, progress, skip_bad=skip_bad)
             with saying_where(self.out / shard.file):
                 write_atomically(self.out / shard.file, writer.write, writer.verify)
-            progress.first += shard.stop - shard.start
             self.records[shard.file] = writer.record
             self.save()
+        progress.close()
 
 
 def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> DataLoader:
@@ -519,11 +520,6 @@ def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
             f"no image of {split.root / split.classes[min(lost)]} can be read; replace one, or remove the class folder"
         )
     return digest(line_of(split.names[number], label) for number, label in zip(numbers, labels, strict=True))
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a size in a unit that suits it."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def summarize(manifest: dict) -> None:
