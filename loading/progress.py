@@ -2,11 +2,13 @@
 
 import math
 import os
+import re
 import sys
 import time
 import unicodedata
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TextIO
 
 from errors import one_line
@@ -15,19 +17,47 @@ from errors import one_line
 _PROGRESS_S, _LIVE_S = 5.0, 0.2
 
 
-class Tapped:
+_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[^\[])")
+
+
+def without_escapes(text: str) -> str:
+    """Return a text without what only moves a terminal's cursor or colours it."""
+    return _ESCAPES.sub("", text)
+
+
+class _Tapped:
     """A stream that shows each text to a function just before it writes it; all else is the stream's own."""
 
     def __init__(self, stream: TextIO, see: Callable[[str], None]) -> None:
         self._stream, self._see = stream, see
 
     def write(self, text: str) -> int:
-        """Write a text."""
         self._see(text)
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class Tap:
+    """Shows a function what Python writes to its standard streams from now on.
+
+    Args:
+        see: gets the stream's name and a text, just before it is written.
+    """
+
+    def __init__(self, see: Callable[[str, str], None]) -> None:
+        self._streams = {}
+        for name in ("stdout", "stderr"):
+            before = getattr(sys, name)
+            self._streams[name] = before, _Tapped(before, partial(see, name))
+            setattr(sys, name, self._streams[name][1])
+
+    def remove(self) -> None:
+        """Put the streams back, but for one that somebody has replaced in the meantime."""
+        for name, (before, tapped) in self._streams.items():
+            if getattr(sys, name) is tapped:
+                setattr(sys, name, before)
 
 
 def is_terminal(stream: Any) -> bool:
@@ -52,7 +82,7 @@ class LiveLine:
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.is_live = stream, is_terminal(stream)
         self._is_shown, self._is_at_start, self._due_s = False, True, -math.inf
-        self._streams = ()
+        self._tap = None
 
     @property
     def is_due(self) -> bool:
@@ -61,9 +91,7 @@ class LiveLine:
 
     def show(self, *fields: str) -> None:
         """Rewrite the line with as many fields as the terminal has room for now."""
-        if not self._streams:
-            self._streams = sys.stdout, sys.stderr
-            sys.stdout, sys.stderr = (Tapped(each, self._clear_way) for each in self._streams)
+        self._tap = self._tap or Tap(self._clear_way)
         self._due_s = time.monotonic() + _LIVE_S
         if not self._is_at_start:  # somebody is in the middle of a line
             return
@@ -77,7 +105,7 @@ class LiveLine:
         # By print, which is silent on all processes but the first; from the cursor on, the screen is cleared before.
         print(f"\x1b[J{text}", end="", file=self.stream, flush=True)
 
-    def _clear_way(self, text: str) -> None:
+    def _clear_way(self, _: str, text: str) -> None:
         if self._is_shown:
             self._write("")
             self._is_shown = False
@@ -85,10 +113,10 @@ class LiveLine:
 
     def close(self) -> None:
         """Remove the line from the screen."""
-        self._clear_way("")
-        if self._streams:
-            sys.stdout, sys.stderr = self._streams
-            self._streams = ()
+        self._clear_way("", "")
+        if self._tap is not None:
+            self._tap.remove()
+            self._tap = None
 
 
 def columns(stream: TextIO) -> int:
@@ -113,17 +141,6 @@ def fit(fields: list[str], width: int) -> str:
 
 def _num_columns(text: str) -> int:
     return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
-
-
-def duration(seconds: float) -> str:
-    """Return a time in its two largest units, such as 12m34s; -- for an unknown one."""
-    if not math.isfinite(seconds):
-        return "--"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24}d{hours % 24:02d}h"
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 def size_text(num_bytes: int) -> str:

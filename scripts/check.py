@@ -14,7 +14,7 @@ from PIL import Image
 
 import collectives
 import config
-from errors import BadImageError, ImageError, UserError, one_line
+from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import write_atomically
 from loading.decode import load_image
 from loading.forms import open_source
@@ -154,7 +154,10 @@ class Report:
     def show(self) -> None:
         """Print the report."""
         for name, facts in self.splits.items():
-            print(f"{name}: {facts['images']:,} images of {facts['classes']:,} classes ({facts['per_class']} each)")
+            print(
+                f"{name}: {counted(facts['images'], 'image', ',')} of {counted(facts['classes'], 'class', ',')} "
+                f"({facts['per_class']} each)"
+            )
             if facts["looked_at"]:
                 print(f"  looked at {facts['looked_at']:,}, {size_text(facts['bytes']['total'])}")
                 for key in ("bytes", "pixels"):

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 import collectives
 import config
 from checkpointing.preemption import start_worker
-from errors import BadImageError, ImageError, UserError, one_line
+from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import locked, write_atomically
 from loading.decode import load_image
 from loading.forms import open_source
@@ -335,7 +335,7 @@ class Pack:
         sizes = {path.name: path.stat().st_size for path in self.out.iterdir() if path.is_file()}
         self.records = {file: record for file, record in records.items() if sizes.get(file) == record["bytes"]}
         if self.records:
-            print(f"{self.out} has {len(self.records)} of {len(self.shards)} shards already")
+            print(f"{self.out} has {len(self.records)} of {counted(len(self.shards), 'shard')} already")
 
     def check_free_space(self) -> None:
         """Raise UserError where even nine tenths do not fit; repacked JPEGs take about as much as before."""
@@ -527,7 +527,8 @@ def summarize(manifest: dict) -> None:
     for name, part in manifest["splits"].items():
         share = f"{part['bytes'] / max(part['source_bytes'], 1):.0%}"
         line = (
-            f"{name}: {part['images']:,} images of {part['classes']:,} classes in {part['num_shards']} shards, "
+            f"{name}: {counted(part['images'], 'image', ',')} of {counted(part['classes'], 'class', ',')} in "
+            f"{counted(part['num_shards'], 'shard')}, "
             f"{size_text(part['bytes'])}, {share} of {size_text(part['source_bytes'])}"
         )
         reasons = Counter()
@@ -577,7 +578,7 @@ def verify(options: argparse.Namespace) -> None:
     problems += [f"{out / name}: not in the manifest" for name in sorted(others)]
     results = in_order(partial(check_shard, out), list(records.values()), options.workers)
     for record, found in zip(records.values(), results, strict=True):
-        print(f"{record['file']}: {'wrong' if found else 'ok'}, {record['images']:,} images", flush=True)
+        print(f"{record['file']}: {'wrong' if found else 'ok'}, {counted(record['images'], 'image', ',')}", flush=True)
         problems += found
     for split, part in manifest["splits"].items():
         if not problems and open_source(out / split).fingerprint() != part["fingerprint"]:

@@ -21,7 +21,7 @@ import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 import config
-from errors import StorageError, UserError, in_one_line, one_line
+from errors import StorageError, UserError, counted, in_one_line, one_line
 from files import explain_failure, free_bytes, locked, open_to_read, read_json, sync_folder, write_atomically
 from loading.progress import Progress, size_text
 from scripts.tool import run
@@ -557,7 +557,9 @@ class Target:
             self._finish()
         self.progress.finish()
         num_images = sum(map(len, self.names.values()))
-        print(f"{self.final}: {num_images:,} images of {len(self.names):,} classes", flush=True)
+        print(
+            f"{self.final}: {counted(num_images, 'image', ',')} of {counted(len(self.names), 'class', ',')}", flush=True
+        )
 
     def _begin(self) -> None:
         self.images.mkdir(parents=True, exist_ok=True)
