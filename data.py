@@ -596,11 +596,10 @@ def report_images(data_loader: DeviceLoader, epoch: int) -> None:
     Collective: every rank must call it.
     """
     if isinstance(data_loader.dataset, LenientImageFolder):
-        _report(data_loader, epoch, data_loader.replaced, "could not be read and were replaced")
+        _report(data_loader, epoch, data_loader.replaced, "could not be read and had to be replaced")
     if data_loader.is_encoded:
-        what = (
-            f"were not decoded on {data_loader.device.type} but by Pillow, and the others of their batches one by one"
-        )
+        device = data_loader.device.type
+        what = f"had to be decoded by Pillow and not on {device}, and the others of their batches one by one"
         _report(data_loader, epoch, data_loader.refused, what)
 
 

@@ -488,8 +488,11 @@ class StatusFile:
         self.folder, self.state = folder, state
         self._is_warned = False
 
+    def _last(self) -> dict:
+        return read_json(self.folder / "status.json") if self.folder else {}
+
     def _last_start(self) -> dict | None:
-        start = read_json(self.folder / "status.json").get("start") if self.folder else None
+        start = self._last().get("start")
         return start if is_start(start) else None
 
     def count_start(self, records: list[dict]) -> dict:
@@ -499,7 +502,7 @@ class StatusFile:
         """
         position, before = [self.state.step, self.state.is_evaluated], self._last_start()
         count = before["count"] + 1 if before and before["position"] == position else 1
-        last_s = [record["time"] for record in records[-1:]] + [read_json(self.folder / "status.json").get("time")]
+        last_s = [record["time"] for record in records[-1:]] + [self._last().get("time")]
         ran_s = time_run_s(before, last_s) if self.state.is_resumed else 0.0
         return {"position": position, "count": count, "began": time.time(), "ran_s": ran_s}
 

@@ -12,7 +12,7 @@ from typing import BinaryIO, TypeVar
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from errors import BadImageError, UserError
+from errors import BadImageError, UserError, counted
 from files import locked, open_to_read, retry, write_atomically
 from loading.source import Source, digest, line_of
 
@@ -167,7 +167,7 @@ class ImageIndex(Source):
         filled = set(scan.labels)
         empty = [name for label, name in enumerate(classes) if label not in filled]
         if empty:
-            more = f" and {len(empty) - 1} more classes" if len(empty) > 1 else ""
+            more = f" and {counted(len(empty) - 1, 'other class')}" if len(empty) > 1 else ""
             raise UserError(
                 f"{self.class_path(empty[0])}{more} holds no images ({' '.join(IMG_EXTENSIONS)}); "
                 "add some, or remove the folder"
@@ -181,7 +181,7 @@ class ImageIndex(Source):
             raise UserError(f"{self.where} holds neither images nor class folders; it needs one folder for each class")
         if not classes:
             raise UserError(
-                f"{self.where} holds {num_stray} images and no class folders; this sorts them: python -m "
+                f"{self.where} holds {counted(num_stray, 'image')} and no class folders; this sorts them: python -m "
                 f"scripts.prepare {self.root.parent} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER "
                 "(Kaggle: LOC_val_solution.csv in place of the devkit)"
             )

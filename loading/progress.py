@@ -25,39 +25,48 @@ def without_escapes(text: str) -> str:
     return _ESCAPES.sub("", text)
 
 
-class _Tapped:
-    """A stream that shows each text to a function just before it writes it; all else is the stream's own."""
+def _ignore(_: str, text: str) -> None:
+    """Do nothing with a text."""
 
-    def __init__(self, stream: TextIO, see: Callable[[str], None]) -> None:
-        self._stream, self._see = stream, see
+
+class _Tapped:
+    """A stream that calls functions with each text, before and after it is written; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO, before: Callable[[str], None], after: Callable[[str], None]) -> None:
+        self._stream, self._before, self._after = stream, before, after
 
     def write(self, text: str) -> int:
-        self._see(text)
-        return self._stream.write(text)
+        self._before(text)
+        num_written = self._stream.write(text)
+        self._after(text)
+        return num_written
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 class Tap:
-    """Shows a function what Python writes to its standard streams from now on.
+    """Calls functions with what Python writes to its standard streams from now on.
 
     Args:
-        see: gets the stream's name and a text, just before it is written.
+        before: gets the stream's name and a text that is about to be written.
+        after: gets the same when it has been.
     """
 
-    def __init__(self, see: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, before: Callable[[str, str], None] = _ignore, after: Callable[[str, str], None] = _ignore
+    ) -> None:
         self._streams = {}
         for name in ("stdout", "stderr"):
-            before = getattr(sys, name)
-            self._streams[name] = before, _Tapped(before, partial(see, name))
+            stream = getattr(sys, name)
+            self._streams[name] = stream, _Tapped(stream, partial(before, name), partial(after, name))
             setattr(sys, name, self._streams[name][1])
 
     def remove(self) -> None:
         """Put the streams back, but for one that somebody has replaced in the meantime."""
-        for name, (before, tapped) in self._streams.items():
+        for name, (stream, tapped) in self._streams.items():
             if getattr(sys, name) is tapped:
-                setattr(sys, name, before)
+                setattr(sys, name, stream)
 
 
 def is_terminal(stream: Any) -> bool:
@@ -91,7 +100,7 @@ class LiveLine:
 
     def show(self, *fields: str) -> None:
         """Rewrite the line with as many fields as the terminal has room for now."""
-        self._tap = self._tap or Tap(self._clear_way)
+        self._tap = self._tap or Tap(self._clear_way, self._note_end)
         self._due_s = time.monotonic() + _LIVE_S
         if not self._is_at_start:  # somebody is in the middle of a line
             return
@@ -105,15 +114,18 @@ class LiveLine:
         # By print, which is silent on all processes but the first; from the cursor on, the screen is cleared before.
         print(f"\x1b[J{text}", end="", file=self.stream, flush=True)
 
-    def _clear_way(self, _: str, text: str) -> None:
+    def _clear_way(self, *_: str) -> None:
         if self._is_shown:
             self._write("")
             self._is_shown = False
-        self._is_at_start = text.endswith("\n") if text else self._is_at_start
+
+    def _note_end(self, name: str, text: str) -> None:
+        if text and is_terminal(getattr(sys, name)):
+            self._is_at_start = text.endswith("\n")
 
     def close(self) -> None:
         """Remove the line from the screen."""
-        self._clear_way("", "")
+        self._clear_way()
         if self._tap is not None:
             self._tap.remove()
             self._tap = None

@@ -28,9 +28,9 @@ _SHOWN = {"loss": "loss {:.3f}", "acc1": "Acc@1 {:.2f}", "img/s": "{:,.0f} img/s
 
 
 class LogFile:
-    """log.txt in a run's folder: what its first process says, as where there is no terminal, over all its starts.
+    """log.txt in a run's folder: what its first process says at all its starts, as plain text.
 
-    A failure to write it is said once and ends no run.
+    So also the lines in whose place a terminal shows a live one. A failure to write it is said once and ends no run.
     """
 
     MAX_BYTES = 16 << 20  # then the older half is dropped
@@ -45,7 +45,7 @@ class LogFile:
         if self._tap is not None:
             self._tap.remove()
         self.__init__()
-        self._tap = Tap(self._see)
+        self._tap = Tap(after=self._see)
 
     def open(self, folder: Path) -> None:
         """Write what has been kept, and from now on each line as it is said, into a folder; nothing if none is kept."""
@@ -59,9 +59,10 @@ class LogFile:
     def _see(self, name: str, text: str) -> None:
         """Take a part of what is written to a stream; of what rewrites its line with a carriage return, the last."""
         *lines, rest = (self._parts.get(name, "") + text.replace("\r\n", "\n")).split("\n")
-        self._parts[name] = rest.rpartition("\r")[2]
+        self._parts[name] = ""  # which `add` itself may write to
         if lines:
             self.add(*(line.rpartition("\r")[2] for line in lines))
+        self._parts[name] += rest.rpartition("\r")[2]
 
     def add(self, *lines: str) -> None:
         """Take lines, which the screen need not show."""
@@ -241,25 +242,22 @@ def epoch_table(records: Iterable[dict], epochs: int, num_rows: int = 5) -> list
     """
     rows, losses, before = {}, [], {}
     for record in records:
-        epoch, last = record["epoch"], before.get("epoch")
-        if epoch != last:
-            losses, begin_s = [], before.get("time", math.nan)
+        if record["epoch"] != before.get("epoch"):
+            losses, begin_s = [], _number(before.get("time"))
         if record["kind"] == "train":
-            losses.append((record.get("loss"), record["step"] - before.get("step", 0)))
+            losses.append((_number(record.get("loss")), record["step"] - before.get("step", 0)))
         if record["kind"] == "val":
-            rows[epoch] = (_mean(losses), record.get("acc1"), record.get("loss"), record["time"] - begin_s)
+            loss = sum(loss * steps for loss, steps in losses) / max(sum(steps for _, steps in losses), 1)
+            values = loss if losses else math.nan, _number(record.get("acc1")), _number(record.get("loss"))
+            rows[record["epoch"]] = *values, _number(record["time"]) - begin_s
         before = record
-    if not rows:
-        return []
     lines = [f"{'epoch':>9}{'loss':>10}{'val acc1':>10}{'val loss':>10}{'time':>8}"]
     for epoch, (*values, took_s) in list(rows.items())[-num_rows:]:
-        cells = "".join(f"{'--' if value is None else f'{value:.3f}':>10}" for value in values)
+        cells = "".join(f"{f'{value:.3f}' if math.isfinite(value) else '--':>10}" for value in values)
         lines.append(f"{f'{epoch + 1}/{epochs}':>9}{cells}{duration(took_s):>8}")
-    return lines
+    return lines if rows else []
 
 
-def _mean(losses: list[tuple]) -> float | None:
-    """Return the mean of (loss, steps), or None where one is not known."""
-    if not losses or any(loss is None for loss, _ in losses):
-        return None
-    return sum(loss * steps for loss, steps in losses) / max(sum(steps for _, steps in losses), 1)
+def _number(value: Any) -> float:
+    """Return a number of a record; NaN for None or what a number cannot be."""
+    return float(value) if isinstance(value, int | float) else math.nan

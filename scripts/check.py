@@ -245,7 +245,7 @@ def check_set(splits: dict[str, Source], expected: dict[str, int | None], report
         for name, alone in (("train", train - val), ("val", val - train)):
             if alone:
                 first = ", ".join(sorted(alone)[:3])
-                report.add("set", name, None, f"{len(alone):,} classes are in {name} alone, such as {first}")
+                report.add("set", name, None, f"{counted(len(alone), 'class', ',')} in {name} alone, such as {first}")
 
 
 def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int, report: Report) -> None:

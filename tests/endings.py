@@ -21,6 +21,9 @@ from errors import UserError
 from monitoring.monitor import MACHINE_FIELDS
 from options import BY_NAME, SILENT
 
+# Files that say what was said: of all starts, at the speed of the machine.
+_OF_THE_CONSOLE = {"log.txt"}
+
 # In a checkpoint: the command, and the machine that ran it.
 _OF_THE_START = {"args", "environment"}
 
@@ -50,7 +53,7 @@ class Ending:
 
     def __init__(self, folder: Path, *, has_same_saves: bool = True) -> None:
         self.values = {}
-        names = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir() if path.name not in _OF_THE_CONSOLE)
         if not has_same_saves:
             numbered = [name for name in names if NUMBERED.fullmatch(name)]
             self.values["wrong numbers"] = [name for name in numbered if _step_of(folder / name) != int(name[11:19])]
