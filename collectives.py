@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from errors import UserError
+from errors import UserError, counted
 from launch import Launch, read_launch
 
 # Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
@@ -184,7 +184,7 @@ def join_processes(args: Any) -> None:
         torch.cuda.set_device(args.gpu)
     if not args.distributed:
         return
-    print(f"joining {args.world_size} processes at {args.dist_url}", flush=True)
+    print(f"joining {counted(args.world_size, 'process')} at {args.dist_url}", flush=True)
     launch = read_launch(world_size=args.world_size)
     os.environ.update(launch.environment())
     timeout = datetime.timedelta(minutes=getattr(args, "dist_timeout", 30))

@@ -11,7 +11,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, did_you_mean, end_by, end_process, is_printable
+from errors import UserError, counted, did_you_mean, end_by, end_process, is_printable
 from launch import read_launch
 from options import (
     ALWAYS,
@@ -341,7 +341,8 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
         cores = collectives.count_cores()
         changes["workers"] = min(16, max(cores // launch.num_local, 1))
         lines.append(
-            f"--workers {changes['workers']}: {cores} cores, {launch.num_local} processes on this node, at most 16"
+            f"--workers {changes['workers']}: {counted(cores, 'core')}, {counted(launch.num_local, 'process')} on this "
+            "node, at most 16"
         )
     if args.output_dir is None:
         changes["output_dir"] = f"runs/{args.model}"
@@ -354,6 +355,8 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     if args.decode_device != "cpu" and (reason := _needs_pixels(args)):
         lines.append(f"--decode-device {args.decode_device} has no effect: {reason}")
         changes["decode_device"] = "cpu"
+    if args.compile is not None:
+        lines.append(f"--compile {args.compile}: compiling takes a minute or so, in the first step and evaluation")
     changes |= {"rank": launch.rank, "world_size": launch.world_size, "distributed": launch.is_launched}
     changes["gpu"] = collectives.choose_gpu(launch, device)
     return Record(**{**vars(args), **changes}), lines + _without_effect(args)

@@ -22,7 +22,7 @@ import collectives
 import config
 import transforms
 from checkpointing.preemption import start_worker
-from errors import BadImageError, ImageError, UserError
+from errors import BadImageError, ImageError, UserError, counted
 from files import read_bytes
 from loading.decode import decode_plainly
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
@@ -374,8 +374,8 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Batch
     dataset, dataset_test = sets
     if dataset is not None:
         print(
-            f"{len(dataset)} training and {len(dataset_test)} validation images of {len(dataset.classes)} classes "
-            f"({time.perf_counter() - start:.1f} s)"
+            f"{len(dataset)} training and {len(dataset_test)} validation images of "
+            f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
     return sets, start_loaders(sets, args)
 
@@ -394,8 +394,9 @@ def build_samplers(
     else:
         train_sampler = TrainSampler(len(dataset), shards, args.seed)
     print(
-        f"global batch {args.global_batch_size} = {shards.num_shards} shards x {shards.batch_size} images, "
-        f"{shards.num_local} a process; {train_sampler.steps_per_epoch} steps an epoch"
+        f"global batch {args.global_batch_size} = {counted(shards.num_shards, 'shard')} x "
+        f"{counted(shards.batch_size, 'image')}, {shards.num_local} a process; "
+        f"{counted(train_sampler.steps_per_epoch, 'step')} an epoch"
     )
     return train_sampler, test_sampler
 
@@ -595,11 +596,10 @@ def report_images(data_loader: DeviceLoader, epoch: int) -> None:
     Collective: every rank must call it.
     """
     if isinstance(data_loader.dataset, LenientImageFolder):
-        _report(data_loader, epoch, data_loader.replaced, "could not be read and were replaced")
+        _report(data_loader, epoch, data_loader.replaced, "could not be read and had to be replaced")
     if data_loader.is_encoded:
-        what = (
-            f"were not decoded on {data_loader.device.type} but by Pillow, and the others of their batches one by one"
-        )
+        device = data_loader.device.type
+        what = f"had to be decoded by Pillow and not on {device}, and the others of their batches one by one"
         _report(data_loader, epoch, data_loader.refused, what)
 
 
@@ -612,4 +612,6 @@ def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str
     since = f" since step {first_step}" if first_step else ""
     index = data_loader.dataset.index
     paths = ", ".join(index.path(number) for number in images[:3]) + (", ..." if len(images) > 3 else "")
-    print(f"Epoch: [{epoch}] {len(images)} images {what}{since} ({len(samples)} samples): {paths}")
+    print(
+        f"Epoch: [{epoch}] {counted(len(images), 'image')} {what}{since} ({counted(len(samples), 'sample')}): {paths}"
+    )

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import math
 import os
 import resource
 import signal
@@ -23,6 +24,22 @@ def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {', '.join(close[:-1])}{' or ' if close[1:] else ''}{close[-1]}?" if close else ""
 
 
+def counted(number: int, noun: str, form: str = "") -> str:
+    """Return a number in a format and what is counted, such as `1 class` and `2 classes`."""
+    return f"{number:{form}} {noun if number == 1 else f'{noun}es' if noun.endswith('s') else f'{noun}s'}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units, such as 12m34s; -- for an unknown one."""
+    if not math.isfinite(seconds):
+        return "--"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
 def is_printable(text: str) -> bool:
     """Tell whether text fits on one line of a terminal or a file in UTF-8."""
     has_surrogates = any("\ud800" <= character <= "\udfff" for character in text)
@@ -36,9 +53,10 @@ def one_line(text: str) -> str:
 
 
 def say(line: str) -> None:
-    """Write a line to standard error; safe even in a signal handler."""
+    """Write a line to standard error, over a live line that may be there; safe even in a signal handler."""
     with suppress(OSError):  # the terminal may be gone
-        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+        clear = "\x1b[J" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
+        os.write(2, f"{clear}{line}\n".encode(errors="backslashreplace"))
 
 
 class UserError(Exception):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from errors import UserError, did_you_mean, in_one_line, require_timm
+from errors import UserError, counted, did_you_mean, in_one_line, require_timm
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -227,7 +227,10 @@ def load_matching(
         )
     body = {name: tensor for name, tensor in reader.state_dict().items() if name.rsplit(".", 1)[0] not in ends}
     model.load_state_dict(body, strict=False)
-    print(f"{source}: classifier of {theirs} classes left out, starting a new one of {num_classes} ({', '.join(ends)})")
+    print(
+        f"{source}: classifier of {counted(theirs, 'class')} left out, starting a new one of {num_classes} "
+        f"({', '.join(ends)})"
+    )
 
 
 def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) -> None:

@@ -30,9 +30,11 @@ from files import explain_failure, read_json, retry, write_atomically
 from gradients import ShardedStep
 from launch import read_launch
 from loading.encoded import settle_decode_device
+from loading.progress import is_terminal
 from loading.seen import SeenRecord
 from metrics import Accuracy, Metric, Tally
 from monitoring import estimate
+from monitoring.console import Outlook, first_lines, last_lines, log
 from monitoring.gauges import Gauges, Pace
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
@@ -111,9 +113,10 @@ def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None
         check_classes(weights.classes, args, val)
         return weights
     weights = models.resolve_weights(args)
+    is_shown = collectives.is_main_process() and is_terminal(sys.stderr)  # a bar would fill a log
     try:
         # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
-        return weights.get_state_dict(progress=collectives.is_main_process(), check_hash=True, weights_only=True)
+        return weights.get_state_dict(progress=is_shown, check_hash=True, weights_only=True)
     except OSError as error:
         raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
     except Exception as error:  # as of any bad file: see load_checkpoint
@@ -139,6 +142,7 @@ class BareRun:
         shards = VirtualShards(0, world_size, collectives.get_rank(), world_size)
         self.sharded_step = ShardedStep(model, shards, device=device)
         self.steps_per_epoch = self.number = 0
+        self.outlook = None  # on the end of the run
 
     @property
     def local_shards(self) -> range:
@@ -221,6 +225,7 @@ class Run(BareRun):
         facts = run_facts(args, describe_decoder(args), *datasets)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
+        self.outlook = Outlook(self.state, args.epochs)
         self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state, args.log_to)
         self.pictures = Pictures(self.folder if collectives.is_main_process() else None, self.state, args, datasets[1])
         self.gauges = Gauges(args, parts, device, len(datasets[1].classes))
@@ -242,10 +247,13 @@ class Run(BareRun):
 
         Also that of a finished run: a kill may have left its last save half done.
         """
-        start = self.status.count_start()
+        start = self.status.count_start(self.monitor.records())
         self.manager.open(self.args.resume, self.state, overwrite=self.args.overwrite)
         collectives.call_on_master(self.write_description, start)
+        log.open(self.folder)
+        print(*first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder), sep="\n")
         with ExitStack() as stack:
+            stack.push(lambda kind, error, trace: log.close(error))
             stack.enter_context(self.seen)
             self.pictures.open()  # before the monitor, which shows them
             collectives.call_on_master(self.monitor.open)
@@ -297,7 +305,9 @@ class Run(BareRun):
     def finish(self) -> None:
         """Record and say how the run ended. Collective: every rank must call it."""
         collectives.call_on_master(self.status.finish)
-        print(self.state.result(self.args.output_dir))
+        print(self.state.result(self.args.output_dir, self.status.ran_s()))
+        if collectives.is_main_process():
+            print(*last_lines(self.args, self.state, self.folder, self.monitor.records()), sep="\n")
 
     # Where it is
 
@@ -517,14 +527,27 @@ class StatusFile:
         self.folder, self.state = folder, state
         self._is_warned = False
 
+    def _last(self) -> dict:
+        return read_json(self.folder / "status.json") if self.folder else {}
+
     def _last_start(self) -> dict | None:
-        start = read_json(self.folder / "status.json").get("start") if self.folder else None
+        start = self._last().get("start")
         return start if is_start(start) else None
 
-    def count_start(self) -> dict:
-        """Return the position that the run starts from, and the number of starts in a row from there."""
+    def count_start(self, records: list[dict]) -> dict:
+        """Return what is kept of a start: from which position, the how manieth in a row from there, when it began.
+
+        And how long earlier starts ran, by the last `records` that they left; None if that is not known.
+        """
         position, before = [self.state.step, self.state.is_evaluated], self._last_start()
-        return {"position": position, "count": before["count"] + 1 if before and before["position"] == position else 1}
+        count = before["count"] + 1 if before and before["position"] == position else 1
+        last_s = [record["time"] for record in records[-1:]] + [self._last().get("time")]
+        ran_s = time_run_s(before, last_s) if self.state.is_resumed else 0.0
+        return {"position": position, "count": count, "began": time.time(), "ran_s": ran_s}
+
+    def ran_s(self) -> float | None:
+        """Return how long all starts of the run have run; None if that is not known."""
+        return time_run_s(self._last_start(), [time.time()])
 
     def replace(self, state: str, reason: str = "", start: dict | None = None) -> None:
         """Replace the file.
@@ -591,6 +614,18 @@ def is_start(value: Any) -> bool:
         and isinstance(value.get("position"), list)
         and [type(item) for item in value["position"]] == [int, bool]
     )
+
+
+def time_run_s(start: dict | None, seen_s: list) -> float | None:
+    """Return how long a run had run when a start of it was last seen; None if what is recorded does not tell.
+
+    Args:
+        start: as a status.json records it, or None.
+        seen_s: times at which the start was there, or anything.
+    """
+    began_s, earlier_s = ((start or {}).get(name) for name in ("began", "ran_s"))
+    known_s = [time_s for time_s in [*seen_s, began_s, earlier_s] if type(time_s) is float and 0 <= time_s < 1e11]
+    return None if began_s not in known_s or earlier_s not in known_s else earlier_s + max(known_s) - began_s
 
 
 def non_finite_loss(step: int) -> str:

@@ -11,8 +11,6 @@ if __name__ == "__main__":
 
 from functools import partial
 
-from functools import partial
-
 import torch
 
 import collectives
@@ -31,6 +29,7 @@ from launch import read_launch
 from loading.loader import check_memory
 from loading.seen import SeenRecord
 from metrics import Accuracy, Tally, build_criterion, build_metrics, numbers_of, result_lines
+from monitoring.console import log
 from monitoring.mirrors import check_mirrors
 from monitoring.preview import preview
 from options import get_args_parser
@@ -61,7 +60,9 @@ def train_one_epoch(
     models.set_training_mode(model)
     run = run or BareRun(model, device)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
-    metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
+    metric_logger = utils.MetricLogger(
+        delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"}, outlook=run.outlook
+    )
     batches, numbers = metric_logger.timed(data_loader), numbers_of(data_loader)
     steps = run.steps(len(data_loader))
     autocast = models.autocast(args, device)
@@ -121,7 +122,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     """
     model.eval()
     gradients.broadcast_from_master(list(model.buffers()))
-    tally, metric_logger = Tally(metrics or [Accuracy()]), utils.MetricLogger(delimiter="  ")
+    tally, metric_logger = Tally(metrics or [Accuracy()]), utils.MetricLogger(delimiter="  ", is_share=True)
     header = f"Test: {log_suffix}".rstrip()
     batches = metric_logger.log_every(data_loader, print_freq, header)
     with torch.inference_mode():
@@ -189,6 +190,8 @@ def join(args):
     args, more = data.take_published_options(args)
     models.set_up_threads(args)
     collectives.setup_for_distributed(args.rank == 0)
+    if args.rank == 0 and not args.test_only:
+        log.keep()
     for note in notes + more:
         print(note)
     # Before there are other threads, as those of the process group: see `BatchLoader.start`.

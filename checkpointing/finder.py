@@ -10,7 +10,7 @@ from typing import NamedTuple
 from checkpointing.archive import read_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
 from checkpointing.schema import OtherFormatError
-from errors import NoUsableCheckpointError, StorageError, UserError
+from errors import NoUsableCheckpointError, StorageError, UserError, counted
 from files import retry_read
 
 NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
@@ -25,7 +25,7 @@ PICTURES = re.compile(r"picture-(?P<tag>[a-z-]+)-(?P<step>\d{8,18})\.png")
 
 # Every file that a run writes into its output folder; `--overwrite` removes these, except its lock, and no others.
 OWN_FILES = re.compile(
-    rf"({STATE_FILES.pattern}|{PICTURES.pattern}|status\.json|run\.json|metrics\.jsonl|mirrors\.json|recipe\.toml"
+    rf"({STATE_FILES.pattern}|{PICTURES.pattern}|status\.json|run\.json|metrics\.jsonl|mirrors\.json|log\.txt|recipe\.toml"
     r"|curves\.png|images\.npz|trace\.json\.gz)(\.tmp\.\d+)?"
     rf"|\.node-\d+-[0-9a-f]+|\.lock|{EVENT_FILES.pattern}"
 )
@@ -110,8 +110,8 @@ class CheckpointFinder:
         if ruins:
             reasons = [why for _, why in self.damaged[:3]] + ["..."] * (len(self.damaged) > 3)
             raise NoUsableCheckpointError(
-                f"{len(ruins)} checkpoints in {self.folder}, none usable: {'; '.join(reasons) or 'all set aside'}. "
-                "Not starting over: use --overwrite to begin again"
+                f"{counted(len(ruins), 'checkpoint')} in {self.folder}, none usable: "
+                f"{'; '.join(reasons) or 'all set aside'}. Not starting over: use --overwrite to begin again"
             )
         return None
 
@@ -132,7 +132,7 @@ class CheckpointFinder:
         """Name each damaged file, its new name if it was kept, and the checkpoint that is used in its place."""
         for path, why in self.damaged:
             step, match = found.state["step"], NUMBERED.fullmatch(path.name)
-            earlier = f", {int(match[1]) - step} steps earlier" if match and int(match[1]) > step else ""
+            earlier = f", {counted(int(match[1]) - step, 'step')} earlier" if match and int(match[1]) > step else ""
             as_kept = f"; kept as {kept[path]}" if path in kept else ""
             self.say(f"checkpoint {why}{as_kept}; resuming from {found.path.name}{earlier}")
 

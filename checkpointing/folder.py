@@ -34,7 +34,8 @@ LEFTOVERS = re.compile(r".*\.tmp\.\d+|\.node-\d+-[0-9a-f]+")
 
 # The files whose names do not depend on the run.
 SINGLE_FILES = {
-    "checkpoint.pth", *BEST_FILES, "metrics.jsonl", "mirrors.json", "recipe.toml", "run.json", "status.json", ".lock",
+    "checkpoint.pth", *BEST_FILES, "log.txt", "metrics.jsonl", "mirrors.json", "recipe.toml", "run.json",
+    "status.json", ".lock",
 }  # fmt: skip
 
 # Answers of a file system without hard links.

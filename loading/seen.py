@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 import collectives
-from errors import ImageError, PreemptedError
+from errors import ImageError, PreemptedError, counted
 from files import explain_failure, open_to_read, write_atomically
 from loading.source import Source
 from options import parse_allowed
@@ -137,7 +137,8 @@ class SeenRecord:
             what = "sizes" if has_other_size.any() else "times"
             first = index.path(int(changed.min()))
             print(
-                f"{len(changed)} images of {index.root} have other {what} than when the run read them, such as {first}"
+                f"{counted(len(changed), 'image')} of {index.root} with other {what} than when the run read them, "
+                f"such as {first}"
             )
         known[numbers] = states[numbers] = news
         return len(numbers) > 0

@@ -53,7 +53,7 @@ class Monitor:
             StorageError: the records of a resumed run cannot be read or written.
         """
         try:
-            records = self._truncate(self.run.step, self.run.is_evaluated) if self.run.is_resumed else self._records()
+            records = self._truncate(self.run.step, self.run.is_evaluated) if self.run.is_resumed else self.records()
             path = self.folder / "metrics.jsonl"
             descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             sync_folder(self.folder)  # or a power failure could leave a checkpoint, and no file of its records
@@ -81,7 +81,10 @@ class Monitor:
             self.mirrors.close(is_finished)
             self._file.close()
 
-    def _records(self) -> list[dict]:
+    def records(self) -> list[dict]:
+        """Return the records in metrics.jsonl, but for lines that are torn by a kill or are no records."""
+        if self.folder is None:
+            return []
         try:
             return read_records(self.folder)
         except FileNotFoundError:
@@ -89,7 +92,7 @@ class Monitor:
 
     def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
         """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
-        kept = [r for r in self._records() if r["step"] < step + (r["kind"] in ("train", "verdict") or is_evaluated)]
+        kept = [r for r in self.records() if r["step"] < step + (r["kind"] in ("train", "verdict") or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
         return kept
@@ -97,7 +100,7 @@ class Monitor:
     def _open_events(self, records: list[dict] | None = None) -> None:
         """Make TensorBoard's file anew, where metrics.jsonl has all its records; take them as given, if they are."""
         if not self._pending:
-            self._events = EventFile(self.folder, self._records() if records is None else records, self.run.step)
+            self._events = EventFile(self.folder, self.records() if records is None else records, self.run.step)
 
     def add_pictures(self) -> None:
         """Show the pictures that have come into the run's folder: see `EventFile.add_pictures`."""

@@ -22,6 +22,9 @@ from errors import UserError
 from monitoring.monitor import MACHINE_FIELDS
 from options import BY_NAME, SILENT
 
+# Files that say what was said: of all starts, at the speed of the machine.
+_OF_THE_CONSOLE = {"log.txt"}
+
 # In a checkpoint: the command, and the machine that ran it.
 _OF_THE_START = {"args", "environment"}
 
@@ -51,7 +54,8 @@ class Ending:
 
     def __init__(self, folder: Path, *, has_same_saves: bool = True) -> None:
         self.values = {}
-        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events."))
+        names = [path.name for path in folder.iterdir() if path.name not in _OF_THE_CONSOLE]
+        names = sorted(name for name in names if not name.startswith("events."))
         if not has_same_saves:
             numbered = [name for name in names if NUMBERED.fullmatch(name)]
             self.values["wrong numbers"] = [name for name in numbered if _step_of(folder / name) != int(name[11:19])]

@@ -39,7 +39,7 @@ CASES = {
     "no val": (["--data-path", "{root}/only_train"], ["has no val/"]),
     "flat val": (
         ["--data-path", "{root}/flat"],
-        ["flat/val holds 1 images and no class folders", "python -m scripts.prepare {root}/flat "],
+        ["flat/val holds 1 image and no class folders", "python -m scripts.prepare {root}/flat "],
     ),
     "other classes": (["--data-path", "{root}/other_classes"], ["has 3 classes", "has 2", "class2 only in train/"]),
     "empty val": (["--data-path", "{root}/empty_val"], ["empty_val/val", "neither images nor class folders"]),
@@ -129,7 +129,7 @@ def test_the_command_that_a_bad_image_names_goes_on_without_it(tmp_path, workers
     assert f"the same command with {command}, which goes on without it" in line
     assert json.loads((out / "status.json").read_text())["state"] == "failed"
     outcome = run_ranks(train_rank, 1, [*argv, "--output-dir", str(out), *command.split()], log_folder=tmp_path).check()
-    assert "could not be read and were replaced" in outcome.output
+    assert "could not be read and had to be replaced" in outcome.output
     assert "Epoch: [0]" not in outcome.output
     assert "bad-images error in the checkpoint, skip now (from here on; of good images" in outcome.output
     found, expected = (torch.load(folder / "checkpoint.pth")["model"] for folder in (out, tmp_path / "whole"))
@@ -152,7 +152,7 @@ def test_replaced_images_are_counted_over_all_processes(tmp_path, world_size, wo
         used = torch.randperm(9, generator=torch.Generator().manual_seed(epoch))[:8].tolist()
         names = [str(path) for number, path in zip([1, 4, 5, 7], bad, strict=True) if number in used]
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        count = f"{len(names)} images could not be read and were replaced ({len(names)} samples)"
+        count = f"{len(names)} images could not be read and had to be replaced ({len(names)} samples)"
         assert line == f"Epoch: [{epoch}] {count}: {listed}"
     assert len(lines) == 2, outcome.output
 

@@ -105,7 +105,7 @@ def test_auto_falls_back_to_the_newest_good_checkpoint(started, tmp_path, damage
     outcome = started.go_on(tmp_path, out, *argv, world_size=world_size).check()
     (line,) = [line for line in outcome.output.splitlines() if line.startswith(f"checkpoint {newest} ")]
     assert line.endswith(
-        "kept as checkpoint-00000006.pth.corrupt; resuming from checkpoint-00000005.pth, 1 steps earlier"
+        "kept as checkpoint-00000006.pth.corrupt; resuming from checkpoint-00000005.pth, 1 step earlier"
     )
     assert "resumed step 5 " in outcome.output
     assert (out / "checkpoint-00000006.pth.corrupt").exists()
@@ -290,7 +290,7 @@ def test_test_only_writes_nothing_where_the_newest_is_damaged(started, tmp_path)
     outcome = started.go_on(tmp_path, out, "--resume", "auto", "--test-only").check()
     assert "n=7" in outcome.output
     assert "00000006.pth is damaged or no checkpoint" in outcome.output
-    assert "resuming from checkpoint-00000005.pth, 1 steps earlier" in outcome.output
+    assert "resuming from checkpoint-00000005.pth, 1 step earlier" in outcome.output
     assert "kept as" not in outcome.output
     assert state_of(out) == before
     assert not (out / ".lock").exists()
@@ -528,7 +528,7 @@ def test_a_kill_between_the_names_of_the_last_save_is_made_good(started, tmp_pat
     argv = [*started.argv, "--model-ema", "--output-dir", out, "--epochs", 1, "--resume", "auto"]
     assert run_train(tmp_path, *argv, faults=[(0, "os.link", call, "before")]).codes == [-9]
     assert "best_ema.pth" not in steps_of(out)
-    assert "finished 1 epochs, 3 steps" in run_train(tmp_path, *argv).check().output
+    assert "finished 1 epoch, 3 steps" in run_train(tmp_path, *argv).check().output
     numbered = [f"checkpoint-{step:08d}.pth" for step in (1, 2, 3)]
     names = [*numbered, "best.pth", "best_ema.pth", "checkpoint.pth"]
     assert steps_of(out) == dict(zip(names, [1, 2, 3, 3, 3, 3], strict=True))

@@ -183,7 +183,7 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_otherwise(started, tmp_pa
     bad = ["--data-path", images, "--bad-images", "skip"]
     outcome = shell(started, out, 'exec "$@"', *bad, PYTHONIOENCODING="ascii")
     assert outcome.returncode == 0, outcome.stderr
-    assert "1 images could not be read and were replaced" in outcome.stdout
+    assert "1 image could not be read and had to be replaced" in outcome.stdout
     assert r"\udcff\udce9" in outcome.stdout
     assert r"r\xe9sultat" in outcome.stdout
     assert read_status(out)["state"] == "finished"
