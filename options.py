@@ -158,7 +158,8 @@ OPTIONS = {
         ),
         Option(
             "--dry-run", is_action=True, resume=FREE,
-            help="print the resolved options, the batch arithmetic and the learning rates, and exit",
+            help="print the resolved options, the batch arithmetic, the learning rates, and what memory, time and disk the "
+            "run will need, and exit",
         ),
     ],
     "data": [
@@ -525,8 +526,8 @@ OPTIONS = {
         ),
         Option(
             "--profile", metavar="STEPS", type=int, at_least=1, at_most=1000, resume=SILENT, recipe=NEVER,
-            help="trace this many steps into trace.json.gz in the output folder, for Perfetto and TensorBoard, and print "
-            "the longest operators and how long the device was idle",
+            help="trace this many steps into trace.json.gz in the output folder, for Perfetto and TensorBoard, and "
+            "print the longest operators and how long the device was idle",
         ),
         Option(
             "--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,

@@ -23,7 +23,6 @@ import optim
 from errors import LimitError
 from files import memory_bytes, read_json
 from launch import read_launch
-from sampler import VirtualShards
 
 # Share of a device's memory that tensors can fill: the rest is the allocator's gaps, the libraries and their work.
 USABLE = 0.9

@@ -18,14 +18,13 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from checkpointing.checkpoint import RunState
 from errors import StorageError
 from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
-from monitoring.verdict import RECORDED
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
-MACHINE_FIELDS = {"time", "images_per_s", "data_wait", "memory_gib", "world_size", *RECORDED}
+MACHINE_FIELDS = {"time", "images_per_s", "data_wait", "memory_gib", "world_size"}
 
 # Fields that say where, when and of how much the others were measured; each of those that is a number has a curve.
-NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", *RECORDED}
+NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size"}
 
 
 class EventFile:

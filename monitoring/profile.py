@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -42,7 +41,7 @@ class StepProfile:
         if self._profiler is not None:
             self._attempt(self._profiler.stop)
             if self._profiler is not None:
-                print(f"warning: --profile: the run ended before there were steps to trace")
+                print("warning: --profile: the run ended before there were steps to trace")
 
     def step(self) -> None:
         """Count a step."""
