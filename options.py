@@ -158,8 +158,8 @@ OPTIONS = {
         ),
         Option(
             "--dry-run", is_action=True, resume=FREE,
-            help="print what the run would do (data, model, batches, steps, learning rates) and its whole recipe, and "
-            "exit",
+            help="print what the run would do (data, model, batches, steps, learning rates), what memory, time and disk it "
+            "will need, and its whole recipe, and exit",
         ),
     ],
     "data": [
@@ -540,8 +540,8 @@ OPTIONS = {
         ),
         Option(
             "--profile", metavar="STEPS", type=int, at_least=1, at_most=1000, resume=SILENT, recipe=NEVER,
-            help="trace this many steps into trace.json.gz in the output folder, for Perfetto and TensorBoard; print "
-            "the longest operators and how long the device was idle",
+            help="trace this many steps into trace.json.gz in the output folder, for Perfetto and TensorBoard, and "
+            "print the longest operators and how long the device was idle",
         ),
         Option(
             "--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,

@@ -434,7 +434,7 @@ class Run(BareRun):
         shares = find_shares(self.clock.gather())
         if shares is not None:
             print(f"Epoch: [{self.state.epoch}] {describe_limit(shares, self.args)}")
-        self.monitor.write("verdict", self.state.step, self.state.epoch, **as_record(shares))
+            self.monitor.write("verdict", self.state.step, self.state.epoch, **as_record(shares))
 
     def watched(self, loaders: dict[str, Any]) -> dict[str, WatchedLoader]:
         """Return loaders whose batches all ranks stop at together when a signal asks for it."""

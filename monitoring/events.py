@@ -26,11 +26,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from errors import StorageError
 from files import read_bytes, read_json
-from monitoring.verdict import RECORDED
 from options import BY_NAME, NEVER
 
 # Fields that say where, when and of how much the others were measured; each of those that is a number has a curve.
-NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours", *RECORDED}
+NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
 
 # The tab of custom scalars: charts by their titles, each a list of patterns of tags; all lines of one share its axes.
 LAYOUT = {

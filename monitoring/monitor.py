@@ -16,13 +16,11 @@ from errors import PreemptedError, StorageError
 from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
 from monitoring.events import EventFile
 from monitoring.mirrors import Mirrors
-from monitoring.verdict import RECORDED
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
 MACHINE_FIELDS = {
     "time", "hours", "images_per_s", "images_per_s_per_device", "data_wait", "memory_gib", "mfu", "world_size",
-    *RECORDED,
 }  # fmt: skip
 
 

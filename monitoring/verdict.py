@@ -158,10 +158,9 @@ def _sum_by_rank(seconds: Tensor, ranks: Tensor, world_size: int) -> Tensor:
     return torch.zeros(world_size, dtype=seconds.dtype).index_add_(0, ranks, seconds)
 
 
-def as_record(shares: Shares | None) -> dict[str, float | int | None]:
-    """Return what metrics.jsonl keeps of an epoch's shares; numbers are None where nothing could be told."""
-    values = (None,) * len(RECORDED) if shares is None else shares
-    return dict(zip(RECORDED, values, strict=False))
+def as_record(shares: Shares) -> dict[str, float | int]:
+    """Return what metrics.jsonl keeps of an epoch's shares."""
+    return dict(zip(RECORDED, shares, strict=False))
 
 
 def describe_limit(shares: Shares, args: Any) -> str:

@@ -110,10 +110,12 @@ def _read_checkpoint(path: Path, left_out: Set[str]) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl, but for what the machine decides."""
+    """Return the lines of metrics.jsonl, but for what the machine decides, as verdicts."""
+    records = map(json.loads, path.read_text().splitlines())
     return [
-        {key: value for key, value in json.loads(line).items() if key not in MACHINE_FIELDS}
-        for line in path.read_text().splitlines()
+        {key: value for key, value in record.items() if key not in MACHINE_FIELDS}
+        for record in records
+        if record["kind"] != "verdict"
     ]
 
 
@@ -143,6 +145,7 @@ def read_points(folder: Path) -> dict[str, list[tuple]]:
             (event.step, None if tag.split("/")[-1] in MACHINE_FIELDS else event.value) for event in events.Scalars(tag)
         ]
         for tag in events.Tags()["scalars"]
+        if not tag.startswith("verdict/")
     }
 
 

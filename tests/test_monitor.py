@@ -162,7 +162,7 @@ def test_hparams_are_the_options_that_differ_with_the_last_results(finished):
         "model": "timm/test_resnet", "train_crop_size": 32, "val_resize_size": 32, "val_crop_size": 32,
         "device": "cpu", "batch_size": 4, "global_batch_size": 8, "epochs": 4, "lr": 0.05, "layer_decay": 0.5,
         "model_ema": True, "use_deterministic_algorithms": True, "checkpoint_steps": 1, "print_freq": 5,
-        "data_path": values["data_path"],
+        "data_path": values["data_path"], "workers": False,
     }  # fmt: skip
     last = [record for record in read_records(finished.out) if record["kind"] == "val"][-1]
     found = {metric.name.tag: metric.value for metric in group.metric_values}
