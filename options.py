@@ -158,8 +158,8 @@ OPTIONS = {
         ),
         Option(
             "--dry-run", is_action=True, resume=FREE,
-            help="print what the run would do (data, model, batches, steps, learning rates), what memory, time and disk it "
-            "will need, and its whole recipe, and exit",
+            help="print what the run would do (data, model, batches, steps, learning rates), the memory, time and disk that "
+            "it needs, and its whole recipe, and exit",
         ),
     ],
     "data": [
