@@ -82,7 +82,7 @@ class IndexedImageFolder(Dataset):
 
     @property
     def samples(self) -> list[tuple[str, int]]:
-        """The (path, class) of each image; of one in a tar, what messages call it. Made when it is first asked for."""
+        """The (path, class) of each image; for an image in a tar, its name in messages. Made on first use."""
         return self._samples
 
     imgs = samples
@@ -97,7 +97,7 @@ class IndexedImageFolder(Dataset):
         return self.index.fingerprint()
 
     def identity(self) -> dict[str, str | None]:
-        """Return what tells changed files of the same names apart: see `Source.identity`."""
+        """Return facts that tell changed files of the same names apart: see `Source.identity`."""
         return self.index.identity()
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class IndexedImageFolder(Dataset):
         return preset.finish(image), label
 
     def load(self, key: int) -> tuple[Tensor | EncodedCrop, int]:
-        """Return one image as (3, H, W) uint8, or what the device is to decode, and its class.
+        """Return one image as (3, H, W) uint8, or its bytes for the device to decode, and its class.
 
         Raises:
             ImageError: the image cannot be read; names it.
@@ -422,7 +422,7 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLo
 def build_batch_transforms(
     args: Any, num_classes: int, device: torch.device | None = None
 ) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
-    """Return what is done to each batch on the device (by default `--device`) in training and in evaluation."""
+    """Return the transforms of a batch on the device (by default `--device`) for training and for evaluation."""
     device = device or torch.device(args.device)
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     normalize = transforms.Normalize(args.mean, args.std, device, memory_format)
@@ -444,7 +444,7 @@ def build_batch_transforms(
 
 
 class _AtOnce(Executor):
-    """Does what is submitted to it before anything else."""
+    """An executor that runs each task at once, in the calling thread."""
 
     def submit(self, function: Callable, *args: Any) -> Future:
         done = Future()
@@ -461,7 +461,7 @@ class DeviceLoader:
     Args:
         loader: yields (B, 3, H, W) uint8 or an `EncodedBatch`, and (B,) int64 on the CPU.
         device: where the batches go.
-        transform: what is done to them there.
+        transform: of the batches, on the device.
         seed: the run's; a training batch's draws are addressed by it, the step and the shard.
         is_encoded: the batches are encoded ones.
 
@@ -489,7 +489,7 @@ class DeviceLoader:
 
     @property
     def dataset(self) -> Dataset:
-        """What the loader loads."""
+        """The data set of the loader."""
         return self.loader.dataset
 
     def __len__(self) -> int:
@@ -562,7 +562,7 @@ def build_device_loader(
     num_classes: int,
     started: BatchLoader | None = None,
 ) -> DeviceLoader | None:
-    """Return what iterates over a set, transformed for training if the sampler is a training one; None for no set.
+    """Return the loader of a set on the device, transformed for training if its sampler is; None for no set.
 
     Args:
         args: the options.

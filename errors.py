@@ -25,7 +25,7 @@ def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def counted(number: int, noun: str, form: str = "") -> str:
-    """Return a number in a format and what is counted, such as `1 class` and `2 classes`."""
+    """Return a number and its noun in the right form, such as `1 class` and `2 classes`."""
     return f"{number:{form}} {noun if number == 1 else f'{noun}es' if noun.endswith('s') else f'{noun}s'}"
 
 
@@ -60,7 +60,7 @@ def say(line: str) -> None:
 
 
 class UserError(Exception):
-    """An input cannot be used; the message says which, what is expected and what to do.
+    """An input cannot be used; the message names it, the expected input and a remedy.
 
     The script prints the message once, without a traceback, and leaves with `exit_code`.
     """
@@ -242,7 +242,7 @@ def _report(reason: str, error_file: str | None) -> None:
 
 
 def end_by(error: BaseException, launch: Any) -> None:
-    """End this process for an error: what a user can mend in one line and an exit code, our fault in a traceback.
+    """End this process for an error: a user's mistake is one line with an exit code, ours a traceback.
 
     A launcher ends the other processes as soon as one has left; so, where all ranks meet the same error, which is all
     but those of loading, the others stay until rank 0 has printed it. Where some are still there after ten seconds,

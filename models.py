@@ -65,7 +65,7 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
 def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
     options = {}
     if args.model in AUXILIARY_WEIGHTS:
-        # Naming what is the default anyway avoids a FutureWarning. Published weights expect inputs scaled to [-1, 1].
+        # Naming the default avoids a FutureWarning. Published weights expect inputs scaled to [-1, 1].
         published = torchvision.models.get_model_weights(args.model).__members__
         is_published = bool(args.weights) and args.weights.rpartition(".")[2] in published
         options = {"init_weights": True, "aux_logits": True, "transform_input": is_published}
@@ -137,7 +137,7 @@ def _find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
     """Return why a model cannot take images of a shape, or None."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     obstacle = None
-    for device in ("meta", "cpu"):  # what fails without memory may work with it, where a model is not made for that
+    for device in ("meta", "cpu"):  # some models can only be built with memory
         own = {name: tensor.detach().to(device) if device == "meta" else tensor.detach().clone()
                for name, tensor in state.items()}  # fmt: skip
         try:
@@ -172,7 +172,7 @@ def freeze_all_but_classifier(model: nn.Module, num_classes: int) -> None:
 def set_training_mode(model: nn.Module) -> None:
     """Switch to training, but for modules all of whose parameters are frozen.
 
-    Their BatchNorm would otherwise go on adapting its statistics, and their dropout would blur what is to stay.
+    Their BatchNorm would otherwise go on adapting its statistics, and their dropout would blur frozen features.
     """
     model.train()
     for module in model.modules():
@@ -289,7 +289,7 @@ def _unmoved(module: nn.Module) -> Iterator[None]:
     saved = [buffer.clone() for buffer in buffers]
     try:
         yield
-    finally:  # torch ends the second pass by an exception, once it has what it needs
+    finally:  # torch ends the second pass by an exception, as soon as it can
         torch._foreach_copy_(buffers, saved)
 
 
@@ -324,7 +324,7 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     # Sizes of a training crop, mostly 32 px apart; a full and a last batch of evaluation, by the model and its average.
     num_graphs = (args.train_crop_size - smallest) // 32 + 3 + 2 * 2
     dynamo = importlib.import_module("torch._dynamo.config")
-    # What is done to a batch is compiled for each way of mixing too: mixup, cutmix or neither.
+    # The batch transform is compiled for each way of mixing: mixup, cutmix or neither.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 3 * num_graphs)
     # The masks of dropout and stochastic depth are those of an uncompiled model.
     importlib.import_module("torch._inductor.config").fallback_random = True
@@ -352,7 +352,7 @@ def autocast(args: Any, device: torch.device) -> torch.amp.autocast:
 
 
 def build_scaler(args: Any, device: torch.device) -> torch.amp.GradScaler:
-    """Return what scales the loss under float16, whose gradients vanish without; elsewhere it does nothing."""
+    """Return the scaler of the loss, without which float16 gradients vanish; disabled for other types."""
     return torch.amp.GradScaler(device.type, enabled=args.amp and args.amp_dtype != "bfloat16")
 
 

@@ -1,4 +1,4 @@
-"""Every option, declared once: parser, recipes, checks and what a resumed run may change are made of this table.
+"""Every option, declared once: parser, recipes, checks and the rules of resuming are made of this table.
 
 Nothing here imports torch, since help and errors come before that.
 """
@@ -158,8 +158,8 @@ OPTIONS = {
         ),
         Option(
             "--dry-run", is_action=True, resume=FREE,
-            help="print what the run would do (data, model, batches, steps, learning rates), the memory, time and disk that "
-            "it needs, and its whole recipe, and exit",
+            help="print the data, model, batches, steps and learning rates of the run, the memory, time and disk that it "
+            "needs, and its whole recipe, and exit",
         ),
     ],
     "data": [

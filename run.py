@@ -79,9 +79,9 @@ def read_resumed(
 
 
 def go_on_after_restart(args: config.Record, manager: CheckpointManager) -> config.Record:
-    """Return the options of processes that torchrun restarts: they go on with what they saved before.
+    """Return the options of processes that torchrun restarts: they go on from their own checkpoints.
 
-    What another torchrun left in the folder is not theirs. Collective: every rank must call it.
+    Checkpoints of another torchrun are not theirs. Collective: every rank must call it.
     """
 
     def has_saved() -> bytes | None:
@@ -127,7 +127,7 @@ def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None
 
 
 class BareRun:
-    """What a loop over steps needs where there is no run around it: each process computes one shard a step.
+    """A loop over steps without a run around it: each process computes one shard per step.
 
     Args:
         model: in DDP or bare.
@@ -172,11 +172,11 @@ class BareRun:
         self.sharded_step.finish_gradients()
 
     def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
-        """Take what the model made of a shard, unread: its mean loss, and as `metrics.Metric.update`."""
+        """Take a shard's results, unread: its mean loss, and the arguments of `metrics.Metric.update`."""
         self.tally.update(loss, output, target, index)
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
-        """Show what was measured since the last line, if one is due, of this process."""
+        """Show this process's metrics since the last line, if one is due."""
         if metric_logger.is_line_due:
             metric_logger.show(*self.tally.read_local())
 
@@ -193,8 +193,8 @@ class Run(BareRun):
         sampler: knows the images of a step.
         datasets: the training and the validation set.
         model: as `gradients.wrap_model` returns it.
-        parts: what is saved under which name, or None: the bare model, optimizer, model_ema and scaler.
-        metrics: what is measured of its outputs.
+        parts: state to save by its name, or None: the bare model, optimizer, model_ema and scaler.
+        metrics: of the outputs, beside the loss.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Run(BareRun):
         self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state, args.log_to)
         self.pictures = Pictures(self.folder if collectives.is_main_process() else None, self.state, args, datasets[1])
         self.gauges = Gauges(args, parts, device, len(datasets[1].classes))
-        self.due = []  # records of windows that have ended, without what is still to be read from the device
+        self.due = []  # records of windows that have ended, without values that are still on the device
         self.status = StatusFile(self.folder if collectives.is_main_process() else None, self.state)
         self.finite = FiniteWatch(device)
         self.device, self.num_classes = device, len(datasets[1].classes)
@@ -243,7 +243,7 @@ class Run(BareRun):
     # Begin and end
 
     def __enter__(self) -> "Run":
-        """Make the folder ready and write down what the run is. Collective: every rank must call it.
+        """Make the folder ready and describe the run in it. Collective: every rank must call it.
 
         Also that of a finished run: a kill may have left its last save half done.
         """
@@ -279,7 +279,7 @@ class Run(BareRun):
             raise error from cause
 
     def write_description(self, start: dict) -> None:
-        """Write status.json, run.json, what the run is, and recipe.toml, which runs it again. Rank 0 only.
+        """Write status.json, run.json, which describes the run, and recipe.toml, which repeats it. Rank 0 only.
 
         Raises:
             NoProgressError: a launcher starts it again and again, and it gets nowhere.
@@ -313,7 +313,7 @@ class Run(BareRun):
 
     @property
     def position(self) -> tuple[int, bool]:
-        """Where the run is: what a save is of."""
+        """The position that a save would hold."""
         return self.state.step, self.state.is_evaluated
 
     @property
@@ -346,7 +346,7 @@ class Run(BareRun):
         return self.state.is_evaluated
 
     def describe(self) -> str:
-        """Say what is being worked on, for whoever looks into a hang."""
+        """Describe the current work, for whoever looks into a hang."""
         if not self.has_steps_left:
             return f"evaluating after step {self.state.step}"
         return f"{self.state.step} steps done, images of the next: {self.sampler.indices_at(self.state.steps)}"
@@ -355,7 +355,7 @@ class Run(BareRun):
         """Record that the run hangs and is ended."""
         self.status.write("failed", reason)
 
-    # What surrounds a step
+    # Around a step
 
     def steps(self, num_batches: int) -> range:
         """Return the steps of the epoch that are left."""
@@ -373,7 +373,7 @@ class Run(BareRun):
         return self.sharded_step.shard(self.state.step, shard)
 
     def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
-        """Take what the model made of a shard, whose passes are over: see `BareRun`."""
+        """Take a shard's results after its passes: see `BareRun`."""
         self.clock.end_backward()
         super().measure(loss, output, target, index)
 
@@ -408,7 +408,7 @@ class Run(BareRun):
             self.stop(verdict.stop)
 
     def stop(self, cause: str) -> None:
-        """Save what is not saved yet, and leave the loop. Collective: every rank must call it.
+        """Save unless the position is saved, and leave the loop. Collective: every rank must call it.
 
         Raises:
             PreemptedError: always; says what was agreed.
@@ -421,7 +421,7 @@ class Run(BareRun):
         self.save(is_last=True)
         raise PreemptedError(f"{done}, saved in {time.perf_counter() - start:.1f} s")
 
-    # What surrounds an evaluation
+    # Around an evaluation
 
     def end_epoch(self) -> None:
         """Save an epoch that has been trained; say what limited it and which images have changed. Collective."""
@@ -442,7 +442,7 @@ class Run(BareRun):
         return {name: WatchedLoader(loader, self.preemption, self.stop, beat) for name, loader in loaders.items()}
 
     def take_results(self, results: dict[str, dict[str, Any]]) -> None:
-        """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
+        """Log and save the results of an evaluation. Collective: every rank must call it."""
         for kind, result in results.items():
             self.monitor.write(kind, **self.here, **result)
         self.state.note_results(results, self.args.best_metric)
@@ -452,7 +452,7 @@ class Run(BareRun):
     # Log and save
 
     def log(self, metric_logger: Any) -> None:
-        """Show what was measured of all images since the last line. Collective: every rank must call it."""
+        """Show the metrics of all images since the last line. Collective: every rank must call it."""
         self.gather()
         values, n = self.tally.read()
         steps, train_s, wait_s = self.line_pace.read()
@@ -461,7 +461,7 @@ class Run(BareRun):
             self.say_who_waits(wait_s / train_s)
 
     def gather(self) -> None:
-        """Add up what was measured since the last call, and write the records of the windows that have ended.
+        """Add up the metrics since the last call, and write the records of the windows that have ended.
 
         So a record costs no read of the device of its own. Collective: every rank must call it, after the same step.
 
@@ -535,7 +535,7 @@ class StatusFile:
         return start if is_start(start) else None
 
     def count_start(self, records: list[dict]) -> dict:
-        """Return what is kept of a start: from which position, the how manieth in a row from there, when it began.
+        """Return a record of this start: its position, the number of consecutive starts there, and its time.
 
         And how long earlier starts ran, by the last `records` that they left; None if that is not known.
         """
@@ -629,7 +629,7 @@ def time_run_s(start: dict | None, seen_s: list) -> float | None:
 
 
 def non_finite_loss(step: int) -> str:
-    """Return what is said of a step whose loss is not finite."""
+    """Return the error message for a loss that is not finite."""
     return (
         f"the loss of step {step} is not finite; stopped, and the last checkpoint is kept; "
         "try a lower --lr, a longer warm-up or --clip-grad-norm"

@@ -171,7 +171,7 @@ class RepeatedSampler(TrainSampler):
     images, which leaves nothing of a small set; that is the only difference (docs/research/PEERS.md, 2.1).
 
     With fewer shards than repetitions, some of an image's land in one shard. They are not neighbours in it, where no
-    image makes up more than half of it: neighbours, the last and the first among them, are what is mixed.
+    image makes up more than half of it: neighbours, the last and the first among them, are mixed.
 
     Args:
         num_images: N, the size of the set.

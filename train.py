@@ -54,7 +54,7 @@ def train_one_epoch(
         args: print_freq, clip_grad_norm, model_ema_steps, lr_warmup_epochs, amp, amp_dtype; any may be missing.
         model_ema: the average to move along, or None.
         scaler: of the loss under `--amp`, or None.
-        run: what surrounds the steps; None for a bare loop, in which each process computes one shard a step.
+        run: the run around the steps; None for a bare loop, in which each process computes one shard a step.
     """
     args = config.filled(args, amp=scaler is not None)
     models.set_training_mode(model)
@@ -110,8 +110,8 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
         data_loader: yields (image, target) batches of a sized `dataset`.
         device: where the model is.
         print_freq: batches between two lines.
-        log_suffix: what the result line calls the model, such as EMA.
-        metrics: what is measured beside the loss; by default Acc@1 and Acc@5.
+        log_suffix: name of the model in the result line, such as EMA.
+        metrics: beside the loss; by default Acc@1 and Acc@5.
         observe: is called with what `Metric.update` takes of each batch, or None.
 
     Returns:
@@ -170,12 +170,12 @@ def load_data(traindir, valdir, args):
 
 
 def join(args):
-    """Take what follows from this machine, start what loads the data, and join the other processes.
+    """Derive options from this machine, start loading, and join the other processes.
 
     Collective: every rank must call it.
 
     Returns:
-        The options, this process's device, what knows of signals, and what `data.start_loading` returns or None.
+        The options, this process's device, its `PreemptionGuard`, and the result of `data.start_loading` or None.
 
     Raises:
         UserError: the device, the processes, the weights or the data are not there.
@@ -202,7 +202,7 @@ def join(args):
 
 
 def main(args):
-    """Train or, with `--test-only`, evaluate what the options say. Collective: every rank must call it.
+    """Train or, with `--test-only`, evaluate. Collective: every rank must call it.
 
     Raises:
         UserError: something that was given cannot be used.
@@ -251,7 +251,7 @@ def main(args):
 
 
 def cli(args=None):
-    """Run the script: what a user can mend ends in one line and an exit code, what is our fault in a traceback."""
+    """Run the script: a user's mistake ends in one line and an exit code, ours in a traceback."""
     args = args or config.read_command_line()
     try:
         if args.dry_run:

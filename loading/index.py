@@ -16,7 +16,7 @@ from errors import BadImageError, UserError, counted
 from files import locked, open_to_read, retry, write_atomically
 from loading.source import Source, digest, line_of
 
-# What was changed less than this before it was read may have been changed again within the same tick of its clock.
+# A file that changed less than this before it was read may have changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
 
 # How long a read that failed is waited for before it is tried again: a network disk may only have hiccuped, and says
@@ -56,7 +56,7 @@ class Names(Sequence):
 
 
 def encode(names: Iterable[str]) -> numpy.ndarray:
-    """Return the names as `Names` holds them; a name that is not UTF-8 on the disk stays what it is there."""
+    """Return the names as `Names` holds them; names that are not UTF-8 keep their bytes."""
     return numpy.frombuffer("\0".join([*names, ""]).encode("utf-8", "surrogateescape"), dtype=numpy.uint8)
 
 
@@ -92,7 +92,7 @@ class ImageIndex(Source):
         """Add all images to a scan, and return the classes.
 
         Raises:
-            UserError: it holds what no image folder may.
+            UserError: its names cannot be classes or images.
             OSError: it cannot be read.
         """
 
@@ -132,7 +132,7 @@ class ImageIndex(Source):
         return self
 
     def _header(self) -> numpy.ndarray:
-        """Return what an index must say of itself to be of this split: another version or list of files is another."""
+        """Return the header of this split's index, which another version or list of files would change."""
         files = [os.path.relpath(file, self.root.parent) for file in self.files]
         return encode([_FORMAT, self.root.name, self.form, *IMG_EXTENSIONS, *files])
 
@@ -261,7 +261,7 @@ def _check_arrays(arrays: dict[str, numpy.ndarray], num_files: int) -> None:
 
 
 def _state(status: os.stat_result) -> tuple[int, int, int]:
-    """Return what changes whenever a folder or a file does; the size of a folder says nothing."""
+    """Return numbers that change with a folder or a file; the size of a folder says nothing."""
     return status.st_mtime_ns, status.st_ctime_ns, 0 if stat.S_ISDIR(status.st_mode) else status.st_size
 
 

@@ -166,7 +166,7 @@ class Progress:
     Args:
         work: the first words of the line.
         total: how many things there are, or zero where only their bytes are known.
-        unit: what the things are.
+        unit: noun for the counted things.
         total_bytes: how many bytes there are, or zero where only the number of things is known.
         first: how many things an earlier run has done, which says nothing of how fast this one is.
     """

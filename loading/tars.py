@@ -19,7 +19,7 @@ from loading.index import ImageIndex, Scan, check_num_bytes
 from loading.progress import Progress
 from loading.source import Source, digest, list_folder
 
-# What scripts/pack.py writes beside its shards, and how that says whose it is.
+# The manifest that scripts/pack.py writes beside its shards, and its marks.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
 
 # More than the manifest of any pack: a record of some hundred bytes a shard, and one for each image left out.
@@ -241,7 +241,7 @@ class _TarReader:
     Args:
         path: the tar.
         file: it, open.
-        split_name: what members' names may begin with.
+        split_name: optional first part of members' names.
         progress: is told how far the reader is.
     """
 

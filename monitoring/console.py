@@ -1,4 +1,4 @@
-"""What a run says at its beginning and end, how far it is, and log.txt, which keeps what it said."""
+"""First and last lines of a run, its progress, and log.txt, which keeps the console's output."""
 
 import math
 import os
@@ -41,7 +41,7 @@ class LogFile:
         self._is_warned, self._retry_s, self._size = False, -math.inf, 0
 
     def keep(self) -> None:
-        """Keep what is said from now on."""
+        """Keep the output from now on."""
         if self._tap is not None:
             self._tap.remove()
         self.__init__()
@@ -199,7 +199,7 @@ class LiveView:
 
 
 def first_lines(args: Any, model: nn.Module, steps_per_epoch: int, folder: Path) -> list[str]:
-    """Return what is said of a run before its first step."""
+    """Return the lines before the first step."""
     device = next(model.parameters()).device
     kind = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""What a run will need, before it starts and where memory ran out: a step traced on tensors that have no memory."""
+"""Memory, work, time and disk of a run, before it starts and when memory ran out, by a step on fake tensors."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What is measured of training beside the metrics: norms, rates, and how much it gets out of its device."""
+"""Measurements of training beside the metrics: norms, rates, and the use of the device."""
 
 import copy
 import resource
@@ -111,7 +111,7 @@ class Pace:
 
 
 class Gauges:
-    """What a record of training says beside the metrics.
+    """The fields of a training record beside the metrics.
 
     Args:
         args: the resolved options.

@@ -1,4 +1,4 @@
-"""Numbers leaving the process: metrics.jsonl, and what is made of it: TensorBoard's file and mirrors elsewhere."""
+"""Numbers leaving the process: metrics.jsonl, and TensorBoard's file and mirrors, which are made of it."""
 
 import json
 import math
@@ -40,7 +40,7 @@ class Monitor:
         self.folder = folder
         self.run = run
         self.mirrors = Mirrors(folder, log_to)
-        self._pending = b""  # what a full disk did not take; written with the next record
+        self._pending = b""  # records that a full disk did not take; written with the next one
         self._failed = set()
         self._events = None
 
@@ -121,7 +121,7 @@ class Monitor:
         self.mirrors.add(record)
 
     def _attempt(self, name: str, write: Callable[..., None], *args: Any) -> None:
-        """Write what no run may end for; a failure is said once for each name."""
+        """Try a write whose failure must not end the run; print each name's failure once."""
         try:
             write(*args)
         except Exception as error:
@@ -168,7 +168,7 @@ def read_records(folder: Path) -> list[dict]:
 
 
 def _parse_record(line: bytes) -> dict | None:
-    """Return one line of metrics.jsonl, or None for what is none."""
+    """Return the record in one line of metrics.jsonl, or None if there is none."""
     try:
         record = json.loads(line)
         is_record = isinstance(record["kind"], str) and type(record["step"]) is type(record["epoch"]) is int

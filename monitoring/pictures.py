@@ -34,7 +34,7 @@ INK, BLUE, RED, GREY = (40, 40, 40), (66, 113, 178), (200, 60, 50), (210, 210, 2
 
 
 class Predictions(NamedTuple):
-    """What a model made of each image of a set, in the order of the set."""
+    """A model's prediction for each image of a set, in the order of the set."""
 
     index: numpy.ndarray
     target: numpy.ndarray
@@ -354,7 +354,7 @@ class Pictures:
         )
 
     def gather(self) -> Predictions:
-        """Return what all processes have seen, in the order of the images. Collective: every rank must call it."""
+        """Return the predictions of all processes in the order of the images. Collective: every rank must call it."""
         columns = [torch.cat(parts).cpu().double() for parts in zip(*self._batches, strict=True)]
         self._batches.clear()
         rows = torch.cat(all_gather(torch.stack(columns, dim=1) if columns else torch.zeros(0, 4).double()))
@@ -390,7 +390,7 @@ class Pictures:
                 path.unlink(missing_ok=True)
 
     def _attempt(self, name: str, work: Callable[..., None], *args: Any) -> None:
-        """Do what no run may end for; a failure is said once for each name."""
+        """Try work whose failure must not end the run; print each name's failure once."""
         try:
             work(*args)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What a command would do, without doing it: the resolved options, the batch arithmetic and the learning rates."""
+"""`--dry-run`: the resolved options, the batch arithmetic and the learning rates, without the run."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""What limits a run: the parts of each step, compared over all processes, and the one setting to change first."""
+"""The bottleneck of a run: the parts of each step, compared over all processes, and the one setting to change first."""
 
 import math
 import time
