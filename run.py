@@ -34,6 +34,7 @@ from loading.encoded import settle_decode_device
 from loading.seen import SeenRecord
 from metrics import Accuracy, Metric, Tally
 from monitoring.monitor import Monitor
+from monitoring.pictures import Pictures
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
 
@@ -216,6 +217,7 @@ class Run(BareRun):
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
         self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state)
+        self.pictures = Pictures(self.folder if collectives.is_main_process() else None, self.state, args, datasets[1])
         self.status = StatusFile(self.folder if collectives.is_main_process() else None, self.state)
         self.finite = FiniteWatch(device)
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
@@ -234,6 +236,7 @@ class Run(BareRun):
         collectives.call_on_master(self.write_description, start)
         with ExitStack() as stack:
             stack.enter_context(self.seen)
+            self.pictures.open()  # before the monitor, which shows them
             collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
             self.watchdog.start()
@@ -388,6 +391,7 @@ class Run(BareRun):
         for kind, result in results.items():
             self.monitor.write(kind, self.state.step, self.state.epoch, **result)
         self.state.note_results(results, self.args.best_metric)
+        self.pictures.draw()
         self.save(is_last=self.state.is_finished(self.args.epochs))
 
     # Log and save

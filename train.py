@@ -6,6 +6,8 @@ if __name__ == "__main__":
 
     startup.begin_script()
 
+from functools import partial
+
 import torch
 
 import collectives
@@ -88,7 +90,7 @@ def evaluate(model, criterion, data_loader, device, print_freq=100, log_suffix="
     return measure(model, criterion, data_loader, device, print_freq, log_suffix)["acc1"]
 
 
-def measure(model, criterion, data_loader, device, print_freq=100, log_suffix="", metrics=None):
+def measure(model, criterion, data_loader, device, print_freq=100, log_suffix="", metrics=None, observe=None):
     """Evaluate a model on every image of a set, each exactly once, over all processes.
 
     The sums are formed from the batches in their order, whichever rank computed them: with `EvalSampler`, all values
@@ -103,6 +105,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
         print_freq: batches between two lines.
         log_suffix: what the result line calls the model, such as EMA.
         metrics: what is measured beside the loss; by default Acc@1 and Acc@5.
+        observe: is called with what `Metric.update` takes of each batch, or None.
 
     Returns:
         The metrics' values by their names, the mean loss of an image, and n, the number of images.
@@ -120,6 +123,8 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             output = model(image)
             tally.update(criterion(output, target), output, target, index)
+            if observe is not None:
+                observe(output, target, index)
             if metric_logger.is_line_due:
                 metric_logger.show(*tally.read_local())
     tally.synchronize_between_processes()
@@ -134,10 +139,11 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     return {**values, "n": n}
 
 
-def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=None):
+def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=None, observe=None):
     """Evaluate the model and its average, if there is one, on each set; return the results by their names in the log.
 
-    These are the sets' names, with _ema for the average. The lines of `val` do not name their set.
+    These are the sets' names, with _ema for the average. The lines of `val` do not name their set. `observe` is called
+    with such a name and what `Metric.update` takes of each batch, if it is not None.
     """
     results = {}
     for name, data_loader in loaders.items():
@@ -146,7 +152,8 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
                 scored = models.FlipAverage(scored) if args.eval_flip else scored
                 label = suffix if name == "val" else f"{name} {suffix}".rstrip()
                 with models.autocast(args, device):
-                    results[kind] = measure(scored, criterion, data_loader, device, 100, label, metrics)
+                    watch = observe and partial(observe, kind)
+                    results[kind] = measure(scored, criterion, data_loader, device, 100, label, metrics, watch)
     return results
 
 
@@ -223,11 +230,13 @@ def main(args):
     with run:
         for epoch in run.epochs():
             if run.has_steps_left:
-                train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler, run)
+                batches = run.pictures.watched(data_loader)
+                train_one_epoch(model, criterion, optimizer, batches, device, epoch, args, model_ema, scaler, run)
                 run.end_epoch()
                 data.report_images(data_loader, epoch)
             if not run.is_evaluated:
-                run.take_results(evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics))
+                scored = model_without_ddp, model_ema, criterion, loaders, device, metrics, run.pictures.observe
+                run.take_results(evaluate_all(args, *scored))
 
 
 def cli():

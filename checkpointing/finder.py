@@ -18,9 +18,12 @@ NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
 # Files with a run's state, or its ruins; only `--overwrite` removes them.
 STATE_FILES = re.compile(r"(superseded-(\d+-)?)?(checkpoint(-\d{8,})?|best|best_ema)\.pth(\.corrupt(-\d+)?)?")
 
+# Pictures of a run, by what they show and the step that they were drawn after.
+PICTURES = re.compile(r"picture-(?P<tag>[a-z-]+)-(?P<step>\d{8,18})\.png")
+
 # Every file that a run writes into its output folder; `--overwrite` removes these, except its lock, and no others.
 OWN_FILES = re.compile(
-    rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png|images\.npz)(\.tmp\.\d+)?"
+    rf"({STATE_FILES.pattern}|{PICTURES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png|images\.npz)(\.tmp\.\d+)?"
     r"|\.node-\d+-[0-9a-f]+|\.lock|events\.out\.tfevents\..*"
 )
 

@@ -4,6 +4,7 @@ This is the one description of "the same folder": whatever was done to a run, it
 to which nothing was done.
 """
 
+import hashlib
 import json
 import logging
 import tomllib
@@ -16,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from checkpointing import guard
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
-from checkpointing.finder import NUMBERED
+from checkpointing.finder import NUMBERED, PICTURES
 from errors import UserError
 from monitoring.monitor import MACHINE_FIELDS
 from options import BY_NAME, SILENT
@@ -60,6 +61,8 @@ class Ending:
             if name.endswith(".pth"):
                 is_partial = not has_same_saves and name.startswith("best")
                 self.values.update(_read_checkpoint(folder / name, _OF_THE_EVALUATION if is_partial else frozenset()))
+            if PICTURES.fullmatch(name):
+                self.values[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         for name, read in _READERS.items():
             try:
                 self.values[name] = read(folder / name)

@@ -166,10 +166,13 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
         "--print-freq", 1, "--model-ema",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    shown = ["calibration", "classes", "confusion", "mistakes"]
+    pictures = [f"picture-{name}-{step:08d}.png" for name in shown for step in (3, 6)]
+    pictures.insert(6, "picture-first-batch-00000000.png")
     names = sorted(path.name for path in out.iterdir())
     assert names == [
         ".lock", "best.pth", "best_ema.pth", "checkpoint-00000003.pth", "checkpoint-00000006.pth", "checkpoint.pth",
-        "images.npz", "metrics.jsonl", "recipe.toml", "run.json", "status.json", "tb",
+        "images.npz", "metrics.jsonl", *pictures, "recipe.toml", "run.json", "status.json", "tb",
     ]  # fmt: skip
     assert len(list((out / "tb").iterdir())) == 1
     assert json.loads((out / "status.json").read_text())["state"] == "finished"
