@@ -20,7 +20,7 @@ STATE_FILES = re.compile(r"(superseded-(\d+-)?)?(checkpoint(-\d{8,})?|best|best_
 
 # Every file that a run writes into its output folder; `--overwrite` removes these, except its lock, and no others.
 OWN_FILES = re.compile(
-    rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png|images\.npz)(\.tmp\.\d+)?"
+    rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png|report\.html|images\.npz)(\.tmp\.\d+)?"
     r"|\.node-\d+-[0-9a-f]+|\.lock|events\.out\.tfevents\..*"
 )
 

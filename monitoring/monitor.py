@@ -134,12 +134,10 @@ class Monitor:
             self._file.close()
 
     def _records(self) -> list[dict]:
-        """Return the records in metrics.jsonl, but for lines that are torn by a kill or are no records."""
         try:
-            lines = read_bytes(self.folder / "metrics.jsonl").splitlines()
+            return read_records(self.folder)
         except FileNotFoundError:
             return []
-        return [record for record in map(_parse_record, lines) if record is not None]
 
     def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
         """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
@@ -195,6 +193,16 @@ class Monitor:
         if self.folder is not None:
             self._attempt("metrics.jsonl", self._write_pending)
             self._attempt("metrics.jsonl", os.fsync, self._file.fileno())
+
+
+def read_records(folder: Path) -> list[dict]:
+    """Return the records in a run's metrics.jsonl, but for lines that are torn by a kill or are no records.
+
+    Raises:
+        FileNotFoundError: no run has written there.
+    """
+    lines = read_bytes(folder / "metrics.jsonl").splitlines()
+    return [record for record in map(_parse_record, lines) if record is not None]
 
 
 def _parse_record(line: bytes) -> dict | None:
