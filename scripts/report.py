@@ -35,7 +35,7 @@ PANELS = {
     "loss": "loss", "lr": "learning rate", "acc1": "Acc@1, %", "images_per_s": "images/s", "acc5": "Acc@5, %",
     "data_wait": "share of time waiting for data", "grad_norm": "norm of the gradients", "memory_gib": "memory, GiB",
 }  # fmt: skip
-COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22"]
+COLORS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #7f7f7f #bcbd22".split()
 
 # Lines of log.txt: what limited an epoch, and the head of each start.
 VERDICT, START = re.compile(r"verdict|Epoch: \[\d+\] (bound by|balanced)"), re.compile(r"==== ")
@@ -108,7 +108,7 @@ def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list
             steps = sorted({step for curve in curves for step in curve})
             values = [[curve[step] for curve in curves if step in curve] for step in steps]
             title = escape(f"{label}: {KINDS[kind]}" if len(groups) > 1 else KINDS[kind])
-            color, dash = (COLORS[number % len(COLORS)], at) if len(groups) > 1 else (COLORS[at], 1)
+            color, dash = (COLORS[number % 10], at) if len(groups) > 1 else (COLORS[at], 1)
             style = {"name": title, "legendgroup": title, "mode": "lines" if kind == "train" else "lines+markers"}
             means, spreads = [statistics.fmean(v) for v in values], [spread(v) for v in values]
             if steps:
@@ -186,9 +186,8 @@ def show_pictures(run: LoggedRun) -> str:
 
 def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
     """Return the values in nested tables with dotted names, but for the options, which the recipe has."""
-    pairs = [(name, value) for name, value in content.items() if name != "args"]
-    tables = [flat(v, f"{prefix}{name}.") if isinstance(v, dict) else [(prefix + name, v)] for name, v in pairs]
-    return [row for rows in tables for row in rows]
+    pairs = [(prefix + name, value) for name, value in content.items() if name != "args"]
+    return [row for n, v in pairs for row in (flat(v, f"{n}.") if isinstance(v, dict) else [(n, v)])]
 
 
 def describe_run(run: LoggedRun) -> str:
