@@ -35,7 +35,7 @@ PANELS = {
     "loss": "loss", "lr": "learning rate", "acc1": "Acc@1, %", "images_per_s": "images/s", "acc5": "Acc@5, %",
     "data_wait": "share of time waiting for data", "grad_norm": "norm of the gradients", "memory_gib": "memory, GiB",
 }  # fmt: skip
-COLORS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #7f7f7f #bcbd22".split()
+COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22"]
 
 # Lines of log.txt: what limited an epoch, and the head of each start.
 VERDICT, START = re.compile(r"verdict|Epoch: \[\d+\] (bound by|balanced)"), re.compile(r"==== ")
@@ -143,10 +143,10 @@ def draw_curves(groups: dict[str, list[LoggedRun]]) -> str:
         if name == "loss":  # an evaluation far off would flatten everything else on a straight scale
             figure.update_yaxes(type="log", row=panel // 2 + 1, col=panel % 2 + 1)
     buttons = [{"label": n, "method": "restyle", "args": [{"x": xs}]} for n, xs in (("step", steps), ("epoch", epochs))]
-    menu = {"type": "buttons", "direction": "left", "x": 0, "xanchor": "left", "y": 1 + 0.2 / rows, "buttons": buttons}
+    menu = {"type": "buttons", "direction": "left", "x": 0, "xanchor": "left", "y": 1 + 0.3 / rows, "buttons": buttons}
     figure.update_layout(
         updatemenus=[menu], height=300 * rows + 150, template="plotly_white", hovermode="x unified", margin={"t": 110},
-        legend={"orientation": "h", "yanchor": "top", "y": -0.2 / rows},
+        legend={"orientation": "h", "x": 0.15, "yanchor": "bottom", "y": 1 + 0.15 / rows},
     )  # fmt: skip
     return figure.to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True})
 
