@@ -158,8 +158,8 @@ OPTIONS = {
         ),
         Option(
             "--dry-run", is_action=True, resume=FREE,
-            help="print the data, model, batches, steps and learning rates of the run, the memory, time and disk that it "
-            "needs, and its whole recipe, and exit",
+            help="print the data, model, batches, steps and learning rates of the run, the memory, time and disk that "
+            "it needs, and its whole recipe, and exit",
         ),
     ],
     "data": [
