@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -247,7 +247,7 @@ class Run(BareRun):
 
         Also that of a finished run: a kill may have left its last save half done.
         """
-        start = self.status.count_start(self.monitor.records())
+        start = self.status.count_start(self.records())
         self.manager.open(self.args.resume, self.state, overwrite=self.args.overwrite)
         collectives.call_on_master(self.write_description, start)
         log.open(self.folder)
@@ -307,7 +307,13 @@ class Run(BareRun):
         collectives.call_on_master(self.status.finish)
         print(self.state.result(self.args.output_dir, self.status.ran_s()))
         if collectives.is_main_process():
-            print(*last_lines(self.args, self.state, self.folder, self.monitor.records()), sep="\n")
+            print(*last_lines(self.args, self.state, self.folder, self.records()), sep="\n")
+
+    def records(self) -> list[dict]:
+        """Return what is recorded in metrics.jsonl; nothing where that cannot be read, which is no reason to end."""
+        with suppress(OSError, StorageError):
+            return self.monitor.records() if self.state.is_resumed or self.state.step else []
+        return []
 
     # Where it is
 

@@ -130,7 +130,7 @@ def test_a_run_whose_images_are_as_before_goes_on_without_a_word(run, tmp_path):
     path = moved.images / "val" / "class0" / "image001.jpg"
     add_a_byte(path)
     evaluated = moved.evaluate("--resume", run.checkpoint).check()
-    assert lines_of(evaluated, "images of ") == [
+    assert lines_of(evaluated, "image of ") == [
         f"1 image of {moved.images / 'val'} with other sizes than when the run read them, such as {path}"
     ]
 
