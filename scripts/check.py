@@ -13,7 +13,6 @@ import numpy
 from PIL import Image
 
 import collectives
-import config
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import write_atomically
 from loading.decode import load_image
@@ -21,6 +20,7 @@ from loading.forms import open_source
 from loading.index import with_retries
 from loading.progress import Progress, size_text
 from loading.source import Source
+from options import OneLineParser
 from scripts.pack import in_order
 from scripts.tool import positive, run
 
@@ -313,7 +313,7 @@ def expectation(text: str) -> int | None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = config.OneLineParser(
+    parser = OneLineParser(
         prog=PROG,
         usage=f"{PROG} DATA_PATH [options]",
         description="Look at every image of a data set before a run does.",

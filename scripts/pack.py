@@ -27,7 +27,6 @@ from PIL import __version__ as pillow_version
 from torch.utils.data import DataLoader
 
 import collectives
-import config
 from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import locked, write_atomically
@@ -37,6 +36,7 @@ from loading.index import with_retries
 from loading.progress import Progress, size_text
 from loading.source import digest, line_of
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
+from options import OneLineParser
 
 LOCK = "pack.lock"
 
@@ -592,7 +592,7 @@ def verify(options: argparse.Namespace) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = config.OneLineParser(
+    parser = OneLineParser(
         prog="python -m scripts.pack",
         usage="python -m scripts.pack --data-path DIR OUT (--lossless | --short-side PX | --max-side PX) [options]",
         description="Write an image folder as tar files that load faster.",

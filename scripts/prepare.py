@@ -20,10 +20,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-import config
 from errors import StorageError, UserError, counted, in_one_line, one_line
 from files import explain_failure, free_bytes, locked, open_to_read, read_json, sync_folder, write_atomically
 from loading.progress import Progress, size_text
+from options import OneLineParser
 from scripts.tool import run
 
 PROG = "python -m scripts.prepare"
@@ -694,7 +694,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = config.OneLineParser(
+    parser = OneLineParser(
         prog=PROG,
         usage=f"{PROG} SOURCE [SOURCE ...] OUT [options]",
         description="Turn ImageNet as it is downloaded into class folders.",
