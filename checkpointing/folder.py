@@ -182,11 +182,14 @@ class CheckpointFolder(CheckpointFinder):
 
     def _erase_old_curves(self) -> None:
         """Remove the curves of earlier versions, which lay in a folder of their own: those of this start hold them."""
-        for path in CheckpointFinder(self.folder / "tb").own_files(EVENT_FILES):
+        curves = self.folder / "tb"
+        if not curves.is_dir():
+            return
+        for path in CheckpointFinder(curves).own_files(EVENT_FILES):
             if not path.is_dir():
                 path.unlink(missing_ok=True)
         with suppress(OSError):
-            (self.folder / "tb").rmdir()
+            curves.rmdir()
 
     def save(self, state: dict, best_now: Iterable[str] = ()) -> str | None:
         """Write a state, read it back, and only then give it its names and delete checkpoints that are too old.

@@ -399,7 +399,7 @@ def test_a_path_elsewhere_needs_an_empty_folder(started, tmp_path):
     outcome = started.go_on(tmp_path, fresh, "--resume", started.out / "checkpoint.pth").check()
     assert "resumed step 6 " in outcome.output
     steps = [json.loads(line)["step"] for line in (fresh / "metrics.jsonl").read_text().splitlines()]
-    assert min(steps) == 7
+    assert min(steps) > 6
 
 
 def test_an_older_file_supersedes_the_newer_ones(started, tmp_path):
