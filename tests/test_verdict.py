@@ -78,6 +78,7 @@ def judge(trouble: str, folder, num_ranks: int = 2) -> str:
     return re.search(r"Epoch: \[0\] (bound by .*|balanced.*)", output)[1]
 
 
+@pytest.mark.slow  # real processes that sleep: what is measured depends on what else the machine does
 @pytest.mark.parametrize(
     ("trouble", "begin", "advice"),
     [
