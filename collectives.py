@@ -1,4 +1,4 @@
-"""What processes say to each other: who they are, how they meet and part, and collectives that wait for no device."""
+"""Processes among each other: who they are, how they meet and part, and collectives that wait for no device."""
 
 import builtins
 import datetime
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from errors import UserError
+from errors import UserError, counted
 from launch import Launch, read_launch
 
 # Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
@@ -65,7 +65,7 @@ def interleave(parts: list[torch.Tensor], size: int = 1) -> torch.Tensor:
 
 
 def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> bytes:
-    """Give one rank's bytes to every rank; what others pass is ignored. Collective: every rank must call it.
+    """Give one rank's bytes to every rank; the others' argument is ignored. Collective: every rank must call it.
 
     Args:
         payload: the bytes, on rank `src`.
@@ -97,7 +97,7 @@ def call_on_master(function: Callable[..., bytes | None], *args: Any) -> bytes |
     For work on files, which ranks on other machines may not even see.
 
     Raises:
-        UserError: what the function raised, or the text of its OSError, on every rank.
+        UserError: the function's own, or the text of its OSError, on every rank.
     """
     payload, error = None, None
     if is_main_process():
@@ -134,7 +134,7 @@ def place(world_size: int, dist_url: str) -> Launch:
     """Return this process's place among others, as its launcher says or RANK and `--world-size`.
 
     Raises:
-        UserError: there is half of what is needed.
+        UserError: the launcher's variables are incomplete.
     """
     launch = read_launch(world_size=world_size)
     if not launch.is_launched and world_size > 1:
@@ -184,11 +184,11 @@ def join_processes(args: Any) -> None:
         torch.cuda.set_device(args.gpu)
     if not args.distributed:
         return
-    print(f"joining {args.world_size} processes at {args.dist_url}", flush=True)
+    print(f"joining {counted(args.world_size, 'process')} at {args.dist_url}", flush=True)
     launch = read_launch(world_size=args.world_size)
     os.environ.update(launch.environment())
     timeout = datetime.timedelta(minutes=getattr(args, "dist_timeout", 30))
-    # What a launcher has set up counts; --dist-url is for where there is none.
+    # A launcher's address wins; --dist-url is for starts without one.
     url = "env://" if "MASTER_ADDR" in launch.address else args.dist_url
     store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
     # torchrun's store outlives a restart, with the addresses of the dead in it: each attempt has keys of its own. On

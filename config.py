@@ -2,13 +2,17 @@
 
 import argparse
 import json
+import os
+import shutil
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, did_you_mean, is_printable
+from errors import UserError, counted, did_you_mean, end_by, end_process, is_printable
+from launch import read_launch
 from options import (
     ALWAYS,
     BY_NAME,
@@ -21,7 +25,6 @@ from options import (
     OPTIONS,
     POLICIES,
     REMOVED,
-    OneLineParser,
     Option,
     build_parser,
     parse_allowed,
@@ -36,6 +39,45 @@ RECIPE_FACTS = {
     "title", "source", "command", "expected-acc1", "expected-acc5", "tolerance", "evaluation",
     "reference-global-batch", "hardware", "hours", "reproduced", "notes",
 }  # fmt: skip
+
+# Options that may have no effect: their names, when they have one, and why they have none otherwise.
+EFFECTS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] = [
+    (
+        ("use_v2",), lambda args: not args.use_v2,
+        "version 1 of torchvision's transforms is used, whose distributions are those of version 2",
+    ),
+    (
+        ("cache_dataset",), lambda args: not args.cache_dataset,
+        "which images there are is cached anyway, and checked at every start",
+    ),
+    (("prefetch_factor",), lambda args: args.workers != 0, "--workers 0 loads in the training process"),
+    (("ra_magnitude",), lambda args: args.auto_augment == "ra", "it is about --auto-augment ra"),
+    (("augmix_severity",), lambda args: args.auto_augment == "augmix", "it is about --auto-augment augmix"),
+    (
+        ("mixup_prob", "mixup_off_epoch"), lambda args: args.mixup_alpha or args.cutmix_alpha,
+        "neither --mixup-alpha nor --cutmix-alpha is above 0",
+    ),
+    (
+        ("mixup_switch_prob",), lambda args: args.mixup_alpha and args.cutmix_alpha,
+        "--mixup-alpha and --cutmix-alpha are not both above 0",
+    ),
+    (("ra_reps",), lambda args: args.ra_sampler, "--ra-sampler is off"),
+    (("model_ema_steps", "model_ema_decay"), lambda args: args.model_ema, "--model-ema is off"),
+    (("momentum",), lambda args: args.opt != "adamw", "adamw has betas instead: --opt-betas"),
+    (
+        ("lr_warmup_method", "lr_warmup_decay"), lambda args: args.lr_warmup_epochs,
+        "there is no warm-up without --lr-warmup-epochs",
+    ),
+    (("lr_step_size",), lambda args: args.lr_scheduler == "steplr", "it is about --lr-scheduler steplr"),
+    (
+        ("lr_gamma",), lambda args: args.lr_scheduler in ("steplr", "exponentiallr"),
+        "it is about --lr-scheduler steplr and exponentiallr",
+    ),
+    (
+        ("lr_min",), lambda args: args.lr_scheduler in ("cosineannealinglr", "linearlr"),
+        "it is about --lr-scheduler cosineannealinglr and linearlr",
+    ),
+]  # fmt: skip
 
 
 class Record(argparse.Namespace):
@@ -63,7 +105,7 @@ def find_recipe(name: str) -> Path:
     path = Path(name) if name.endswith(".toml") else RECIPES_DIR / f"{name}.toml"
     if not path.is_file():
         known = sorted(recipe.stem for recipe in RECIPES_DIR.glob("*.toml"))
-        raise UserError(f"--recipe {name}: no such recipe{did_you_mean(name, known)} (there are {', '.join(known)})")
+        raise UserError(f"--recipe {name}: no such recipe{did_you_mean(name, known)} (--list-recipes names all)")
     return path
 
 
@@ -113,17 +155,29 @@ def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
     return argv
 
 
-def list_recipes() -> str:
-    """Return a table of the recipes: name, model, expected accuracy, epochs, whether we reproduced it, and source."""
-    rows = [("recipe", "model", "Acc@1", "global batch", "epochs", "reproduced", "source")]
-    for path in sorted(RECIPES_DIR.glob("*.toml")):
-        recipe = read_recipe(path)
-        options = {key: value for table in recipe.values() if isinstance(table, dict) for key, value in table.items()}
-        facts = (options.get("model"), recipe.get("expected-acc1"), recipe.get("reference-global-batch"))
-        rest = (options.get("epochs"), recipe.get("reproduced") or "no", recipe.get("source"))
-        rows.append((path.stem, *("-" if fact is None else str(fact) for fact in (*facts, *rest))))
+def list_recipes(word: str = "") -> str:
+    """Return a recipe's whole text, or a table of all whose text holds the word, as wide as the terminal.
+
+    Raises:
+        UserError: no recipe holds the word.
+    """
+    paths = sorted(RECIPES_DIR.glob("*.toml"))
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
+    if word in texts:
+        return texts[word].rstrip()
+    rows = [("recipe", "Acc@1", "batch", "epochs", "title")]
+    for path in paths:
+        if word.lower() in f"{path.stem}\n{texts[path.stem]}".lower():
+            recipe = read_recipe(path)
+            options = {key: value for group in GROUPS for key, value in recipe.get(group, {}).items()}
+            facts = [recipe.get("expected-acc1"), recipe.get("reference-global-batch"), options.get("epochs")]
+            rows.append((path.stem, *("-" if fact is None else str(fact) for fact in facts), recipe["title"]))
+    if len(rows) == 1:
+        raise UserError(f"--list-recipes {word}: no recipe holds this word{did_you_mean(word, texts)}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    num_columns = shutil.get_terminal_size().columns
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip()[:num_columns] for row in rows]
+    return "\n".join([*lines, "", "--list-recipes NAME prints a whole recipe with its source; --recipe NAME uses it"])
 
 
 def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str]:
@@ -179,25 +233,57 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         UserError: the command line or its recipe cannot be used; one line.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    recipe_parser = OneLineParser(add_help=False, allow_abbrev=False)
-    recipe_parser.add_argument("--recipe")
-    name = recipe_parser.parse_known_args(argv)[0].recipe
-    reference = None
-    if name is not None:
-        path = find_recipe(name)
-        recipe = read_recipe(path)
-        argv = recipe_argv(path, recipe) + argv
-        reference = recipe.get("reference-global-batch")
-    return complete(build_parser(add_help=True, has_defaults=False).parse_args(argv), reference)
+    parser = build_parser(add_help=True, has_defaults=False)
+    typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if "recipe" not in typed:
+        return complete(typed)
+    path = find_recipe(typed.recipe)
+    recipe = read_recipe(path)
+    given = parser.parse_args(recipe_argv(path, recipe))
+    vars(given).update(vars(typed))
+    return complete(given, recipe.get("reference-global-batch"), sorted(vars(typed)))
 
 
-def complete(given: argparse.Namespace, reference_global_batch: int | None = None) -> argparse.Namespace:
+def read_command_line() -> argparse.Namespace:
+    """Parse the script's command line; for help, a list and a mistake answer at once and leave, without torch."""
+    launch = read_launch()
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if launch.rank else sys.stdout):
+            args = parse_args()
+            if args.list_recipes is not None:
+                text = list_recipes(args.list_recipes)
+                with suppress(OSError):  # nobody reads to the end
+                    print(text)
+                end_process(0)
+        if args.synthetic is None and not args.dry_run:
+            _check_data_path(args)
+    except BaseException as error:
+        end_by(error, launch)
+    return args
+
+
+def _check_data_path(args: argparse.Namespace) -> None:
+    """Refuse a folder that cannot hold the images; `loading.forms` looks closer when torch is there."""
+    path = args.data_path
+    if not os.path.isdir(path):
+        hint = f"; {sys.executable} -m scripts.make_digits {path} makes it" if path.endswith("data/digits") else ""
+        raise UserError(f"--data-path {path} is not a folder; give the one that holds train/ and val/{hint}")
+    with suppress(OSError):  # which is said when it is read
+        names = os.listdir(path)
+        for split in ["val"] if args.test_only else ["train", "val"]:
+            if not any(split in name for name in names):
+                raise UserError(f"--data-path {path} has no {split}/, and no {split}.tar or {split}-000000.tar")
+
+
+def complete(
+    given: argparse.Namespace, reference_global_batch: int | None = None, typed: list[str] | None = None
+) -> argparse.Namespace:
     """Fill in the defaults of options that were not given, and validate all.
 
     Args:
         given: the options that a parser found, with or without defaults.
         reference_global_batch: global batch that the recipe's learning rate belongs to.
+        typed: those of the command line itself; by default all that are given.
 
     Raises:
         UserError: the first option that cannot be used.
@@ -213,11 +299,12 @@ def complete(given: argparse.Namespace, reference_global_batch: int | None = Non
     args = argparse.Namespace(
         **{**defaults, **values},
         given=sorted(names),
+        typed=sorted(names) if typed is None else typed,
         mean=list(IMAGENET_MEAN),
         std=list(IMAGENET_STD),
         reference_global_batch=reference_global_batch,
     )
-    if not args.list_recipes:
+    if args.list_recipes is None:
         validate(args)
     return args
 
@@ -254,7 +341,8 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
         cores = collectives.count_cores()
         changes["workers"] = min(16, max(cores // launch.num_local, 1))
         lines.append(
-            f"--workers {changes['workers']}: {cores} cores, {launch.num_local} processes on this node, at most 16"
+            f"--workers {changes['workers']}: {counted(cores, 'core')}, {counted(launch.num_local, 'process')} on this "
+            "node, at most 16"
         )
     if args.output_dir is None:
         changes["output_dir"] = f"runs/{args.model}"
@@ -267,6 +355,8 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     if args.decode_device != "cpu" and (reason := _needs_pixels(args)):
         lines.append(f"--decode-device {args.decode_device} has no effect: {reason}")
         changes["decode_device"] = "cpu"
+    if args.compile is not None:
+        lines.append(f"--compile {args.compile}: compiling takes a minute or so, in the first step and evaluation")
     changes |= {"rank": launch.rank, "world_size": launch.world_size, "distributed": launch.is_launched}
     changes["gpu"] = collectives.choose_gpu(launch, device)
     return Record(**{**vars(args), **changes}), lines + _without_effect(args)
@@ -274,19 +364,18 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
 
 def _without_effect(args: argparse.Namespace) -> list[str]:
     """Return a line about each given option that has no effect in this run."""
-    lines = []
+    lines = [
+        f"--{name.replace('_', '-')} has no effect: {reason}"
+        for names, has_effect, reason in EFFECTS
+        for name in names
+        if name in args.typed and not has_effect(args)
+    ]
     if args.batch_size == 1 and (args.mixup_alpha or args.cutmix_alpha):
         lines.append(
             "--mixup-alpha and --cutmix-alpha have no effect: --batch-size 1 leaves no other image to mix with"
         )
     if args.synthetic is not None and args.data_path is not None:
         lines.append(f"--synthetic: --data-path {args.data_path} is not read")
-    for name, meaning in [
-        ("use_v2", "version 1 of torchvision's transforms is used, whose distributions are those of version 2"),
-        ("cache_dataset", "which images there are is cached anyway, and checked at every start"),
-    ]:
-        if getattr(args, name):
-            lines.append(f"--{name.replace('_', '-')} has no effect: {meaning}")
     return lines
 
 
@@ -343,10 +432,15 @@ def validate(args: argparse.Namespace) -> None:
     _validate_precision(args)
     if args.lr_warmup_epochs >= args.epochs and args.lr_scheduler == "cosineannealinglr":
         raise UserError(
-            f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine"
+            f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine; "
+            f"give fewer, such as --lr-warmup-epochs {args.epochs // 10}, or more --epochs"
         )
     if args.output_dir == "":
         raise UserError("--output-dir is empty; name a folder, or leave it out for runs/MODEL")
+    out = os.path.realpath(args.output_dir or f"runs/{args.model}")
+    for split in ("train", "val") if args.data_path and not (args.test_only or args.dry_run) else ():
+        if Path(out).is_relative_to(os.path.realpath(os.path.join(args.data_path, split))):
+            raise UserError(f"--output-dir {out} lies inside {split}/ of --data-path, where it would count as a class")
     if args.start_epoch >= args.epochs:
         raise UserError(
             f"--start-epoch {args.start_epoch}: expected less than --epochs {args.epochs}; epochs count from 0"
@@ -395,11 +489,8 @@ def _validate_bad_images(args: argparse.Namespace) -> None:
 
 
 def _validate_names(args: argparse.Namespace) -> None:
-    """Check names of models, optimizers and policies; timm's are looked up when they are built."""
-    from torchvision import models  # not above: whoever only wants help need not wait for it
-
+    """Check names of optimizers and policies; models and timm's names are looked up when they are built."""
     for option, given, known, what in [
-        ("--model", args.model, models.list_models(module=models), "classification model of torchvision"),
         ("--opt", args.opt, OPTIMIZERS, "optimizer"),
         ("--auto-augment", args.auto_augment, POLICIES, "augmentation policy"),
     ]:

@@ -22,7 +22,7 @@ import collectives
 import config
 import transforms
 from checkpointing.preemption import start_worker
-from errors import BadImageError, ImageError, UserError
+from errors import BadImageError, ImageError, UserError, counted
 from files import read_bytes
 from loading.decode import decode_plainly
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
@@ -82,7 +82,7 @@ class IndexedImageFolder(Dataset):
 
     @property
     def samples(self) -> list[tuple[str, int]]:
-        """The (path, class) of each image; of one in a tar, what messages call it. Made when it is first asked for."""
+        """The (path, class) of each image; for an image in a tar, its name in messages. Made on first use."""
         return self._samples
 
     imgs = samples
@@ -97,7 +97,7 @@ class IndexedImageFolder(Dataset):
         return self.index.fingerprint()
 
     def identity(self) -> dict[str, str | None]:
-        """Return what tells changed files of the same names apart: see `Source.identity`."""
+        """Return facts that tell changed files of the same names apart: see `Source.identity`."""
         return self.index.identity()
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class IndexedImageFolder(Dataset):
         return preset.finish(image), label
 
     def load(self, key: int) -> tuple[Tensor | EncodedCrop, int]:
-        """Return one image as (3, H, W) uint8, or what the device is to decode, and its class.
+        """Return one image as (3, H, W) uint8, or its bytes for the device to decode, and its class.
 
         Raises:
             ImageError: the image cannot be read; names it.
@@ -374,8 +374,8 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Batch
     dataset, dataset_test = sets
     if dataset is not None:
         print(
-            f"{len(dataset)} training and {len(dataset_test)} validation images of {len(dataset.classes)} classes "
-            f"({time.perf_counter() - start:.1f} s)"
+            f"{len(dataset)} training and {len(dataset_test)} validation images of "
+            f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
     return sets, start_loaders(sets, args)
 
@@ -394,8 +394,9 @@ def build_samplers(
     else:
         train_sampler = TrainSampler(len(dataset), shards, args.seed)
     print(
-        f"global batch {args.global_batch_size} = {shards.num_shards} shards x {shards.batch_size} images, "
-        f"{shards.num_local} a process; {train_sampler.steps_per_epoch} steps an epoch"
+        f"global batch {args.global_batch_size} = {counted(shards.num_shards, 'shard')} x "
+        f"{counted(shards.batch_size, 'image')}, {shards.num_local} a process; "
+        f"{counted(train_sampler.steps_per_epoch, 'step')} an epoch"
     )
     return train_sampler, test_sampler
 
@@ -421,7 +422,7 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLo
 def build_batch_transforms(
     args: Any, num_classes: int, device: torch.device | None = None
 ) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
-    """Return what is done to each batch on the device (by default `--device`) in training and in evaluation."""
+    """Return the transforms of a batch on the device (by default `--device`) for training and for evaluation."""
     device = device or torch.device(args.device)
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     normalize = transforms.Normalize(args.mean, args.std, device, memory_format)
@@ -443,7 +444,7 @@ def build_batch_transforms(
 
 
 class _AtOnce(Executor):
-    """Does what is submitted to it before anything else."""
+    """An executor that runs each task at once, in the calling thread."""
 
     def submit(self, function: Callable, *args: Any) -> Future:
         done = Future()
@@ -460,7 +461,7 @@ class DeviceLoader:
     Args:
         loader: yields (B, 3, H, W) uint8 or an `EncodedBatch`, and (B,) int64 on the CPU.
         device: where the batches go.
-        transform: what is done to them there.
+        transform: of the batches, on the device.
         seed: the run's; a training batch's draws are addressed by it, the step and the shard.
         is_encoded: the batches are encoded ones.
 
@@ -488,7 +489,7 @@ class DeviceLoader:
 
     @property
     def dataset(self) -> Dataset:
-        """What the loader loads."""
+        """The data set of the loader."""
         return self.loader.dataset
 
     def __len__(self) -> int:
@@ -561,7 +562,7 @@ def build_device_loader(
     num_classes: int,
     started: BatchLoader | None = None,
 ) -> DeviceLoader | None:
-    """Return what iterates over a set, transformed for training if the sampler is a training one; None for no set.
+    """Return the loader of a set on the device, transformed for training if its sampler is; None for no set.
 
     Args:
         args: the options.
@@ -595,11 +596,10 @@ def report_images(data_loader: DeviceLoader, epoch: int) -> None:
     Collective: every rank must call it.
     """
     if isinstance(data_loader.dataset, LenientImageFolder):
-        _report(data_loader, epoch, data_loader.replaced, "could not be read and were replaced")
+        _report(data_loader, epoch, data_loader.replaced, "could not be read and had to be replaced")
     if data_loader.is_encoded:
-        what = (
-            f"were not decoded on {data_loader.device.type} but by Pillow, and the others of their batches one by one"
-        )
+        device = data_loader.device.type
+        what = f"had to be decoded by Pillow and not on {device}, and the others of their batches one by one"
         _report(data_loader, epoch, data_loader.refused, what)
 
 
@@ -612,4 +612,6 @@ def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str
     since = f" since step {first_step}" if first_step else ""
     index = data_loader.dataset.index
     paths = ", ".join(index.path(number) for number in images[:3]) + (", ..." if len(images) > 3 else "")
-    print(f"Epoch: [{epoch}] {len(images)} images {what}{since} ({len(samples)} samples): {paths}")
+    print(
+        f"Epoch: [{epoch}] {counted(len(images), 'image')} {what}{since} ({counted(len(samples), 'sample')}): {paths}"
+    )

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import math
 import os
 import resource
 import signal
@@ -10,14 +11,33 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
+from typing import Any
 
 
 def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return `; did you mean X?` for the closest known word, written with its prefix, or nothing."""
+    """Return `; did you mean X?` for the known words that begin so, or else the closest, with a prefix; or nothing."""
     import difflib  # not above: the script watches signals before it imports more than it must
 
-    close = difflib.get_close_matches(given, list(known), n=1)
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
+    known = list(known)
+    longer = [word for word in known if len(given) > 2 and word.startswith(given)]
+    close = [f"{prefix}{word}" for word in longer or difflib.get_close_matches(given, known, n=1)]
+    return f"; did you mean {', '.join(close[:-1])}{' or ' if close[1:] else ''}{close[-1]}?" if close else ""
+
+
+def counted(number: int, noun: str, form: str = "") -> str:
+    """Return a number and its noun in the right form, such as `1 class` and `2 classes`."""
+    return f"{number:{form}} {noun if number == 1 else f'{noun}es' if noun.endswith('s') else f'{noun}s'}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units, such as 12m34s; -- for an unknown one."""
+    if not math.isfinite(seconds):
+        return "--"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 def is_printable(text: str) -> bool:
@@ -33,13 +53,14 @@ def one_line(text: str) -> str:
 
 
 def say(line: str) -> None:
-    """Write a line to standard error; safe even in a signal handler."""
+    """Write a line to standard error, over a live line that may be there; safe even in a signal handler."""
     with suppress(OSError):  # the terminal may be gone
-        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+        clear = "\x1b[J" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
+        os.write(2, f"{clear}{line}\n".encode(errors="backslashreplace"))
 
 
 class UserError(Exception):
-    """An input cannot be used; the message says which, what is expected and what to do.
+    """An input cannot be used; the message names it, the expected input and a remedy.
 
     The script prints the message once, without a traceback, and leaves with `exit_code`.
     """
@@ -209,8 +230,19 @@ def end_process(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def end_by(error: BaseException, rank: int = 0, local_rank: int = 0) -> None:
-    """End this process for an error: what a user can mend in one line and an exit code, our fault in a traceback.
+def _report(reason: str, error_file: str | None) -> None:
+    """Tell torchrun the reason, with which its own report of some thirty lines then ends."""
+    if error_file is None:
+        return
+    import json  # see above
+
+    content = {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": str(int(time.time()))}}
+    with suppress(OSError), open(error_file, "w", encoding="utf-8") as file:
+        json.dump({"message": content}, file)
+
+
+def end_by(error: BaseException, launch: Any) -> None:
+    """End this process for an error: a user's mistake is one line with an exit code, ours a traceback.
 
     A launcher ends the other processes as soon as one has left; so, where all ranks meet the same error, which is all
     but those of loading, the others stay until rank 0 has printed it. Where some are still there after ten seconds,
@@ -218,8 +250,7 @@ def end_by(error: BaseException, rank: int = 0, local_rank: int = 0) -> None:
 
     Args:
         error: why; torchrun turns any exit code into 1.
-        rank: this process's number.
-        local_rank: its number on its machine.
+        launch: this process among the others, a `Launch`.
     """
     if isinstance(error, SystemExit):  # of the parser
         end_process(error.code or 0)
@@ -227,6 +258,8 @@ def end_by(error: BaseException, rank: int = 0, local_rank: int = 0) -> None:
         error = InterruptedRunError("interrupted; --resume auto goes on from the last checkpoint")
     error = explain_limit(error) or error
     exit_code = getattr(error, "exit_code", None)
+    reason = str(error) if exit_code is not None else f"{type(error).__name__}: {error}; its traceback stands above"
+    _report(one_line(reason), launch.error_file)
     if exit_code is None:
         import traceback  # see above
 
@@ -235,11 +268,11 @@ def end_by(error: BaseException, rank: int = 0, local_rank: int = 0) -> None:
         end_process(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a launcher ends this process now
     is_silent = False
-    if rank != 0 and not isinstance(error, ImageError | LoaderKilledError):
+    if launch.rank != 0 and not isinstance(error, ImageError | LoaderKilledError):
         time.sleep(10)
-        is_silent = local_rank != 0 and not isinstance(error, LimitError)  # which one rank may meet alone
-    where = f" on rank {rank}" if rank != 0 else ""
+        is_silent = launch.local_rank != 0 and not isinstance(error, LimitError)  # which one rank may meet alone
+    where = f" on rank {launch.rank}" if launch.rank != 0 else ""
     # Not print, which is silent on this rank.
     if not is_silent:
-        say(f"train.py: error{where}: {one_line(str(error))}")
+        say(f"train.py: error{where}: {one_line(reason)}")
     end_process(exit_code)

@@ -156,7 +156,7 @@ def _push(sums: list[tuple[int, list]], addend: list[Tensor | None]) -> None:
 
 
 def _fold(sums: list[tuple[int, list]]) -> list[Tensor | None]:
-    """Add what is left from the first to the last, and empty the counter."""
+    """Add the remaining sums from the first to the last, and empty the counter."""
     total = sums[0][1]
     for _, addend in sums[1:]:
         total = _add(total, addend)
@@ -226,6 +226,6 @@ class ShardedStep:
 
 
 def build_sharded_step(args: Any, model: nn.Module, shards: VirtualShards, device: torch.device) -> ShardedStep:
-    """Return what surrounds the passes of each shard of a step."""
+    """Return the `ShardedStep` of a run."""
     is_deterministic = args.use_deterministic_algorithms
     return ShardedStep(model, shards, device=device, seed=args.seed, is_deterministic=is_deterministic)

@@ -21,6 +21,7 @@ class Launch(NamedTuple):
         num_nodes: machines that torchrun uses.
         is_restart: the launcher has restarted this run by itself.
         job: Slurm's number of the job, or None.
+        error_file: where torchrun looks for the reason of a failure, or None.
         address: MASTER_ADDR and MASTER_PORT, where the processes meet; empty if not set.
     """
 
@@ -35,6 +36,7 @@ class Launch(NamedTuple):
     num_nodes: int = 1
     is_restart: bool = False
     job: str | None = None
+    error_file: str | None = None
     address: Mapping[str, str] = {}
 
     def environment(self) -> dict[str, str]:
@@ -60,6 +62,7 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
             environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
         ),
         "job": environ.get("SLURM_JOB_ID"),
+        "error_file": environ.get("TORCHELASTIC_ERROR_FILE") or None,
     }
     if common["is_torchrun"]:
         import socket  # not above: the script watches signals before it imports more than it must

@@ -1,4 +1,4 @@
-"""What a model's outputs are held against their targets by: losses, and what training lines and evaluations show."""
+"""Losses, and the metrics that training lines and evaluations show."""
 
 import copy
 import itertools
@@ -172,7 +172,7 @@ class Accuracy(Metric):
 
 
 def build_metrics(num_classes: int) -> list[Metric]:
-    """Return what is measured beside the loss, in training lines and evaluations: whoever adds a metric adds it here.
+    """Return the metrics beside the loss, for training lines and evaluations: a new metric is added here.
 
     Args:
         num_classes: of the model, for metrics that keep a sum for each class.
@@ -188,7 +188,7 @@ class Tally:
     world size and, since the sums are part of a checkpoint, after any restart.
 
     Args:
-        metrics: what is measured; they are copied.
+        metrics: the metrics to add up; they are copied.
         num_local_shards: batches that this process adds a step; one in an evaluation.
     """
 
@@ -198,7 +198,7 @@ class Tally:
         self.num_local_shards = num_local_shards
         self._width = sum(metric.num_sums for metric in self.metrics) + 1  # the last column is the number of images
         self._counts = []  # images of each batch that is not read yet
-        self._local = []  # what was read and not gathered: (batches, width) each
+        self._local = []  # read but not gathered yet: (batches, width) each
         self._reset()
 
     def _reset(self) -> None:
@@ -241,20 +241,24 @@ class Tally:
         return self._compute(rows.sum(dim=0))
 
     def synchronize_between_processes(self) -> Tensor:
-        """Add up what has come since the last call. Collective: every rank must call it.
+        """Add up the batches since the last call. Collective: every rank must call it.
 
         Returns:
-            The sum of losses of each batch of all processes, in their order.
+            (batches, width): the sums of each batch of all processes in their order, that of losses first.
         """
         rows = torch.cat([*self._local, self._read()])
         self._local = []
         rows = interleave(all_gather(rows), self.num_local_shards)
+        self.add(rows)
+        return rows
+
+    def add(self, rows: Tensor) -> None:
+        """Add batches that were gathered here or by another tally of the same metrics."""
         for row in rows:  # one after the other: torch's own sums are formed in another order
             self._sums += row
-        return rows[:, 0]
 
     def read(self) -> tuple[dict[str, Any], int]:
-        """Return what has been gathered since the last call: values by their names, and the number of images."""
+        """Return the values gathered since the last call by their names, and the number of images."""
         values = self._compute(self._sums)
         self._reset()
         return values
@@ -268,11 +272,11 @@ class Tally:
         if len(state["sums"]) == self._width:
             self._sums = torch.tensor(state["sums"], dtype=torch.float64)
         else:
-            print("the checkpoint's log line is of other metrics; the next one counts from here on")
+            print("the checkpoint's record is of other metrics; the next one counts from here on")
 
 
 def result_lines(values: dict[str, Any], n: int) -> list[str]:
-    """Return the line of an evaluation's result, and another one of what was measured besides, but for lists."""
+    """Return the line of an evaluation's result, and a second line of any other scalar values."""
     lines = [f"Acc@1 {values['acc1']:.3f} Acc@5 {values['acc5']:.3f} loss {values['loss']:.3f} n={n}"]
     others = {name: value for name, value in values.items() if name not in ("acc1", "acc5", "loss")}
     words = [f"{name} {value:.3f}" for name, value in others.items() if isinstance(value, float | int)]
@@ -280,6 +284,6 @@ def result_lines(values: dict[str, Any], n: int) -> list[str]:
 
 
 def numbers_of(data_loader: Any) -> Iterator[Tensor | None]:
-    """Return what yields the images' numbers of each batch of a loader; None for each where it does not tell."""
+    """Return an iterator over the images' numbers of each batch; over None if the loader does not know them."""
     numbers = getattr(data_loader, "numbers", None)
     return itertools.repeat(None) if numbers is None else numbers()

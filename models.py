@@ -14,13 +14,25 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from errors import UserError, did_you_mean, in_one_line, require_timm
+from errors import UserError, counted, did_you_mean, in_one_line, require_timm
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 # Weight of an auxiliary classifier's loss, beside the main one's 1: GoogLeNet (Szegedy et al., arXiv 1409.4842,
 # section 5) and Inception v3 (the weight in PyTorch's own fine-tuning tutorial).
 AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
+
+
+def check_name(name: str) -> None:
+    """Refuse a model that torchvision does not have; timm's are looked up when they are built.
+
+    Raises:
+        UserError: torchvision has no such classifier.
+    """
+    known = torchvision.models.list_models(module=torchvision.models)
+    if name not in known and not name.startswith("timm/"):
+        hint = did_you_mean(name, known) or f" (there are {', '.join(known)})"
+        raise UserError(f"--model {name} is no classification model of torchvision{hint}; timm's are written timm/NAME")
 
 
 def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -37,6 +49,7 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
     """
     # The same first weights on every rank and at every start, whatever was drawn before.
     torch.manual_seed(args.seed)
+    check_name(args.model)
     build = partial(_build_timm if args.model.startswith("timm/") else _build_torchvision, args)
     model = build(num_classes)
     if weights is not None:
@@ -52,7 +65,7 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
 def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
     options = {}
     if args.model in AUXILIARY_WEIGHTS:
-        # Naming what is the default anyway avoids a FutureWarning. Published weights expect inputs scaled to [-1, 1].
+        # Naming the default avoids a FutureWarning. Published weights expect inputs scaled to [-1, 1].
         published = torchvision.models.get_model_weights(args.model).__members__
         is_published = bool(args.weights) and args.weights.rpartition(".")[2] in published
         options = {"init_weights": True, "aux_logits": True, "transform_input": is_published}
@@ -124,7 +137,7 @@ def _find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
     """Return why a model cannot take images of a shape, or None."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     obstacle = None
-    for device in ("meta", "cpu"):  # what fails without memory may work with it, where a model is not made for that
+    for device in ("meta", "cpu"):  # some models can only be built with memory
         own = {name: tensor.detach().to(device) if device == "meta" else tensor.detach().clone()
                for name, tensor in state.items()}  # fmt: skip
         try:
@@ -159,7 +172,7 @@ def freeze_all_but_classifier(model: nn.Module, num_classes: int) -> None:
 def set_training_mode(model: nn.Module) -> None:
     """Switch to training, but for modules all of whose parameters are frozen.
 
-    Their BatchNorm would otherwise go on adapting its statistics, and their dropout would blur what is to stay.
+    Their BatchNorm would otherwise go on adapting its statistics, and their dropout would blur frozen features.
     """
     model.train()
     for module in model.modules():
@@ -214,7 +227,10 @@ def load_matching(
         )
     body = {name: tensor for name, tensor in reader.state_dict().items() if name.rsplit(".", 1)[0] not in ends}
     model.load_state_dict(body, strict=False)
-    print(f"{source}: classifier of {theirs} classes left out, starting a new one of {num_classes} ({', '.join(ends)})")
+    print(
+        f"{source}: classifier of {counted(theirs, 'class')} left out, starting a new one of {num_classes} "
+        f"({', '.join(ends)})"
+    )
 
 
 def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) -> None:
@@ -273,7 +289,7 @@ def _unmoved(module: nn.Module) -> Iterator[None]:
     saved = [buffer.clone() for buffer in buffers]
     try:
         yield
-    finally:  # torch ends the second pass by an exception, once it has what it needs
+    finally:  # torch ends the second pass by an exception, as soon as it can
         torch._foreach_copy_(buffers, saved)
 
 
@@ -308,7 +324,7 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     # Sizes of a training crop, mostly 32 px apart; a full and a last batch of evaluation, by the model and its average.
     num_graphs = (args.train_crop_size - smallest) // 32 + 3 + 2 * 2
     dynamo = importlib.import_module("torch._dynamo.config")
-    # What is done to a batch is compiled for each way of mixing too: mixup, cutmix or neither.
+    # The batch transform is compiled for each way of mixing: mixup, cutmix or neither.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 3 * num_graphs)
     # The masks of dropout and stochastic depth are those of an uncompiled model.
     importlib.import_module("torch._inductor.config").fallback_random = True
@@ -336,7 +352,7 @@ def autocast(args: Any, device: torch.device) -> torch.amp.autocast:
 
 
 def build_scaler(args: Any, device: torch.device) -> torch.amp.GradScaler:
-    """Return what scales the loss under float16, whose gradients vanish without; elsewhere it does nothing."""
+    """Return the scaler of the loss, without which float16 gradients vanish; disabled for other types."""
     return torch.amp.GradScaler(device.type, enabled=args.amp and args.amp_dtype != "bfloat16")
 
 

@@ -30,7 +30,7 @@ def set_weight_decay(
         model: whose parameters; each is in exactly one group.
         weight_decay: of all that nothing below names.
         norm_weight_decay: of the parameters of normalisation layers; None: as all others.
-        norm_classes: what counts as a normalisation layer.
+        norm_classes: classes of normalisation layers.
         custom_keys_weight_decay: (name, decay) pairs; a name with a dot is matched against a parameter's full name,
             one without against its last part. They go before the rule for normalisation layers.
 
@@ -74,7 +74,7 @@ _LAYER = re.compile(r"\d+|.*(layer|block|stage)_?\d+")
 
 
 def layer_numbers(names: Iterable[str]) -> dict[str, int]:
-    """Number the layers of a model from the input: 0 is the stem, then each block, then what comes after the blocks.
+    """Number the layers of a model from the input: 0 is the stem, then each block, then the layers after the blocks.
 
     Args:
         names: of the parameters, in the model's order.
@@ -101,11 +101,13 @@ def split_by_layer(model: nn.Module, groups: list[dict], decay: float, lr: float
     numbers = layer_numbers(name for name, _ in model.named_parameters())
     layers = {parameter: numbers[name] for name, parameter in model.named_parameters()}
     top = max(numbers.values())
+    width = len(str(top))
     split = []
     for group in groups:
         for layer in sorted({layers[parameter] for parameter in group["params"]}):
             params = [parameter for parameter in group["params"] if layers[parameter] == layer]
-            split.append({**group, "params": params, "lr": lr * decay ** (top - layer)})
+            rate = {"lr": lr * decay ** (top - layer), "name": f"layer{layer:0{width}}"}
+            split.append({**group, "params": params, **rate})
     return split
 
 
@@ -155,7 +157,7 @@ def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> t
         raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
     try:
         optimizer = optimizers.create_optimizer_v2(parameters, opt=name, momentum=args.momentum, **options)
-    except Exception as error:  # what an optimizer thinks of its options, or of a missing package or GPU
+    except Exception as error:  # bad options, a missing package or a missing GPU
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"--opt {args.opt} cannot be had with these options on this machine: {reason}") from error
     if getattr(optimizer, "is_second_order", False):
@@ -166,11 +168,11 @@ def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> t
     return optimizer
 
 
-# What options and schedule set in a group; nothing of it comes back from a checkpoint.
-_SET_BY_OPTIONS = {"betas", "eps", "lr", "momentum", "weight_decay"}
+# Keys of a group that options and schedule set; they never come back from a checkpoint.
+_SET_BY_OPTIONS = {"betas", "eps", "lr", "momentum", "name", "weight_decay"}
 
 
-# What torch's optimizers keep for each parameter: what is always there, and what may be.
+# State of torch's optimizers for each parameter: keys that are always there, and optional ones.
 _MOMENTS = {
     torch.optim.SGD: (set(), {"momentum_buffer"}),
     torch.optim.AdamW: ({"step", "exp_avg", "exp_avg_sq"}, set()),
@@ -222,7 +224,7 @@ def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
 class OptimizerState:
     """An optimizer whose restored state does not bring back old hyper-parameters: those are the command line's.
 
-    State is not only what an optimizer keeps of each parameter, but also what it keeps in its groups (timm's LAMB
+    Optimizers keep state for each parameter, and some also in their groups (timm's LAMB
     counts its steps there) and beside both (timm's Kron has a generator). Of a group's entries it is those that the
     optimizer has added or changed since it was built.
     """
@@ -263,7 +265,7 @@ class OptimizerState:
                 "resume with the same weight-decay options"
             )
         check_moments(self.optimizer, state)
-        # Without group_state it is what a group has that a new one has not.
+        # Without group_state: the keys that a new group lacks.
         added = [
             {name: there[name] for name in there.keys() - here.keys()} for there, here in zip(*groups, strict=True)
         ]
@@ -287,7 +289,7 @@ class OptimizerState:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as what a checkpoint may hold: dict, list, tuple, string, number, None, tensor.
+    """Return a value as plain data, which a checkpoint may hold: dict, list, tuple, string, number, None, tensor.
 
     Raises:
         UserError: it is something else; numbers of numpy become Python's.
@@ -396,7 +398,7 @@ def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRSchedul
     """Return the schedule that the options ask for.
 
     Raises:
-        UserError: its rates grow beyond what a float32 holds.
+        UserError: its rates grow beyond float32.
     """
     check_rates(args)
     return LRScheduler(optimizer, is_per_step=args.lr_per_step, **schedule(args))
@@ -409,7 +411,7 @@ def schedule(args: Any) -> dict[str, Any]:
 
 
 def check_rates(args: Any) -> None:
-    """Refuse a schedule that grows beyond what a float32 holds.
+    """Refuse a schedule that grows beyond float32.
 
     Raises:
         UserError: it does.

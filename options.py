@@ -1,4 +1,4 @@
-"""Every option, declared once: parser, recipes, checks and what a resumed run may change are made of this table.
+"""Every option, declared once: parser, recipes, checks and the rules of resuming are made of this table.
 
 Nothing here imports torch, since help and errors come before that.
 """
@@ -153,19 +153,20 @@ OPTIONS = {
             help="options to start from: a name in recipes/, or a TOML file",
         ),
         Option(
-            "--list-recipes", is_action=True, resume=FREE,
-            help="print the recipes with their expected accuracy and source, and exit",
+            "--list-recipes", metavar="WORD", nargs="?", const="", resume=FREE, recipe=NEVER,
+            help="print the recipes, or those whose text holds this word, or one whole recipe by its name, and exit",
         ),
         Option(
             "--dry-run", is_action=True, resume=FREE,
-            help="print the resolved options, the batch arithmetic and the learning rates, and exit",
+            help="print the data, model, batches, steps and learning rates of the run, the memory, time and disk that "
+            "it needs, and its whole recipe, and exit",
         ),
     ],
     "data": [
         Option(
             "--data-path", metavar="DIR", resume=FREE,
-            help="folder that holds train/ and val/ with one folder for each class, or train.tar and val.tar, or "
-            "their shards train-000000.tar ...",
+            help="folder that holds train/ and val/ with one folder for each class, or train.tar and val.tar, or both "
+            "in parts: train-000000.tar, train-000001.tar ...",
         ),
         Option(
             "--bad-images", default="error", choices=["error", "skip"], resume=FREE,
@@ -230,7 +231,7 @@ OPTIONS = {
         ),
         Option(
             "--interpolation", default="bilinear", choices=INTERPOLATIONS, is_of_checkpoint=True,
-            help="interpolation of resized images",
+            help="method by which images are resized",
         ),
         Option(
             "--crop-scale", metavar="SHARE", default=0.08, type=float, at_least=0, at_most=1,
@@ -247,11 +248,11 @@ OPTIONS = {
         ),
         Option(
             "--ra-magnitude", metavar="M", default=9, type=int, at_least=0, at_most=30,
-            help="magnitude of --auto-augment ra",
+            help="strength of the changes that --auto-augment ra makes, from 0 to 30",
         ),
         Option(
             "--augmix-severity", metavar="S", default=3, type=int, at_least=1, at_most=10,
-            help="severity of --auto-augment augmix",
+            help="strength of the changes that --auto-augment augmix makes, from 1 to 10",
         ),
         Option(
             "--random-erase", metavar="P", default=0.0, type=float, at_least=0, at_most=1,
@@ -259,11 +260,11 @@ OPTIONS = {
         ),
         Option(
             "--mixup-alpha", metavar="A", default=0.0, type=float, at_least=0, at_most=1e9,
-            help="mixup: the alpha of its Beta distribution; 0 = off",
+            help="mix images by mixup, its shares drawn from Beta(A, A); 0 = off",
         ),
         Option(
             "--cutmix-alpha", metavar="A", default=0.0, type=float, at_least=0, at_most=1e9,
-            help="cutmix: the alpha of its Beta distribution; 0 = off",
+            help="mix images by cutmix, its shares drawn from Beta(A, A); 0 = off",
         ),
         Option(
             "--mixup-prob", metavar="P", default=1.0, type=float, at_least=0, at_most=1,
@@ -274,20 +275,22 @@ OPTIONS = {
             help="probability of cutmix rather than mixup, if both are on",
         ),
         Option(
-            "--mixup-off-epoch", metavar="N", type=int, at_least=0, help="first epoch without mixing (default: never)",
+            "--mixup-off-epoch", metavar="N", type=int, at_least=0,
+            help="stop mixup and cutmix at this epoch (default: never)",
         ),
         Option(
             "--ra-sampler", default=False,
             help="repeated augmentation: train on each image --ra-reps times in a step, in different micro-batches",
         ),
         Option(
-            "--ra-reps", metavar="N", default=3, type=int, at_least=1, help="how often --ra-sampler repeats an image",
+            "--ra-reps", metavar="N", default=3, type=int, at_least=1,
+            help="number of times that --ra-sampler repeats an image",
         ),
     ],
     "model": [
         Option(
             "--model", metavar="NAME", default="resnet18", resume="its weights fit no other", is_of_checkpoint=True,
-            help="any of torchvision's classifiers, or timm/NAME",
+            help="model to train: any of torchvision's classifiers, or timm/NAME",
         ),
         Option(
             "--weights", metavar="NAME|FILE", resume=FREE, is_of_checkpoint=True,
@@ -319,7 +322,10 @@ OPTIONS = {
             help="synchronise BatchNorm over all processes; needs a process for each --batch-size of images in a step",
         ),
         Option("--model-ema", default=False, help="keep and evaluate an exponential moving average of the weights"),
-        Option("--model-ema-steps", metavar="N", default=32, type=int, at_least=1, help="steps between two averagings"),
+        Option(
+            "--model-ema-steps", metavar="N", default=32, type=int, at_least=1,
+            help="move the average of --model-ema every N steps",
+        ),
         Option(
             "--model-ema-decay", metavar="D", default=0.99998, type=float, at_least=0, at_most=1,
             help="decay of the average, as torchvision's: adjusted to global batch, --model-ema-steps and epochs",
@@ -329,7 +335,7 @@ OPTIONS = {
         Option(
             "--batch-size", aliases=["-b"], metavar="N", default=32, type=int, at_least=1, at_most=1 << 24,
             resume="a step is made of its shards",
-            help="images per process and step",
+            help="images that a process takes through the model at once",
         ),
         Option(
             "--global-batch-size", metavar="N", type=int, at_least=1, at_most=1 << 31,
@@ -345,10 +351,13 @@ OPTIONS = {
             "--opt", metavar="NAME", default="sgd", type=str.lower, resume="its state fits no other",
             help="optimizer: adamw, rmsprop, sgd, sgd_nesterov, or timm/NAME such as timm/lamb",
         ),
-        Option("--opt-betas", metavar=("B1", "B2"), type=float, nargs=2, help="betas of adamw (default: 0.9 0.999)"),
+        Option(
+            "--opt-betas", metavar=("B1", "B2"), type=float, nargs=2,
+            help="the two betas of --opt adamw (default: 0.9 0.999)",
+        ),
         Option(
             "--opt-eps", metavar="EPS", type=float, at_least=0, at_most=1e12,
-            help="epsilon of adamw and rmsprop (default: 1e-8 and 0.0316)",
+            help="epsilon of --opt adamw and rmsprop (default: 1e-8 and 0.0316)",
         ),
         Option(
             "--lr", default=0.1, type=float, at_least=0, at_most=1e30,
@@ -364,11 +373,11 @@ OPTIONS = {
         ),
         Option(
             "--momentum", metavar="M", default=0.9, type=float, at_least=0, at_most=1e12,
-            help="momentum of sgd and rmsprop",
+            help="momentum of --opt sgd, sgd_nesterov and rmsprop",
         ),
         Option(
             "--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, type=float, at_least=0, at_most=1e6,
-            help="weight decay: the factor of the weights in each update",
+            help="weight decay of all parameters that no option below names",
         ),
         Option(
             "--norm-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6,
@@ -376,7 +385,7 @@ OPTIONS = {
         ),
         Option(
             "--bias-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6,
-            help="weight decay of biases (default: --weight-decay)",
+            help="weight decay of the parameters that are biases (default: --weight-decay)",
         ),
         Option(
             "--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6,
@@ -384,7 +393,7 @@ OPTIONS = {
         ),
         Option(
             "--label-smoothing", metavar="P", default=0.0, type=float, at_least=0, at_most=1, is_of_checkpoint=True,
-            help="label smoothing of the cross-entropy",
+            help="label smoothing: share of each target that is spread over all classes",
         ),
         Option(
             "--bce-loss", default=False, is_of_checkpoint=True,
@@ -396,11 +405,11 @@ OPTIONS = {
         ),
         Option(
             "--clip-grad-norm", metavar="NORM", type=float, at_least=0, at_most=1e12,
-            help="largest gradient norm (default: no limit)",
+            help="scale gradients down whose norm is larger than this (default: no limit)",
         ),
     ],
     "schedule": [
-        Option("--epochs", metavar="N", default=90, type=int, at_least=1, at_most=10**9, help="epochs to train"),
+        Option("--epochs", metavar="N", default=90, type=int, at_least=1, at_most=10**9, help="number of epochs"),
         Option(
             "--start-epoch", metavar="N", default=0, type=int, at_least=0, resume=SILENT, recipe=NEVER,
             help="begin at this epoch without a checkpoint",
@@ -412,18 +421,19 @@ OPTIONS = {
         ),
         Option(
             "--lr-warmup-epochs", metavar="N", default=0, type=int, at_least=0,
-            help="epochs in which the learning rate warms up",
+            help="let the learning rate warm up during the first N epochs",
         ),
         Option(
             "--lr-warmup-method", default="constant", type=str.lower, choices=["constant", "linear"],
-            help="shape of the warm-up: a constant low rate, or a linear rise",
+            help="warm up at a constant low learning rate, or by a linear rise to --lr",
         ),
         Option(
             "--lr-warmup-decay", metavar="F", default=0.01, type=float, at_least=0, at_most=1,
-            help="factor of --lr that the warm-up begins with",
+            help="the warm-up begins at --lr times this",
         ),
         Option(
-            "--lr-step-size", metavar="N", default=30, type=int, at_least=1, help="epochs between two steps of steplr",
+            "--lr-step-size", metavar="N", default=30, type=int, at_least=1,
+            help="multiply the learning rate of --lr-scheduler steplr by --lr-gamma every N epochs",
         ),
         Option(
             "--lr-gamma", metavar="F", default=0.1, type=float, at_least=0, at_most=1e9,
@@ -521,7 +531,17 @@ OPTIONS = {
     "monitoring": [
         Option(
             "--print-freq", metavar="N", default=10, type=int, at_least=1, resume=FREE,
-            help="steps between two log lines",
+            help="print a log line every N steps",
+        ),
+        Option(
+            "--log-to", metavar="NAMES", resume=FREE, recipe=NEVER,
+            help="services that the records are sent to besides metrics.jsonl and TensorBoard, separated by commas: "
+            "wandb, mlflow; their packages are optional",
+        ),
+        Option(
+            "--profile", metavar="STEPS", type=int, at_least=1, at_most=1000, resume=SILENT, recipe=NEVER,
+            help="trace this many steps into trace.json.gz in the output folder, for Perfetto and TensorBoard, and "
+            "print the longest operators and how long the device was idle",
         ),
         Option(
             "--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
@@ -545,7 +565,7 @@ OPTIONS = {
         ),
         Option(
             "--grad-compression", default="none", choices=["bf16", "none"],
-            help="type to which gradients are rounded while they travel between processes",
+            help="round gradients to this type while they travel between processes",
         ),
         Option(
             "--dist-timeout", metavar="MIN", default=30, type=float, at_least=0.001, at_most=1e6, resume=FREE,
@@ -557,6 +577,22 @@ OPTIONS = {
 
 GROUPS = [group for group in OPTIONS if group != "options"]
 BY_NAME = {option.dest: option for options in OPTIONS.values() for option in options}
+
+# Options of other scripts, and of torchvision's earlier ones, and the one to use here.
+OTHER_NAMES = {
+    "--pretrained": "write --weights DEFAULT",
+    "--gpu": "write --device cuda:N",
+    "--gpus": "start a process for each: torchrun --nproc_per_node=N train.py ...",
+    "--arch": "write --model NAME",
+    "-a": "write --model NAME",
+    "--evaluate": "write --test-only",
+    "-e": "write --test-only",
+    "--fp16": "write --amp",
+    "--cosine": "write --lr-scheduler cosineannealinglr",
+    "--nproc_per_node": "it is torchrun's, and goes before train.py",
+    "--nproc-per-node": "it is torchrun's, and goes before train.py",
+    "--multiprocessing-distributed": "start a process for each GPU: torchrun --nproc_per_node=N train.py ...",
+}
 
 # Options of earlier versions; the records of checkpoints may hold them.
 REMOVED = {"worker-type"}
@@ -596,6 +632,13 @@ def parse_allowed(text: str | None) -> set[str]:
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the word that was probably meant."""
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of the choices, and name the nearest."""
+        if action.choices is not None and value not in action.choices:
+            known = f" (choose from {', '.join(action.choices)})"
+            message = f"invalid choice: {value!r}{did_you_mean(value, action.choices)}{known}"
+            raise argparse.ArgumentError(action, message)
+
     def error(self, message: str) -> None:
         """Raise the error instead of printing two pages of usage first, on every rank."""
         raise UserError(f"{message} (--help lists the options)")
@@ -608,14 +651,28 @@ class OneLineParser(argparse.ArgumentParser):
         word = unknown[0].split("=")[0]
         if word.removeprefix("--") in REMOVED:
             raise UserError(f"{word} was removed; leave it out")
+        if word in OTHER_NAMES or not word.startswith("-"):
+            meant = OTHER_NAMES.get(word, "options begin with --; a folder of images is given by --data-path DIR")
+            raise UserError(f"unrecognized argument {unknown[0]}; {meant} (--help lists the options)")
         known = [option for action in self._actions for option in action.option_strings]
         longer = [option for option in known if option.startswith(word)] if word.startswith("--") else []
         hint = f"; write {longer[0]} in full" if longer else did_you_mean(word, known)
         raise UserError(f"unrecognized argument {unknown[0]}{hint} (--help lists the options)")
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Append each option's default, unless it is empty or off."""
+EPILOG = """\
+most used: --recipe, --data-path, --model, --epochs, --batch-size, --lr, --amp,
+  --output-dir, --resume auto, --test-only, --dry-run
+  # a recipe on eight GPUs, from the newest checkpoint on; options beside it win
+  torchrun --nproc_per_node=8 train.py --recipe resnet50-v1 --data-path DIR --resume auto
+  # one GPU or none, and no data
+  python train.py --model resnet18 --synthetic 640 --epochs 1
+  # the accuracy of a finished run
+  python train.py --data-path DIR --test-only --resume runs/resnet50/best.pth"""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Append each option's default, unless it is empty or off; the epilog stands as it is."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         default = BY_NAME[action.dest].default if action.dest in BY_NAME else None
@@ -639,7 +696,7 @@ def build_parser(*, add_help: bool, has_defaults: bool) -> argparse.ArgumentPars
         prog="train.py",
         usage="train.py [--recipe NAME] [--data-path DIR] [options]",
         description="Train and evaluate image classification models: torchvision's commands, exact and hard to kill.",
-        epilog="A recipe (recipes/*.toml) is a command line written down; the real command line wins over it.",
+        epilog=EPILOG,
         add_help=add_help,
         allow_abbrev=False,
         formatter_class=HelpFormatter,

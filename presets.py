@@ -1,4 +1,4 @@
-"""What happens to one image on its way into a batch: torchvision's presets, and a faster way to their pixels.
+"""Transforms of one image: torchvision's presets, and a faster way to their pixels.
 
 Called on an image, a preset ends in normalised floats, as torchvision's. Its `load` ends in uint8: normalisation and
 random erasing are cheaper on whole batches on the device, where `transforms.BatchTransform` does them.
@@ -100,7 +100,7 @@ def _between(low: float, high: float, share: float) -> float:
 class _Preset:
     """A list of transforms of a PIL image, and a faster way to nearly the same pixels."""
 
-    # Whether `load` draws from what it is given, and from nothing else.
+    # Whether `load` draws from its argument alone.
     takes_draws = False
     leaves_decoding = False
 
@@ -153,7 +153,7 @@ class _Preset:
             draws: what box and flip are drawn from, where `takes_draws`; by default torch's process-wide generator.
 
         Returns:
-            The pixels; where they are left to the device, and it can decode the file, what it needs to know.
+            The pixels; if the device decodes the file, its bytes and crop instead.
 
         Raises:
             BadImageError: it is no image, claims too many pixels, or is damaged.
@@ -176,7 +176,7 @@ class _Preset:
         *,
         is_mirrored: bool = False,
     ) -> EncodedCrop | None:
-        """Return what the device is to do with a file, if it is asked to and can."""
+        """Return a file's bytes and crop for the device, if it decodes this file; else None."""
         part = file.encoded(box[0], box[2]) if self.leaves_decoding else None
         if part is None:
             return None
@@ -278,7 +278,7 @@ class ProgressivePreset:
 
     @property
     def takes_draws(self) -> bool:
-        """Whether the presets draw from what they are given, and from nothing else."""
+        """Whether the presets draw from their argument alone."""
         return self.at(0).takes_draws
 
     def size_at(self, epoch: int) -> int:
@@ -326,7 +326,7 @@ class TimmPolicy:
         name: timm/ and the specification.
         crop_size: side of the images, px, of which timm takes its translations.
         interpolation: of the geometric operations.
-        mean: of each channel; what they fill in.
+        mean: of each channel; fills the gaps that they leave.
 
     Raises:
         UserError: timm does not know it or is not there.
@@ -413,9 +413,9 @@ class ClassificationPresetEval(_Preset):
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor | EncodedCrop:
         width, height = file.size
         resized = self._resized(height, width)
-        if min(resized) < self.crop_size:  # what is missing is padded
+        if min(resized) < self.crop_size:  # smaller images are padded
             return self.cut(resize(file.decode(0, 0, height, width), *resized, self.fast_mode))
-        # Only the part of the image that the cut is made of, and what lies above and to the left of it, so that the
+        # Only the part of the image that the cut shows, and the part above and to the left of it, so that the
         # resize falls into the same phase.
         rows, columns = (
             _Span.of(size, new_size, self.crop_size, self.fast_mode)
@@ -432,7 +432,7 @@ class ClassificationPresetEval(_Preset):
 
     @staticmethod
     def _decode(file: ImageFile, rows: "_Span", columns: "_Span") -> torch.Tensor:
-        """Decode what is needed; rows above it hold anything, where they need not be decoded for what is below."""
+        """Decode the needed rows; undecoded rows above them hold anything."""
         if not file.has_rows:
             return file.decode(0, 0, rows.end, columns.end)
         pixels = numpy.empty((rows.end, columns.end, 3), numpy.uint8)
@@ -452,7 +452,7 @@ class _Span(NamedTuple):
         """Return the span of `crop_size` central pixels of a side that is resized from `size` to `new_size`."""
         cut = round((new_size - crop_size) / 2.0)  # torchvision's rounding
         scale = size / new_size
-        # The filter's reach on either side of a pixel, and one more for what is rounded.
+        # The filter's reach on either side of a pixel, and one more for rounding.
         reach = math.ceil(max(scale, 1.0) * (1 if mode == "bilinear" else 2)) + 1
         begin = max(math.floor(cut * scale) - reach, 0)
         end = min(math.ceil((cut + crop_size) * scale) + reach, size)
@@ -461,7 +461,7 @@ class _Span(NamedTuple):
 
 
 def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePreset, ClassificationPresetEval]:
-    """Return what is done to each image in training and in evaluation."""
+    """Return the presets for training and for evaluation."""
     common = {
         "mean": args.mean, "std": args.std, "interpolation": InterpolationMode(args.interpolation),
         "backend": args.backend, "decoder": args.decoder, "leaves_decoding": args.decode_device != "cpu",
@@ -485,5 +485,5 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
 
 
 def describe_decoder(args: Any) -> str:
-    """Return what decodes images, with its version, on whose pixels the numbers of a run depend."""
+    """Return the decoder of images and its version, on whose pixels the numbers of a run depend."""
     return " ".join(decode.describe(args.decoder).values()) + encoded.describe(args.decode_device)

@@ -2,12 +2,11 @@
 
 import json
 import os
-import resource
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,16 @@ from files import explain_failure, read_json, retry, write_atomically
 from gradients import ShardedStep
 from launch import read_launch
 from loading.encoded import settle_decode_device
+from loading.progress import is_terminal
 from loading.seen import SeenRecord
 from metrics import Accuracy, Metric, Tally
+from monitoring import estimate
+from monitoring.console import Outlook, first_lines, last_lines, log
+from monitoring.gauges import Gauges, Pace
 from monitoring.monitor import Monitor
+from monitoring.pictures import Pictures
+from monitoring.profile import StepProfile
+from monitoring.verdict import StepClock, as_record, describe_limit, find_shares
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
 
@@ -73,9 +79,9 @@ def read_resumed(
 
 
 def go_on_after_restart(args: config.Record, manager: CheckpointManager) -> config.Record:
-    """Return the options of processes that torchrun restarts: they go on with what they saved before.
+    """Return the options of processes that torchrun restarts: they go on from their own checkpoints.
 
-    What another torchrun left in the folder is not theirs. Collective: every rank must call it.
+    Checkpoints of another torchrun are not theirs. Collective: every rank must call it.
     """
 
     def has_saved() -> bytes | None:
@@ -107,9 +113,10 @@ def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None
         check_classes(weights.classes, args, val)
         return weights
     weights = models.resolve_weights(args)
+    is_shown = collectives.is_main_process() and is_terminal(sys.stderr)  # a bar would fill a log
     try:
         # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
-        return weights.get_state_dict(progress=collectives.is_main_process(), check_hash=True, weights_only=True)
+        return weights.get_state_dict(progress=is_shown, check_hash=True, weights_only=True)
     except OSError as error:
         raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
     except Exception as error:  # as of any bad file: see load_checkpoint
@@ -120,12 +127,14 @@ def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None
 
 
 class BareRun:
-    """What a loop over steps needs where there is no run around it: each process computes one shard a step.
+    """A loop over steps without a run around it: each process computes one shard per step.
 
     Args:
         model: in DDP or bare.
         device: where it is.
     """
+
+    is_record_due = False  # whether the gradients' norm is wanted after the step that is under way
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.tally = Tally([Accuracy()])
@@ -133,6 +142,7 @@ class BareRun:
         shards = VirtualShards(0, world_size, collectives.get_rank(), world_size)
         self.sharded_step = ShardedStep(model, shards, device=device)
         self.steps_per_epoch = self.number = 0
+        self.outlook = None  # on the end of the run
 
     @property
     def local_shards(self) -> range:
@@ -162,11 +172,11 @@ class BareRun:
         self.sharded_step.finish_gradients()
 
     def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
-        """Take what the model made of a shard, unread: its mean loss, and as `metrics.Metric.update`."""
+        """Take a shard's results, unread: its mean loss, and the arguments of `metrics.Metric.update`."""
         self.tally.update(loss, output, target, index)
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
-        """Show what was measured since the last line, if one is due, of this process."""
+        """Show this process's metrics since the last line, if one is due."""
         if metric_logger.is_line_due:
             metric_logger.show(*self.tally.read_local())
 
@@ -183,8 +193,8 @@ class Run(BareRun):
         sampler: knows the images of a step.
         datasets: the training and the validation set.
         model: as `gradients.wrap_model` returns it.
-        parts: what is saved under which name, or None: the bare model, optimizer, model_ema and scaler.
-        metrics: what is measured of its outputs.
+        parts: state to save by its name, or None: the bare model, optimizer, model_ema and scaler.
+        metrics: of the outputs, beside the loss.
     """
 
     def __init__(
@@ -206,36 +216,49 @@ class Run(BareRun):
         device = next(self.model.parameters()).device
         self.sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
         self.lr_scheduler = optim.build_lr_scheduler(args, parts["optimizer"])
-        self.tally = Tally(metrics, sampler.shards.num_local)
+        self.tally, self.window = Tally(metrics, sampler.shards.num_local), Tally(metrics)  # of a line, of a record
         scaler = parts.get("scaler")
         parts = {
-            **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.tally,
+            **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.window,
             "scaler": scaler if scaler and scaler.is_enabled() else None,
         }  # fmt: skip
         facts = run_facts(args, describe_decoder(args), *datasets)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
-        self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state)
+        self.outlook = Outlook(self.state, args.epochs)
+        self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state, args.log_to)
+        self.pictures = Pictures(self.folder if collectives.is_main_process() else None, self.state, args, datasets[1])
+        self.gauges = Gauges(args, parts, device, len(datasets[1].classes))
+        self.due = []  # records of windows that have ended, without values that are still on the device
         self.status = StatusFile(self.folder if collectives.is_main_process() else None, self.state)
         self.finite = FiniteWatch(device)
+        self.device, self.num_classes = device, len(datasets[1].classes)
+        self.clock = StepClock(self.model, device, args.world_size)
+        num_profiled = args.profile if collectives.is_main_process() else None
+        self.profile = StepProfile(num_profiled, self.folder, is_cuda=device.type == "cuda")
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
         self.saved = self.position  # nothing to save yet
-        self.start_line(wait_s=0.0)
+        self.line_pace, self.window_pace = Pace(), Pace()
 
     # Begin and end
 
     def __enter__(self) -> "Run":
-        """Make the folder ready and write down what the run is. Collective: every rank must call it.
+        """Make the folder ready and describe the run in it. Collective: every rank must call it.
 
         Also that of a finished run: a kill may have left its last save half done.
         """
-        start = self.status.count_start()
+        start = self.status.count_start(self.records())
         self.manager.open(self.args.resume, self.state, overwrite=self.args.overwrite)
         collectives.call_on_master(self.write_description, start)
+        log.open(self.folder)
+        print(*first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder), sep="\n")
         with ExitStack() as stack:
+            stack.push(lambda kind, error, trace: log.close(error))
             stack.enter_context(self.seen)
+            self.pictures.open()  # before the monitor, which shows them
             collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
+            stack.enter_context(self.profile)
             self.watchdog.start()
             stack.callback(self.watchdog.end)
             self._contexts = stack.pop_all()
@@ -245,6 +268,8 @@ class Run(BareRun):
         cause = error
         if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
             error = LoaderKilledError(str(error))
+        elif estimate.is_out_of_memory(error):
+            error = estimate.explain_out_of_memory(self.args, self.num_classes, self.device)
         if isinstance(error, PreemptedError):
             self.status.write("preempted", str(error))
         elif error is not None:
@@ -254,7 +279,7 @@ class Run(BareRun):
             raise error from cause
 
     def write_description(self, start: dict) -> None:
-        """Write status.json, run.json, what the run is, and recipe.toml, which runs it again. Rank 0 only.
+        """Write status.json, run.json, which describes the run, and recipe.toml, which repeats it. Rank 0 only.
 
         Raises:
             NoProgressError: a launcher starts it again and again, and it gets nowhere.
@@ -280,14 +305,28 @@ class Run(BareRun):
     def finish(self) -> None:
         """Record and say how the run ended. Collective: every rank must call it."""
         collectives.call_on_master(self.status.finish)
-        print(self.state.result(self.args.output_dir))
+        print(self.state.result(self.args.output_dir, self.status.ran_s()))
+        if collectives.is_main_process():
+            print(*last_lines(self.args, self.state, self.folder, self.records()), sep="\n")
+
+    def records(self) -> list[dict]:
+        """Return what is recorded in metrics.jsonl; nothing where that cannot be read, which is no reason to end."""
+        with suppress(OSError, StorageError):
+            return self.monitor.records() if self.state.is_resumed or self.state.step else []
+        return []
 
     # Where it is
 
     @property
     def position(self) -> tuple[int, bool]:
-        """Where the run is: what a save is of."""
+        """The position that a save would hold."""
         return self.state.step, self.state.is_evaluated
+
+    @property
+    def here(self) -> dict[str, int]:
+        """Where a record is of."""
+        images = self.state.step * self.args.global_batch_size
+        return {"step": self.state.step, "epoch": self.state.epoch, "images": images}
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left to train or to evaluate; then say how the run ended. Collective."""
@@ -297,7 +336,8 @@ class Run(BareRun):
             # Also where the epoch is only to be evaluated: the rate is part of what is saved.
             self.lr_scheduler.set_position(epoch, max(first_step - 1, 0), self.state.steps_per_epoch)
             self.sampler.set_epoch(epoch, first_step)
-            self.start_line(wait_s=0.0)
+            self.line_pace, _ = Pace(), self.window_pace.start()
+            self.clock.start_epoch()
             yield epoch
         self.finish()
 
@@ -312,7 +352,7 @@ class Run(BareRun):
         return self.state.is_evaluated
 
     def describe(self) -> str:
-        """Say what is being worked on, for whoever looks into a hang."""
+        """Describe the current work, for whoever looks into a hang."""
         if not self.has_steps_left:
             return f"evaluating after step {self.state.step}"
         return f"{self.state.step} steps done, images of the next: {self.sampler.indices_at(self.state.steps)}"
@@ -321,7 +361,7 @@ class Run(BareRun):
         """Record that the run hangs and is ended."""
         self.status.write("failed", reason)
 
-    # What surrounds a step
+    # Around a step
 
     def steps(self, num_batches: int) -> range:
         """Return the steps of the epoch that are left."""
@@ -329,22 +369,38 @@ class Run(BareRun):
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
+        self.clock.begin()
         self.lr_scheduler.set_position(epoch, step, self.state.steps_per_epoch)
+        last = self.args.epochs * self.state.steps_per_epoch
+        self.is_record_due = (self.state.step + 1) % self.args.print_freq == 0 or self.state.step + 1 == last
 
     def shard(self, shard: int) -> AbstractContextManager:
         """Return what surrounds the passes of a shard of the step that is under way."""
         return self.sharded_step.shard(self.state.step, shard)
+
+    def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
+        """Take a shard's results after its passes: see `BareRun`."""
+        self.clock.end_backward()
+        super().measure(loss, output, target, index)
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
         self.finite.note(self.state.step, [loss for (loss,) in self.tally.loss.unread[-len(self.local_shards) :]])
         self.state.advance()
         self.watchdog.beat()
+        start_s = time.perf_counter()
         verdict = self.preemption.agree(is_save_due=self.manager.is_due(), bad_step=self.finite.first_bad())
+        self.clock.agreed(start_s)
         if verdict.bad_step is not None:
             raise NonFiniteError(non_finite_loss(verdict.bad_step))
+        self.line_pace.step(metric_logger.wait_s)
+        self.window_pace.step(metric_logger.wait_s)
+        if self.is_record_due:
+            self.due.append({**self.here, **self.gauges.read(grad_norm)})
         if metric_logger.is_line_due:
-            self.log(metric_logger, grad_norm)
+            self.log(metric_logger)
+        self.clock.end(metric_logger.wait_s, is_read=metric_logger.is_line_due)
+        self.profile.step()
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if (is_due or verdict.is_save_due) and self.has_steps_left and not verdict.stop:
             self.save()
@@ -358,7 +414,7 @@ class Run(BareRun):
             self.stop(verdict.stop)
 
     def stop(self, cause: str) -> None:
-        """Save what is not saved yet, and leave the loop. Collective: every rank must call it.
+        """Save unless the position is saved, and leave the loop. Collective: every rank must call it.
 
         Raises:
             PreemptedError: always; says what was agreed.
@@ -371,12 +427,20 @@ class Run(BareRun):
         self.save(is_last=True)
         raise PreemptedError(f"{done}, saved in {time.perf_counter() - start:.1f} s")
 
-    # What surrounds an evaluation
+    # Around an evaluation
 
     def end_epoch(self) -> None:
-        """Save an epoch that has been trained, and say which images have changed. Collective."""
+        """Save an epoch that has been trained; say what limited it and which images have changed. Collective."""
+        self.give_verdict()
         self.save()
         self.seen.keep()
+
+    def give_verdict(self) -> None:
+        """Say and record what limited the steps of the epoch, if they tell. Collective: every rank must call it."""
+        shares = find_shares(self.clock.gather())
+        if shares is not None:
+            print(f"Epoch: [{self.state.epoch}] {describe_limit(shares, self.args)}")
+            self.monitor.write("verdict", self.state.step, self.state.epoch, **as_record(shares))
 
     def watched(self, loaders: dict[str, Any]) -> dict[str, WatchedLoader]:
         """Return loaders whose batches all ranks stop at together when a signal asks for it."""
@@ -384,51 +448,42 @@ class Run(BareRun):
         return {name: WatchedLoader(loader, self.preemption, self.stop, beat) for name, loader in loaders.items()}
 
     def take_results(self, results: dict[str, dict[str, Any]]) -> None:
-        """Log and save what the epoch was evaluated to. Collective: every rank must call it."""
+        """Log and save the results of an evaluation. Collective: every rank must call it."""
         for kind, result in results.items():
-            self.monitor.write(kind, self.state.step, self.state.epoch, **result)
+            self.monitor.write(kind, **self.here, **result)
         self.state.note_results(results, self.args.best_metric)
+        self.pictures.draw()
         self.save(is_last=self.state.is_finished(self.args.epochs))
 
     # Log and save
 
-    def start_line(self, wait_s: float) -> None:
-        """Measure rates from now on; at the start of an epoch too, or its first line would include an evaluation."""
-        self.line_s, self.line_step, self.line_wait_s = time.perf_counter(), self.state.step, wait_s
-
-    def log(self, metric_logger: Any, grad_norm: Tensor) -> None:
-        """Write what was measured of all images since the last line. Collective: every rank must call it."""
+    def log(self, metric_logger: Any) -> None:
+        """Show the metrics of all images since the last line. Collective: every rank must call it."""
         self.gather()
         values, n = self.tally.read()
-        elapsed_s = time.perf_counter() - self.line_s
-        images = (self.state.step - self.line_step) * self.args.global_batch_size
-        metric_logger.show({**values, "img/s": images / elapsed_s}, n)
-        self.monitor.write(
-            "train",
-            self.state.step,
-            self.state.epoch,
-            **values,
-            lr=metric_logger.lr.value,
-            grad_norm=float(grad_norm),
-            images_per_s=images / elapsed_s,
-            data_wait=(metric_logger.wait_s - self.line_wait_s) / elapsed_s,
-            memory_gib=peak_memory_gib(),
-            world_size=self.args.world_size,
-        )
-        if self.state.step - self.line_step > 1:  # the first step of an epoch waits for the loaders to start
-            self.say_who_waits((metric_logger.wait_s - self.line_wait_s) / elapsed_s)
-        self.start_line(metric_logger.wait_s)
+        steps, train_s, wait_s = self.line_pace.read()
+        metric_logger.show({**values, "img/s": steps * self.args.global_batch_size / train_s}, n)
+        if steps > 1:  # the first step of an epoch waits for the loaders to start
+            self.say_who_waits(wait_s / train_s)
 
     def gather(self) -> None:
-        """Add up what was measured since the last call. Collective: every rank must call it, after the same step.
+        """Add up the metrics since the last call, and write the records of the windows that have ended.
+
+        So a record costs no read of the device of its own. Collective: every rank must call it, after the same step.
 
         Raises:
             NonFiniteError: a loss is not finite; names the first step, the same one on every rank.
         """
-        losses = self.tally.synchronize_between_processes().view(-1, self.args.num_shards)
-        bad = (~losses.isfinite().all(dim=1)).nonzero()
-        if len(bad):
-            raise NonFiniteError(non_finite_loss(self.state.step - len(losses) + int(bad[0])))
+        rows = self.tally.synchronize_between_processes()
+        steps = rows.view(-1, self.args.num_shards, rows.size(1))
+        rates = self.gauges.rates(*self.window_pace.read()) if self.due else {}
+        for number, step in enumerate(steps, self.state.step - len(steps) + 1):
+            if not step[:, 0].isfinite().all():
+                raise NonFiniteError(non_finite_loss(number - 1))
+            self.window.add(step)
+            if self.due and self.due[0]["step"] == number:
+                values, _ = self.window.read()
+                self.monitor.write("train", **values, **self.due.pop(0), **rates)
 
     def say_who_waits(self, data_wait: float) -> None:
         """Name the process that waits for its data much longer than the others, and so makes them wait. Collective."""
@@ -478,14 +533,27 @@ class StatusFile:
         self.folder, self.state = folder, state
         self._is_warned = False
 
+    def _last(self) -> dict:
+        return read_json(self.folder / "status.json") if self.folder else {}
+
     def _last_start(self) -> dict | None:
-        start = read_json(self.folder / "status.json").get("start") if self.folder else None
+        start = self._last().get("start")
         return start if is_start(start) else None
 
-    def count_start(self) -> dict:
-        """Return the position that the run starts from, and the number of starts in a row from there."""
+    def count_start(self, records: list[dict]) -> dict:
+        """Return a record of this start: its position, the number of consecutive starts there, and its time.
+
+        And how long earlier starts ran, by the last `records` that they left; None if that is not known.
+        """
         position, before = [self.state.step, self.state.is_evaluated], self._last_start()
-        return {"position": position, "count": before["count"] + 1 if before and before["position"] == position else 1}
+        count = before["count"] + 1 if before and before["position"] == position else 1
+        last_s = [record["time"] for record in records[-1:]] + [self._last().get("time")]
+        ran_s = time_run_s(before, last_s) if self.state.is_resumed else 0.0
+        return {"position": position, "count": count, "began": time.time(), "ran_s": ran_s}
+
+    def ran_s(self) -> float | None:
+        """Return how long all starts of the run have run; None if that is not known."""
+        return time_run_s(self._last_start(), [time.time()])
 
     def replace(self, state: str, reason: str = "", start: dict | None = None) -> None:
         """Replace the file.
@@ -554,17 +622,21 @@ def is_start(value: Any) -> bool:
     )
 
 
+def time_run_s(start: dict | None, seen_s: list) -> float | None:
+    """Return how long a run had run when a start of it was last seen; None if what is recorded does not tell.
+
+    Args:
+        start: as a status.json records it, or None.
+        seen_s: times at which the start was there, or anything.
+    """
+    began_s, earlier_s = ((start or {}).get(name) for name in ("began", "ran_s"))
+    known_s = [time_s for time_s in [*seen_s, began_s, earlier_s] if type(time_s) is float and 0 <= time_s < 1e11]
+    return None if began_s not in known_s or earlier_s not in known_s else earlier_s + max(known_s) - began_s
+
+
 def non_finite_loss(step: int) -> str:
-    """Return what is said of a step whose loss is not finite."""
+    """Return the error message for a loss that is not finite."""
     return (
         f"the loss of step {step} is not finite; stopped, and the last checkpoint is kept; "
         "try a lower --lr, a longer warm-up or --clip-grad-norm"
     )
-
-
-def peak_memory_gib() -> float:
-    """Return the most memory that this process has used: the GPU's where there is one, else its own."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

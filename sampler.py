@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from errors import UserError
+from errors import UserError, counted
 
 
 class SampleKey(int):
@@ -79,8 +79,8 @@ class VirtualShards(NamedTuple):
             listed = ", ".join(map(str, sizes[:-1])) + " or " + str(sizes[-1]) if len(sizes) > 1 else str(sizes[0])
             to_same_bits = " to the same bits (--use-deterministic-algorithms)" if needs_same_bits else ""
             raise UserError(
-                f"cannot run {self.num_shards} shards of {self.batch_size} images on {self.world_size} "
-                f"processes{to_same_bits}; use {listed}"
+                f"cannot run {counted(self.num_shards, 'shard')} of {counted(self.batch_size, 'image')} on "
+                f"{counted(self.world_size, 'process')}{to_same_bits}; use {listed}"
             )
 
 
@@ -171,7 +171,7 @@ class RepeatedSampler(TrainSampler):
     images, which leaves nothing of a small set; that is the only difference (docs/research/PEERS.md, 2.1).
 
     With fewer shards than repetitions, some of an image's land in one shard. They are not neighbours in it, where no
-    image makes up more than half of it: neighbours, the last and the first among them, are what is mixed.
+    image makes up more than half of it: neighbours, the last and the first among them, are mixed.
 
     Args:
         num_images: N, the size of the set.

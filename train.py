@@ -1,10 +1,15 @@
 """Train and evaluate an image classification model: torchvision's reference script, exact and hard to kill."""
 
 if __name__ == "__main__":
-    # Ahead of all other imports, which take seconds, in which a signal would kill the script.
+    # Ahead of all other imports, which take seconds: a signal would kill the script, and a mistake would wait.
     from checkpointing import startup
 
     startup.begin_script()
+    from config import read_command_line
+
+    ARGS = read_command_line()
+
+from functools import partial
 
 import torch
 
@@ -24,6 +29,8 @@ from launch import read_launch
 from loading.loader import check_memory
 from loading.seen import SeenRecord
 from metrics import Accuracy, Tally, build_criterion, build_metrics, numbers_of, result_lines
+from monitoring.console import log
+from monitoring.mirrors import check_mirrors
 from monitoring.preview import preview
 from options import get_args_parser
 from presets import build_presets
@@ -47,13 +54,15 @@ def train_one_epoch(
         args: print_freq, clip_grad_norm, model_ema_steps, lr_warmup_epochs, amp, amp_dtype; any may be missing.
         model_ema: the average to move along, or None.
         scaler: of the loss under `--amp`, or None.
-        run: what surrounds the steps; None for a bare loop, in which each process computes one shard a step.
+        run: the run around the steps; None for a bare loop, in which each process computes one shard a step.
     """
     args = config.filled(args, amp=scaler is not None)
     models.set_training_mode(model)
     run = run or BareRun(model, device)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
-    metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
+    metric_logger = utils.MetricLogger(
+        delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"}, outlook=run.outlook
+    )
     batches, numbers = metric_logger.timed(data_loader), numbers_of(data_loader)
     steps = run.steps(len(data_loader))
     autocast = models.autocast(args, device)
@@ -71,7 +80,7 @@ def train_one_epoch(
         run.finish_gradients()
 
         scaler.unscale_(optimizer)
-        grad_norm = optim.clip_gradients(model.parameters(), args.clip_grad_norm, metric_logger.is_line_due)
+        grad_norm = optim.clip_gradients(model.parameters(), args.clip_grad_norm, run.is_record_due)
         scaler.step(optimizer)
         scaler.update()
 
@@ -88,7 +97,7 @@ def evaluate(model, criterion, data_loader, device, print_freq=100, log_suffix="
     return measure(model, criterion, data_loader, device, print_freq, log_suffix)["acc1"]
 
 
-def measure(model, criterion, data_loader, device, print_freq=100, log_suffix="", metrics=None):
+def measure(model, criterion, data_loader, device, print_freq=100, log_suffix="", metrics=None, observe=None):
     """Evaluate a model on every image of a set, each exactly once, over all processes.
 
     The sums are formed from the batches in their order, whichever rank computed them: with `EvalSampler`, all values
@@ -101,8 +110,9 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
         data_loader: yields (image, target) batches of a sized `dataset`.
         device: where the model is.
         print_freq: batches between two lines.
-        log_suffix: what the result line calls the model, such as EMA.
-        metrics: what is measured beside the loss; by default Acc@1 and Acc@5.
+        log_suffix: name of the model in the result line, such as EMA.
+        metrics: beside the loss; by default Acc@1 and Acc@5.
+        observe: is called with what `Metric.update` takes of each batch, or None.
 
     Returns:
         The metrics' values by their names, the mean loss of an image, and n, the number of images.
@@ -112,7 +122,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     """
     model.eval()
     gradients.broadcast_from_master(list(model.buffers()))
-    tally, metric_logger = Tally(metrics or [Accuracy()]), utils.MetricLogger(delimiter="  ")
+    tally, metric_logger = Tally(metrics or [Accuracy()]), utils.MetricLogger(delimiter="  ", is_share=True)
     header = f"Test: {log_suffix}".rstrip()
     batches = metric_logger.log_every(data_loader, print_freq, header)
     with torch.inference_mode():
@@ -120,6 +130,8 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             output = model(image)
             tally.update(criterion(output, target), output, target, index)
+            if observe is not None:
+                observe(output, target, index)
             if metric_logger.is_line_due:
                 metric_logger.show(*tally.read_local())
     tally.synchronize_between_processes()
@@ -134,10 +146,11 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     return {**values, "n": n}
 
 
-def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=None):
+def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=None, observe=None):
     """Evaluate the model and its average, if there is one, on each set; return the results by their names in the log.
 
-    These are the sets' names, with _ema for the average. The lines of `val` do not name their set.
+    These are the sets' names, with _ema for the average. The lines of `val` do not name their set. `observe` is called
+    with such a name and what `Metric.update` takes of each batch, if it is not None.
     """
     results = {}
     for name, data_loader in loaders.items():
@@ -146,7 +159,8 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
                 scored = models.FlipAverage(scored) if args.eval_flip else scored
                 label = suffix if name == "val" else f"{name} {suffix}".rstrip()
                 with models.autocast(args, device):
-                    results[kind] = measure(scored, criterion, data_loader, device, 100, label, metrics)
+                    watch = observe and partial(observe, kind)
+                    results[kind] = measure(scored, criterion, data_loader, device, 100, label, metrics, watch)
     return results
 
 
@@ -156,24 +170,28 @@ def load_data(traindir, valdir, args):
 
 
 def join(args):
-    """Take what follows from this machine, start what loads the data, and join the other processes.
+    """Derive options from this machine, start loading, and join the other processes.
 
     Collective: every rank must call it.
 
     Returns:
-        The options, this process's device, what knows of signals, and what `data.start_loading` returns or None.
+        The options, this process's device, its `PreemptionGuard`, and the result of `data.start_loading` or None.
 
     Raises:
         UserError: the device, the processes, the weights or the data are not there.
     """
     args = config.complete(args)
+    models.check_name(args.model)
     optim.check_rates(args)
     check_memory(args)
+    check_mirrors(args)
     preemption = PreemptionGuard(is_installed=not args.test_only)
     args, notes = config.on_machine(args)
     args, more = data.take_published_options(args)
     models.set_up_threads(args)
     collectives.setup_for_distributed(args.rank == 0)
+    if args.rank == 0 and not args.test_only:
+        log.keep()
     for note in notes + more:
         print(note)
     # Before there are other threads, as those of the process group: see `BatchLoader.start`.
@@ -184,7 +202,7 @@ def join(args):
 
 
 def main(args):
-    """Train or, with `--test-only`, evaluate what the options say. Collective: every rank must call it.
+    """Train or, with `--test-only`, evaluate. Collective: every rank must call it.
 
     Raises:
         UserError: something that was given cannot be used.
@@ -223,33 +241,33 @@ def main(args):
     with run:
         for epoch in run.epochs():
             if run.has_steps_left:
-                train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler, run)
+                batches = run.pictures.watched(data_loader)
+                train_one_epoch(model, criterion, optimizer, batches, device, epoch, args, model_ema, scaler, run)
                 run.end_epoch()
                 data.report_images(data_loader, epoch)
             if not run.is_evaluated:
-                run.take_results(evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics))
+                scored = model_without_ddp, model_ema, criterion, loaders, device, metrics, run.pictures.observe
+                run.take_results(evaluate_all(args, *scored))
 
 
-def cli():
-    """Run the script: what a user can mend ends in one line and an exit code, what is our fault in a traceback."""
+def cli(args=None):
+    """Run the script: a user's mistake ends in one line and an exit code, ours in a traceback."""
+    args = args or config.read_command_line()
     try:
-        args = config.parse_args()
-        if args.list_recipes or args.dry_run:
+        if args.dry_run:
             take_signals().release()
-            if args.dry_run:
-                build_presets(args)  # finds out whether the augmentation exists
-            text = config.list_recipes() if args.list_recipes else preview(args)
+            build_presets(args)  # finds out whether the augmentation exists
+            text = preview(args, is_estimated=True)
             print(text)  # looked up here: after a preview only the first of several processes prints
         else:
             main(args)
     except PreemptedError as stop:
         print(f"{stop}; --resume auto goes on")
     except BaseException as error:
-        launch = read_launch()
-        end_by(error, launch.rank, launch.local_rank)
+        end_by(error, read_launch())
     collectives.shut_down()
     end_process(0)
 
 
 if __name__ == "__main__":
-    cli()
+    cli(ARGS)

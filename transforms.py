@@ -1,4 +1,4 @@
-"""What happens to a batch on the device: normalise, erase, mix.
+"""Transforms of a batch on the device: normalise, erase, mix.
 
 Every draw comes from a `random.Random` that the caller seeds with the batch's address, so a draw never depends on the
 device, on other batches or on a generator's history.
@@ -113,7 +113,7 @@ def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor)
     return targets * share + targets.roll(1, 0) * rest
 
 
-# What a mixing draws goes to the device as numbers of one small tensor: as plain ones they would be part of a compiled
+# The numbers that a mixing draws go to the device in one small tensor: as plain ones they would be part of a compiled
 # transform, which would have to be compiled anew for every batch.
 def pack_share(share: float) -> Tensor:
     """Return what `RandomMixUp.mix` takes: the share of the image itself and that of its neighbour."""
@@ -213,8 +213,8 @@ class RandomMix:
     """Apply mixup, cutmix or neither to a batch.
 
     Args:
-        mixup: what mixes; None for cutmix alone.
-        cutmix: what cuts; None for mixup alone.
+        mixup: None for cutmix alone.
+        cutmix: None for mixup alone.
         prob: odds of a batch that is mixed at all.
         switch_prob: odds of cutmix, where there are both.
     """
@@ -228,7 +228,7 @@ class RandomMix:
         self.switch_prob = switch_prob
 
     def draw(self, image: Tensor, rng: random.Random) -> tuple[RandomMixUp | RandomCutMix, Tensor] | None:
-        """Draw which one is to mix a (B, C, H, W) batch, and what its `mix` takes; None where neither is."""
+        """Draw which one mixes a (B, C, H, W) batch, and the arguments of its `mix`; None for neither."""
         is_mixed, is_cut = rng.random() < self.prob, rng.random() < self.switch_prob
         if not is_mixed:
             return None
@@ -250,7 +250,7 @@ def get_mixup_cutmix(
     prob: float = 1.0,
     switch_prob: float = 0.5,
 ) -> RandomMix | None:
-    """Return what mixes a batch: mixup, cutmix, one of the two at odds of `switch_prob`, or None.
+    """Return the mixing of a batch: mixup, cutmix, one of the two with probability `switch_prob`, or None.
 
     `use_v2` changes nothing: both of torchvision's versions compute the same.
     """
@@ -264,8 +264,8 @@ class BatchTransform:
 
     Args:
         normalize: from uint8 to float.
-        erase: what erases, or None.
-        mix: what mixes image and target, or None.
+        erase: random erasing, or None.
+        mix: of images and targets, or None.
         mix_off_epoch: the first epoch without mixing; None for never.
         backend: of `torch.compile`, to do all of it in few kernels; None for one after the other.
     """

@@ -27,6 +27,7 @@ from collectives import (
 )
 from metrics import count_correct
 from models import ExponentialMovingAverage
+from monitoring.console import LiveView, Outlook, log
 from optim import set_weight_decay
 
 __all__ = [
@@ -140,12 +141,22 @@ class MetricLogger:
     Args:
         delimiter: between two of them.
         formats: how some of them are shown, by their names: see `SmoothedValue`.
+        outlook: where the run is, of an epoch of one.
+        is_share: the meters are of this process's share of something, whose result is said elsewhere.
     """
 
-    def __init__(self, delimiter: str = "\t", formats: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        delimiter: str = "\t",
+        formats: Mapping[str, str] | None = None,
+        *,
+        outlook: Outlook | None = None,
+        is_share: bool = False,
+    ) -> None:
         self.meters = defaultdict(SmoothedValue)
         self.delimiter = delimiter
         self.formats = formats or {}
+        self.outlook, self.is_share = outlook, is_share
         self.wait_s = 0.0  # time that the loop has waited for data in all
         self.is_line_due = False  # whether a line will be printed after the item that is being worked on
 
@@ -198,6 +209,9 @@ class MetricLogger:
     def log_every(self, iterable: Iterable, print_freq: int, header: str | None = None, start: int = 0) -> Iterator:
         """Yield from a sized `iterable` and print the meters after every `print_freq`-th item and the last.
 
+        On a terminal these lines go to log.txt alone, and one line is rewritten in place, up to five times a second,
+        with the values of the last of them: nothing more is read from a device.
+
         Args:
             iterable: what to loop over; has a length.
             print_freq: items between two lines.
@@ -205,31 +219,40 @@ class MetricLogger:
             start: the number of the first item, where a resumed epoch goes on.
         """
         header = header or ""
+        is_part = self.is_share and get_world_size() > 1
+        label = f"{header} (rank {get_rank()} of {get_world_size()})" if is_part else header
         num_items = start + len(iterable)
         width = len(str(num_items))
         iter_time, data_time = SmoothedValue(fmt="{avg:.4f}"), SmoothedValue(fmt="{avg:.4f}")
+        live = LiveView(self, label, start, num_items, len(getattr(iterable, "dataset", ())))
+        say = log.add if live.line.is_live else print
         begin = end = time.perf_counter()
         waited = self.wait_s
-        for index, item in enumerate(self.timed(iterable), start):
-            self.is_line_due = index % print_freq == 0 or index == num_items - 1
-            yield item
-            data_time.update(self.wait_s - waited)
-            iter_time.update(time.perf_counter() - end)
-            if self.is_line_due:
-                eta_s = iter_time.global_avg * (num_items - 1 - index)
-                fields = [
-                    header,
-                    f"[{index:{width}d}/{num_items}]",
-                    f"eta: {datetime.timedelta(seconds=int(eta_s))}",
-                    *([str(self)] if self.meters else []),
-                    f"time: {iter_time}",
-                    f"data: {data_time}",
-                ]
-                if torch.cuda.is_available():
-                    fields.append(f"max mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}")
-                print(self.delimiter.join(fields))
-            end, waited = time.perf_counter(), self.wait_s
-        print(f"{header} Total time: {datetime.timedelta(seconds=int(time.perf_counter() - begin))}")
+        try:
+            for index, item in enumerate(self.timed(iterable), start):
+                self.is_line_due = index % print_freq == 0 or index == num_items - 1
+                yield item
+                data_time.update(self.wait_s - waited)
+                iter_time.update(time.perf_counter() - end)
+                if self.is_line_due:
+                    eta_s = iter_time.global_avg * (num_items - 1 - index)
+                    fields = [
+                        label,
+                        f"[{index:{width}d}/{num_items}]",
+                        f"eta: {datetime.timedelta(seconds=int(eta_s))}",
+                        *([str(self)] if self.meters else []),
+                        f"time: {iter_time}",
+                        f"data: {data_time}",
+                    ]
+                    if torch.cuda.is_available():
+                        fields.append(f"max mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}")
+                    say(self.delimiter.join(fields))
+                live.show(index + 1)
+                end, waited = time.perf_counter(), self.wait_s
+        finally:
+            live.line.close()
+        say(f"{header} Total time: {datetime.timedelta(seconds=int(time.perf_counter() - begin))}")
+        live.leave()
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from checkpointing.schema import FORMAT
-from errors import UserError, in_one_line
+from errors import UserError, counted, duration, in_one_line
 
 # Names of the best checkpoints: by the results of the raw weights, and of their average.
 BEST_NAMES = {"val": "best", "val_ema": "best_ema"}
@@ -119,11 +119,16 @@ class RunState:
         self.bests = {name: state[name] for name in self.bests}
         self.is_resumed = True
 
-    def result(self, folder: str) -> str:
-        """Return the last lines of a finished run."""
-        bests = [best for best in self.bests.values() if best is not None]
-        lines = [f"best {best['metric']} {best['value']:.3f}, after step {best['step']}" for best in bests]
-        return "\n".join([f"finished {self.epoch + 1} epochs, {self.step} steps; all in {folder}", *lines])
+    def result(self, folder: str, ran_s: float | None) -> str:
+        """Return the last lines of a finished run, which has run so long, if that is known."""
+        lines = [
+            f"best {best['metric']} {best['value']:.3f}, after step {best['step']}: {folder}/{name}.pth"
+            for name, best in self.bests.items()
+            if best is not None
+        ]
+        took = "" if ran_s is None else f" in {duration(ran_s)}"
+        done = f"finished {counted(self.epoch + 1, 'epoch')}, {counted(self.step, 'step')}{took}; all in {folder}"
+        return "\n".join([done, *lines])
 
     def is_finished(self, epochs: int) -> bool:
         """Tell whether nothing is left to do."""

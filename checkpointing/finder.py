@@ -10,7 +10,7 @@ from typing import NamedTuple
 from checkpointing.archive import read_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
 from checkpointing.schema import OtherFormatError
-from errors import NoUsableCheckpointError, StorageError, UserError
+from errors import NoUsableCheckpointError, StorageError, UserError, counted
 from files import retry_read
 
 NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
@@ -18,10 +18,16 @@ NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
 # Files with a run's state, or its ruins; only `--overwrite` removes them.
 STATE_FILES = re.compile(r"(superseded-(\d+-)?)?(checkpoint(-\d{8,})?|best|best_ema)\.pth(\.corrupt(-\d+)?)?")
 
+EVENT_FILES = re.compile(r"events\.out\.tfevents\..*")
+
+# Pictures of a run, by what they show and the step that they were drawn after.
+PICTURES = re.compile(r"picture-(?P<tag>[a-z-]+)-(?P<step>\d{8,18})\.png")
+
 # Every file that a run writes into its output folder; `--overwrite` removes these, except its lock, and no others.
 OWN_FILES = re.compile(
-    rf"({STATE_FILES.pattern}|status\.json|run\.json|metrics\.jsonl|recipe\.toml|curves\.png|images\.npz)(\.tmp\.\d+)?"
-    r"|\.node-\d+-[0-9a-f]+|\.lock|events\.out\.tfevents\..*"
+    rf"({STATE_FILES.pattern}|{PICTURES.pattern}|status\.json|run\.json|metrics\.jsonl|mirrors\.json|log\.txt|recipe\.toml"
+    r"|curves\.png|report\.html|images\.npz|trace\.json\.gz)(\.tmp\.\d+)?"
+    rf"|\.node-\d+-[0-9a-f]+|\.lock|{EVENT_FILES.pattern}"
 )
 
 BEST_FILES = [f"{name}.pth" for name in BEST_NAMES.values()]
@@ -104,8 +110,8 @@ class CheckpointFinder:
         if ruins:
             reasons = [why for _, why in self.damaged[:3]] + ["..."] * (len(self.damaged) > 3)
             raise NoUsableCheckpointError(
-                f"{len(ruins)} checkpoints in {self.folder}, none usable: {'; '.join(reasons) or 'all set aside'}. "
-                "Not starting over: use --overwrite to begin again"
+                f"{counted(len(ruins), 'checkpoint')} in {self.folder}, none usable: "
+                f"{'; '.join(reasons) or 'all set aside'}. Not starting over: use --overwrite to begin again"
             )
         return None
 
@@ -126,7 +132,7 @@ class CheckpointFinder:
         """Name each damaged file, its new name if it was kept, and the checkpoint that is used in its place."""
         for path, why in self.damaged:
             step, match = found.state["step"], NUMBERED.fullmatch(path.name)
-            earlier = f", {int(match[1]) - step} steps earlier" if match and int(match[1]) > step else ""
+            earlier = f", {counted(int(match[1]) - step, 'step')} earlier" if match and int(match[1]) > step else ""
             as_kept = f"; kept as {kept[path]}" if path in kept else ""
             self.say(f"checkpoint {why}{as_kept}; resuming from {found.path.name}{earlier}")
 

@@ -15,7 +15,7 @@ import torch
 
 from checkpointing.archive import find_bad_record
 from checkpointing.checkpoint import RunState
-from checkpointing.finder import BEST_FILES, CheckpointFinder, Found, is_of, step_in, step_of
+from checkpointing.finder import BEST_FILES, EVENT_FILES, CheckpointFinder, Found, is_of, step_in, step_of
 from checkpointing.lock import lock_folder
 from errors import StorageError, UserError
 from files import (
@@ -34,7 +34,8 @@ LEFTOVERS = re.compile(r".*\.tmp\.\d+|\.node-\d+-[0-9a-f]+")
 
 # The files whose names do not depend on the run.
 SINGLE_FILES = {
-    "checkpoint.pth", *BEST_FILES, "metrics.jsonl", "recipe.toml", "run.json", "status.json", ".lock",
+    "checkpoint.pth", *BEST_FILES, "log.txt", "metrics.jsonl", "mirrors.json", "recipe.toml", "run.json",
+    "status.json", ".lock",
 }  # fmt: skip
 
 # Answers of a file system without hard links.
@@ -100,6 +101,7 @@ class CheckpointFolder(CheckpointFinder):
                 if not overwrite and self.holds_other_run(resume):
                     raise UserError(f"--output-dir {self.folder}: another run has begun there in the meantime")
                 self._erase()
+            self._erase_old_curves()
             if found is not None:
                 self._adopt(found, run, Path(resume).parent if is_elsewhere else self.folder, best_payloads)
                 self._delete_old()  # which the last save may not have come to
@@ -174,13 +176,20 @@ class CheckpointFolder(CheckpointFinder):
         Checkpoints go first, newest first: the files that are left after a kill must not look like a run to go on with.
         """
         linked = [self.folder / name for name in ("checkpoint.pth", *BEST_FILES)]
-        tensorboard = self.folder / "tb"
-        curves = CheckpointFinder(tensorboard).own_files()
-        for path in [*self.numbered(), *linked, *self.own_files(), *curves]:
+        for path in [*self.numbered(), *linked, *self.own_files()]:
             if not path.is_dir() and path.name != ".lock":
                 path.unlink(missing_ok=True)
+
+    def _erase_old_curves(self) -> None:
+        """Remove the curves of earlier versions, which lay in a folder of their own: those of this start hold them."""
+        curves = self.folder / "tb"
+        if not curves.is_dir():
+            return
+        for path in CheckpointFinder(curves).own_files(EVENT_FILES):
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
         with suppress(OSError):
-            tensorboard.rmdir()
+            curves.rmdir()
 
     def save(self, state: dict, best_now: Iterable[str] = ()) -> str | None:
         """Write a state, read it back, and only then give it its names and delete checkpoints that are too old.

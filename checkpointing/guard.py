@@ -11,13 +11,13 @@ import PIL
 import torch
 import torchvision
 
-from errors import UserError
+from errors import UserError, counted
 from options import BY_NAME, FREE, SILENT, parse_allowed
 
 _ALLOWED = "changed as --allow-change says: "
 
 # Set by the script, not by the user.
-_DERIVED = {"distributed", "given", "gpu", "mean", "num_shards", "rank", "reference_global_batch", "std"}
+_DERIVED = {"distributed", "given", "gpu", "mean", "num_shards", "rank", "reference_global_batch", "std", "typed"}
 
 
 def describe_data(train: Any, val: Any) -> dict:
@@ -114,7 +114,9 @@ def check_options(state: dict, args: Any, decoder: str) -> None:
     _say_if("options that changed: ", [shown[name] for name in free if name not in is_silent])
     if "world_size" in differing:
         same = "same bits" if is_deterministic else "rounding may differ"
-        print(f"{there['world_size']} -> {here['world_size']} processes: same samples and augmentation; {same}")
+        print(
+            f"{there['world_size']} -> {counted(here['world_size'], 'process')}: same samples and augmentation; {same}"
+        )
     versions = [
         f"{name} {there[name]} wrote this checkpoint, this is {here[name]}"
         for name in here

@@ -89,6 +89,7 @@ def _open_standard_files() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream.errors == "strict":  # and a path that it cannot encode would end the run
             stream.reconfigure(errors="backslashreplace")
+        stream.reconfigure(line_buffering=True)  # a pipe would be given blocks
 
 
 def _say_failed_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -8,7 +8,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import UserError
 from files import open_to_read
-from loading.index import ImageIndex, Progress, Scan, check_num_bytes
+from loading.index import ImageIndex, Scan, check_num_bytes
+from loading.progress import Progress
 from loading.seen import SeenFiles
 from loading.source import Source
 
@@ -60,7 +61,8 @@ class FolderIndex(ImageIndex):
             # Sorted as the strings that paths are, like ImageFolder: "a b" comes before "a/b".
             for folder, names in sorted(_walk(root, name, scan)):
                 scan.add(folder, label, names)
-            progress.show(label + 1)
+            progress.update()
+        progress.close()
         return classes
 
 

@@ -6,18 +6,17 @@ import stat
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from errors import BadImageError, UserError
+from errors import BadImageError, UserError, counted
 from files import locked, open_to_read, retry, write_atomically
 from loading.source import Source, digest, line_of
 
-# What was changed less than this before it was read may have been changed again within the same tick of its clock.
+# A file that changed less than this before it was read may have changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
 
 # How long a read that failed is waited for before it is tried again: a network disk may only have hiccuped, and says
@@ -28,8 +27,6 @@ RETRY_WAITS_S = (0.05, 0.2, 0.8)
 _MAX_BYTES = 1 << 30
 
 T = TypeVar("T")
-
-_PROGRESS_S = 5.0
 
 _FORMAT = "touchstone image index 2"
 
@@ -59,7 +56,7 @@ class Names(Sequence):
 
 
 def encode(names: Iterable[str]) -> numpy.ndarray:
-    """Return the names as `Names` holds them; a name that is not UTF-8 on the disk stays what it is there."""
+    """Return the names as `Names` holds them; names that are not UTF-8 keep their bytes."""
     return numpy.frombuffer("\0".join([*names, ""]).encode("utf-8", "surrogateescape"), dtype=numpy.uint8)
 
 
@@ -95,7 +92,7 @@ class ImageIndex(Source):
         """Add all images to a scan, and return the classes.
 
         Raises:
-            UserError: it holds what no image folder may.
+            UserError: its names cannot be classes or images.
             OSError: it cannot be read.
         """
 
@@ -135,7 +132,7 @@ class ImageIndex(Source):
         return self
 
     def _header(self) -> numpy.ndarray:
-        """Return what an index must say of itself to be of this split: another version or list of files is another."""
+        """Return the header of this split's index, which another version or list of files would change."""
         files = [os.path.relpath(file, self.root.parent) for file in self.files]
         return encode([_FORMAT, self.root.name, self.form, *IMG_EXTENSIONS, *files])
 
@@ -170,7 +167,7 @@ class ImageIndex(Source):
         filled = set(scan.labels)
         empty = [name for label, name in enumerate(classes) if label not in filled]
         if empty:
-            more = f" and {len(empty) - 1} more classes" if len(empty) > 1 else ""
+            more = f" and {counted(len(empty) - 1, 'other class')}" if len(empty) > 1 else ""
             raise UserError(
                 f"{self.class_path(empty[0])}{more} holds no images ({' '.join(IMG_EXTENSIONS)}); "
                 "add some, or remove the folder"
@@ -184,7 +181,7 @@ class ImageIndex(Source):
             raise UserError(f"{self.where} holds neither images nor class folders; it needs one folder for each class")
         if not classes:
             raise UserError(
-                f"{self.where} holds {num_stray} images and no class folders; this sorts them: python -m "
+                f"{self.where} holds {counted(num_stray, 'image')} and no class folders; this sorts them: python -m "
                 f"scripts.prepare {self.root.parent} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER "
                 "(Kaggle: LOC_val_solution.csv in place of the devkit)"
             )
@@ -264,7 +261,7 @@ def _check_arrays(arrays: dict[str, numpy.ndarray], num_files: int) -> None:
 
 
 def _state(status: os.stat_result) -> tuple[int, int, int]:
-    """Return what changes whenever a folder or a file does; the size of a folder says nothing."""
+    """Return numbers that change with a folder or a file; the size of a folder says nothing."""
     return status.st_mtime_ns, status.st_ctime_ns, 0 if stat.S_ISDIR(status.st_mode) else status.st_size
 
 
@@ -313,29 +310,3 @@ class Scan:
             "names": numpy.concatenate(self.names),
         }
         return {**arrays, "places": numpy.concatenate(self.places)} if self.places else arrays
-
-
-class Progress:
-    """A line every few seconds of work that may take long, as a scan of a network disk that is not in memory.
-
-    Args:
-        work: the first words of the line.
-        total: how much there is to do.
-        unit: of the numbers.
-        first: how much of it is done already, beside all that is shown from now on.
-        scale: how much a unit is.
-    """
-
-    def __init__(self, work: str, total: int, unit: str, first: int = 0, scale: int = 1) -> None:
-        self.work, self.total, self.unit, self.first, self.scale = work, total, unit, first, scale
-        self.begin_s, self.begin = time.monotonic(), first
-        self.due_s = self.begin_s + _PROGRESS_S
-
-    def show(self, done: int) -> None:
-        """Print how much is done, and how long the rest will take, if the last line was some seconds ago."""
-        now_s, done = time.monotonic(), self.first + done
-        if now_s >= self.due_s:
-            self.due_s = now_s + _PROGRESS_S
-            left = timedelta(seconds=int((now_s - self.begin_s) * (self.total - done) / max(done - self.begin, 1)))
-            share = f"{done / self.scale:,.7g} of {self.total / self.scale:,.7g} {self.unit}"
-            print(f"{self.work}: {share}, {left} left", flush=True)

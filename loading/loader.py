@@ -89,7 +89,7 @@ class _Batches:
 
 
 class _Filler(Dataset):
-    """What a worker process loads: a batch at a time, into the slot that it is told, if any."""
+    """The data set of a worker process: a batch at a time, into the given slot, if any."""
 
     def __init__(self, dataset: Dataset, collate_fn: Callable, slots: list[Tensor]) -> None:
         self.dataset = dataset

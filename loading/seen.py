@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 import collectives
-from errors import ImageError, PreemptedError
+from errors import ImageError, PreemptedError, counted
 from files import explain_failure, open_to_read, write_atomically
 from loading.source import Source
 from options import parse_allowed
@@ -21,7 +21,7 @@ from options import parse_allowed
 class SeenFiles:
     """The size and time of each file of a split as a run read it first, in memory that forked loader processes share.
 
-    It is 8 bytes an image: what all of them together say is more than a checkpoint should carry.
+    At 8 bytes per image it is too much for a checkpoint.
 
     Args:
         num_images: of the split.
@@ -105,7 +105,7 @@ class SeenRecord:
             self.keep()
 
     def keep(self) -> None:
-        """Put the notes of all processes together, say what has changed, and write what is new.
+        """Merge the notes of all processes, report changed files, and write new notes.
 
         Collective: every rank must call it.
         """
@@ -124,7 +124,7 @@ class SeenRecord:
             print(f"{self.folder / self.FILE} is not written: {explain_failure(error, self.folder, num_bytes)}")
 
     def _gather(self, name: str, index: Source) -> bool:
-        """Take what any process has noted of a set since the last call, and say which files have changed."""
+        """Take the notes of all processes since the last call, and report files that have changed."""
         states, known = index.seen.states, self.known[name]
         numbers = numpy.flatnonzero((states != known).any(axis=1))
         rows = numpy.column_stack([numbers, states[numbers]]).astype(numpy.int64)
@@ -137,7 +137,8 @@ class SeenRecord:
             what = "sizes" if has_other_size.any() else "times"
             first = index.path(int(changed.min()))
             print(
-                f"{len(changed)} images of {index.root} have other {what} than when the run read them, such as {first}"
+                f"{counted(len(changed), 'image')} of {index.root} with other {what} than when the run read them, "
+                f"such as {first}"
             )
         known[numbers] = states[numbers] = news
         return len(numbers) > 0

@@ -15,10 +15,11 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import ImageError, UserError
 from files import open_regular, open_to_read
-from loading.index import ImageIndex, Progress, Scan, check_num_bytes
+from loading.index import ImageIndex, Scan, check_num_bytes
+from loading.progress import Progress
 from loading.source import Source, digest, list_folder
 
-# What scripts/pack.py writes beside its shards, and how that says whose it is.
+# The manifest that scripts/pack.py writes beside its shards, and its marks.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
 
 # More than the manifest of any pack: a record of some hundred bytes a shard, and one for each image left out.
@@ -95,7 +96,7 @@ class TarIndex(ImageIndex):
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of the folder that the tars would be extracted to, and return the classes."""
         num_bytes = sum(tar.stat().st_size for tar in self.files)
-        progress = Progress(f"scanning {self.where}", num_bytes, "GiB", scale=1 << 30)
+        progress = Progress(f"scanning {self.where}", total_bytes=num_bytes)
         plain, by_class = {}, {}
         for number, path in enumerate(self.files):
             with open_to_read(path) as file:
@@ -106,9 +107,10 @@ class TarIndex(ImageIndex):
                     reader.scan_class(by_class, path.stem, number, 0, status.st_size)
                 else:
                     reader.scan(plain, by_class, number, status.st_size)
-            progress.first += status.st_size
+            progress.update(num_bytes=status.st_size - reader.num_read)
             if reader.ignored:
                 print(f"{path}: {len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored")
+        progress.close()
         folders = [folder for folder in plain if folder]
         prefix = f"{self.root.name}/"
         # Members may carry the split's name; a class of that name would not be the only one, or hold no folders.
@@ -239,13 +241,13 @@ class _TarReader:
     Args:
         path: the tar.
         file: it, open.
-        split_name: what members' names may begin with.
+        split_name: optional first part of members' names.
         progress: is told how far the reader is.
     """
 
     def __init__(self, path: Path, file: BinaryIO, split_name: str, progress: Progress) -> None:
         self.path, self.file, self.split_name, self.progress = path, file, split_name, progress
-        self.ignored = []
+        self.ignored, self.num_read = [], 0
 
     def _members(self, start: int, end: int) -> Iterator[tarfile.TarInfo]:
         """Yield the members of the tar that begins at `start` and ends at or before `end`.
@@ -263,7 +265,8 @@ class _TarReader:
                     raise tarfile.ReadError(f"member {member.name!r} is not whole")
                 place = member.offset_data
                 archive.members.clear()  # which would keep a million of them
-                self.progress.show(member.offset)
+                self.progress.update(num_bytes=member.offset - self.num_read)
+                self.num_read = member.offset
                 yield member
             # tarfile takes a header that it cannot read for the end, unless it is the first.
             self.file.seek(archive.offset)

@@ -1,1 +1,1 @@
-"""Where the numbers of a run go, and what a command would do before it is run."""
+"""Where the numbers of a run go, and estimates before it starts."""

@@ -1,95 +1,30 @@
-"""Numbers leaving the process: TensorBoard and metrics.jsonl."""
+"""Numbers leaving the process: metrics.jsonl, and TensorBoard's file and mirrors, which are made of it."""
 
-import io
 import json
 import math
 import os
-import re
-import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
+from torch import Tensor
 
 from checkpointing.checkpoint import RunState
-from errors import StorageError
+from errors import PreemptedError, StorageError
 from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
+from monitoring.events import EventFile
+from monitoring.mirrors import Mirrors
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
-MACHINE_FIELDS = {"time", "images_per_s", "data_wait", "memory_gib", "world_size"}
-
-# Fields that say where, when and of how much the others were measured; each of those that is a number has a curve.
-NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size"}
-
-
-class EventFile:
-    """TensorBoard's points of a run, in one file that is made of the records of metrics.jsonl whenever it is opened.
-
-    So a failed write, a power loss, or a clock that was set back cost no point and double none: TensorBoard reads the
-    files of a folder in the order of their names, which hold the time.
-
-    Args:
-        folder: is made if it is not there; the run's earlier files in it are removed once this one is whole.
-        records: those of metrics.jsonl.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-
-    def __init__(self, folder: Path, records: Iterable[dict]) -> None:
-        folder.mkdir(exist_ok=True)
-        earlier = [path for path in folder.iterdir() if _EVENTS.match(path.name)]
-        latest = max((int(_EVENTS.match(path.name)[1]) for path in earlier), default=0)
-        name = f"events.out.tfevents.{max(int(time.time()), latest + 1)}.{socket.gethostname()}.{os.getpid()}"
-        self._file = open(folder / name, "xb", buffering=0)  # noqa: SIM115
-        try:
-            # The second one tells a TensorBoard that is running to forget what it has read of the earlier files.
-            start = SessionLog(status=SessionLog.START)
-            self._write([Event(file_version="brain.Event:2"), Event(step=0, session_log=start), *map(_event, records)])
-            for path in earlier:
-                path.unlink()
-        except BaseException:
-            self.close()
-            raise
-
-    def _write(self, events: Iterable[Event]) -> None:
-        payload = io.BytesIO()
-        writer = RecordWriter(payload)
-        for event in events:
-            writer.write(event.SerializeToString())
-        write_all(self._file, payload.getvalue())
-
-    def add(self, record: dict) -> None:
-        """Add the points of one more record; after an OSError the file is of no use."""
-        self._write([_event(record)])
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+MACHINE_FIELDS = {
+    "time", "hours", "images_per_s", "images_per_s_per_device", "data_wait", "memory_gib", "mfu", "world_size",
+}  # fmt: skip
 
 
-_EVENTS = re.compile(r"events\.out\.tfevents\.(\d{1,18})\.")
-
-
-def _event(record: dict) -> Event:
-    """Return one record as TensorBoard reads it: a point of each curve."""
-    values = [
-        Summary.Value(tag=f"{record['kind']}/{name}", simple_value=value)
-        for name, value in record.items()
-        if name not in NOT_DRAWN and isinstance(value, float | int)
-    ]
-    return Event(step=record["step"], wall_time=record["time"], summary=Summary(value=values))
-
-
-def write_all(file: io.FileIO, content: bytes) -> None:
-    """Write bytes to an unbuffered file, which may take them in parts."""
-    while content:
-        content = content[file.write(content) :]
+_EVENTS = "the file of TensorBoard"  # in warnings
 
 
 class Monitor:
@@ -98,12 +33,14 @@ class Monitor:
     Args:
         folder: the output folder; None for a monitor that writes nothing.
         run: the state of the run.
+        log_to: names of `mirrors.KINDS` with commas between them, or None.
     """
 
-    def __init__(self, folder: Path | None, run: RunState) -> None:
+    def __init__(self, folder: Path | None, run: RunState, log_to: str | None = None) -> None:
         self.folder = folder
         self.run = run
-        self._pending = b""  # what a full disk did not take; written with the next record
+        self.mirrors = Mirrors(folder, log_to)
+        self._pending = b""  # records that a full disk did not take; written with the next one
         self._failed = set()
         self._events = None
 
@@ -114,14 +51,19 @@ class Monitor:
             StorageError: the records of a resumed run cannot be read or written.
         """
         try:
-            records = self._truncate(self.run.step, self.run.is_evaluated) if self.run.is_resumed else self._records()
+            records = self._truncate(self.run.step, self.run.is_evaluated) if self.run.is_resumed else self.records()
             path = self.folder / "metrics.jsonl"
             descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             sync_folder(self.folder)  # or a power failure could leave a checkpoint, and no file of its records
         except OSError as error:
             raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
         self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
-        self._attempt("tb/", self._open_events, records)
+        # Hours of training so far, in all processes that came to where this one goes on.
+        hours = [record.get("hours") for record in records]
+        self._hours = max((h for h in hours if isinstance(h, float) and math.isfinite(h)), default=0.0)
+        self._opened_s = time.monotonic()
+        self._attempt(_EVENTS, self._open_events, records)
+        self.mirrors.open(records)
 
     def __enter__(self) -> "Monitor":
         return self
@@ -130,20 +72,25 @@ class Monitor:
         if self.folder is not None:
             self._attempt("metrics.jsonl", self._write_pending)
             if self._events is None:
-                self._attempt("tb/", self._open_events)
+                self._attempt(_EVENTS, self._open_events)
+            is_finished = None if isinstance(error, PreemptedError) else error is None
+            if self._events is not None:
+                self._attempt(_EVENTS, self._events.close, is_finished)
+            self.mirrors.close(is_finished)
             self._file.close()
 
-    def _records(self) -> list[dict]:
+    def records(self) -> list[dict]:
         """Return the records in metrics.jsonl, but for lines that are torn by a kill or are no records."""
+        if self.folder is None:
+            return []
         try:
-            lines = read_bytes(self.folder / "metrics.jsonl").splitlines()
+            return read_records(self.folder)
         except FileNotFoundError:
             return []
-        return [record for record in map(_parse_record, lines) if record is not None]
 
     def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
         """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
-        kept = [r for r in self._records() if r["step"] < step + (r["kind"] == "train" or is_evaluated)]
+        kept = [r for r in self.records() if r["step"] < step + (r["kind"] in ("train", "verdict") or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
         return kept
@@ -151,29 +98,37 @@ class Monitor:
     def _open_events(self, records: list[dict] | None = None) -> None:
         """Make TensorBoard's file anew, where metrics.jsonl has all its records; take them as given, if they are."""
         if not self._pending:
-            self._events = EventFile(self.folder / "tb", self._records() if records is None else records)
+            self._events = EventFile(self.folder, self.records() if records is None else records, self.run.step)
+
+    def add_pictures(self) -> None:
+        """Show the pictures that have come into the run's folder: see `EventFile.add_pictures`."""
+        if self._events is not None:
+            self._attempt(_EVENTS, self._keep_events, self._events.add_pictures, self.run.step)
 
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
         """Write one record: `kind` is train or an evaluation's name; `step` the steps done when it was measured.
 
-        Each value is a number, None, or a list of such, which has no curve.
+        Each value is a number, None, or a list of such, which has no curve; a tensor of one number is read.
         """
         if self.folder is None:
             return
-        values = {name: _without_infinity(value) for name, value in values.items()}
-        record = {"kind": kind, "step": step, "epoch": epoch, **values, "time": round(time.time(), 3)}
+        values = {name: _as_json(value) for name, value in values.items()}
+        hours = self._hours + (time.monotonic() - self._opened_s) / 3600
+        record = {"kind": kind, "step": step, "epoch": epoch, **values, "hours": hours, "time": round(time.time(), 3)}
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._attempt("metrics.jsonl", self._write_pending)
-        self._attempt("tb/", self._add_points, record)
+        self._attempt(_EVENTS, self._add_points, record)
+        self.mirrors.add(record)
 
     def _attempt(self, name: str, write: Callable[..., None], *args: Any) -> None:
-        """Write what no run may end for; a failure is said once for each name."""
+        """Try a write whose failure must not end the run; print each name's failure once."""
         try:
             write(*args)
-        except OSError as error:
+        except Exception as error:
             if name not in self._failed:
                 self._failed.add(name)
-                print(f"warning: {name} in {self.folder} is not written: {error.strerror or error}; training goes on")
+                why = getattr(error, "strerror", None) or error
+                print(f"warning: {name} in {self.folder} is not written: {why}; training goes on")
 
     def _write_pending(self) -> None:
         while self._pending:
@@ -182,12 +137,17 @@ class Monitor:
     def _add_points(self, record: dict) -> None:
         if self._events is None:
             self._open_events()
-            return
+        else:
+            self._keep_events(self._events.add, record)
+
+    def _keep_events(self, write: Callable[..., None], *args: Any) -> None:
+        """Write to the file of events, or give it up: the next record makes it anew, with all before it."""
         try:
-            self._events.add(record)
-        except OSError:
-            self._events.close()
-            self._events = None  # the next record makes it anew, with this one
+            write(*args)
+        except Exception:
+            with suppress(OSError):
+                self._events.close(None)
+            self._events = None
             raise
 
     def sync(self) -> None:
@@ -197,8 +157,18 @@ class Monitor:
             self._attempt("metrics.jsonl", os.fsync, self._file.fileno())
 
 
+def read_records(folder: Path) -> list[dict]:
+    """Return the records in a run's metrics.jsonl, but for lines that are torn by a kill or are no records.
+
+    Raises:
+        FileNotFoundError: no run has written there.
+    """
+    lines = read_bytes(folder / "metrics.jsonl").splitlines()
+    return [record for record in map(_parse_record, lines) if record is not None]
+
+
 def _parse_record(line: bytes) -> dict | None:
-    """Return one line of metrics.jsonl, or None for what is none."""
+    """Return the record in one line of metrics.jsonl, or None if there is none."""
     try:
         record = json.loads(line)
         is_record = isinstance(record["kind"], str) and type(record["step"]) is type(record["epoch"]) is int
@@ -217,8 +187,9 @@ def _is_value(value: Any) -> bool:
     return value is None or type(value) is float or (type(value) is int and abs(value) < 1 << 62)
 
 
-def _without_infinity(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Return a value with None for infinity, as of a gradient norm where the loss scale is too large: JSON has none."""
     if isinstance(value, list):
-        return [_without_infinity(item) for item in value]
+        return [_as_json(item) for item in value]
+    value = value.item() if isinstance(value, Tensor) else value
     return None if isinstance(value, float) and not math.isfinite(value) else value

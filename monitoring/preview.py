@@ -1,4 +1,4 @@
-"""What a command would do, without doing it: the resolved options, the batch arithmetic and the learning rates."""
+"""`--dry-run`: the resolved options, the batch arithmetic and the learning rates, without the run."""
 
 import contextlib
 import sys
@@ -6,26 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import collectives
 import config
-import models
 import optim
 from errors import UserError
 from launch import read_launch
 from loading.forms import find_sources, open_source
 from loading.loader import check_memory
+from monitoring import estimate
 from sampler import VirtualShards
 
 # What ImageNet-1k is, where no data is at hand.
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
 
 
-def preview(args: Any) -> str:
+def preview(args: Any, *, is_estimated: bool = False) -> str:
     """Return what `--dry-run` prints. Reads no image, touches no output folder and needs no particular device.
 
     Of several processes that a launcher started, only the first can print from then on.
+
+    Args:
+        args: the options.
+        is_estimated: also say what memory, work, time and disk it will need, which takes seconds.
 
     Raises:
         UserError: the options cannot be used together.
@@ -44,7 +47,7 @@ def preview(args: Any) -> str:
     num_images, num_classes, about = count_images(args)
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
-    model = build_without_memory(args, num_classes)
+    model = estimate.build_without_memory(args, num_classes)
     groups = optim.build_parameter_groups(args, model)
     optimizer = optim.build_optimizer(args, groups)
     scheduler = optim.build_lr_scheduler(args, optimizer)
@@ -55,27 +58,19 @@ def preview(args: Any) -> str:
     epochs = {*(args.epochs * part // 12 for part in range(12)), min(args.lr_warmup_epochs, last), last}
     rates = [f"{epoch}: {learning_rate(optimizer, scheduler, epoch, steps_per_epoch):.3g}" for epoch in sorted(epochs)]
     lines = [
-        config.write_recipe(args),
         f"# {about}",
         f"# {args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {len(groups)} groups",
         f"# global batch {args.global_batch_size} = {args.num_shards} shards x {args.batch_size} images; "
-        f"{world_size} processes compute {shards.num_local} each",
+        f"{world_size} {'process computes' if world_size == 1 else 'processes compute'} {shards.num_local} each",
         f"# {steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
         f"{num_images % args.global_batch_size} images left out of each epoch, others each time",
         *([f"# --sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
         *reference_lines(args),
         f"# learning rate at the start of epoch {', '.join(rates)}",
     ]
-    return "\n".join(lines)
-
-
-def build_without_memory(args: Any, num_classes: int) -> nn.Module:
-    """Build the model on the meta device; the few that compute while they are built (RegNet), on the CPU."""
-    try:
-        with torch.device("meta"):
-            return models.build_model(args, num_classes)
-    except NotImplementedError:
-        return models.build_model(args, num_classes)
+    if is_estimated:
+        lines += [f"# {line}" for line in estimate.describe(args, num_classes, steps_per_epoch)]
+    return "\n".join([*lines, "", config.write_recipe(args)])
 
 
 def count_images(args: Any) -> tuple[int, int, str]:

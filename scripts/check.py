@@ -13,15 +13,16 @@ import numpy
 from PIL import Image
 
 import collectives
-import config
-from errors import BadImageError, ImageError, UserError, one_line
+from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import write_atomically
 from loading.decode import load_image
 from loading.forms import open_source
 from loading.index import with_retries
+from loading.progress import Progress, size_text
 from loading.source import Source
-from scripts.pack import in_order, size_text
-from scripts.tool import Progress, positive, run
+from options import OneLineParser
+from scripts.pack import in_order
+from scripts.tool import positive, run
 
 PROG = "python -m scripts.check"
 
@@ -153,7 +154,10 @@ class Report:
     def show(self) -> None:
         """Print the report."""
         for name, facts in self.splits.items():
-            print(f"{name}: {facts['images']:,} images of {facts['classes']:,} classes ({facts['per_class']} each)")
+            print(
+                f"{name}: {counted(facts['images'], 'image', ',')} of {counted(facts['classes'], 'class', ',')} "
+                f"({facts['per_class']} each)"
+            )
             if facts["looked_at"]:
                 print(f"  looked at {facts['looked_at']:,}, {size_text(facts['bytes']['total'])}")
                 for key in ("bytes", "pixels"):
@@ -241,7 +245,7 @@ def check_set(splits: dict[str, Source], expected: dict[str, int | None], report
         for name, alone in (("train", train - val), ("val", val - train)):
             if alone:
                 first = ", ".join(sorted(alone)[:3])
-                report.add("set", name, None, f"{len(alone):,} classes are in {name} alone, such as {first}")
+                report.add("set", name, None, f"{counted(len(alone), 'class', ',')} in {name} alone, such as {first}")
 
 
 def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int, report: Report) -> None:
@@ -257,14 +261,14 @@ def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int,
     ]
     seen = {name: numpy.zeros((len(numbers), 3), dtype=numpy.uint64) for name, numbers in chosen.items()}
     filled = dict.fromkeys(splits, 0)
-    progress = Progress("checking", num_images=sum(map(len, chosen.values())))
+    progress = Progress("checking", sum(map(len, chosen.values())), "images")
     for (name, numbers), looks in zip(tasks, in_order(partial(look_at_some, splits), tasks, num_workers), strict=True):
         for number, look in zip(numbers, looks, strict=True):
             seen[name][filled[name]] = look[:3]
             filled[name] += 1
             for kind, reason in look.findings:
                 report.add(kind, name, splits[name].path(number), reason)
-            progress.update(look.num_bytes)
+            progress.update(num_bytes=look.num_bytes)
     progress.finish()
     for name, looks in seen.items():
         report.splits[name].update(looked_at=len(looks), bytes=summary(looks[:, 1]), pixels=summary(looks[:, 2]))
@@ -309,7 +313,7 @@ def expectation(text: str) -> int | None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = config.OneLineParser(
+    parser = OneLineParser(
         prog=PROG,
         usage=f"{PROG} DATA_PATH [options]",
         description="Look at every image of a data set before a run does.",

@@ -27,15 +27,16 @@ from PIL import __version__ as pillow_version
 from torch.utils.data import DataLoader
 
 import collectives
-import config
 from checkpointing.preemption import start_worker
-from errors import BadImageError, ImageError, UserError, one_line
+from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import locked, write_atomically
 from loading.decode import load_image
 from loading.forms import open_source
-from loading.index import Progress, with_retries
+from loading.index import with_retries
+from loading.progress import Progress, size_text
 from loading.source import digest, line_of
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
+from options import OneLineParser
 
 LOCK = "pack.lock"
 
@@ -239,7 +240,7 @@ class ShardWriter:
         hashing = SimpleNamespace(tell=file.tell, write=lambda content: sha256.update(content) or file.write(content))
         with tarfile.open(fileobj=hashing, mode="w", format=tarfile.GNU_FORMAT) as tar:
             for number, packed in zip(self.numbers, self.results, strict=True):
-                self.progress.show(number - self.numbers.start)
+                self.progress.update()
                 self._note(self.split.names[number], packed)
                 if packed.payload is not None:
                     member = tarfile.TarInfo(f"{self.split.name}/{self.split.names[number]}")
@@ -334,7 +335,7 @@ class Pack:
         sizes = {path.name: path.stat().st_size for path in self.out.iterdir() if path.is_file()}
         self.records = {file: record for file, record in records.items() if sizes.get(file) == record["bytes"]}
         if self.records:
-            print(f"{self.out} has {len(self.records)} of {len(self.shards)} shards already")
+            print(f"{self.out} has {len(self.records)} of {counted(len(self.shards), 'shard')} already")
 
     def check_free_space(self) -> None:
         """Raise UserError where even nine tenths do not fit; repacked JPEGs take about as much as before."""
@@ -378,15 +379,15 @@ class Pack:
         ]
         num_images = sum(len(split.names) for split in self.splits)
         num_done = num_images - sum(shard.stop - shard.start for shard in missing)
-        progress = Progress(f"packing into {self.out}", num_images, "images", num_done)
+        progress = Progress(f"packing into {self.out}", num_images, "images", first=num_done)
         results = chain.from_iterable(in_order(partial(pack_images, self.splits, convert), tasks, num_workers))
         for shard in missing:
             writer = ShardWriter(self.splits[shard.split], shard, results, progress, skip_bad=skip_bad)
             with saying_where(self.out / shard.file):
                 write_atomically(self.out / shard.file, writer.write, writer.verify)
-            progress.first += shard.stop - shard.start
             self.records[shard.file] = writer.record
             self.save()
+        progress.close()
 
 
 def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> DataLoader:
@@ -521,17 +522,13 @@ def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
     return digest(line_of(split.names[number], label) for number, label in zip(numbers, labels, strict=True))
 
 
-def size_text(num_bytes: int) -> str:
-    """Return a size in a unit that suits it."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
 def summarize(manifest: dict) -> None:
     """Print what a complete pack holds."""
     for name, part in manifest["splits"].items():
         share = f"{part['bytes'] / max(part['source_bytes'], 1):.0%}"
         line = (
-            f"{name}: {part['images']:,} images of {part['classes']:,} classes in {part['num_shards']} shards, "
+            f"{name}: {counted(part['images'], 'image', ',')} of {counted(part['classes'], 'class', ',')} in "
+            f"{counted(part['num_shards'], 'shard')}, "
             f"{size_text(part['bytes'])}, {share} of {size_text(part['source_bytes'])}"
         )
         reasons = Counter()
@@ -581,7 +578,7 @@ def verify(options: argparse.Namespace) -> None:
     problems += [f"{out / name}: not in the manifest" for name in sorted(others)]
     results = in_order(partial(check_shard, out), list(records.values()), options.workers)
     for record, found in zip(records.values(), results, strict=True):
-        print(f"{record['file']}: {'wrong' if found else 'ok'}, {record['images']:,} images", flush=True)
+        print(f"{record['file']}: {'wrong' if found else 'ok'}, {counted(record['images'], 'image', ',')}", flush=True)
         problems += found
     for split, part in manifest["splits"].items():
         if not problems and open_source(out / split).fingerprint() != part["fingerprint"]:
@@ -595,7 +592,7 @@ def verify(options: argparse.Namespace) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = config.OneLineParser(
+    parser = OneLineParser(
         prog="python -m scripts.pack",
         usage="python -m scripts.pack --data-path DIR OUT (--lossless | --short-side PX | --max-side PX) [options]",
         description="Write an image folder as tar files that load faster.",

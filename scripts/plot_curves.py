@@ -1,47 +1,37 @@
 """Draw the learning curves of a run into curves.png: loss, accuracy and learning rate over steps."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from files import read_bytes, write_atomically
+from files import write_atomically
+from monitoring.monitor import read_records
 
 KINDS = {"train": "training", "val": "validation", "val_ema": "validation, averaged weights"}
 PANELS = {"loss": "loss", "acc1": "accuracy, %", "lr": "learning rate"}
+AXES = ["step", "images", "hours"]
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    """Return the records of a run's metrics.jsonl; a last line torn by a kill is left out.
+def plot_curves(folder: Path, over: str = "step") -> Path:
+    """Draw the run in `folder` over one of `AXES` and return the picture's path.
 
     Raises:
         FileNotFoundError: no run has written there.
     """
-    records = []
-    for line in read_bytes(folder / "metrics.jsonl").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
-
-
-def plot_curves(folder: Path) -> Path:
-    """Draw the run in `folder` and return the picture's path."""
     import matplotlib as mpl  # a development requirement, never needed to train
 
     mpl.use("agg")
     from matplotlib import pyplot
 
-    records = read_metrics(folder)
+    records = [record for record in read_records(folder) if over in record]
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(15, 4), layout="constrained")
     for axis, (name, label) in zip(axes, PANELS.items(), strict=True):
         for kind in dict.fromkeys([*KINDS, *(record["kind"] for record in records)]):
-            points = [(record["step"], record[name]) for record in records if record["kind"] == kind and name in record]
+            points = [(record[over], record[name]) for record in records if record["kind"] == kind and name in record]
             legend, marker = KINDS.get(kind, kind), "" if kind == "train" else "o"
             if points:
                 axis.plot(*zip(*points, strict=True), label=legend, marker=marker, markersize=4)
-        axis.set(xlabel="step", ylabel=label)
+        axis.set(xlabel=over, ylabel=label)
         axis.grid(alpha=0.3)
         axis.legend()
     # An evaluation early in a run can be far off; on a straight scale it would flatten everything else.
@@ -56,11 +46,12 @@ def main() -> None:
     """Draw what the command line names."""
     parser = argparse.ArgumentParser(prog="python -m scripts.plot_curves", description=__doc__)
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run's output folder, such as runs/digits")
-    folder = parser.parse_args().folder
+    parser.add_argument("--over", choices=AXES, default="step", help="the horizontal axis (default: step)")
+    options = parser.parse_args()
     try:
-        print(f"wrote {plot_curves(folder)}")
+        print(f"wrote {plot_curves(options.folder, options.over)}")
     except FileNotFoundError:
-        sys.exit(f"{parser.prog}: error: {folder} holds no metrics.jsonl; give the --output-dir of a run")
+        sys.exit(f"{parser.prog}: error: {options.folder} holds no metrics.jsonl; give the --output-dir of a run")
     except ImportError:
         sys.exit(f"{parser.prog}: error: matplotlib is missing; pip install -r requirements-dev.txt")
 

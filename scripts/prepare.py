@@ -20,11 +20,11 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-import config
-from errors import StorageError, UserError, in_one_line, one_line
+from errors import StorageError, UserError, counted, in_one_line, one_line
 from files import explain_failure, free_bytes, locked, open_to_read, read_json, sync_folder, write_atomically
-from scripts.pack import size_text
-from scripts.tool import Progress, run
+from loading.progress import Progress, size_text
+from options import OneLineParser
+from scripts.tool import run
 
 PROG = "python -m scripts.prepare"
 
@@ -490,11 +490,11 @@ def check_md5(path: Path) -> None:
         UserError: it is another file.
     """
     digest = hashlib.md5(usedforsecurity=False)
-    progress = Progress(f"MD5 of {path.name}", num_bytes=path.stat().st_size)
+    progress = Progress(f"MD5 of {path.name}", total_bytes=path.stat().st_size)
     with open_to_read(path) as file:
         while block := file.read(1 << 22):
             digest.update(block)
-            progress.update(len(block), images=0)
+            progress.update(num_bytes=len(block))
     progress.finish()
     if digest.hexdigest() != MD5[path.name]:
         raise UserError(
@@ -520,7 +520,7 @@ class Target:
         self.is_linking = not is_copying and source.files[0].is_dir()
         self.is_linking = self.is_linking and source.files[0].stat().st_dev == out.stat().st_dev
         self.names: dict[str, set[str]] = {}
-        self.progress = Progress(split, num_bytes=source.num_bytes)
+        self.progress = Progress(split, unit="images", total_bytes=source.num_bytes)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -557,7 +557,9 @@ class Target:
             self._finish()
         self.progress.finish()
         num_images = sum(map(len, self.names.values()))
-        print(f"{self.final}: {num_images:,} images of {len(self.names):,} classes", flush=True)
+        print(
+            f"{self.final}: {counted(num_images, 'image', ',')} of {counted(len(self.names), 'class', ',')}", flush=True
+        )
 
     def _begin(self) -> None:
         self.images.mkdir(parents=True, exist_ok=True)
@@ -591,7 +593,7 @@ class Target:
             content = image.content if isinstance(image.content, Path) else image.content()
             with self.writing():
                 self._write(content, target)
-        self.progress.update(image.num_bytes, is_skipped=is_there)
+        self.progress.update(num_bytes=image.num_bytes, is_skipped=is_there)
 
     def _write(self, content: bytes | Path, target: Path) -> None:
         temporary = target.with_name(f"{target.name}.tmp")
@@ -692,7 +694,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = config.OneLineParser(
+    parser = OneLineParser(
         prog=PROG,
         usage=f"{PROG} SOURCE [SOURCE ...] OUT [options]",
         description="Turn ImageNet as it is downloaded into class folders.",

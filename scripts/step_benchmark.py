@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.flop_counter import FlopCounterMode
 
 import collectives
 import config
@@ -33,27 +32,10 @@ import optim
 import train
 import utils
 from errors import UserError
+from monitoring.gauges import count_flops, peak_tflops
 from options import COMPILE_MODES
 from run import BareRun
 from sampler import TrainSampler, VirtualShards
-
-# Dense peaks, TFLOP/s, by the name that torch gives the device: NVIDIA's data sheets and white papers of A100 (2020),
-# V100 (2017), L4 (2023), H100 SXM (2022) and H200 SXM (2024); those that print a figure "with sparsity" are halved.
-# "float32" is without tensor cores.
-_A100 = {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
-_V100 = {"float32": 15.7, "float16": 125.0}
-_HOPPER_SXM = {"float32": 66.9, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4}
-PEAK_TFLOPS = {
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
-    "NVIDIA H200": _HOPPER_SXM,
-    "NVIDIA L4": {"float32": 30.3, "tf32": 60.0, "float16": 121.0, "bfloat16": 121.0},
-    "Tesla V100-SXM2-16GB": _V100,
-    "Tesla V100-SXM2-32GB": _V100,
-}
 
 NUM_CLASSES = 1000
 
@@ -96,18 +78,22 @@ class LoggedRun(BareRun):
         self.sharded_step = gradients.ShardedStep(model, step.shards, device=step.device)
         self.scheduler = optim.build_lr_scheduler(step.args, step.optimizer)
         self.tally = metrics.Tally([metrics.Accuracy()], step.shards.num_local)
+        self.args, self.parameters, self.due = step.args, list(step.model.parameters()), []
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
         super().begin_step(epoch, step)
         self.scheduler.set_position(epoch, step, self.steps_per_epoch)
+        self.is_record_due = (self.number + 1) % self.args.print_freq == 0
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Read what was measured when a line is due."""
+        if self.is_record_due:
+            self.due = [grad_norm, nn.utils.get_total_norm(self.parameters)]
         if metric_logger.is_line_due:
             self.tally.synchronize_between_processes()
             metric_logger.show(*self.tally.read())
-            float(grad_norm)
+            self.due = [float(norm) for norm in self.due]
 
 
 class OurLoop:
@@ -298,27 +284,6 @@ def summarize(rates: dict[str, list[float]], name: str) -> dict[str, dict[str, f
     return summary
 
 
-def count_flops(args: argparse.Namespace) -> int:
-    """Return the floating-point operations of the forward and backward pass of one image, two a multiply-add."""
-    args = copy.copy(args)
-    args.compile, args.grad_checkpointing = None, False  # what is computed again does not count as progress
-    # A model in evaluation mode computes the same, and a batch of one is enough for it.
-    model = models.build_model(args, NUM_CLASSES).eval()
-    counter = FlopCounterMode(display=False)
-    with counter:
-        model(torch.randn(1, 3, args.train_crop_size, args.train_crop_size)).sum().backward()
-    return counter.get_total_flops()
-
-
-def peak_tflops(args: argparse.Namespace, device: torch.device) -> float | None:
-    """Return what the device could do at most in the precision of the options, in 10^12 operations a second."""
-    if device.type != "cuda":
-        return None
-    known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device), {})
-    number_format = (args.amp_dtype or "float16") if args.amp else "float32" if args.tf32 is False else "tf32"
-    return known.get(number_format)
-
-
 def describe(device: torch.device) -> dict[str, Any]:
     """Return what a timing depends on beside the options."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
@@ -367,7 +332,7 @@ def benchmark_step(options: argparse.Namespace) -> dict[str, Any]:
         ways["torchvision"] = TorchvisionsWay(args, device, steps * args.num_shards)
         rates, memory = interleave(ways, options.rounds, device)
         summary = summarize(rates, "loop")
-        flops, peak = count_flops(args), peak_tflops(args, device)
+        flops, peak = count_flops(args, NUM_CLASSES), peak_tflops(args, device)
         rate = summary["loop"]["images_per_s"]
         figures[variant] = {
             "rates": rates,

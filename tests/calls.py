@@ -139,6 +139,8 @@ class Watch:
         path = os.path.abspath(path)
         if path != self.folder and not path.startswith(self.folder + os.sep):
             return None
+        if os.path.basename(path).startswith("log.txt"):  # of which nothing is promised, a line at a time
+            return None
         return os.path.relpath(path, self.folder)
 
     def run(self, name: str, paths: tuple, perform: Callable, *, write_half: Callable | None = None, **details) -> Any:

@@ -80,7 +80,7 @@ class Chaos:
                 self.reference(1, shards)
                 # How often a run saves, and on how many loader processes, changes nothing that it computes.
                 differences = self.references[key].differences(self.references[shards, ()])
-                self.problems += [text for text in differences if text.startswith(("checkpoint.pth", "metrics", "tb"))]
+                self.problems += [text for text in differences if text.startswith(("checkpoint.pth", "metrics", ".:"))]
             shutil.rmtree(out)
         if (world_size, *key) not in self.duration_s:
             out = self.folder / f"timed{next(self.numbers)}"

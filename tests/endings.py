@@ -4,6 +4,7 @@ This is the one description of "the same folder": whatever was done to a run, it
 to which nothing was done.
 """
 
+import hashlib
 import json
 import logging
 import tomllib
@@ -16,10 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from checkpointing import guard
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
-from checkpointing.finder import NUMBERED
+from checkpointing.finder import NUMBERED, PICTURES
 from errors import UserError
 from monitoring.monitor import MACHINE_FIELDS
 from options import BY_NAME, SILENT
+
+# Files that say what was said: of all starts, at the speed of the machine.
+_OF_THE_CONSOLE = {"log.txt"}
 
 # In a checkpoint: the command, and the machine that ran it.
 _OF_THE_START = {"args", "environment"}
@@ -50,7 +54,8 @@ class Ending:
 
     def __init__(self, folder: Path, *, has_same_saves: bool = True) -> None:
         self.values = {}
-        names = sorted(path.name for path in folder.iterdir())
+        names = [path.name for path in folder.iterdir() if path.name not in _OF_THE_CONSOLE]
+        names = sorted(name for name in names if not name.startswith("events."))
         if not has_same_saves:
             numbered = [name for name in names if NUMBERED.fullmatch(name)]
             self.values["wrong numbers"] = [name for name in numbered if _step_of(folder / name) != int(name[11:19])]
@@ -60,6 +65,8 @@ class Ending:
             if name.endswith(".pth"):
                 is_partial = not has_same_saves and name.startswith("best")
                 self.values.update(_read_checkpoint(folder / name, _OF_THE_EVALUATION if is_partial else frozenset()))
+            if PICTURES.fullmatch(name):
+                self.values[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         for name, read in _READERS.items():
             try:
                 self.values[name] = read(folder / name)
@@ -103,10 +110,12 @@ def _read_checkpoint(path: Path, left_out: Set[str]) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl, but for what the machine decides."""
+    """Return the lines of metrics.jsonl, but for what the machine decides, as verdicts."""
+    records = map(json.loads, path.read_text().splitlines())
     return [
-        {key: value for key, value in json.loads(line).items() if key not in MACHINE_FIELDS}
-        for line in path.read_text().splitlines()
+        {key: value for key, value in record.items() if key not in MACHINE_FIELDS}
+        for record in records
+        if record["kind"] != "verdict"
     ]
 
 
@@ -136,6 +145,7 @@ def read_points(folder: Path) -> dict[str, list[tuple]]:
             (event.step, None if tag.split("/")[-1] in MACHINE_FIELDS else event.value) for event in events.Scalars(tag)
         ]
         for tag in events.Tags()["scalars"]
+        if not tag.startswith("verdict/")
     }
 
 
@@ -144,7 +154,7 @@ _READERS = {
     "status.json": _read_status,
     "run.json": _read_run,
     "recipe.toml": _read_recipe,
-    "tb": read_points,
+    ".": read_points,  # of the events in the folder itself
 }
 
 

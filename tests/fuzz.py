@@ -50,7 +50,7 @@ from checkpointing.weights import load_weights
 from launch import read_launch
 from loading import forms, index, tars
 from loading.seen import SeenRecord
-from monitoring import monitor, preview
+from monitoring import console, monitor, preview
 from tests.images import write_images
 from tests.started import Hostile
 
@@ -365,9 +365,9 @@ def write_json(path: Path, value: Any, rng: random.Random) -> None:
 
 def case_status(bench: Bench, folder: Path, rng: random.Random) -> None:
     """status.json and run.json say something else."""
-    start = {"position": [3, False], "count": 2}
+    start = {"position": [3, False], "count": 2, "began": 1.0, "ran_s": 0.5}
     state = RunState(2, {}, {})
-    state.epoch, state.steps = 1, 1
+    state.epoch, state.steps, state.is_resumed = 1, 1, True
     status = {"state": "preempted", "reason": "", "step": 3, "requeue": True, "start": start, "time": 1.5}
     write_json(folder / "status.json", status, rng)
     (folder / "checkpoint-00000003.pth").touch()
@@ -376,9 +376,10 @@ def case_status(bench: Bench, folder: Path, rng: random.Random) -> None:
     args = bench.args("--output-dir", str(folder))
     run.go_on_after_restart(args, CheckpointManager(folder))
     status_file = run.StatusFile(folder, state)
-    found = status_file.count_start()
+    found = status_file.count_start([])
     assert type(found["count"]) is int
     assert found["count"] >= 1
+    assert found["ran_s"] is None or 0 <= found["ran_s"] < 1e12
     status_file.replace("running", start=found if rng.random() < 0.5 else None)
     written = json.loads((folder / "status.json").read_text())
     assert written["step"] == 3
@@ -402,6 +403,7 @@ def case_metrics(bench: Bench, folder: Path, rng: random.Random) -> None:
     writer.open()
     with writer:
         writer.write("train", state.step + 1, state.epoch, loss=1.0)
+        console.epoch_table(writer.records(), 3)
     for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]:
         assert json.loads(line)["step"] <= state.step
 
@@ -517,7 +519,7 @@ def check_options(args: argparse.Namespace, folder: Path) -> None:
     again = folder / "again.toml"
     again.write_bytes(config.write_recipe(args).encode())
     repeated = config.parse_args(["--recipe", str(again)])
-    left_out = {"given"} | {name for name, option in options.BY_NAME.items() if option.recipe == options.NEVER}
+    left_out = {"given", "typed"} | {name for name, option in options.BY_NAME.items() if option.recipe == options.NEVER}
     differing = {name for name in vars(args) if getattr(args, name) != getattr(repeated, name)} - left_out
     assert not differing, differing
 

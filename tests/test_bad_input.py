@@ -1,6 +1,7 @@
 """Bad input is one clear line and exit code 2, before any training and printed once, under torchrun too."""
 
 import json
+import re
 import time
 
 import pytest
@@ -38,7 +39,7 @@ CASES = {
     "no val": (["--data-path", "{root}/only_train"], ["has no val/"]),
     "flat val": (
         ["--data-path", "{root}/flat"],
-        ["flat/val holds 1 images and no class folders", "python -m scripts.prepare {root}/flat "],
+        ["flat/val holds 1 image and no class folders", "python -m scripts.prepare {root}/flat "],
     ),
     "other classes": (["--data-path", "{root}/other_classes"], ["has 3 classes", "has 2", "class2 only in train/"]),
     "empty val": (["--data-path", "{root}/empty_val"], ["empty_val/val", "neither images nor class folders"]),
@@ -128,7 +129,7 @@ def test_the_command_that_a_bad_image_names_goes_on_without_it(tmp_path, workers
     assert f"the same command with {command}, which goes on without it" in line
     assert json.loads((out / "status.json").read_text())["state"] == "failed"
     outcome = run_ranks(train_rank, 1, [*argv, "--output-dir", str(out), *command.split()], log_folder=tmp_path).check()
-    assert "could not be read and were replaced" in outcome.output
+    assert "could not be read and had to be replaced" in outcome.output
     assert "Epoch: [0]" not in outcome.output
     assert "bad-images error in the checkpoint, skip now (from here on; of good images" in outcome.output
     found, expected = (torch.load(folder / "checkpoint.pth")["model"] for folder in (out, tmp_path / "whole"))
@@ -151,7 +152,7 @@ def test_replaced_images_are_counted_over_all_processes(tmp_path, world_size, wo
         used = torch.randperm(9, generator=torch.Generator().manual_seed(epoch))[:8].tolist()
         names = [str(path) for number, path in zip([1, 4, 5, 7], bad, strict=True) if number in used]
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        count = f"{len(names)} images could not be read and were replaced ({len(names)} samples)"
+        count = f"{len(names)} images could not be read and had to be replaced ({len(names)} samples)"
         assert line == f"Epoch: [{epoch}] {count}: {listed}"
     assert len(lines) == 2, outcome.output
 
@@ -168,5 +169,19 @@ def test_under_torchrun_the_line_appears_exactly_once_each_time(folders, tmp_pat
         assert output.count("train.py: error") == 1, (case, output)
         assert "exitcode  : 2" in output
         assert all(word in output for word in words), (case, output)
+        # torchrun's own report ends with the reason, and a border.
+        last = output.rstrip().splitlines()[-2]
+        assert "traceback : " in last, output
+        assert all(word in last for word in words), output
         # Nobody waits for ranks that have nothing to say: they would print too, after ten seconds.
         assert time.monotonic() - start < 60
+
+
+@pytest.mark.dist
+def test_a_command_that_torchrun_starts_again_is_refused_each_time_and_at_once(folders, torchrun, monkeypatch):
+    monkeypatch.setenv("PET_MAX_RESTARTS", "2")
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    done = torchrun(2, "--data-path", str(folders / "only_train"))
+    assert done.stderr.count("train.py: error: --data-path") == 3, done.stderr
+    assert len(re.findall(r"\|\s+torch$", done.stderr, flags=re.M)) == 1  # torchrun's own import
+    assert len(re.findall(r"\|\s+config$", done.stderr, flags=re.M)) >= 3

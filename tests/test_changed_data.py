@@ -112,7 +112,7 @@ def test_another_time_is_said_once_and_goes_on(run):
         touch(path)
     first = run.go_on().check()
     assert lines_of(first, " times ") == [
-        f"2 images of {run.images / 'train'} have other times than when the run read them, such as {paths[1]}"
+        f"2 images of {run.images / 'train'} with other times than when the run read them, such as {paths[1]}"
     ]
     assert lines_of(run.go_on("--epochs", 3).check(), " times ") == []
 
@@ -130,8 +130,8 @@ def test_a_run_whose_images_are_as_before_goes_on_without_a_word(run, tmp_path):
     path = moved.images / "val" / "class0" / "image001.jpg"
     add_a_byte(path)
     evaluated = moved.evaluate("--resume", run.checkpoint).check()
-    assert lines_of(evaluated, "images of ") == [
-        f"1 images of {moved.images / 'val'} have other sizes than when the run read them, such as {path}"
+    assert lines_of(evaluated, "image of ") == [
+        f"1 image of {moved.images / 'val'} with other sizes than when the run read them, such as {path}"
     ]
 
 

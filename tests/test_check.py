@@ -160,7 +160,7 @@ def test_classes_of_one_split_alone_are_named(images, tmp_path):
     code, _, found = look(tmp_path, images, *COUNTS)
     assert code == 1
     assert found["set"] == [
-        "1 classes are in train alone, such as class2", "1 classes are in val alone, such as klass2",
+        "1 class in train alone, such as class2", "1 class in val alone, such as klass2",
     ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Options and recipes: torchvision's flags and defaults, and errors of one line that say what was meant."""
 
+import re
 import shlex
 import tomllib
 
@@ -183,6 +184,18 @@ def test_help_shows_nine_groups():
     ]  # fmt: skip
 
 
+def test_the_examples_of_help_parse_and_each_line_stands_alone():
+    lines = options.EPILOG.splitlines()
+    examples = [shlex.split(line.partition("train.py ")[2]) for line in lines if "train.py " in line]
+    assert len(examples) == 3
+    for example in examples:
+        config.parse_args(example)
+    named = {word for line in lines[:2] for word in re.findall(r"--[a-z-]+", line)}
+    assert named <= {f"--{key}" for option in options.BY_NAME.values() for key in option.keys}
+    assert all(option.help.split()[0] not in ("of", "its") for option in options.BY_NAME.values())
+    assert "shard" not in options.get_args_parser().format_help()
+
+
 @pytest.mark.parametrize(
     ("given", "full"),
     [("--batch=8", "--batch-size"), ("--weight-dec", "--weight-decay"), ("--train-crop", "--train-crop-size")],
@@ -210,12 +223,47 @@ def test_a_stray_word_is_refused():
     assert "unrecognized argument images" in refusal(*DATA, "images")
 
 
-def test_an_unknown_model_is_refused_with_the_nearest():
-    assert "--model resnet5 " in refusal(*DATA, "--model", "resnet5")
-    assert "did you mean resnet50?" in refusal(*DATA, "--model", "resnet5O")
-    assert "there are alexnet, " in refusal(*DATA, "--model", "qqqq")
-    # of torchvision, but no classifier
-    refusal(*DATA, "--model", "fasterrcnn_resnet50_fpn")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("resnet5", "--model resnet5 is no "),
+        ("resnet5O", "did you mean resnet50?"),
+        ("efficientnet_v2", "did you mean efficientnet_v2_l, efficientnet_v2_m or efficientnet_v2_s?"),
+        ("qqqq", "there are alexnet, "),
+        ("fasterrcnn_resnet50_fpn", "is no classification model"),  # it is torchvision's
+    ],
+)
+def test_an_unknown_model_is_refused_with_the_nearest(name, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        models.check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--pretrained"], "--weights DEFAULT"),
+        (["--gpu", "0"], "--device cuda:N"),
+        (["-a", "resnet50"], "--model NAME"),
+        (["/data/imagenet"], "--data-path DIR"),
+        (["--lr-scheduler", "cosine"], "did you mean cosineannealinglr?"),
+        (["--recipe", "resnet50"], "did you mean resnet50-a1, resnet50-a2, "),
+        (["--recipe", "digits", "--epochs", "1"], "or more --epochs"),
+    ],
+)
+def test_what_people_often_type_is_answered_with_what_to_type(argv, words):
+    assert words in refusal(*argv)
+
+
+def test_a_run_cannot_write_into_its_own_images(tmp_path, monkeypatch):
+    inside = str(tmp_path / "train" / "runs")
+    assert "lies inside train/" in refusal("--data-path", str(tmp_path), "--output-dir", inside)
+    (tmp_path / "val").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "val")
+    assert "inside val/" in refusal("--data-path", str(tmp_path), "--output-dir", str(tmp_path / "link" / "out"))
+    monkeypatch.chdir(tmp_path / "val")  # where runs/MODEL would be
+    assert "inside val/" in refusal("--data-path", "..")
+    config.parse_args(["--data-path", "..", "--test-only", "--weights", "DEFAULT"])
+    config.parse_args(["--data-path", "..", "--output-dir", str(tmp_path / "trained")])
 
 
 @pytest.mark.parametrize(
@@ -387,7 +435,7 @@ def test_there_are_recipes():
 
 
 # Where and how a run was started is no part of what it computes.
-NOT_COMPUTED = ["recipe", "given", "output_dir", "overwrite", "resume", "start_epoch", "world_size", "dist_url"]
+NOT_COMPUTED = "recipe given typed output_dir overwrite resume start_epoch world_size dist_url".split()
 
 
 def computed(args):
@@ -479,10 +527,26 @@ def test_a_record_is_never_written_to():
     assert (record.replaced(lr=0.5).lr, record.lr) == (0.5, 0.1)
 
 
-def test_switches_without_effect_are_said():
+def test_options_without_effect_are_said(tmp_path):
     args = parse("--use-v2", "--cache-dataset", "--device", "cpu", "--workers", "0", "--output-dir", "out")
     _, lines = config.on_machine(args)
     assert [line.split()[0] for line in lines] == ["--use-v2", "--cache-dataset"]
+    here = ["--device", "cpu", "--workers", "0", "--output-dir", "out"]
+    written = config.write_recipe(parse("--lr-gamma", "0.2", "--lr-scheduler", "cosineannealinglr"))
+    path = tmp_path / "written.toml"  # which says everything, as every run's recipe does
+    path.write_text(written)
+    for given, expected in [
+        (["--recipe", str(path)], []),
+        (["--recipe", str(path), "--lr-gamma", "0.2"], ["--lr-gamma"]),
+        (["--lr-gamma", "0.2", "--momentum", "0", "--ra-sampler", "--ra-reps", "2", "--model-ema-decay", "0.9",
+          "--opt", "adamw", "--mixup-alpha", "1", "--mixup-prob", "1", "--mixup-switch-prob", "1"],
+         ["--mixup-switch-prob", "--model-ema-decay", "--momentum"]),
+        (["--lr-min", "0", "--lr-warmup-decay", "0.1", "--ra-magnitude", "3"],
+         ["--ra-magnitude", "--lr-warmup-decay", "--lr-min"]),
+    ]:  # fmt: skip
+        _, lines = config.on_machine(parse(*here, *given))
+        assert [line.split()[0] for line in lines] == expected
+        assert all(" has no effect: " in line for line in lines)
     alone = parse(
         "--batch-size", "1", "--cutmix-alpha", "1", "--device", "cpu", "--workers", "0", "--output-dir", "out"
     )

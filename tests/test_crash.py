@@ -53,11 +53,8 @@ def a_file_that_is_written_in_place(folder):
 
     folders.write_atomically = write_in_place
     trial = Trial(SCENARIOS[0], Path(folder) / "trial")
-    halves = [
-        point
-        for point in trial.kill_points()
-        if point.is_half and trial.recorded.calls[point.number - 1].paths[0].endswith("3.pth")
-    ]
+    paths = {call.number: call.paths[0] for call in trial.recorded.calls}
+    halves = [point for point in trial.kill_points() if point.is_half and paths[point.number].endswith("3.pth")]
     trial.kill(halves[0])
     assert any("corrupt" in problem.text for problem in trial.problems), trial.problems
 

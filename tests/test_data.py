@@ -274,7 +274,7 @@ def test_what_was_replaced_in_the_batches_that_were_taken_is_reported(damaged_fo
     data.report_images(loader, 1)
     expected = [str(damaged_folder / "train" / dataset.index.name(number)) for number in (4, 5, 28) if number in used]
     assert len(expected) == 2
-    count = f"{len(expected)} images could not be read and were replaced since step 1 ({len(expected)} samples)"
+    count = f"{len(expected)} images could not be read and had to be replaced since step 1 ({len(expected)} samples)"
     assert capsys.readouterr().out == f"Epoch: [1] {count}: {', '.join(expected)}\n"
     list(batches)
 

@@ -171,8 +171,8 @@ def test_what_the_device_refuses_is_said_at_the_end_of_the_epoch(image_folder, m
     capsys.readouterr()
     data.report_images(loader, 1)
     line = capsys.readouterr().out
-    assert line.startswith("Epoch: [1] 1 images were not decoded on cpu but by Pillow, ")
-    assert line.endswith(f"(1 samples): {dataset.index.path(number)}\n")
+    assert line.startswith("Epoch: [1] 1 image had to be decoded by Pillow and not on cpu, ")
+    assert line.endswith(f"(1 sample): {dataset.index.path(number)}\n")
 
 
 def test_where_the_device_decodes_nothing_the_cpu_does_and_says_so(started, image_folder, tmp_path):

@@ -5,12 +5,13 @@ import time
 import pytest
 
 import errors
+import launch
 from tests.ranks import in_group, run_ranks
 
 
 def leave_group(rank, world_size, ranks, error):
     if rank in ranks:
-        errors.end_by(error, rank, rank)
+        errors.end_by(error, launch.read_launch())
     time.sleep(30)
 
 

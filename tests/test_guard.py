@@ -112,10 +112,10 @@ def test_another_reference_batch_is_another_learning_rate():
 
 def test_processes_and_threads_matter_where_sums_depend_on_them(capsys):
     check([], [], world_size=4, threads=99)
-    assert "4 -> 1 processes: same samples and augmentation; rounding may differ" in capsys.readouterr().out
+    assert "4 -> 1 process: same samples and augmentation; rounding may differ" in capsys.readouterr().out
     flag = ["--use-deterministic-algorithms"]
     check(flag, flag, world_size=4)
-    assert "4 -> 1 processes: same samples and augmentation; same bits" in capsys.readouterr().out
+    assert "4 -> 1 process: same samples and augmentation; same bits" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"CPU threads \(OMP_NUM_THREADS\) 99 in the checkpoint, .* --allow-change thr"):
         check(flag, flag, threads=99)
     check(flag, [*flag, "--allow-change", "threads"], threads=99)

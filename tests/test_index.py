@@ -408,7 +408,7 @@ def test_a_class_may_have_the_splits_name(tmp_path):
 
 def test_the_flat_official_validation_tar_says_to_sort_it(tmp_path):
     (tmp_path / "ILSVRC2012_img_val.tar").write_bytes(member("ILSVRC2012_val_00000001.JPEG") + END)
-    with pytest.raises(UserError, match=r"img_val\.tar holds 1 images .* scripts\.prepare .* ILSVRC2012_devkit"):
+    with pytest.raises(UserError, match=r"img_val\.tar holds 1 image .* scripts\.prepare .* ILSVRC2012_devkit"):
         open_source(tmp_path / "val")
 
 

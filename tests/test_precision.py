@@ -415,8 +415,8 @@ def test_compiled_in_bfloat16_killed_and_resumed_same_bits_and_another_world_siz
 
 
 def test_gradients_that_travel_in_bfloat16_are_near_those_in_float32(runs):
-    runs.run("float32", 2).check()
-    runs.run("compressed", 2, "--grad-compression", "bf16").check()
+    runs.run("float32", 2, "--print-freq", 1).check()
+    runs.run("compressed", 2, "--print-freq", 1, "--grad-compression", "bf16").check()
     ours, theirs = runs.metrics("compressed"), runs.metrics("float32")
     assert ours[0]["loss"] == theirs[0]["loss"]  # the first forward pass has the same weights
     assert ours[0]["grad_norm"] != theirs[0]["grad_norm"]

@@ -1,6 +1,7 @@
 """Recipes and torchvision's published commands: each resolves, and builds what it means."""
 
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import models
 import optim
 import presets
 from errors import UserError
-from monitoring import preview
+from monitoring import estimate, preview
 from tests.images import pack_shards
 from tests.ranks import run_ranks, train_rank
 from transforms import RandomMix
@@ -106,7 +107,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command):
         assert value is True if text is True else value == type(value)(text), name
 
     args.distributed, args.global_batch_size = False, 8 * args.batch_size
-    model = preview.build_without_memory(args, 1000)
+    model = estimate.build_without_memory(args, 1000)
     with torch.device("meta" if "regnet" not in said["model"] else "cpu"):
         reference = torchvision.models.get_model(said["model"], weights=None)
     assert [(n, p.shape) for n, p in model.named_parameters()] == [
@@ -180,8 +181,18 @@ def test_expected_accuracies_are_those_of_torchvisions_weights():
 
 def test_the_list_of_recipes_names_each_once(capsys):
     lines = config.list_recipes().splitlines()
-    assert [line.split()[0] for line in lines[1:]] == RECIPES
+    assert [line.split()[0] for line in lines[1:-2]] == RECIPES
     assert "80.858" in next(line for line in lines if line.startswith("resnet50-v2"))
+
+
+def test_the_list_of_recipes_fits_the_terminal_and_is_filtered(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, config.list_recipes().splitlines()[:-1])) == 60
+    names = [line.split()[0] for line in config.list_recipes("FFCV").splitlines()[1:-2]]
+    assert names == [name for name in RECIPES if "-fast" in name]  # all twelve name it as their source
+    assert tomllib.loads(config.list_recipes("digits")) == config.read_recipe(config.find_recipe("digits"))
+    with pytest.raises(UserError, match="no recipe holds this word; did you mean digits"):
+        config.list_recipes("digitz")
 
 
 def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
@@ -209,10 +220,13 @@ def test_a_dry_run_counts_the_images_of_a_tar(image_folder, tmp_path):
 
 def test_what_a_dry_run_prints_is_itself_a_recipe(tmp_path):
     path = tmp_path / "printed.toml"
-    path.write_text(preview.preview(config.parse_args(["--recipe", "resnet50-v2", "--dry-run"])))
+    path.write_text(text := preview.preview(config.parse_args(["--recipe", "resnet50-v2", "--dry-run"])))
+    answer, _, table = text.partition("\n\n")
+    assert all(line.startswith("# ") for line in answer.splitlines())
+    assert not any(line.startswith("#") for line in table.splitlines())
     again = vars(config.parse_args(["--recipe", str(path), "--dry-run"]))
     first = vars(config.parse_args(["--recipe", "resnet50-v2", "--dry-run"]))
-    for name in first.keys() - {"recipe", "given"}:
+    for name in first.keys() - {"recipe", "given", "typed"}:
         assert again[name] == first[name], name
 
 

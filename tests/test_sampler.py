@@ -310,7 +310,7 @@ def test_one_process_may_preview_what_needs_several():
     [
         (8, 3, False, "cannot run 8 shards of 4 images on 3 processes; use 1, 2, 4 or 8"),
         (8, 16, False, "cannot run 8 shards of 4 images on 16 processes; use 1, 2, 4 or 8"),
-        (1, 2, False, "cannot run 1 shards of 4 images on 2 processes; use 1"),
+        (1, 2, False, "cannot run 1 shard of 4 images on 2 processes; use 1"),
         (
             6, 2, True,
             "cannot run 6 shards of 4 images on 2 processes to the same bits (--use-deterministic-algorithms); "

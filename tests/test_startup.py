@@ -123,6 +123,32 @@ def test_what_is_no_training_heeds_an_early_signal_in_its_own_way(started, tmp_p
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["--help"], 0, "--lr-warmup-epochs"),
+        (["--list-recipes", "ffcv"], 0, "resnet18-fast16"),
+        (["--synthetic", "--bach-size", "3"], 2, "did you mean --batch-size?"),
+        (["--data-path", "nowhere/data/digits"], 2, "-m scripts.make_digits nowhere/data/digits"),
+        (["--data-path", "."], 2, "has no train/"),
+        (["--synthetic", "--epochs", "0"], 2, "1 or more"),
+    ],
+)
+def test_help_and_mistakes_are_answered_before_torch_is_imported(argv, code, words, tmp_path):
+    outcome = subprocess.run(
+        [sys.executable, "-X", "importtime", str(REPOSITORY / "train.py"), *argv],
+        capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    lines = outcome.stderr.splitlines()
+    imported = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
+    said = [line for line in lines if not line.startswith("import time:")]
+    assert outcome.returncode == code, said
+    assert "config" in imported
+    assert not imported & {"torch", "torchvision", "numpy"}
+    assert len(said) == (1 if code else 0), said
+    assert words in (said[0] if code else outcome.stdout)
+
+
 def test_importing_train_handles_no_signal():
     code = "import signal, sys, train; print(signal.getsignal(15) is signal.SIG_DFL, sys.excepthook.__module__)"
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True)
@@ -157,7 +183,7 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_otherwise(started, tmp_pa
     bad = ["--data-path", images, "--bad-images", "skip"]
     outcome = shell(started, out, 'exec "$@"', *bad, PYTHONIOENCODING="ascii")
     assert outcome.returncode == 0, outcome.stderr
-    assert "1 images could not be read and were replaced" in outcome.stdout
+    assert "1 image could not be read and had to be replaced" in outcome.stdout
     assert r"\udcff\udce9" in outcome.stdout
     assert r"r\xe9sultat" in outcome.stdout
     assert read_status(out)["state"] == "finished"

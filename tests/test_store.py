@@ -565,7 +565,7 @@ def opened(folder, state):
 
 def points(folder):
     """Return the (step, value) of each curve that TensorBoard shows of a run."""
-    events = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
@@ -578,7 +578,7 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
     with opened(tmp_path, state) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
         with monkeypatch.context() as patch:
-            patch.setattr("monitoring.monitor.write_all", refuse)
+            patch.setattr("monitoring.events.write_all", refuse)
             patch.setattr("run.write_atomically", refuse)
             monitor.write("train", 2, 0, loss=2.0)
             monitor.write("train", 3, 0, loss=3.0)
@@ -588,10 +588,10 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
                 status.finish()
         monitor.write("train", 4, 0, loss=4.0)
         assert points(tmp_path) == {"train/loss": [(step, float(step)) for step in range(1, 5)]}
-        assert len(list((tmp_path / "tb").iterdir())) == 1
+        assert len(list(tmp_path.glob("events.*"))) == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     assert [line.split(" in ")[0] for line in capsys.readouterr().out.splitlines()] == [
-        "warning: tb/", "warning: status.json",
+        "warning: the file of TensorBoard", "warning: status.json",
     ]  # fmt: skip
 
 
@@ -603,10 +603,10 @@ def test_curves_that_were_lost_are_drawn_again_at_the_next_start_even_if_the_clo
     run.epoch, run.steps, run.is_resumed = 1, 0, True
     yesterday = time.time() - 86_400
     monkeypatch.setattr(time, "time", lambda: yesterday)
-    before = [path.name for path in (tmp_path / "tb").iterdir()]
+    before = [path.name for path in tmp_path.glob("events.*")]
     with opened(tmp_path, run) as monitor:
         monitor.write("train", 3, 1, loss=30.0)
-        (name,) = [path.name for path in (tmp_path / "tb").iterdir()]
+        (name,) = [path.name for path in tmp_path.glob("events.*")]
     assert name > before[0]  # a TensorBoard that is running reads on in a file with a later name only
     assert points(tmp_path) == {"train/loss": [(1, 1.0), (2, 2.0), (3, 30.0)]}
 

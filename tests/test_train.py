@@ -166,18 +166,25 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
         "--print-freq", 1, "--model-ema",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    names = sorted(path.name for path in out.iterdir())
+    shown = ["calibration", "classes", "confusion", "mistakes"]
+    pictures = [f"picture-{name}-{step:08d}.png" for name in shown for step in (3, 6)]
+    pictures.insert(6, "picture-first-batch-00000000.png")
+    events, *names = sorted((path.name for path in out.iterdir()), key=lambda name: (name[:6] != "events", name))
+    assert events.startswith("events.out.tfevents.")
     assert names == [
         ".lock", "best.pth", "best_ema.pth", "checkpoint-00000003.pth", "checkpoint-00000006.pth", "checkpoint.pth",
-        "images.npz", "metrics.jsonl", "recipe.toml", "run.json", "status.json", "tb",
+        "images.npz", "log.txt", "metrics.jsonl", *pictures, "recipe.toml", "run.json", "status.json",
     ]  # fmt: skip
-    assert len(list((out / "tb").iterdir())) == 1
     assert json.loads((out / "status.json").read_text())["state"] == "finished"
     assert os.path.samefile(out / "checkpoint.pth", out / "checkpoint-00000006.pth")
     lines = done.stdout.splitlines()
     once = Counter(line for line in lines if line.startswith(("Epoch: [", "finished", "global batch", "best")))
     assert set(once.values()) == {1}, once
     assert sum(line.startswith("Epoch: [1]  [") and "eta: " in line for line in lines) == 3
+    # What rank 0 has of an evaluation is not taken for its result.
+    assert (
+        sum(bool(re.match(r"Test: (EMA )?\(rank 0 of 2\)  \[0/1\]  eta: 0:00:00  loss: ", line)) for line in lines) == 4
+    )
     results = [line for line in lines if "Acc@1" in line]
     assert len(results) == 4
     assert all(line.endswith(" n=7") for line in results)
@@ -196,7 +203,7 @@ def test_srun_alone_joins_the_processes(tmp_path):
     outcome = run_ranks(train_rank, 2, argv, log_folder=tmp_path, launcher=slurm_environment).check()
     assert "joining 2 processes" in outcome.output
     assert "global batch 8 = 2 shards x 4 images, 1 a process; 2 steps an epoch" in outcome.output
-    assert outcome.output.count("finished 1 epochs") == 1
+    assert outcome.output.count("finished 1 epoch,") == 1
 
 
 def run_train(tmp_path, *argv, world_size=1, **options):

@@ -1,0 +1,263 @@
+"""First and last lines of a run, its progress, and log.txt, which keeps the console's output."""
+
+import math
+import os
+import shlex
+import shutil
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkpointing.checkpoint import RunState
+from errors import counted, duration, one_line
+from files import open_regular, open_to_read, write_atomically
+from loading.progress import LiveLine, Tap, without_escapes
+
+# Text that waits for a folder, or for a disk that is full, and seconds between two tries.
+_MAX_WAITING, _RETRY_S = 1 << 16, 10.0
+
+# How meters of these names are shown on a terminal, as single values.
+_SHOWN = {"loss": "loss {:.3f}", "acc1": "Acc@1 {:.2f}", "img/s": "{:,.0f} img/s"}
+
+
+class LogFile:
+    """log.txt in a run's folder: what its first process says at all its starts, as plain text.
+
+    So also the lines in whose place a terminal shows a live one. A failure to write it is said once and ends no run.
+    """
+
+    MAX_BYTES = 16 << 20  # then the older half is dropped
+
+    def __init__(self) -> None:
+        self._tap, self._folder, self._file = None, None, None
+        self._waiting, self._parts = b"", {}
+        self._is_warned, self._retry_s, self._size = False, -math.inf, 0
+
+    def keep(self) -> None:
+        """Keep the output from now on."""
+        if self._tap is not None:
+            self._tap.remove()
+        self.__init__()
+        self._tap = Tap(after=self._see)
+
+    def open(self, folder: Path) -> None:
+        """Write what has been kept, and from now on each line as it is said, into a folder; nothing if none is kept."""
+        if self._tap is not None:
+            self._folder = folder
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            start = f"==== {when}, {socket.gethostname()}, process {os.getpid()}: {one_line(shlex.join(sys.argv))}\n"
+            self._waiting = start.encode(errors="backslashreplace") + self._waiting
+            self.add()
+
+    def _see(self, name: str, text: str) -> None:
+        """Take a part of what is written to a stream; of what rewrites its line with a carriage return, the last."""
+        *lines, rest = (self._parts.get(name, "") + text.replace("\r\n", "\n")).split("\n")
+        self._parts[name] = ""  # which `add` itself may write to
+        if lines:
+            self.add(*(line.rpartition("\r")[2] for line in lines))
+        self._parts[name] += rest.rpartition("\r")[2]
+
+    def add(self, *lines: str) -> None:
+        """Take lines, which the screen need not show."""
+        text = "".join(f"{one_line(without_escapes(line))}\n" for line in lines)
+        self._waiting = (self._waiting + text.encode(errors="backslashreplace"))[-_MAX_WAITING:]
+        if self._folder is not None and time.monotonic() >= self._retry_s:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            if self._file is None or self._size > self.MAX_BYTES:
+                self._open()
+            while self._waiting:
+                written = os.write(self._file, self._waiting)
+                self._waiting, self._size = self._waiting[written:], self._size + written
+        except OSError as error:
+            self._retry_s = time.monotonic() + _RETRY_S
+            if not self._is_warned:
+                self._is_warned = True
+                why = error.strerror or error
+                print(f"warning: log.txt in {self._folder} is not written: {why}; training goes on")
+
+    def _open(self) -> None:
+        """Open the file, made anew: somebody's `tee` may write to the one that is there."""
+        path = self._folder / "log.txt"
+        try:
+            with open_to_read(path, follows_links=False) as file:
+                earlier = file.read()
+        except FileNotFoundError:
+            earlier = b""
+        if len(earlier) > self.MAX_BYTES:
+            earlier = b"(earlier lines were dropped)\n" + earlier[-self.MAX_BYTES // 2 :].partition(b"\n")[2]
+        if earlier and not earlier.endswith(b"\n"):  # torn by a kill
+            earlier += b"\n"
+        self._close_file()
+        write_atomically(path, lambda file: file.write(earlier))
+        self._file, self._size = open_regular(path, os.O_WRONLY | os.O_APPEND), len(earlier)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what ended the run, if it was an error, and keep no more."""
+        if self._tap is not None:
+            is_known = hasattr(error, "exit_code")
+            text = f"{type(error).__name__}: {error}" if is_known else "".join(traceback.format_exception(error))
+            self._retry_s = -math.inf
+            self.add(*([] if error is None else text.splitlines()))
+            self._tap.remove()
+            self._close_file()
+            self._tap = self._folder = None
+
+
+log = LogFile()
+
+
+class Outlook:
+    """Which epoch a run is in, of how many, and how long the rest of it will take at the pace of this process.
+
+    Args:
+        state: the position of the run.
+        epochs: how many it has.
+    """
+
+    def __init__(self, state: RunState, epochs: int) -> None:
+        self.state, self.epochs = state, epochs
+        self._begin = None
+
+    def __str__(self) -> str:
+        return f"Epoch {self.state.epoch + 1}/{self.epochs}"
+
+    def left_s(self) -> float:
+        """Return the seconds to the end of the last epoch, with what comes between epochs; NaN while it is unknown."""
+        now_s, step = time.monotonic(), self.state.step
+        if self._begin is None:  # not before the first step, which waits for loaders and compilers
+            self._begin = now_s, step
+        begin_s, first_step = self._begin
+        num_left = self.epochs * self.state.steps_per_epoch - step
+        return (now_s - begin_s) / (step - first_step) * num_left if step > first_step else math.nan
+
+
+class LiveView:
+    """What a terminal shows of a loop of a `MetricLogger`: one live line, and then one that stays.
+
+    Args:
+        logger: the `MetricLogger`.
+        label: what is looped over.
+        start: the number of the first item.
+        num_items: the number behind the last one.
+        num_images: how many images there are in all, where a loop over batches knows.
+    """
+
+    def __init__(self, logger: Any, label: str, start: int, num_items: int, num_images: int) -> None:
+        self.line = LiveLine(sys.stdout)
+        self.logger, self.start, self.num_items, self.num_images = logger, start, num_items, num_images
+        self.label = logger.outlook or label.replace(":", "")
+        self.begin_s, self.begin_wait_s = time.monotonic(), logger.wait_s
+        self.paced_s = 0.0  # when the first item was done, which waits for loaders and compilers
+        self.values = []
+
+    def show(self, num_done: int) -> None:
+        """Show how far the loop is, if it is time for that; the values are read with each line of the logger."""
+        if not self.line.is_live:
+            return
+        self.paced_s = self.paced_s or time.monotonic()
+        if self.logger.is_line_due:
+            self.values = self._read("global_avg" if self.logger.is_share else "value")
+        if self.line.is_due or num_done == self.num_items:
+            paced = num_done - self.start - 1
+            pace_s = (time.monotonic() - self.paced_s) / paced if paced else math.nan
+            eta = f"ETA {duration(pace_s * (self.num_items - num_done))}"
+            if self.logger.outlook:
+                eta = f"{eta}, run {duration(self.logger.outlook.left_s())}"
+            rate = [f"{self.num_images / self.num_items / pace_s:,.0f} img/s"] if paced and self.num_images else []
+            fields = [f"{self.label} {num_done}/{self.num_items}", eta, *self.values, *rate, self._waited()]
+            self.line.show(*map(str, fields))
+
+    def _read(self, kind: str) -> list[str]:
+        meters = self.logger.meters
+        return [text.format(getattr(meters[name], kind)) for name, text in _SHOWN.items() if name in meters]
+
+    def _waited(self) -> str:
+        """Say which share of its time the loop has waited for data."""
+        wait_s = self.logger.wait_s - self.begin_wait_s
+        return f"wait {wait_s / max(time.monotonic() - self.begin_s, 1e-9):.0%}"
+
+    def leave(self) -> None:
+        """Print what the loop came to, unless that is said elsewhere."""
+        if self.line.is_live and not self.logger.is_share:
+            took = f"in {duration(time.monotonic() - self.begin_s)}"
+            print("  ".join([f"{self.label} {took}", *self._read("global_avg"), self._waited()]))
+
+
+def first_lines(args: Any, model: nn.Module, steps_per_epoch: int, folder: Path) -> list[str]:
+    """Return the lines before the first step."""
+    device = next(model.parameters()).device
+    kind = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    batch = f"{counted(steps_per_epoch, 'step')} of {counted(args.global_batch_size, 'image')}"
+    return [
+        f"{args.model}: {num_parameters:,} parameters, on {device}{kind}, {counted(args.world_size, 'process')}",
+        f"{counted(args.epochs, 'epoch')} of {batch}; all goes to {folder}",
+    ]
+
+
+def last_lines(args: Any, state: RunState, folder: Path, records: Iterable[dict]) -> list[str]:
+    """Return what is said of a finished run beside its result: its last epochs, and commands to go on with."""
+    best = next((name for name, best in state.bests.items() if best is not None), "checkpoint")
+    data = ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
+    data += ["--device", str(args.device)] if "device" in args.given else []
+    commands = {
+        "curves": ["-m", "tensorboard.main", "--logdir", str(folder)],
+        "evaluate": [sys.argv[0], "--test-only", "--resume", str(folder / f"{best}.pth"), *data],
+    }
+    width = max(map(len, commands))
+    lines = [f"{name:<{width}}  {python_command()} {shlex.join(words)}" for name, words in commands.items()]
+    return [*epoch_table(records, args.epochs), *lines]
+
+
+def python_command() -> str:
+    """Return the word that starts this Python from here."""
+    if os.path.abspath(shutil.which("python") or "") == os.path.abspath(sys.executable):
+        return "python"
+    relative = os.path.relpath(sys.executable)
+    return shlex.quote(sys.executable if relative.startswith("..") else relative)
+
+
+def epoch_table(records: Iterable[dict], epochs: int, num_rows: int = 5) -> list[str]:
+    """Return a table of the last epochs that were evaluated; times are those of the clock, with pauses between starts.
+
+    Args:
+        records: those of metrics.jsonl.
+        epochs: how many the run has.
+        num_rows: how many of them are shown.
+    """
+    rows, losses, before = {}, [], {}
+    for record in records:
+        if record["epoch"] != before.get("epoch"):
+            losses, begin_s = [], _number(before.get("time"))
+        if record["kind"] == "train":
+            losses.append((_number(record.get("loss")), record["step"] - before.get("step", 0)))
+        if record["kind"] == "val":
+            loss = sum(loss * steps for loss, steps in losses) / max(sum(steps for _, steps in losses), 1)
+            values = loss if losses else math.nan, _number(record.get("acc1")), _number(record.get("loss"))
+            rows[record["epoch"]] = *values, _number(record["time"]) - begin_s
+        before = record
+    lines = [f"{'epoch':>9}{'loss':>10}{'val acc1':>10}{'val loss':>10}{'time':>8}"]
+    for epoch, (*values, took_s) in list(rows.items())[-num_rows:]:
+        cells = "".join(f"{f'{value:.3f}' if math.isfinite(value) else '--':>10}" for value in values)
+        lines.append(f"{f'{epoch + 1}/{epochs}':>9}{cells}{duration(took_s):>8}")
+    return lines if rows else []
+
+
+def _number(value: Any) -> float:
+    """Return a number of a record; NaN for None or what a number cannot be."""
+    return float(value) if isinstance(value, int | float) else math.nan

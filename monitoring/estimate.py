@@ -1,0 +1,321 @@
+"""Memory, work, time and disk of a run, before it starts and when memory ran out, by a step on fake tensors."""
+
+import json
+import math
+import shutil
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
+
+import collectives
+import models
+import optim
+from errors import LimitError
+from files import memory_bytes, read_json
+from launch import read_launch
+
+# Share of a device's memory that tensors can fill: the rest is the allocator's gaps, the libraries and their work.
+USABLE = 0.9
+
+# Steps that are traced in search of the largest batch, beside that of the one that was given.
+MOST_TRACES = 3
+
+# Bytes of a line of the log in metrics.jsonl and in TensorBoard's scalars together.
+LINE_BYTES = 700
+
+
+class Needs(NamedTuple):
+    """Bytes that a process holds at the peak of a step of so many images a shard, and the operations of a shard."""
+
+    batch_size: int
+    weights: int
+    gradients: int
+    optimizer: int
+    average: int
+    activations: int
+    flops: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.weights + self.gradients + self.optimizer + self.average + self.activations
+
+
+class StorageCount(TorchDispatchMode):
+    """Counts the bytes of all storages that are made and freed while it is entered.
+
+    Attributes:
+        now: bytes of those that are there.
+        peak: most bytes since `restart`.
+        numbers: when each one was made, by its address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self._made = self._made_at_peak = 0
+        self.numbers = {}
+
+    def restart(self) -> None:
+        """Look for a new peak."""
+        self.peak, self._made_at_peak = self.now, self._made
+
+    def was_there(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor that is there now was there at the peak."""
+        return self.numbers[tensor.untyped_storage()._cdata] <= self._made_at_peak
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.numbers:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._made += 1
+        self.numbers[storage._cdata] = self._made
+        self.now += storage.nbytes()
+        if self.now > self.peak:
+            self.restart()
+        weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+
+    def _remove(self, address: int, num_bytes: int) -> None:
+        del self.numbers[address]
+        self.now -= num_bytes
+
+
+def build_without_memory(args: Any, num_classes: int) -> nn.Module:
+    """Build the model on the meta device; the few that compute while they are built (RegNet), on the CPU."""
+    try:
+        with torch.device("meta"):
+            return models.build_model(args, num_classes)
+    except NotImplementedError:
+        return models.build_model(args, num_classes)
+
+
+def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) -> Needs:
+    """Trace a step of so many images a shard, and return what it needs. Allocates and computes nothing.
+
+    Args:
+        args: the options, with their shards.
+        num_classes: of the model.
+        device: whose kernels to trace; has to be there.
+        batch_size: images of a shard.
+    """
+    model = build_without_memory(args, num_classes).to("meta")
+    with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # copies of a model look where its weights are
+        model.to_empty(device=device)
+        models.set_training_mode(model)
+        average = models.build_ema(args, model)
+        optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()  # makes its state
+        held = _held_gradients(args)
+        optimizer.zero_grad(set_to_none=not held)
+        count.restart()
+        flops = _trace_shard(args, model, device, batch_size)
+        optimizer.step()  # which holds another copy of the gradients, with some options
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        fixed = {
+            "weights": _num_bytes([*model.parameters(), *model.buffers()]),
+            "gradients": _num_bytes(gradient for gradient in gradients if count.was_there(gradient)),
+            "optimizer": _num_bytes(value for state in optimizer.state.values() for value in state.values()),
+            "average": 0 if average is None else _num_bytes([*average.parameters(), *average.buffers()]),
+        }
+        # The next batches are copied and prepared beside a step.
+        ahead = 2 * batch_size * 3 * args.train_crop_size**2 * 4 if device.type == "cuda" else 0
+        activations = count.peak - sum(fixed.values()) + ahead
+        fixed["gradients"] += max(held - 1, 0) * _num_bytes(gradients)
+    return Needs(batch_size, activations=activations, flops=flops, **fixed)
+
+
+def _held_gradients(args: Any) -> int:
+    """Return how many copies of the gradients there are when the last shard begins: sums, and DDP's buckets."""
+    num_local = args.num_shards // args.world_size
+    is_sent, is_deterministic = args.world_size > 1, args.use_deterministic_algorithms
+    sums = int(math.log2(num_local)) if is_deterministic else num_local > 1 and not is_sent
+    return sums + is_sent + (is_deterministic and args.world_size > 2)
+
+
+def _trace_shard(args: Any, model: nn.Module, device: torch.device, batch_size: int) -> int:
+    """Make the passes of a shard, and return their floating-point operations."""
+    order = torch.channels_last if args.channels_last else torch.contiguous_format
+    image = torch.empty(batch_size, 3, args.train_crop_size, args.train_crop_size, device=device)
+    image = image.contiguous(memory_format=order)
+    target = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=attention)
+    with models.autocast(args, device):
+        with counter:
+            output = model(image)
+        outputs = [output] if isinstance(output, Tensor) else [scores for scores in output if scores is not None]
+        loss = sum(functional.cross_entropy(scores, target) for scores in outputs)
+    loss.backward()
+    # The backward pass has twice as many; torch's counter takes those of grouped convolutions for dense ones.
+    return counter.get_total_flops() * (1 if args.freeze else 3)
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Return the operations of attention, which torch's counter leaves out on a CPU, from the shapes."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _num_bytes(tensors: Any) -> int:
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+class Limit(NamedTuple):
+    """Memory that the tensors of a process can fill."""
+
+    num_bytes: int
+    name: str
+
+
+def find_limit(device: torch.device) -> Limit:
+    """Return how much memory a process has: a GPU's, or its part of this machine's."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        return Limit(int(USABLE * total), f"{USABLE:.0%} of the {size(total)} of {torch.cuda.get_device_name(device)}")
+    total, processes = memory_bytes(), read_launch().num_local
+    shared = f", which {processes} processes share" if processes > 1 else ""
+    return Limit(int(USABLE * total / processes), f"{USABLE:.0%} of this machine's {size(total)}{shared}")
+
+
+def find_largest(args: Any, num_classes: int, device: torch.device, limit: int) -> tuple[Needs, int]:
+    """Return the needs of a shard of `--batch-size`, and the largest one that a limit of bytes holds; 0: none does.
+
+    It lies on a straight line through the needs of two sizes, which come nearer to it until one is near enough: small
+    batches have their peak elsewhere in the step than large ones.
+    """
+    here = near = trace(args, num_classes, device, args.batch_size)
+    largest = max(int(here.batch_size * min(limit / here.total, 1e4)), 1)
+    for _ in range(MOST_TRACES):
+        if largest in (0, near.batch_size) or abs(near.total / limit - 1) < 0.02:
+            break
+        there = trace(args, num_classes, device, largest)
+        slope = max((there.total - near.total) / (there.batch_size - near.batch_size), 1)
+        largest = max(int(there.batch_size + (limit - there.total) / slope), 0)
+        near = there
+    return here, largest
+
+
+def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
+    """Return lines about memory, work, time and disk that a run will need.
+
+    Args:
+        args: the options, with their shards.
+        num_classes: of the model.
+        steps_per_epoch: steps of an epoch.
+    """
+    device = torch.device(args.device or collectives.find_accelerator() or "cpu")
+    if device.type not in ("cpu", collectives.find_accelerator()):
+        device = torch.device("cpu")
+    try:
+        limit = find_limit(device)
+        needs, largest = find_largest(args, num_classes, device, limit.num_bytes)
+    except Exception as error:  # a layer may need numbers, or a kernel that knows no tensors without memory
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        return [f"no estimate of memory and work: {args.model} cannot be traced ({type(error).__name__}: {reason})"]
+    fits = "fits" if needs.total <= limit.num_bytes else "does not fit"
+    lines = [
+        f"memory of a process at its peak, an estimate of a step traced for {device.type}: {split(needs)}",
+        f"that {fits} {limit.name}; the largest --batch-size that should: {largest:,}",
+        f"a step: {needs.flops * args.num_shards / 1e12:,.3g} TFLOP, {needs.flops / needs.batch_size / 1e9:,.3g} GFLOP "
+        "an image, forward and backward",
+    ]
+    folder = Path(args.output_dir or f"runs/{args.model}")
+    return [*lines, *_time_lines(args, folder, steps_per_epoch), *_disk_lines(args, needs, folder, steps_per_epoch)]
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in the unit that suits them."""
+    names = ["KiB", "MiB", "GiB"]
+    power = next((power for power in (1, 2) if num_bytes < 1024 ** (power + 1)), 3)
+    number = num_bytes / 1024**power
+    return f"{number:,.{1 if number < 100 else 0}f} {names[power - 1]}"
+
+
+def split(needs: Needs) -> str:
+    """Return a sum of memory: where it goes to."""
+    names = {"optimizer": "optimizer state", "average": "average of the weights"}
+    parts = {name: getattr(needs, name) for name in ("weights", "gradients", "optimizer", "average", "activations")}
+    terms = " + ".join(f"{names.get(name, name)} {size(part)}" for name, part in parts.items() if part)
+    return f"{size(needs.total)} = {terms}"
+
+
+def _time_lines(args: Any, folder: Path, steps_per_epoch: int) -> list[str]:
+    """Say how long the run takes at the rate of an earlier one of the same model, batch and processes, if any."""
+    before = read_json(folder / "run.json").get("args")
+    names = ("model", "batch_size", "global_batch_size", "train_crop_size", "amp", "compile")
+    if not isinstance(before, dict) or any(before.get(name) != getattr(args, name) for name in names):
+        return []
+    rate = _last_rate(folder / "metrics.jsonl", args.world_size)
+    if not rate:
+        return []
+    epoch_s = steps_per_epoch * args.global_batch_size / rate
+    return [
+        f"at the {rate:,.4g} images/s of {folder}: {epoch_s / 3600:,.3g} hours an epoch, "
+        f"{epoch_s * args.epochs / 3600:,.3g} in all, an estimate without evaluations"
+    ]
+
+
+def _last_rate(path: Path, world_size: int) -> float | None:
+    """Return the median of the last rates in a metrics.jsonl, or None."""
+    rates = []
+    try:
+        for line in path.read_text().splitlines()[-1000:]:
+            record = json.loads(line)
+            if record["kind"] == "train" and record["world_size"] == world_size:
+                rates.append(float(record["images_per_s"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        pass  # what could be read tells enough
+    last = sorted(rates[-20:])
+    return last[len(last) // 2] if last else None
+
+
+def _disk_lines(args: Any, needs: Needs, folder: Path, steps_per_epoch: int) -> list[str]:
+    """Say how much disk the checkpoints and the records take at most."""
+    saved = needs.weights + needs.optimizer + needs.average
+    # Beside the numbered ones: the best of the weights and of the average, and one that is being written.
+    files = args.keep_last + 2 + args.model_ema + (args.epochs // args.keep_every if args.keep_every else 0)
+    records = args.epochs * (steps_per_epoch // args.print_freq + 3) * LINE_BYTES
+    there = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    return [
+        f"disk, an estimate: {files} checkpoints at most of {size(saved)} = {size(files * saved)}, and "
+        f"{size(records)} of metrics and TensorBoard's curves; {size(shutil.disk_usage(there).free)} are free"
+    ]
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error means that the device has no memory for one more tensor."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def explain_out_of_memory(args: Any, num_classes: int, device: torch.device) -> LimitError:
+    """Return one line about a run that has run out of memory: where it went to, and the batch that should fit."""
+    begin = f"out of memory on {device} at --batch-size {args.batch_size}"
+    try:
+        limit = find_limit(device)
+        needs, largest = find_largest(args, num_classes, device, limit.num_bytes)
+    except Exception:  # the run is over; what can be said without an estimate has to do
+        return LimitError(f"{begin}; use a smaller one, or --grad-checkpointing")
+    advice = f"--batch-size {largest} should fit" if largest else "use --grad-checkpointing or a smaller model"
+    if largest >= args.batch_size:
+        advice = "which should fit if nothing else used that memory: end it, or use a smaller batch"
+    return LimitError(f"{begin}: a process needs about {split(needs)}, of {limit.name}; {advice}")

@@ -1,0 +1,150 @@
+"""Measurements of training beside the metrics: norms, rates, and the use of the device."""
+
+import copy
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+
+import collectives
+from monitoring.estimate import build_without_memory
+
+aten = torch.ops.aten
+
+# Dense peaks, TFLOP/s, by the name that torch gives the device: NVIDIA's data sheets and white papers of A100 (2020),
+# V100 (2017), L4 (2023), H100 SXM (2022) and H200 SXM (2024); those that print a figure "with sparsity" are halved.
+# "float32" is without tensor cores.
+_A100 = {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
+_V100 = {"float32": 15.7, "float16": 125.0}
+_HOPPER_SXM = {"float32": 66.9, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4}
+PEAK_TFLOPS = {
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    "NVIDIA H200": _HOPPER_SXM,
+    "NVIDIA L4": {"float32": 30.3, "tf32": 60.0, "float16": 121.0, "bfloat16": 121.0},
+    "Tesla V100-SXM2-16GB": _V100,
+    "Tesla V100-SXM2-32GB": _V100,
+}
+
+
+def peak_tflops(args: Any, device: torch.device) -> float | None:
+    """Return what the device could do at most in the precision of the options, in 10^12 operations a second."""
+    if device.type != "cuda":
+        return None
+    known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device), {})
+    number_format = (args.amp_dtype or "float16") if args.amp else "float32" if args.tf32 is False else "tf32"
+    return known.get(number_format)
+
+
+def count_flops(args: Any, num_classes: int) -> int:
+    """Return the floating-point operations of the forward and backward pass of one image, two a multiply-add."""
+    args = copy.copy(args)
+    args.compile, args.grad_checkpointing = None, False  # what is computed again does not count as progress
+    # A model in evaluation mode computes the same, and a batch of one is enough for it.
+    model = build_without_memory(args, num_classes).eval()
+    image = torch.empty(1, 3, args.train_crop_size, args.train_crop_size, device=next(model.parameters()).device)
+    with FlopCounterMode(display=False, custom_mapping={aten.convolution_backward: _backward_flops}) as counter:
+        model(image).sum().backward()
+    return counter.get_total_flops()
+
+
+def _backward_flops(grad: Any, image: Any, weight: Any, *options: Any, out_shape: Any = None) -> int:
+    """Return what a convolution's two gradients take; torch's own count leaves out of account that it has groups."""
+    is_transposed, (needs_input, needs_weight, _) = options[4], options[-1]
+    return (needs_input + needs_weight) * conv_flop_count(image, weight, grad, is_transposed)
+
+
+def flops_share(args: Any, device: torch.device, num_classes: int) -> float | None:
+    """Return an image's operations over those that the device could do in a second; None where they are not known."""
+    peak = peak_tflops(args, device)
+    try:
+        return None if peak is None else count_flops(args, num_classes) / (1e12 * peak)
+    except Exception as error:  # a model need not work without memory, and no run ends for a curve
+        print(f"warning: the operations of {args.model} cannot be counted, so there is no mfu: {error}")
+        return None
+
+
+def peak_memory_gib() -> float:
+    """Return the most memory that this process has used: the GPU's where there is one, else its own."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class Pace:
+    """Counts steps, their seconds, and those of waiting for data among them, since it was read."""
+
+    def __init__(self) -> None:
+        self._steps, self._train_s, self._wait_s = 0, 0.0, 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Go on at the start of an epoch: nothing before it counts, as an evaluation."""
+        self._mark_s, self._waited_s = time.perf_counter(), 0.0
+
+    def step(self, waited_s: float) -> None:
+        """Count a step, before which the epoch has waited for so long in all."""
+        self._advance()
+        self._steps += 1
+        self._wait_s += waited_s - self._waited_s
+        self._waited_s = waited_s
+
+    def _advance(self) -> None:
+        now = time.perf_counter()
+        self._train_s += now - self._mark_s
+        self._mark_s = now
+
+    def read(self) -> tuple[int, float, float]:
+        """Return steps, seconds and seconds of waiting, and begin anew."""
+        self._advance()  # the device's share of the last step
+        found = self._steps, self._train_s, self._wait_s
+        self._steps, self._train_s, self._wait_s = 0, 0.0, 0.0
+        return found
+
+
+class Gauges:
+    """The fields of a training record beside the metrics.
+
+    Args:
+        args: the resolved options.
+        parts: of the run: model, optimizer and scaler.
+        device: where the model is.
+        num_classes: of the model.
+    """
+
+    def __init__(self, args: Any, parts: dict[str, Any], device: torch.device, num_classes: int) -> None:
+        self.parameters, self.scaler = list(parts["model"].parameters()), parts["scaler"]
+        self.groups = parts["optimizer"].optimizer.param_groups
+        self.world_size, self.global_batch_size = args.world_size, args.global_batch_size
+        self.one = torch.ones((), device=device)
+        # An image's share of what the device could compute in a second.
+        self.flops_share = flops_share(args, device, num_classes) if collectives.is_main_process() else None
+
+    def read(self, grad_norm: Tensor) -> dict[str, float | Tensor]:
+        """Return what holds after the step that is done; what is on the device is not read."""
+        rates = {f"lr/{group['name']}": group["lr"] for group in self.groups if "name" in group}
+        with torch.no_grad():
+            norms = {"grad_norm": grad_norm, "weight_norm": nn.utils.get_total_norm(self.parameters)}
+            scale = {} if self.scaler is None else {"loss_scale": self.scaler.scale(self.one)}
+        return {"lr": self.groups[0]["lr"], **rates, **norms, **scale}
+
+    def rates(self, steps: int, train_s: float, wait_s: float) -> dict[str, float]:
+        """Return how fast so many steps were, and what they took: all that the machine decides."""
+        images_per_s = steps * self.global_batch_size / train_s
+        each = images_per_s / self.world_size
+        return {
+            "images_per_s": images_per_s,
+            "images_per_s_per_device": each,
+            "data_wait": wait_s / train_s,
+            "memory_gib": peak_memory_gib(),
+            **({} if self.flops_share is None else {"mfu": each * self.flops_share}),
+            "world_size": self.world_size,
+        }

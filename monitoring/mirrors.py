@@ -1,0 +1,145 @@
+"""Services elsewhere that a run's records are sent to. Each is one class with the methods of `WandbMirror`."""
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+from files import read_json, write_atomically
+from monitoring.events import changed_options, drawn
+
+
+class WandbMirror:
+    """A run of Weights & Biases; its own variables (WANDB_PROJECT, WANDB_MODE ...) say where.
+
+    Args:
+        folder: of the run.
+        key: the service's name of the run, or None at its first start.
+
+    Attributes:
+        key: as the argument.
+    """
+
+    def __init__(self, folder: Path, key: str | None) -> None:
+        import wandb
+
+        options = {"config": changed_options(folder), "name": folder.resolve().name, "dir": str(folder)}
+        self.run = wandb.init(id=key, resume=key and "allow", **options)
+        self.key = self.run.id
+
+    def last_step(self, kind: str) -> int:
+        """Return the step of the last record of a kind that the service knows, or -1."""
+        self.run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+        return int(self.run.summary.get(f"{kind}/step", -1))
+
+    def add(self, values: dict[str, float], step: int) -> None:
+        """Send the points of one record; KIND/step is one of them."""
+        self.run.log(values)
+
+    def close(self, is_finished: bool | None) -> None:
+        """Send what is left; None where the run is to go on."""
+        self.run.finish(exit_code=0 if is_finished else 1)
+
+
+class MlflowMirror:
+    """A run of MLflow; its own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME ...) say where.
+
+    Arguments and attributes are those of `WandbMirror`.
+    """
+
+    def __init__(self, folder: Path, key: str | None) -> None:
+        import mlflow
+
+        self.mlflow = mlflow
+        self.key = mlflow.start_run(run_id=key, run_name=folder.resolve().name).info.run_id
+        self.known = mlflow.get_run(self.key).data.metrics
+        if not key:
+            mlflow.log_params(changed_options(folder))
+
+    def last_step(self, kind: str) -> int:
+        """Return the step of the last record of a kind that the service knows, or -1."""
+        return int(self.known.get(f"{kind}/step", -1))
+
+    def add(self, values: dict[str, float], step: int) -> None:
+        """Send the points of one record."""
+        self.mlflow.log_metrics(values, step=step)
+
+    def close(self, is_finished: bool | None) -> None:
+        """Send what is left."""
+        self.mlflow.end_run({True: "FINISHED", False: "FAILED", None: "KILLED"}[is_finished])
+
+
+KINDS = {"wandb": WandbMirror, "mlflow": MlflowMirror}
+
+
+def check_mirrors(args: Any) -> None:
+    """Find out whether each service that `--log-to` names is known, and its package there.
+
+    Raises:
+        UserError: it is not.
+    """
+    for name in _names(args.log_to):
+        if name not in KINDS:
+            raise UserError(f"--log-to {name}: expected names with commas between them, of {', '.join(KINDS)}")
+        package = importlib.util.find_spec(name)
+        if package is None or package.origin is None:  # None of a mere folder, as wandb leaves
+            raise UserError(f"--log-to {name} needs the package {name}; pip install {name}, or leave it out")
+
+
+def _names(log_to: str | None) -> list[str]:
+    return [name.strip() for name in (log_to or "").split(",") if name.strip()]
+
+
+class Mirrors:
+    """All mirrors of one run; `mirrors.json` in its folder keeps their keys. The first failure of one is its last.
+
+    Args:
+        folder: of the run, or None.
+        log_to: their names, with commas between them, or None.
+    """
+
+    def __init__(self, folder: Path | None, log_to: str | None) -> None:
+        self.folder = folder
+        self._mirrors = dict.fromkeys(_names(log_to))
+        self._sent = {}  # the step of the last record, by the names of mirror and kind
+
+    def open(self, records: list[dict]) -> None:
+        """Begin or go on, and send what a service does not know yet, as after a failure."""
+        keys = read_json(self.folder / "mirrors.json") if self._mirrors else {}
+        for name in list(self._mirrors):
+            with self._guarded(name):
+                self._mirrors[name] = KINDS[name](self.folder, keys.get(name))
+                keys[name] = self._mirrors[name].key
+                text = json.dumps(keys)
+                write_atomically(self.folder / "mirrors.json", lambda file, text=text: file.write(text.encode()))
+        for record in records:
+            self.add(record)
+
+    def add(self, record: dict) -> None:
+        """Send the points of one record, unless an earlier process has."""
+        kind, step = record["kind"], record["step"]
+        for name, mirror in list(self._mirrors.items()):
+            with self._guarded(name):
+                if (name, kind) not in self._sent:
+                    self._sent[name, kind] = mirror.last_step(kind)
+                if step > self._sent[name, kind]:
+                    mirror.add({**drawn(record), f"{kind}/step": step}, step)
+                    self._sent[name, kind] = step
+
+    def close(self, is_finished: bool | None) -> None:
+        """Send what is left; `is_finished` tells how the run has ended, None that it is to go on."""
+        for name in list(self._mirrors):
+            with self._guarded(name):
+                self._mirrors.pop(name).close(is_finished)
+
+    @contextlib.contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever the package thinks of; no run ends for it
+            self._mirrors.pop(name, None)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            print(f"warning: nothing more is sent to {name}: {reason}; training goes on")

@@ -1,0 +1,98 @@
+"""A trace of some training steps, for Perfetto and TensorBoard: `--profile STEPS`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
+
+TRACE_NAME = "trace.json.gz"
+
+# Steps before the traced ones, in which kernels are chosen and loaders start; the profiler itself warms up in the last.
+NUM_FIRST = 5
+
+# The operators that are printed.
+NUM_PRINTED = 10
+
+
+class StepProfile:
+    """Traces steps of a run once, and then says which operators took longest and how long the device was idle.
+
+    Args:
+        num_steps: how many to trace; 0 or None: none.
+        folder: where the trace goes.
+        is_cuda: also trace the GPU.
+    """
+
+    def __init__(self, num_steps: int | None, folder: Path, *, is_cuda: bool) -> None:
+        self.path, self._profiler = folder / TRACE_NAME, None
+        if num_steps:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+            steps = schedule(wait=NUM_FIRST - 1, warmup=1, active=num_steps, repeat=1)
+            self._profiler = profile(activities=activities, schedule=steps, on_trace_ready=self._finish)
+
+    def __enter__(self) -> "StepProfile":
+        if self._profiler is not None:
+            self._attempt(self._profiler.start)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._profiler is not None:
+            self._attempt(self._profiler.stop)
+            if self._profiler is not None:
+                print("warning: --profile: the run ended before there were steps to trace")
+
+    def step(self) -> None:
+        """Count a step."""
+        if self._profiler is not None:
+            self._attempt(self._profiler.step)
+
+    def _attempt(self, call: Any) -> None:
+        """Call the profiler, for which no run may end."""
+        try:
+            call()
+        except Exception as error:  # of any library below it
+            self._profiler = None
+            print(f"warning: --profile: {type(error).__name__}: {error}; training goes on")
+
+    def _finish(self, profiler: profile) -> None:
+        self._profiler = None
+        profiler.export_chrome_trace(str(self.path))
+        print(f"--profile: {self.path}, for https://ui.perfetto.dev or chrome://tracing")
+        print(_describe(profiler))
+
+
+def _describe(profiler: profile) -> str:
+    """Return lines about the traced steps: the share of time without an operator, and the longest operators."""
+    events = profiler.events()
+    steps = [event.time_range for event in events if _is_step(event) and event.device_type == DeviceType.CPU]
+    begin, end = min(step.start for step in steps), max(step.end for step in steps)
+    own = [event for event in events if not _is_step(event) and not event.is_user_annotation]
+    on_device = [event for event in own if event.device_type != DeviceType.CPU]
+    busy = _covered(((event.time_range.start, event.time_range.end) for event in on_device or own), begin, end)
+    idle = f"{1 - busy / (end - begin):.0%}"
+    where = f"the device was idle {idle} of the time" if on_device else f"{idle} of the time was outside operators"
+    lines = [f"{len(steps)} steps of {(end - begin) / len(steps) / 1000:.1f} ms; {where}; the longest operators:"]
+    name = "self_device_time_total" if on_device else "self_cpu_time_total"
+    rows = [row for row in profiler.key_averages() if not _is_step(row) and not row.is_user_annotation]
+    rows.sort(key=lambda row: getattr(row, name), reverse=True)
+    for row in rows[:NUM_PRINTED]:
+        spent = getattr(row, name)
+        share, calls = spent / (end - begin), f"{row.count / len(steps):,.4g} calls"
+        lines.append(f"  {share:6.1%}  {spent / len(steps) / 1000:9.2f} ms and {calls} a step  {row.key[:80]}")
+    return "\n".join(lines)
+
+
+def _is_step(event: Any) -> bool:
+    return event.key.startswith("ProfilerStep")
+
+
+def _covered(ranges: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """Return how much of the time from `begin` to `end` some range covers."""
+    covered, reached = 0.0, begin
+    for start, stop in sorted(ranges):
+        start, stop = max(start, reached), min(stop, end)
+        if stop > start:
+            covered, reached = covered + stop - start, stop
+    return covered

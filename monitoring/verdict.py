@@ -1,0 +1,234 @@
+"""The bottleneck of a run: the parts of each step, compared over all processes, and the one setting to change first."""
+
+import math
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import collectives
+
+# Steps at the start of an epoch that do not count, in which loaders start and kernels are chosen; the fewest steps and
+# seconds that tell anything; and the most steps that are kept, the last ones.
+NUM_FIRST, LEAST_STEPS, LEAST_S, MOST_STEPS = 3, 20, 1.0, 5000
+
+# Shares of the time from which something is the limit. Computing is the one share that ought to be large.
+LIMITS = {"data": 0.25, "communication": 0.25, "slowest": 0.2, "compute": 0.75}
+
+
+# The names of the first fields of `Shares` in metrics.jsonl.
+RECORDED = ("data_share", "compute_share", "communication_share", "slowest_share", "slowest_rank")
+
+
+class StepClock:
+    """Times the parts of each step on this process without reading the device.
+
+    The wait for other processes is the time from the gradient of the first parameter, which a backward pass computes
+    last, to the end of the backward pass: what of the communication is not hidden behind it. On a GPU two events of a
+    step mark it, which are read when a line is due.
+
+    Args:
+        model: whose backward passes are timed.
+        device: where it is.
+        world_size: processes of the run.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, world_size: int) -> None:
+        self.is_cuda = device.type == "cuda"
+        self._computed = None
+        self.start_epoch()
+        if world_size > 1:
+            first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+            first.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def start_epoch(self) -> None:
+        """Forget the steps before; nothing between two epochs counts."""
+        self.steps = deque(maxlen=MOST_STEPS)  # of each: seconds in all, of waiting for data, for other processes
+        self._unread = []  # (step, two events)
+        self._waited_s, self._num_steps = 0.0, 0
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._begin_s, self._pair, self._wait_s = time.perf_counter(), None, 0.0
+
+    def _note_gradient(self, _: Tensor) -> None:
+        self._computed = self._mark()
+
+    def _mark(self) -> Any:
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end_backward(self) -> None:
+        """End the backward pass of a shard; only the last one of a step waits for other processes."""
+        if self._computed is not None:
+            self._pair = self._computed, self._mark()
+
+    def agreed(self, since_s: float) -> None:
+        """Count the time since `since_s`, in which the hosts waited for each other; a GPU goes on meanwhile."""
+        if not self.is_cuda:
+            self._wait_s += time.perf_counter() - since_s
+
+    def end(self, waited_s: float, *, is_read: bool) -> None:
+        """End a step.
+
+        Args:
+            waited_s: how long the epoch has waited for data so far.
+            is_read: the device has just been read, so that its events are over.
+        """
+        step = [time.perf_counter() - self._begin_s, waited_s - self._waited_s, self._wait_s]
+        self._waited_s = waited_s
+        self._num_steps += 1
+        if self._pair is not None:
+            self._unread.append((step, *self._pair))
+        if self._num_steps > NUM_FIRST:
+            self.steps.append(step)
+        if is_read or not self.is_cuda:
+            for step, start, end in self._unread:
+                step[2] += start.elapsed_time(end) / 1000 if self.is_cuda else end - start
+            self._unread.clear()
+
+    def gather(self) -> Tensor:
+        """Return (processes, steps, 3): seconds of each step, as in `steps`. Collective: every rank must call it."""
+        rows = torch.tensor(list(self.steps), dtype=torch.float64).reshape(-1, 3)
+        return torch.stack(collectives.all_gather(rows))
+
+
+class Shares(NamedTuple):
+    """Where the time of some steps went: shares that add up to 1, which process is slowest, and which lacks data."""
+
+    data: float
+    compute: float
+    communication: float
+    slowest: float
+    rank: int
+    data_rank: int | None  # the process with most of the wait for data, if it has nearly all of it
+    step_s: float
+
+    def limit(self) -> str | None:
+        """Return the name of the share that limits the run, or None where nothing stands out."""
+        excess = {name: getattr(self, name) / limit for name, limit in LIMITS.items() if name != "compute"}
+        name = max(excess, key=excess.get)
+        if excess[name] >= 1:
+            return name
+        return "compute" if self.compute >= LIMITS["compute"] else None
+
+
+def find_shares(steps: Tensor) -> Shares | None:
+    """Return where the time of steps went; None where they are too few or too short to tell.
+
+    All processes wait for the last one of each step, which itself waits for its data and the communication alone. What
+    the others wait beyond that is its lateness. Where one and the same process computes longer again and again, more
+    than the mean of the others does, that is the slowest one's share; lateness that goes round counts as computing.
+
+    Args:
+        steps: of `StepClock.gather`.
+    """
+    world_size, num_steps = steps.shape[:2]
+    total_s, data, wait = steps.unbind(dim=2)
+    step_s = float(total_s.mean())
+    if num_steps < LEAST_STEPS or step_s * num_steps < LEAST_S:
+        return None
+    last = wait.argmin(dim=0)
+    data_s, wait_s = (values.gather(0, last[None])[0] for values in (data, wait))
+    slowest_s, rank, data_rank = 0.0, 0, None
+    if world_size > 1:
+        is_other = (torch.arange(world_size) != last[:, None]).T
+        others_data, others_wait = (
+            values.T[is_other.T].view(num_steps, -1).median(dim=1).values for values in (data, wait)
+        )
+        late = (others_wait - wait_s - (data_s - others_data).clamp(min=0)).clamp(min=0)
+        sums = _sum_by_rank(late, last, world_size)
+        rank = int(sums.argmax())
+        slowest_s = float(sums[rank] - (sums.sum() - sums[rank]) / (world_size - 1))
+        sums = _sum_by_rank(data_s, last, world_size)
+        data_rank = int(sums.argmax()) if sums.max() > 0.8 * sums.sum() else None
+    all_s = step_s * num_steps
+    communication_s = float(wait_s.sum()) if world_size > 1 else 0.0
+    data_share, communication, slowest = float(data_s.sum()) / all_s, communication_s / all_s, slowest_s / all_s
+    compute = max(1 - data_share - communication - slowest, 0.0)
+    return Shares(data_share, compute, communication, slowest, rank, data_rank, step_s)
+
+
+def _sum_by_rank(seconds: Tensor, ranks: Tensor, world_size: int) -> Tensor:
+    return torch.zeros(world_size, dtype=seconds.dtype).index_add_(0, ranks, seconds)
+
+
+def as_record(shares: Shares) -> dict[str, float | int]:
+    """Return what metrics.jsonl keeps of an epoch's shares."""
+    return dict(zip(RECORDED, shares, strict=False))
+
+
+def describe_limit(shares: Shares, args: Any) -> str:
+    """Return the verdict on an epoch: what limits it, with shares, and what to change first and expect of that.
+
+    Args:
+        shares: of the epoch.
+        args: the resolved options.
+    """
+    names = ["data", "compute"] + (["communication", "slowest"] if args.world_size > 1 else [])
+    limit = shares.limit()
+    where = (
+        f" (nearly all of it on rank {shares.data_rank})" if limit == "data" and shares.data_rank is not None else ""
+    )
+    labels = {"data": f"waiting for data{where}", "slowest": f"waiting for rank {shares.rank}"}
+    parts = ", ".join(f"{labels.get(name, name)} {getattr(shares, name):.0%}" for name in names)
+    rate = args.global_batch_size / shares.step_s
+    if limit is None:
+        return f"balanced, nothing stands out: {parts}; {rate:,.4g} images/s"
+    whose = f"the slowest rank, {shares.rank}" if limit == "slowest" else limit
+    change, factor = _ADVICE[limit](shares, args)
+    gain = "a gain that is to be measured" if factor is None else f"up to {rate * factor:,.4g} images/s"
+    return f"bound by {whose}: {parts}; first {change}: {gain}, now {rate:,.4g} images/s"
+
+
+def _cores() -> int:
+    """Return the processor cores that each process of this machine has."""
+    return max(collectives.count_cores() // collectives.place(1, "env://").num_local, 1)
+
+
+def _advise_on_data(shares: Shares, args: Any) -> tuple[str, float]:
+    most, workers, cores = 1 / (1 - min(shares.data, 0.999)), args.workers or 0, _cores()
+    if not workers:
+        return f"--workers {cores}, which load beside the model", min(most, cores / shares.data)
+    if workers < cores:
+        wanted = min(math.ceil(workers * most), cores)
+        return f"--workers {wanted} for {workers}", min(most, wanted / workers)
+    if args.device.startswith("cuda") and args.decode_device == "cpu" and args.synthetic is None:
+        return "--decode-device cuda, since each core has its worker", most
+    return f"more or faster cores for the {workers} workers or a faster disk, or smaller image files", most
+
+
+def _advise_on_compute(shares: Shares, args: Any) -> tuple[str, float | None]:
+    if args.device.startswith("cuda"):
+        if not args.amp:
+            return "--amp --amp-dtype bfloat16", 1 / (1 - shares.compute / 2)  # tensor cores: twice those of TF32
+        if not args.channels_last or args.compile is None:
+            return "--compile" if args.channels_last else "--channels-last", None
+    elif (threads := torch.get_num_threads()) < (cores := _cores()) and not args.use_deterministic_algorithms:
+        return f"OMP_NUM_THREADS={cores} for {threads}", 1 / (1 - shares.compute * (1 - threads / cores))
+    return f"{2 * args.world_size} processes on as many devices", 2.0
+
+
+def _advise_on_communication(shares: Shares, args: Any) -> tuple[str, float]:
+    half = 1 / (1 - shares.communication / 2)
+    if args.grad_compression == "none" and not args.use_deterministic_algorithms:
+        return "--grad-compression bf16, which sends half the bytes", half
+    return f"--batch-size {2 * args.batch_size}, for half the exchanges an image", half
+
+
+def _advise_on_slowest(shares: Shares, args: Any) -> tuple[str, float]:
+    where = f"look at the machine of rank {shares.rank}, its device and other jobs"
+    return where, 1 / (1 - min(shares.slowest, 0.999))
+
+
+_ADVICE = {
+    "data": _advise_on_data,
+    "compute": _advise_on_compute,
+    "communication": _advise_on_communication,
+    "slowest": _advise_on_slowest,
+}

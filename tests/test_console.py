@@ -1,0 +1,339 @@
+"""The console: one live line on a real terminal, plain lines elsewhere, log.txt, and what is said first and last."""
+
+import fcntl
+import json
+import os
+import re
+import resource
+import shlex
+import signal
+import struct
+import sys
+import termios
+import threading
+import time
+
+import pytest
+
+import errors
+from loading import progress
+from monitoring import console
+from tests.ranks import run_ranks, train_rank
+from tests.started import SMALL
+
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+class Screen:
+    """What a terminal shows of what is written to it: enough of one for a line that is rewritten, and the rest plain.
+
+    Args:
+        columns: its width.
+        breaks: whether lines that no longer fit are broken when it is made narrower, or kept and cut.
+    """
+
+    def __init__(self, columns, *, breaks):
+        self.columns, self.breaks = columns, breaks
+        self.rows, self.goes_on, self.row, self.column = [""], [False], 0, 0
+
+    def _go_down(self, *, goes_on):
+        self.row, self.column = self.row + 1, 0
+        if self.row == len(self.rows):
+            self.rows.append("")
+            self.goes_on.append(goes_on)
+
+    def write(self, text):
+        for part in re.findall(r"\x1b\[J|\r|\n|[^\x1b\r\n]", text):
+            if part == "\r":
+                self.column = 0
+            elif part == "\n":
+                self._go_down(goes_on=False)
+            elif part == "\x1b[J":
+                self.rows[self.row :] = [self.rows[self.row][: self.column]]
+                self.goes_on[self.row + 1 :] = []
+            else:
+                if self.column == self.columns:
+                    self._go_down(goes_on=True)
+                row = self.rows[self.row].ljust(self.column)
+                self.rows[self.row] = row[: self.column] + part + row[self.column + 1 :]
+                self.column += 1
+
+    def resize(self, columns):
+        self.columns = columns
+        if self.breaks:
+            assert self.column == 0  # so that it is the place of a line's first character, which stays that
+            before, rows, goes_on = sum(not more for more in self.goes_on[: self.row]), [], []
+            for number, line in enumerate(self.lines):
+                self.row = len(rows) if number == before else self.row
+                rows += [line[at : at + columns] for at in range(0, max(len(line), 1), columns)]
+                goes_on += [bool(at) for at in range(0, max(len(line), 1), columns)]
+            self.rows, self.goes_on = rows, goes_on
+
+    @property
+    def lines(self):
+        """The lines as they were written, wherever they are broken."""
+        lines = []
+        for row, goes_on in zip(self.rows, self.goes_on, strict=True):
+            lines[-1:] = [lines[-1] + row] if goes_on else [*lines[-1:], row]
+        return lines
+
+
+class Terminal:
+    """A pseudo-terminal of some width that is made narrower once, and all that is written to it.
+
+    Args:
+        columns: its width.
+        narrower: its width from then on.
+        after: the text after which that is.
+    """
+
+    def __init__(self, columns, narrower, after):
+        self.master, self.slave = os.openpty()
+        self.path, self.narrower, self.after = os.ttyname(self.slave), narrower, after
+        self.written = [(columns, "")]  # (width, what was written while it had that width)
+        self.set_columns(columns)
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def set_columns(self, columns):
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def read(self):
+        while True:
+            try:
+                text = os.read(self.master, 1 << 16).decode()
+            except OSError:  # nobody has it open any more
+                return
+            columns, before = self.written[-1]
+            self.written[-1] = columns, before + text
+            # The live line has just been shown, and will not be for a while.
+            if self.narrower and text.endswith("\r") and re.search(self.after, before + text):
+                self.set_columns(self.narrower)
+                self.written.append((self.narrower, ""))
+                self.narrower = None
+
+    def close(self):
+        """Wait for all that was written."""
+        os.close(self.slave)
+        self.reader.join(10)
+        os.close(self.master)
+
+    @property
+    def live(self):
+        """The live lines, each with the width that the terminal had then."""
+        return [
+            (columns, line)
+            for columns, text in self.written
+            for line in re.findall(r"\x1b\[J([^\x1b\r\n]+)\r(?!\n)", text)
+        ]
+
+    def screens(self):
+        for breaks in (False, True):
+            screen = Screen(self.written[0][0], breaks=breaks)
+            for number, (columns, text) in enumerate(self.written):
+                if number:
+                    screen.resize(columns)
+                screen.write(text)
+            yield screen
+
+
+def train_on_terminal(path, argv):
+    """Run train.py with a terminal as its standard files; a new session, so that it is told of another size."""
+    os.setsid()
+    descriptor = os.open(path, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(descriptor, number)
+    os.environ["TERM"] = "xterm"
+    train_rank(argv)
+
+
+class OnTerminals:
+    """A run that is stopped in its second epoch on a terminal of 80 columns, and ends on one of 200."""
+
+    def __init__(self, folder):
+        self.out = folder / "runs" / "a"
+        argv = ["--synthetic", "240", *SMALL, "--batch-size", "8", "--epochs", "3", "--print-freq", "5", "--lr", "0.01"]
+        argv += ["--output-dir", str(self.out), "--resume", "auto", "--model-ema"]
+        self.first = Terminal(80, 70, r"Epoch 1/3 [12]\d/30")
+        stop = self.stopper(r"Epoch 2/3 [12]\d/30")
+        self.outcomes = [run_ranks(train_on_terminal, 1, self.first.path, argv, log_folder=folder)]
+        stop.join(10)
+        self.first.close()
+        self.status = json.loads((self.out / "status.json").read_text())
+        self.second = Terminal(200, 90, r"Epoch 3/3 [12]\d/30")
+        self.outcomes += [run_ranks(train_on_terminal, 1, self.second.path, argv, log_folder=folder)]
+        self.second.close()
+        self.log = (self.out / "log.txt").read_text()
+
+    def stopper(self, after):
+        """Send SIGTERM after a text."""
+
+        def stop():
+            deadline = time.monotonic() + 60
+            while not re.search(after, self.first.written[-1][1]) and time.monotonic() < deadline:
+                time.sleep(0.002)
+            os.kill(json.loads((self.out / "run.json").read_text())["pid"], signal.SIGTERM)
+
+        thread = threading.Thread(target=stop, daemon=True)
+        thread.start()
+        return thread
+
+
+@pytest.fixture(scope="module")
+def on_terminals(tmp_path_factory):
+    return OnTerminals(tmp_path_factory.mktemp("terminals"))
+
+
+def test_a_live_line_says_all_and_fits_the_terminal_at_any_width(on_terminals):
+    for terminal in (on_terminals.first, on_terminals.second):
+        assert len({columns for columns, _ in terminal.live}) == 2
+        assert all(len(line) < columns for columns, line in terminal.live)
+    number = r"[\d.,]+"
+    whole = rf"Epoch 3/3 \d+/30  ETA \d+s, run \d+s  loss {number}  Acc@1 {number}  {number} img/s  wait \d+%"
+    assert any(re.fullmatch(whole, line) for columns, line in on_terminals.second.live if columns == 200)
+    narrow = rf"Epoch [12]/3 \d+/30 +ETA \d+s, run \d+s +loss {number} +Acc@1 {number} +{number} img/s"
+    assert any(re.match(narrow, line) for columns, line in on_terminals.first.live if columns == 70)
+    assert any(re.match(r"Test EMA 1/3  ETA", line) for _, line in on_terminals.first.live)
+
+
+def test_finished_lines_remain_and_nothing_of_the_live_line(on_terminals):
+    first, second = (log.splitlines()[1:] for log in on_terminals.log.split("==== ")[1:])
+    assert first[-1].startswith("PreemptedError: SIGTERM: the run stopped after step ")
+    first[-1] = first[-1].removeprefix("PreemptedError: ") + "; --resume auto goes on"
+    for terminal, log in [(on_terminals.first, first), (on_terminals.second, second)]:
+        said = [line for line in log if not re.match(r"(Epoch|Test):.*( eta: | Total time: )", line)]
+        for screen in terminal.screens():
+            lines = [line.rstrip() for line in screen.lines]
+            assert [line for line in lines if line != "SIGTERM: stopping after this step"] == [*said, ""]
+            assert len(lines) == len(said) + 1 + (terminal is on_terminals.first)
+    epochs = [
+        re.match(r"Epoch (\d)/3 in \d+s  loss \d+\.\d+  Acc@1 .* img/s  wait \d+%$", line) for line in first + second
+    ]
+    assert [match[1] for match in epochs if match] == ["1", "2", "3"]
+
+
+def test_the_log_keeps_torchvisions_lines_of_all_starts_without_control_characters(on_terminals):
+    assert CONTROL.search(on_terminals.log) is None
+    assert on_terminals.log.count("\n==== ") == 1  # of the second start
+    starts = re.findall(r"^Epoch: \[\d\] +\[ ?\d+/30\]  eta: \d:\d\d:\d\d  lr: 0.01  loss: ", on_terminals.log, re.M)
+    assert len(starts) >= 3 * 6
+    assert len(re.findall(r"^Epoch: \[\d\] Total time: \d:\d\d:\d\d$", on_terminals.log, flags=re.M)) == 3
+    assert on_terminals.log.count("\nTest: Acc@1 ") == on_terminals.log.count("\nTest: EMA Acc@1 ") == 3
+
+
+def test_the_end_tells_the_time_of_all_starts_and_commands_that_work(on_terminals, tmp_path):
+    lines = on_terminals.log.splitlines()
+    done = next(line for line in lines if line.startswith("finished "))
+    first_s = on_terminals.status["time"] - on_terminals.status["start"]["began"]
+    took_s = int(re.fullmatch(r"finished 3 epochs, 90 steps in (\d+)s; all in .*/runs/a", done)[1])
+    assert took_s > first_s
+    assert [line.split()[0] for line in lines if re.match(r" +\d/3 ", line)] == ["1/3", "2/3", "3/3"]
+    words = shlex.split(next(line for line in lines if line.startswith("evaluate")))
+    assert words[1] == "python" or os.path.samefile(words[1], sys.executable)
+    outcome = run_ranks(train_rank, 1, words[3:], log_folder=tmp_path).check()
+    assert CONTROL.search(outcome.output) is None
+    step = json.loads((on_terminals.out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "n=24" in outcome.output
+    assert step["kind"] == "val_ema"
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_goes_on_when_it_can(tmp_path, capsys, monkeypatch):
+    log = console.LogFile()
+    monkeypatch.setattr(console, "_RETRY_S", 0.0)
+    log.keep()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        print("kept before there is a folder")
+        log.open(tmp_path)
+        size = (tmp_path / "log.txt").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 4, before[1]))
+        print("first")
+        print("second")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        print("third", file=sys.stderr)
+        log.close(ValueError("ours"))
+    print("not in it")
+    warning = f"warning: log.txt in {tmp_path} is not written: File too large; training goes on"
+    assert capsys.readouterr().out.count("warning:") == 1
+    said = (tmp_path / "log.txt").read_text().splitlines()
+    assert said[0].startswith("==== ")
+    assert said[1:] == ["kept before there is a folder", "first", warning, "second", "third", "ValueError: ours"]
+
+
+def test_a_log_keeps_the_newest_lines_within_its_bound(tmp_path, capsys):
+    (tmp_path / "log.txt").write_text("torn by a ki")
+    log = console.LogFile()
+    log.MAX_BYTES = 2000
+    log.keep()
+    log.open(tmp_path)
+    for number in range(200):
+        print(f"\x1b[1mline {number:04}\x1b[0m", end="\r\n")
+    print("10%\r20%\r", end="", file=sys.stderr)
+    print("done", file=sys.stderr)
+    log.close()
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert lines[0] == "(earlier lines were dropped)"
+    assert lines[1:] == [f"line {number:04}" for number in range(201 - len(lines) + 1, 200)] + ["done"]
+    assert 1000 < (tmp_path / "log.txt").stat().st_size <= 2010
+
+
+@pytest.mark.parametrize(
+    ("fields", "width", "expected"),
+    [
+        (["one", "two", "three"], 15, "one  two  three"),
+        (["one", "two", "three"], 14, "one two three"),
+        (["one", "two", "three"], 12, "one  two"),
+        (["one", "two"], 2, "on"),
+        (["\u56fe\u7247/train"], 6, "\u56fe\u7247/t"),
+    ],
+)
+def test_a_line_takes_as_many_fields_as_fit(fields, width, expected):
+    assert progress.fit(fields, width) == expected
+
+
+def test_numbers_are_said_with_their_units():
+    assert [errors.counted(number, "class") for number in (0, 1, 2)] == ["0 classes", "1 class", "2 classes"]
+    assert [errors.duration(s) for s in (0.4, 59.6, 754, 66120, 360000, float("nan"))] == [
+        "0s", "1m00s", "12m34s", "18h22m", "4d04h", "--",
+    ]  # fmt: skip
+
+
+def test_a_scan_says_how_far_it_is_every_few_seconds_or_on_a_live_line(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_PROGRESS_S", 0.0)
+    work = progress.Progress("scanning", 4, "class folders", first=1)
+    work.update()
+    work.close()
+    assert re.fullmatch(r"scanning: 2 of 4 class folders \(50.0%\), 0:00:0\d left\n", capsys.readouterr().err)
+    terminal = Terminal(40, None, "")
+    with open(terminal.path, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        work = progress.Progress("packing", total_bytes=3 << 30, unit="images")
+        for _ in range(3):
+            work.update(num_bytes=1 << 30)
+            print("a warning", file=sys.stderr)
+        work.finish()
+        assert sys.stderr is stream
+    terminal.close()
+    assert [line for _, line in terminal.live] == ["packing: 1 images, 1.0 GiB of 3.0 GiB ("]
+    for screen in terminal.screens():
+        assert screen.lines[:3] == ["a warning"] * 3
+        assert "".join(screen.lines[3:]) == "packing: 3 images, 3.0 GiB of 3.0 GiB (100.0%), 0:00:00 left"
+
+
+def test_the_table_is_of_the_last_epochs_and_weighs_losses_by_their_steps():
+    records = [
+        {"kind": kind, "step": step, "epoch": epoch, "time": float(at_s), "loss": loss, "acc1": acc1}
+        for kind, step, epoch, at_s, loss, acc1 in [
+            ("train", 3, 0, 10, 9.0, 1.0), ("val", 4, 0, 20, 8.0, 10.0), ("train", 5, 1, 90, 4.0, 1.0),
+            ("train", 8, 1, 100, 2.0, 1.0), ("val", 8, 1, 140, 7.5, 20.0), ("val_ema", 8, 1, 150, 7.0, 30.0),
+            ("train", 12, 2, 180, None, 1.0), ("val", 12, 2, 250, 6.0, 40.0),
+        ]
+    ]  # fmt: skip
+    assert [line.split() for line in console.epoch_table(records, 90, num_rows=2)] == [
+        ["epoch", "loss", "val", "acc1", "val", "loss", "time"],
+        ["2/90", "2.500", "20.000", "7.500", "2m00s"],
+        ["3/90", "--", "40.000", "6.000", "1m40s"],
+    ]
+    assert console.epoch_table([], 90) == []

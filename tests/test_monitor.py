@@ -1,0 +1,371 @@
+"""Records of equal windows of steps, and all that is made of them, read back by its own readers."""
+
+import json
+import struct
+import subprocess
+import sys
+import tomllib
+import zlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+
+import config
+from checkpointing.checkpoint import RunState
+from errors import PreemptedError
+from monitoring import gauges
+from monitoring.events import LAYOUT, NOT_DRAWN
+from monitoring.monitor import MACHINE_FIELDS, Monitor, read_records
+from scripts.plot_curves import plot_curves
+from tests.endings import read_points
+from tests.ranks import REPOSITORY, run_ranks, train_rank
+from tests.started import SMALL, refused
+
+# 29 images in steps of 8: 3 steps an epoch, 12 in all; windows of 5 steps reach over the ends of epochs.
+ARGV = """
+    --batch-size 4 --global-batch-size 8 --epochs 4 --print-freq 5 --lr 0.05 --layer-decay 0.5 --model-ema
+    --use-deterministic-algorithms --checkpoint-steps 1
+""".split()
+
+
+def train_in(folder, images, *argv, world_size=1, faults=()):
+    words = ["--data-path", images, "--output-dir", folder / "run", *SMALL, *ARGV, *argv]
+    return run_ranks(train_rank, world_size, [str(word) for word in words], list(faults), log_folder=folder)
+
+
+@pytest.fixture(scope="module")
+def finished(image_folder, tmp_path_factory):
+    """A finished run of four epochs that was never disturbed."""
+    folder = tmp_path_factory.mktemp("monitored")
+    outcome = train_in(folder, image_folder).check()
+    return SimpleNamespace(out=folder / "run", output=outcome.output)
+
+
+def exact(records):
+    return [{name: value for name, value in r.items() if name not in MACHINE_FIELDS} for r in records]
+
+
+@pytest.mark.dist
+def test_records_are_of_equal_windows_and_the_same_over_kills_and_other_numbers_of_processes(
+    finished, image_folder, tmp_path
+):
+    records = read_records(finished.out)
+    assert [r["step"] for r in records if r["kind"] == "train"] == [5, 10, 12]  # the last window is the run's rest
+    # Killed inside a window, and after one has ended before its record was due to be read, on 1 and on 2 processes.
+    for world_size, step in [(1, 4), (2, 2), (1, 4)]:
+        faults = [(0, "torch.optim.SGD.step", step, "before")]
+        assert train_in(tmp_path, image_folder, "--resume", "auto", world_size=world_size, faults=faults).codes[0] == -9
+    train_in(tmp_path, image_folder, "--resume", "auto", world_size=2).check()
+    ours = read_records(tmp_path / "run")
+    assert exact(ours) == exact(records)
+
+    hours = [record["hours"] for record in ours]
+    assert hours == sorted(hours)
+    assert hours[0] > 0
+    assert [record["images"] for record in ours] == [8 * record["step"] for record in ours]
+    # TensorBoard shows each value of metrics.jsonl once, at its step.
+    expected = {}
+    for record in ours:
+        for name in record.keys() - NOT_DRAWN:
+            expected.setdefault(f"{record['kind']}/{name}", []).append((record["step"], record[name]))
+    points = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
+    assert set(points.Tags()["scalars"]) == expected.keys()
+    for tag, pairs in expected.items():
+        found = [(event.step, event.value) for event in points.Scalars(tag)]
+        assert [step for step, _ in found] == sorted({step for step, _ in pairs})
+        assert [value for _, value in found] == pytest.approx([value for _, value in pairs], rel=1e-6)  # float32 there
+    assert len(list((tmp_path / "run").glob("events.*"))) == 1
+
+
+def test_a_window_is_the_mean_over_its_steps_wherever_epochs_end(finished, image_folder, tmp_path):
+    """The oracle: a record for each step of the same run."""
+    train_in(tmp_path, image_folder, "--print-freq", 1).check()
+    each = {r["step"]: r for r in read_records(tmp_path / "run") if r["kind"] == "train"}
+    assert list(each) == list(range(1, 13))
+    before = 0
+    for record in read_records(finished.out):
+        if record["kind"] == "train":
+            steps = [each[step] for step in range(before + 1, record["step"] + 1)]
+            for name in ("loss", "acc1", "acc5"):
+                assert record[name] == pytest.approx(sum(step[name] for step in steps) / len(steps), rel=1e-12)
+            for name in ("lr", "grad_norm", "weight_norm", "epoch"):
+                assert record[name] == steps[-1][name]
+            before = record["step"]
+
+
+def test_lines_of_the_console_stay_where_torchvisions_are(finished):
+    lines = [line.split("eta")[0].split() for line in finished.output.splitlines() if line.startswith("Epoch: [2]  [")]
+    assert [words[-1] for words in lines] == ["[0/3]", "[2/3]"]
+
+
+def test_norms_and_rates_are_those_of_the_checkpoint(finished):
+    record = [record for record in read_records(finished.out) if record["kind"] == "train"][-1]
+    state = torch.load(finished.out / "checkpoint.pth", weights_only=True)
+    groups = state["optimizer"]["param_groups"]
+    names = dict(zip([group["name"] for group in groups], [group["lr"] for group in groups], strict=True))
+    assert len(set(names.values())) == len(names) > 3
+    assert {name[3:]: value for name, value in record.items() if name.startswith("lr/")} == names
+    trained = range(sum(len(group["params"]) for group in groups))
+    weights = [v for name, v in state["model"].items() if "running" not in name and "num_batches" not in name]
+    assert len(weights) == len(trained)
+    norm = sum(weight.double().square().sum() for weight in weights).sqrt().item()
+    assert record["weight_norm"] == pytest.approx(norm, rel=1e-6)
+
+
+def test_the_loss_scale_is_recorded_under_float16(image_folder, tmp_path):
+    train_in(tmp_path, image_folder, "--amp", "--epochs", 2, "--print-freq", 2).check()
+    state = torch.load(tmp_path / "run" / "checkpoint.pth", weights_only=True)
+    scales = [record["loss_scale"] for record in read_records(tmp_path / "run") if record["kind"] == "train"]
+    assert len(scales) == 3
+    assert scales[-1] == state["scaler"]["scale"]
+
+
+def test_mfu_is_images_times_operations_over_the_peak(monkeypatch):
+    args = config.parse_args(["--synthetic", "--model", "resnet50"])
+    monkeypatch.setattr(gauges, "peak_tflops", lambda *_: 312.0)
+    # He et al.: 4.1 billion multiply-adds forward; twice as many backward, but for the images' own gradient.
+    share = gauges.flops_share(args, torch.device("cpu"), 1000)
+    assert 1000 * share == pytest.approx(1000 * 3 * 2 * 4.09e9 / 312e12, rel=0.02)
+    # Depthwise convolutions: MobileNetV3 small has 56.5 million multiply-adds.
+    args = config.parse_args(["--synthetic", "--model", "mobilenet_v3_small"])
+    assert gauges.count_flops(args, 1000) == pytest.approx(3 * 2 * 56.5e6, rel=0.05)
+
+
+def provider_of(*folders):
+    """Return what TensorBoard's own server reads of some runs."""
+    multiplexer = EventMultiplexer()
+    for folder in folders:
+        multiplexer.AddRun(str(folder), folder.name)
+    multiplexer.Reload()
+    return MultiplexerDataProvider(multiplexer, "")
+
+
+def test_hparams_are_the_options_that_differ_with_the_last_results(finished):
+    provider, request = provider_of(finished.out), RequestContext()
+    context = backend_context.Context(TBContext(data_provider=provider))
+    asked = api_pb2.ListSessionGroupsRequest(
+        start_index=0, slice_size=9, include_metrics=True, allowed_statuses=[api_pb2.STATUS_SUCCESS]
+    )
+    (group,) = list_session_groups.Handler(request, context, "", asked).run().session_groups
+    values = {
+        name: value.number_value or value.string_value or value.bool_value for name, value in group.hparams.items()
+    }
+    assert values == {
+        "model": "timm/test_resnet", "train_crop_size": 32, "val_resize_size": 32, "val_crop_size": 32,
+        "device": "cpu", "batch_size": 4, "global_batch_size": 8, "epochs": 4, "lr": 0.05, "layer_decay": 0.5,
+        "model_ema": True, "use_deterministic_algorithms": True, "checkpoint_steps": 1, "print_freq": 5,
+        "data_path": values["data_path"], "workers": False,
+    }  # fmt: skip
+    last = [record for record in read_records(finished.out) if record["kind"] == "val"][-1]
+    found = {metric.name.tag: metric.value for metric in group.metric_values}
+    assert found["val/acc1"] == pytest.approx(last["acc1"], rel=1e-6)
+    assert found["val/loss"] == pytest.approx(last["loss"], rel=1e-6)
+
+
+def test_charts_and_texts_are_there(finished):
+    events = EventAccumulator(str(finished.out), size_guidance={"scalars": 0}).Reload()
+    tags = set(events.Tags()["scalars"])
+    (event,) = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(LAYOUT)
+    loss = layout.category[0].chart[0].multiline.tag
+    assert [pattern.removesuffix("$") in tags for pattern in loss] == [True] * 3
+    texts = {}
+    for name in ("recipe", "environment", "data", "command"):
+        (event,) = events.Tensors(f"run/{name}")
+        texts[name] = "\n".join(line[4:] for line in event.tensor_proto.string_val[0].decode().splitlines())
+    assert tomllib.loads(texts["recipe"]) == tomllib.loads((finished.out / "recipe.toml").read_text())
+    run = json.loads((finished.out / "run.json").read_text())
+    assert json.loads(texts["environment"]) == run["environment"]
+    assert json.loads(texts["data"])["fingerprint"] == run["data"]["fingerprint"]
+
+
+def png(width, height):
+    """Return a grey picture as the PNG specification has it."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = (b"\0" + b"\x80" * width) * height
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def opened(folder, step=0):
+    state = RunState(2, {}, {})
+    state.epoch, state.steps, state.is_resumed = *divmod(step, 2), bool(step)
+    monitor = Monitor(folder, state)
+    monitor.open()
+    return monitor
+
+
+def pictures(folder):
+    events = EventAccumulator(str(folder), size_guidance={"images": 0}).Reload()
+    return {tag: [(e.step, e.width, e.height) for e in events.Images(tag)] for tag in events.Tags()["images"]}
+
+
+def test_pictures_are_shown_when_they_come_and_after_each_start(tmp_path, capsys):
+    with opened(tmp_path) as monitor:
+        monitor.add_pictures()  # there are none
+        (tmp_path / "pictures").mkdir()
+        (tmp_path / "pictures" / "first_batch-00000000.png").write_bytes(png(4, 3))
+        monitor.add_pictures()
+        monitor.run.epoch = 1
+        for name, content in [("mistakes-2.png", png(5, 2)), ("torn-2.png", b"\x89PN"), ("mistakes-2.png.tmp.7", b"")]:
+            (tmp_path / "pictures" / name).write_bytes(content)
+        (tmp_path / "pictures" / "mistakes-9.png").write_bytes(png(1, 1))  # of a state that was given up
+        monitor.add_pictures()
+        monitor.add_pictures()
+    expected = {"pictures/first_batch": [(0, 4, 3)], "pictures/mistakes": [(2, 5, 2)]}
+    assert pictures(tmp_path) == expected
+    with opened(tmp_path, step=2) as monitor:
+        pass
+    assert pictures(tmp_path) == expected
+    assert capsys.readouterr().out == ""
+
+
+def test_the_end_of_a_session_is_that_of_the_run(tmp_path):
+    ends = [(None, api_pb2.STATUS_SUCCESS), (KeyError("x"), api_pb2.STATUS_FAILURE), (PreemptedError("stop"), None)]
+    for error, status in ends:
+        with opened(tmp_path) as monitor:
+            monitor.write("val", 1, 0, acc1=1.0)
+            monitor.__exit__(type(error), error, None)
+            monitor.folder = None
+        metadata = provider_of(tmp_path).list_tensors(RequestContext(), experiment_id="", plugin_name="hparams")
+        content = metadata[tmp_path.name].get("_hparams_/session_end_info")
+        found = content and backend_context.metadata.parse_session_end_info_plugin_data(content.plugin_content).status
+        assert found == status
+
+
+def test_hostile_files_of_a_run_end_no_start(tmp_path):
+    for content in (
+        b"[1]",
+        b'{"args": {"given": 3, "lr": 1e999, "model": "\\ud800"}, "data": 5}',
+        b'{"args": {"lr": {}}}',
+    ):
+        (tmp_path / "run.json").write_bytes(content)
+        (tmp_path / "recipe.toml").write_bytes(b"\xff")
+        (tmp_path / "metrics.jsonl").write_bytes(
+            b'{"kind": "val", "step": 1, "epoch": 0, "time": 1.0, "acc1": 2.0, "hours": Infinity}\n'
+        )
+        with opened(tmp_path) as monitor:
+            monitor.write("val", 2, 0, acc1=3.0)
+        assert read_points(tmp_path) in ({"val/acc1": [(1, 2.0), (2, 3.0)]}, {})
+
+
+# A service's package, as small as can be: it writes down how it is called, and remembers what it was sent.
+STAND_IN = """
+import json, os
+from types import SimpleNamespace
+FILE = os.environ["SENT"]
+calls = [json.loads(line) for line in open(FILE)] if os.path.exists(FILE) else []
+last = {}
+for name, arguments in calls:
+    if name == "log":
+        last |= arguments
+def note(name, arguments):
+    if name == os.environ.get("FAILS"):
+        raise ConnectionError("no answer")
+    print(json.dumps([name, arguments]), file=open(FILE, "a"))
+"""
+WANDB = (
+    STAND_IN
+    + """
+class Run:
+    def __init__(self, id): self.id, self.summary = id or "new", last if id else {}
+    def define_metric(self, name, step_metric): pass
+    def log(self, values): note("log", values)
+    def finish(self, exit_code): note("finish", exit_code)
+def init(id, resume, config, name, dir):
+    note("init", [id, resume, name, config["model"]])
+    return Run(id)
+"""
+)
+MLFLOW = (
+    STAND_IN
+    + """
+def start_run(run_id, run_name):
+    note("init", [run_id, run_name])
+    return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "new"))
+def get_run(run_id): return SimpleNamespace(data=SimpleNamespace(metrics=last))
+def log_params(params): note("params", params["model"])
+def log_metrics(values, step):
+    assert any(name.endswith("/step") and value == step for name, value in values.items())
+    note("log", values)
+def end_run(status): note("finish", status)
+"""
+)
+
+
+def mirrored_rank(folder, variables, argv, faults=()):
+    import os
+
+    os.environ.update(variables)
+    sys.path.insert(0, str(folder))
+    train_rank(argv, faults)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "ends"), [("wandb", WANDB, [1, 0]), ("mlflow", MLFLOW, ["KILLED", "FINISHED"])]
+)
+def test_a_service_gets_each_record_once_over_a_kill_and_an_interruption(image_folder, tmp_path, name, package, ends):
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / f"{name}.py").write_text(package)
+    variables = {"SENT": str(tmp_path / "sent")}
+    argv = ["--data-path", image_folder, "--output-dir", tmp_path / "run", *SMALL, *ARGV, "--log-to", name]
+    argv = [str(word) for word in [*argv, "--resume", "auto"]]
+    # The kill comes two records after the last save, the signal between two steps.
+    for faults, code in [
+        ([(0, "checkpointing.store.CheckpointManager.save", 7, "before")], -9),
+        ([(0, "torch.optim.SGD.step", 3, "after", 15)], None),
+        ([], 0),
+    ]:
+        outcome = run_ranks(mirrored_rank, 1, tmp_path / "packages", variables, argv, faults, log_folder=tmp_path)
+        assert code is None or outcome.codes == [code], outcome.output
+    calls = [json.loads(line) for line in (tmp_path / "sent").read_text().splitlines()]
+    sent = [values for kind, values in calls if kind == "log"]
+    records = read_records(tmp_path / "run")
+    for kind in ("train", "val", "val_ema"):
+        ours = [values for values in sent if f"{kind}/step" in values]
+        theirs = [record for record in records if record["kind"] == kind]
+        assert [values[f"{kind}/step"] for values in ours] == [record["step"] for record in theirs]
+        assert [values[f"{kind}/loss"] for values in ours] == [record["loss"] for record in theirs]
+    assert [arguments[0] for kind, arguments in calls if kind == "init"] == [None, "new", "new"]
+    assert [arguments for kind, arguments in calls if kind == "finish"] == ends
+    assert json.loads((tmp_path / "run" / "mirrors.json").read_text()) == {name: "new"}
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_a_service_that_fails_is_one_warning(image_folder, tmp_path, call):
+    (tmp_path / "wandb.py").write_text(WANDB)
+    argv = ["--data-path", image_folder, "--output-dir", tmp_path / "run", *SMALL, "--epochs", 2, "--log-to", "wandb"]
+    argv = [str(word) for word in [*argv, "--batch-size", 8, "--print-freq", 1]]
+    variables = {"SENT": str(tmp_path / "sent"), "FAILS": call}
+    outcome = run_ranks(mirrored_rank, 1, tmp_path, variables, argv, log_folder=tmp_path).check()
+    assert outcome.output.count("warning: nothing more is sent to wandb: no answer; training goes on") == 1
+    assert len(read_records(tmp_path / "run")) == 8
+
+
+def test_a_service_that_is_not_there_is_one_line_before_anything_begins(tmp_path):
+    argv = ["--synthetic", 8, *SMALL, "--output-dir", tmp_path / "run", "--log-to"]
+    for given, words in [("mlflow", ["mlflow", "pip install mlflow"]), ("wanbd", ["wanbd", "wandb, mlflow"])]:
+        command = [str(word) for word in [*argv, given]]
+        refused(run_ranks(train_rank, 1, command, log_folder=tmp_path), *words)
+        assert not (tmp_path / "run").exists()
+
+
+def test_curves_are_drawn_over_each_axis(finished, tmp_path):
+    for axis in ("step", "images", "hours"):
+        command = [sys.executable, "-m", "scripts.plot_curves", str(finished.out), "--over", axis]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+        assert done.stdout == f"wrote {finished.out / 'curves.png'}\n", done.stderr
+    with pytest.raises(FileNotFoundError):
+        plot_curves(tmp_path)

@@ -1,0 +1,306 @@
+"""Pictures of a run: their numbers by scikit-learn, their pixels read back, and the same files however it went."""
+
+import io
+import os
+import shutil
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from sklearn import calibration
+from sklearn.metrics import confusion_matrix, recall_score
+
+import data
+import sampler
+from checkpointing.finder import OWN_FILES
+from loading.forms import open_source
+from monitoring import pictures
+from presets import ClassificationPresetTrain
+from tests.endings import Ending
+from tests.images import picture
+from tests.ranks import run_check
+from tests.started import SMALL, run_train
+from transforms import Normalize, RandomCutMix, pack_box
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def predictions(num_images=3000, num_classes=30, seed=0):
+    """Predictions of which some are wrong, of equal confidence, or sure."""
+    generator = numpy.random.default_rng(seed)
+    target = generator.integers(0, num_classes - 1, num_images)  # the last class has no images
+    near = (target + generator.geometric(0.4, num_images) * generator.choice([-1, 1], num_images)) % num_classes
+    predicted = numpy.where(generator.random(num_images) < 0.6, target, near)
+    confidence = generator.integers(1, 301, num_images) / 300
+    return pictures.Predictions(numpy.arange(num_images), target, predicted, confidence)
+
+
+def test_the_numbers_are_those_of_scikit_learn():
+    found = predictions()
+    correct = found.predicted == found.target
+
+    bins = pictures.calibrate(found)
+    shares, sure = calibration.calibration_curve(correct, found.confidence, n_bins=15)
+    filled = bins.counts > 0
+    assert numpy.allclose(bins.accuracy[filled], shares)
+    assert numpy.allclose(bins.confidence[filled], sure)
+    assert bins.error == pytest.approx(float((bins.counts[filled] * abs(shares - sure)).sum() / len(correct)))
+    assert bins.counts.sum() == len(correct)
+
+    whole = confusion_matrix(found.target, found.predicted, labels=range(30))
+    chosen = pictures.find_confused(found, 30)
+    counts = pictures.count_confusion(found, chosen, 30)
+    assert numpy.array_equal(counts[:, :-1], whole[numpy.ix_(chosen, chosen)])
+    assert numpy.array_equal(counts.sum(axis=1), whole.sum(axis=1)[chosen])
+
+    classes, shares = pictures.rank_classes(found, 30)
+    recall = recall_score(found.target, found.predicted, labels=classes, average=None)
+    assert sorted(classes) == [*range(29)]
+    assert numpy.allclose(shares, recall)
+    assert [*zip(shares, classes, strict=True)] == sorted(zip(shares, classes, strict=True))
+
+
+def test_the_surest_mistakes_come_first_and_equal_ones_in_their_order():
+    found = predictions()
+    rows = [row for row in range(len(found.index)) if found.predicted[row] != found.target[row]]
+    expected = sorted(rows, key=lambda row: (-found.confidence[row], row))[:16]
+    assert pictures.find_mistakes(found) == expected
+    assert len({found.confidence[row] for row in expected}) < 16  # some are equal
+
+
+def test_classes_that_are_confused_stand_beside_each_other():
+    target = numpy.array([*[70] * 9, *[3] * 5, *[50] * 7, *[9] * 2, *range(100)])
+    predicted = numpy.array([*[20] * 9, *[4] * 5, *[20] * 7, *[90] * 2, *range(100)])
+    found = pictures.Predictions(numpy.arange(len(target)), target, predicted, numpy.ones(len(target)))
+    chosen = pictures.find_confused(found, 100)
+    assert chosen[:7] == [20, 70, 50, 3, 4, 9, 90]
+    assert len(set(chosen)) == 16
+    assert pictures.find_confused(found._replace(target=predicted), 100) == [*range(16)]
+    assert pictures.find_confused(predictions(num_classes=7), 7) == [*range(7)]
+
+
+def cell(sheet, place, side):
+    left, top = pictures.corner_of(place, side)
+    return numpy.asarray(sheet)[top : top + side, left : left + side]
+
+
+@pytest.mark.parametrize(("size", "shown"), [(32, 96), (120, 120)])
+def test_a_mixed_batch_is_shown_pixel_for_pixel_with_its_shares(size, shown):
+    image = torch.randint(0, 256, (6, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    names = ["cat", "dog", "a\nname\udc80"]
+    batch = Normalize(MEAN, STD, torch.device("cpu"))(image)
+    half = pack_box((0, 0, size // 4, size), size, size)
+    mixed, target = RandomCutMix(3).mix(batch, torch.tensor([0, 1, 2, 0, 0, 1]), half)
+    sheet = pictures.draw_batch("title", mixed, target, names, MEAN, STD)
+    for place in range(6):
+        expected = image[place].clone()
+        expected[:, :, : size // 4] = image[place - 1][:, :, : size // 4]
+        expected = expected.permute(1, 2, 0).numpy().repeat(shown // size, 0).repeat(shown // size, 1)
+        assert numpy.array_equal(cell(sheet, place, shown), expected)
+    captions = [
+        ["75% cat", "25% dog"], ["75% dog", "25% cat"], ["75% a?name?", "25% dog"], ["75% cat", "25% a?name?"],
+        ["100% cat"], ["75% dog", "25% cat"],
+    ]  # fmt: skip
+    squares = [Image.fromarray(cell(sheet, place, shown)) for place in range(6)]
+    assert sheet.tobytes() == pictures.draw_grid("title", squares, captions).tobytes()
+    captions[4] = ["99% cat"]
+    assert sheet.tobytes() != pictures.draw_grid("title", squares, captions).tobytes()
+
+
+def test_bars_and_cells_are_as_high_and_dark_as_their_numbers():
+    target = numpy.array([0] * 4 + [1] * 4)
+    predicted = numpy.array([0, 0, 0, 1, 1, 1, 1, 1])
+    found = pictures.Predictions(numpy.arange(8), target, predicted, numpy.full(8, 0.5))
+    (width, height), names = pictures.PLOT_PX, ["a", "b"]
+    bars = (numpy.asarray(pictures.draw_classes("", found, names)) == pictures.BLUE).all(axis=2)
+    heights = bars[: pictures.HEAD_PX + pictures.GAP_PX + height].sum(axis=0)  # below it is the word "best"
+    assert heights[44 + width // 4] == height * 3 // 4
+    assert heights[44 + 3 * width // 4] == height
+
+    sheet = numpy.asarray(pictures.draw_calibration("", found))
+    x = 44 + 7 * (height // 15) + 3  # the bin of 0.5
+    top = pictures.HEAD_PX + pictures.GAP_PX
+    assert (sheet[top + height - round(height * 0.5), x] == pictures.RED).all()
+    assert (sheet[top + height - round(height * 0.875) + 1, x] == pictures.BLUE).all()
+    assert (sheet[top + height - round(height * 0.875) - 2, x] == 255).all()
+
+    matrix = numpy.asarray(pictures.draw_confusion("", found, names))
+    last = matrix[-pictures.GAP_PX - pictures.MATRIX_PX + 2]  # the row of b, above its text
+    left = matrix.shape[1] - pictures.GAP_PX - 2 * pictures.MATRIX_PX
+    assert (last[left + 2] == 255).all()
+    assert (last[left + pictures.MATRIX_PX + 2] == pictures.BLUE).all()
+
+
+# Evaluations without a model: the scores of an image are a function of its number.
+
+
+def pictures_of(folder, images, *, step=3, bests=None, is_resumed=False, is_evaluated=True):
+    run = SimpleNamespace(
+        is_resumed=is_resumed, parts={}, step=step, steps_per_epoch=3, bests={"best": bests}, is_evaluated=is_evaluated
+    )
+    index = open_source(images)
+    return pictures.Pictures(folder, run, None, SimpleNamespace(index=index, classes=index.classes))
+
+
+def observe(drawing, rank=0, world_size=1):
+    index = drawing.val.index
+    numbers = [*sampler.EvalSampler(len(index), 3, rank, world_size)]
+    for batch in torch.tensor(numbers).split(3) if numbers else ():
+        scores = torch.stack(
+            [torch.randn(3, generator=torch.Generator().manual_seed(number)) for number in batch.tolist()]
+        )
+        drawing.observe("val", scores, torch.tensor([index.label(number) for number in batch.tolist()]), batch)
+
+
+def evaluate(drawing):
+    observe(drawing)
+    drawing.draw()
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("picture-*"))}
+
+
+def draw_in_rank(rank, world_size, folder, images):
+    drawing = pictures_of(folder / str(world_size) if rank == 0 else None, images)
+    observe(drawing, rank, world_size)
+    found = drawing.gather()
+    observe(drawing, rank, world_size)
+    drawing.draw()
+    assert found.index.tolist() == [*range(7)]
+    if rank == 0:
+        (folder / str(world_size) / "picture-numbers").write_bytes(b"".join(column.tobytes() for column in found))
+
+
+def test_pictures_are_the_same_bytes_on_any_number_of_processes(image_folder, tmp_path):
+    for world_size in (1, 2, 3, 4):  # for three batches
+        (tmp_path / str(world_size)).mkdir()
+        run_check(world_size, draw_in_rank, tmp_path, tmp_path, image_folder / "val")
+    expected = contents(tmp_path / "1")
+    tags = ["calibration", "classes", "confusion", "mistakes"]
+    assert pictures.list(tmp_path / "1") == [(tag, 3, tmp_path / "1" / f"picture-{tag}-00000003.png") for tag in tags]
+    assert all(contents(tmp_path / str(world_size)) == expected for world_size in (2, 3, 4))
+    assert all(OWN_FILES.fullmatch(name) for name in expected.keys() - {"picture-numbers"})
+
+
+def test_the_images_of_the_surest_mistakes_are_shown(image_folder, tmp_path):
+    index = open_source(image_folder / "val")
+    evaluate(pictures_of(tmp_path, image_folder / "val"))
+    scores = [torch.randn(3, generator=torch.Generator().manual_seed(number)).softmax(0) for number in range(7)]
+    wrong = [number for number in range(7) if int(scores[number].argmax()) != index.label(number)]
+    wrong.sort(key=lambda number: -float(scores[number].max()))
+    assert len(wrong) > 2
+    sheet = Image.open(tmp_path / "picture-mistakes-00000003.png")
+    for place, number in enumerate(wrong):
+        with Image.open(io.BytesIO(index.read(number))) as image:
+            square = image.crop((4, 0, 36, 32)).resize((96, 96), Image.Resampling.BICUBIC)  # of 40 x 32 pixels
+        inner = slice(6, -6)  # at its edges the crop lacks its neighbours
+        shown = cell(sheet, place, 96)[inner, inner].astype(int)
+        assert abs(shown - numpy.asarray(square)[inner, inner]).max() <= 1
+
+
+def test_pictures_of_a_long_run_are_few_and_small(image_folder, tmp_path):
+    best = None
+    for epoch in range(1, 41):
+        if epoch in (1, 2, 11, 25):
+            best = {"step": 3 * epoch}
+        evaluate(pictures_of(tmp_path, image_folder / "val", step=3 * epoch, bests=best))
+    steps = {step for _, step, _ in pictures.list(tmp_path)}
+    assert steps == {3 * epoch for epoch in (1, 2, 4, 8, 16, 32, 25, 40)}
+    # As large as they can be: 16 noisy images, and all classes to be told.
+    found, names = predictions(num_classes=1000), [f"n{number:08d}" for number in range(1000)]
+    noise = [Image.fromarray(numpy.random.default_rng(k).integers(0, 256, (96, 96, 3), numpy.uint8)) for k in range(16)]
+    photos = [picture(160, 160).resize((96, 96)) for _ in range(16)]
+    sheets = [pictures.draw_grid("", images, [["100.0% n00000000", "is n00000000"]] * 16) for images in (noise, photos)]
+    charts = [draw("", found, names) for draw in (pictures.draw_confusion, pictures.draw_classes)]
+    sizes = []
+    for sheet in [*sheets, *charts, pictures.draw_calibration("", found)]:
+        content = io.BytesIO()
+        sheet.save(content, "PNG")
+        sizes.append(content.tell())
+    assert sizes[0] < 500_000
+    assert sum(sizes[1:]) < 370_000  # twelve of these and the first batch are about 5 MB
+
+
+def test_a_resumed_run_removes_what_lies_beyond_its_step(image_folder, tmp_path):
+    for step in (3, 6):
+        evaluate(pictures_of(tmp_path, image_folder / "val", step=step))
+    (tmp_path / "picture-mine.png").touch()
+    pictures_of(tmp_path, image_folder / "val", step=6, is_resumed=True).open()
+    assert len(pictures.list(tmp_path)) == 8
+    pictures_of(tmp_path, image_folder / "val", step=6, is_resumed=True, is_evaluated=False).open()
+    assert {step for _, step, _ in pictures.list(tmp_path)} == {3}
+    assert (tmp_path / "picture-mine.png").exists()
+
+
+def test_a_picture_that_fails_is_one_warning(image_folder, tmp_path, capsys):
+    shutil.copytree(image_folder / "val", tmp_path / "val")
+    (tmp_path / "picture-classes-00000003.png").mkdir()
+    drawing = pictures_of(tmp_path, tmp_path / "val")
+    shutil.rmtree(tmp_path / "val")
+    evaluate(drawing)
+    evaluate(drawing)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning: pictures, " in line]
+    assert [line.split(":")[1].split(", ")[1] for line in warnings] == ["mistakes", "classes"]
+    assert [tag for tag, _, _ in pictures.list(tmp_path)] == ["calibration", "confusion"]
+
+
+def test_an_evaluation_reads_nothing_of_the_device(image_folder):
+    drawing = pictures_of(None, image_folder / "val")
+    drawing.observe("val", torch.ones(2, 3, device="meta"), torch.ones(2, device="meta"), torch.arange(2))
+    with pytest.raises(NotImplementedError, match="meta"):
+        drawing.draw()
+
+
+# Whole runs
+
+
+def argv_of(images, out, *more):
+    return [
+        "--data-path", images, "--output-dir", out, *SMALL, "--batch-size", 4, "--global-batch-size", 8, "--epochs", 3,
+        "--lr", 0.05, "--use-deterministic-algorithms", "--model-ema", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(image_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_train(folder, *argv_of(image_folder, folder / "out")).check()
+    return folder / "out"
+
+
+def test_the_first_batch_is_what_the_model_sees(image_folder, undisturbed):
+    images = data.IndexedImageFolder(image_folder / "train", ClassificationPresetTrain(crop_size=32))
+    order = sampler.TrainSampler(29, sampler.VirtualShards(8, 2)).epoch_order()[:8:2].tolist()
+    loaded = [images.load(sampler.SampleKey(number, 0)) for number in order]
+    squares = [Image.fromarray(image.permute(1, 2, 0).numpy()).resize((96, 96), 0) for image, _ in loaded]
+    captions = [[f"100% class{label}"] for _, label in loaded]
+    expected = pictures.draw_grid("first batch of 4 as the model sees it", squares, captions)
+    assert Image.open(undisturbed / "picture-first-batch-00000000.png").tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("monitoring.pictures.draw_classes", 2, "before"),
+        ("checkpointing.store.CheckpointManager.save", 4, "before"),
+        ("torch.optim.SGD.step", 1, "after"),
+    ],
+)
+def test_a_killed_run_ends_with_the_same_pictures(fault, image_folder, tmp_path, undisturbed):
+    killed = run_train(tmp_path, *argv_of(image_folder, tmp_path / "out", "--resume", "auto"), faults=[(0, *fault)])
+    assert killed.codes == [-9], killed.output
+    run_train(tmp_path, *argv_of(image_folder, tmp_path / "out", "--resume", "auto"), world_size=2).check()
+    expected = Ending(undisturbed)
+    assert sum(name.startswith("picture-") for name in expected.values) == 1 + 3 * 4
+    assert Ending(tmp_path / "out").differences(expected) == []
+
+
+def test_overwrite_removes_the_pictures_and_a_made_up_run_has_none(tmp_path, undisturbed):
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    made_up = ["--synthetic", 8, "--output-dir", out, *SMALL, "--batch-size", 4, "--epochs", 1]
+    run_train(tmp_path, *made_up, "--overwrite").check()
+    assert not [name for name in os.listdir(out) if name.startswith("picture")]

@@ -1,0 +1,145 @@
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from PIL import Image
+
+from checkpointing.finder import OWN_FILES
+from errors import UserError
+from scripts.report import LoggedRun, compare_runs, group_seeds, traces, write_report
+from tests.ranks import REPOSITORY
+
+HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
+
+
+class Cells(HTMLParser):
+    """The cells of all tables by rows, and the tags outside of scripts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.rows, self.tags = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, text):
+        if self.rows and self.rows[-1] and self.get_starttag_text()[1:3] in ("td", "th"):
+            self.rows[-1][-1] += text
+
+
+def write_run(folder, seed=0, lr=0.1, factor=1.0):
+    """Write the files of a run of two epochs of ten steps by hand."""
+    folder.mkdir()
+    values = [(step, 100 / step * factor) for step in (1, 10, 11, 20)]
+    records = [
+        {"kind": "train", "step": step, "epoch": (step - 1) // 10, "loss": loss, "lr": lr, "time": 1.0}
+        for step, loss in values
+    ]
+    records += [
+        {"kind": kind, "step": step, "epoch": step // 10 - 1, "loss": 2.0, "acc1": step * factor, "time": 1.0}
+        for step in (10, 20)
+        for kind in ("val", "val_ema")
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "recipe.toml").write_text(f'title = "t"\n[optimization]\nlr = {lr}\nseed = {seed}\n')
+    return folder
+
+
+def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
+    run = write_run(tmp_path / "run")
+    for name in ("picture-confusion-00000010.png", "picture-confusion-00000020.png", "picture.png", "curves.png"):
+        Image.new("RGB", (3, 3)).save(run / name)
+    (run / "log.txt").write_text("==== now, host\nEpoch: [0] bound by data: 80%\nverdict: fine\nother\n")
+    (run / "status.json").write_text('{"state": "finished", "step": 20}')
+    (run / "run.json").write_text('{"host": "h1", "environment": {"torch": "9.9"}, "args": {"lr": 1}}')
+    path = write_report([run], None)
+    assert path == run / "report.html"
+    assert OWN_FILES.fullmatch(path.name)
+    page = Cells(path.read_text())
+    head = next(row for row in page.rows if row[0] == "epoch")
+    body = [row for row in page.rows if len(row) == len(head) and row != head]
+    found = [dict(zip(head, row, strict=True)) for row in body]
+    assert [(row["epoch"], row["step"], row["val acc1"], row["train loss"]) for row in found] == [
+        ("0", "10", "10", "10"), ("1", "20", "20", "5"),
+    ]  # fmt: skip
+    for row in (["state", "finished"], ["environment.torch", "9.9"], ["==== now, host"], ["verdict: fine"]):
+        assert row in page.rows
+    assert ["Epoch: [0] bound by data: 80%"] in page.rows
+    assert ["other"] not in page.rows
+    pictures = [attrs["alt"] for tag, attrs in page.tags if tag == "img"]
+    assert sorted(pictures) == ["curves.png", "picture-confusion-00000020.png", "picture.png"]
+    loaded = [attrs[name] for _, attrs in page.tags for name in ("src", "href") if name in attrs]
+    assert all(address.startswith("data:image/png;base64,") for address in loaded)
+
+
+def test_whatever_a_run_holds_is_escaped(tmp_path):
+    run = write_run(tmp_path / HOSTILE.replace("/", "|"))
+    (run / "log.txt").write_text(f"verdict {HOSTILE}\n")
+    (run / "recipe.toml").write_text(f"title = '''{HOSTILE}'''\n[data]\ndata-path = '''{HOSTILE}'''\n")
+    (run / "run.json").write_text(json.dumps({"command": [HOSTILE], HOSTILE: 1}))
+    (run / f"picture-{HOSTILE.replace('/', '|')}.png").write_bytes(b"no picture")
+    other = write_run(tmp_path / "other")
+    for path in (write_report([run], None), write_report([run, other], tmp_path / "comparison.html")):
+        page = Cells(path.read_text())
+        assert not [attrs for _, attrs in page.tags if "onerror" in attrs]
+        assert "alert(2)" not in [text.strip() for text in re.findall(r"<script[^>]*>(.*?)</script>", path.read_text())]
+
+
+def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
+    factors = [1.0, 2.0, 4.0]
+    runs = [write_run(tmp_path / f"s{i}", seed=i, factor=factor) for i, factor in enumerate(factors)]
+    runs = [LoggedRun(run) for run in [*runs, write_run(tmp_path / "other", lr=0.2)]]
+    groups = group_seeds(runs)
+    assert [[run.folder.name for run in group] for group in groups.values()] == [["s0", "s1", "s2"], ["other"]]
+    line, band = list(traces(groups, "acc1"))[:2]
+    mean, deviation = statistics.fmean(factors) * 20, statistics.stdev(factors) * 20
+    assert line[:2] == ([10, 20], 10)
+    assert line[2]["y"][1] == pytest.approx(mean)
+    assert band[0] == [10, 20, 20, 10]
+    assert band[2]["y"][1:3] == pytest.approx([mean + deviation, mean - deviation])
+    page = Cells(compare_runs(runs))
+    assert page.rows[0] == ["run", "lr", "seed"]
+    assert [row[1:] for row in page.rows[1:5]] == [["0.1", "0"], ["0.1", "1"], ["0.1", "2"], ["0.2", "0"]]
+    assert next(row[2:] for row in page.rows if row[1] == "val acc1") == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
+
+
+def test_damaged_lines_and_odd_files_are_passed_over(tmp_path):
+    run = write_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_bytes().splitlines()
+    lines[1:1] = [b"\xff\x00", b"[]", b'{"kind": "val"}', b'{"kind":"train","step":5,"epoch":0,"loss":NaN,"time":1}']
+    (run / "metrics.jsonl").write_bytes(b"\n".join(lines) + b'\n{"kind": "tr')
+    (run / "recipe.toml").write_bytes(b"\xff = [")
+    os.mkfifo(run / "log.txt")
+    (tmp_path / "secret").write_text("verdict secret")
+    (run / "picture.png").symlink_to(tmp_path / "secret")
+    assert set(LoggedRun(run).points("train", "loss")) == {1, 10, 11, 20}
+    assert "picture.png" not in write_report([run], None).read_text()
+    (run / "metrics.jsonl").write_bytes(b"")
+    assert "No records yet" in write_report([run], None).read_text()
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path):
+    for given in ([tmp_path], [tmp_path / "missing"]):
+        command = [sys.executable, "-m", "scripts.report", *map(str, given)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert "holds no metrics.jsonl" in done.stderr
+
+
+def test_without_plotly_a_line_says_so(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "plotly.subplots", None)  # as if it were not installed
+    with pytest.raises(UserError, match=r"pip install -r requirements-dev\.txt"):
+        write_report([run], None)
+    assert not (run / "report.html").exists()

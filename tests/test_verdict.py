@@ -1,0 +1,197 @@
+"""What limits a run is found out: in real runs that were built to be limited, and in simulated ones of any size."""
+
+import json
+import random
+import re
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from monitoring import verdict
+from tests.ranks import run_ranks, train_rank
+
+SHORT_S, LONG_S = 0.005, 0.04
+
+
+class Sleeper(nn.Module):
+    """A model of a few weights whose forward pass takes as long as it is told."""
+
+    def __init__(self, seconds, num_classes=1000):
+        super().__init__()
+        self.fc, self.seconds = nn.Linear(3, num_classes), seconds
+
+    def forward(self, image):
+        if self.training and not image.is_meta:
+            time.sleep(self.seconds())
+        return self.fc(image.mean(dim=(2, 3)))
+
+
+def limited_rank(argv: list[str], trouble: str) -> None:
+    """Run train.py with something slow in it."""
+    import os
+
+    import data
+    import gradients
+    import models
+
+    rank, draws = int(os.environ.get("RANK", "0")), random.Random(int(os.environ.get("RANK", "0")))
+    is_slow = trouble == "model" or (trouble == "rank" and rank == 1)
+    seconds = {"jitter": lambda: draws.uniform(LONG_S / 2, LONG_S)}.get(trouble, lambda: LONG_S if is_slow else SHORT_S)
+    models._build_torchvision = lambda args, num_classes: Sleeper(seconds, num_classes)
+    if trouble in ("loader", "rank's loader"):
+        load = data.SyntheticImages.load
+
+        def load_slowly(self, key):
+            time.sleep(LONG_S / 4 if trouble == "loader" or rank == 1 else 0)
+            return load(self, key)
+
+        data.SyntheticImages.load = load_slowly
+    wrap = gradients.wrap_model
+
+    def wrap_slowly(model, args):
+        wrapped = wrap(model, args)
+
+        def send(_, bucket):
+            sent = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+            return sent.then(lambda done: time.sleep(LONG_S) or done.value()[0].div_(2))
+
+        if trouble == "links":
+            wrapped.register_comm_hook(None, send)
+        return wrapped
+
+    gradients.wrap_model = wrap_slowly
+    train_rank(argv)
+
+
+ARGV = """
+    --synthetic 320 --train-crop-size 8 --val-resize-size 8 --val-crop-size 8 --batch-size 4 --epochs 1 --lr 0.01
+    --device cpu --print-freq 10 --workers 1
+""".split()
+
+
+def judge(trouble: str, folder, num_ranks: int = 2) -> str:
+    """Return the verdict on a real run of 40 steps, without the name of the epoch."""
+    argv = [*ARGV, "--output-dir", str(folder / "out")]
+    output = run_ranks(limited_rank, num_ranks, argv, trouble, log_folder=folder).check().outputs[0]
+    return re.search(r"Epoch: \[0\] (bound by .*|balanced.*)", output)[1]
+
+
+@pytest.mark.slow  # real processes that sleep: what is measured depends on what else the machine does
+@pytest.mark.parametrize(
+    ("trouble", "begin", "advice"),
+    [
+        ("model", "bound by compute: ", "first 4 processes on as many devices: up to "),
+        ("loader", "bound by data: waiting for data ", "--workers "),
+        ("links", "bound by communication: ", "first --grad-compression bf16, which sends half the bytes: up to "),
+        ("rank", "bound by the slowest rank, 1: ", "first look at the machine of rank 1, its device and other jobs"),
+        ("rank's loader", "bound by data: waiting for data (nearly all of it on rank 1) ", "first "),
+    ],
+)
+def test_the_limit_of_a_run_is_named(trouble, begin, advice, tmp_path):
+    found = judge(trouble, tmp_path)
+    assert found.startswith(begin)
+    if trouble != "loader":  # whether there are cores for more workers depends on the machine
+        assert advice in found
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    (record,) = [record for record in records if record["kind"] == "verdict"]
+    assert sum(record[name] for name in verdict.RECORDED[:-1]) == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_an_ordinary_run_is_not_accused(number, tmp_path):
+    found = judge("jitter", tmp_path, num_ranks=1 + number % 2)
+    assert found.startswith(("bound by compute: ", "balanced, "))
+
+
+def simulate(
+    world_size: int,
+    num_steps: int = 100,
+    *,
+    seed: int = 0,
+    compute_s: float = 0.05,
+    load_s: float = 0.03,
+    send_s: float = 0.004,
+    slow_rank: int | None = None,
+    jitter: float = 0.1,
+) -> torch.Tensor:
+    """Return the seconds of steps of made-up processes: each has a loader that is up to four batches ahead."""
+    draws = random.Random(seed)
+    now = [0.0] * world_size
+    loaded = [[] for _ in now]  # when each batch is ready
+    taken = [[] for _ in now]
+    steps = []
+    for step in range(num_steps):
+        row = []
+        for rank in range(world_size):
+            free = taken[rank][step - 4] if step >= 4 else 0.0
+            begin = max(loaded[rank][-1] if step else 0.0, free)
+            loaded[rank].append(begin + load_s * draws.lognormvariate(0, 2 * jitter))
+            taken[rank].append(max(now[rank], loaded[rank][-1]))
+            slowness = 2.0 if rank == slow_rank else 1.0
+            pause = 0.1 if draws.random() < 0.01 else 0.0  # as of a garbage collection
+            done = taken[rank][-1] + compute_s * slowness * draws.lognormvariate(0, jitter) + pause
+            row.append((now[rank], taken[rank][-1] - now[rank], done))
+        end = max(done for _, _, done in row) + (send_s if world_size > 1 else 0)
+        steps.append([(end - begin, wait, end - done if world_size > 1 else 0.0) for begin, wait, done in row])
+        now = [end] * world_size
+    return torch.tensor(steps, dtype=torch.float64).transpose(0, 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("limit", "trouble"),
+    [
+        ("data", {"load_s": 0.1}),
+        ("communication", {"send_s": 0.05}),
+        ("slowest", {"slow_rank": 1}),
+    ],
+)
+def test_a_simulated_limit_is_named_with_the_time_that_the_run_would_save(world_size, limit, trouble):
+    if world_size == 1 and limit != "data":
+        return
+    troubled, untroubled = simulate(world_size, **trouble), simulate(world_size, send_s=0.0, load_s=0.0)
+    shares = verdict.find_shares(troubled)
+    assert shares.limit() == limit
+    saved = 1 - float(untroubled[..., 0].sum() / troubled[..., 0].sum())
+    assert getattr(shares, limit) == pytest.approx(saved, abs=0.06)
+    assert sum(shares[:4]) == pytest.approx(1)
+    if limit == "slowest":
+        assert shares.rank == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ordinary_simulated_runs_are_not_accused(seed):
+    draws = random.Random(100 + seed)
+    ordinary = {
+        "jitter": draws.uniform(0, 0.2),
+        "load_s": draws.uniform(0.005, 0.04),
+        "send_s": draws.uniform(0, 0.008),
+    }
+    for world_size in (1, 2, 4, 16):
+        assert verdict.find_shares(simulate(world_size, seed=seed, **ordinary)).limit() in ("compute", None)
+
+
+def test_a_short_epoch_gets_no_verdict(tmp_path):
+    assert verdict.find_shares(simulate(2, num_steps=verdict.LEAST_STEPS - 1)) is None
+    assert verdict.find_shares(simulate(2, compute_s=0.001, load_s=0.001, send_s=0.0, num_steps=30, jitter=0)) is None
+    argv = [*ARGV, "--synthetic", "16", "--output-dir", str(tmp_path / "out")]
+    output = run_ranks(limited_rank, 1, argv, "none", log_folder=tmp_path).check().output
+    assert "bound by" not in output
+    assert "balanced" not in output
+
+
+@pytest.mark.parametrize(
+    ("workers", "share", "factor"),
+    # 2 workers keep up with 0.25 of the time: at 4, half; at 8, all. None can do more than take the wait away.
+    [(2, 0.75, 4.0), (4, 0.5, 2.0), (6, 0.3, 8 / 6), (7, 0.1 + 0.2, 8 / 7)],
+)
+def test_more_workers_are_advised_with_the_rate_that_they_can_give(workers, share, factor, monkeypatch):
+    monkeypatch.setattr(verdict, "_cores", lambda: 8)
+    shares = verdict.Shares(share, 1 - share, 0.0, 0.0, rank=0, data_rank=None, step_s=0.1)
+    args = type("Args", (), {"workers": workers, "world_size": 1, "global_batch_size": 10})
+    found = verdict.describe_limit(shares, args)
+    assert f"first --workers 8 for {workers}: " in found
+    assert f"up to {100 * factor:,.4g} images/s, now 100 images/s" in found
