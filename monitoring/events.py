@@ -51,7 +51,7 @@ LAYOUT = {
 }
 
 # A picture of a run: what it shows, and after which step.
-PICTURE = re.compile(r"(\w+)-(\d{1,15})\.png")
+PICTURE = re.compile(r"picture-([a-z_-]+)-(\d{8,15})\.png")
 
 _EVENTS = re.compile(r"events\.out\.tfevents\.(\d{1,18})\.")
 _LARGEST_PNG = 16 << 20
@@ -104,14 +104,12 @@ class EventFile:
         self._write([_event(record)])
 
     def add_pictures(self, step: int) -> None:
-        """Add the pictures of steps so far in the run's folder that are not shown yet: pictures/NAME-STEP.png."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            names = sorted({path.name for path in (self.folder / "pictures").iterdir()} - self._shown)
-            for name in names:
-                match = PICTURE.fullmatch(name)
-                if match and int(match[2]) <= step:
-                    self._shown.add(name)
-                    self._write(_picture(self.folder / "pictures" / name, match[1], int(match[2])))
+        """Add the pictures of steps so far in the run's folder that are not shown yet: picture-NAME-STEP.png."""
+        for name in sorted(set(os.listdir(self.folder)) - self._shown):
+            match = PICTURE.fullmatch(name)
+            if match and int(match[2]) <= step:
+                self._shown.add(name)
+                self._write(_picture(self.folder / name, match[1], int(match[2])))
 
     def close(self, is_finished: bool | None) -> None:
         """Close the file; of a run that has ended, well or not, say so."""

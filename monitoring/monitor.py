@@ -100,11 +100,6 @@ class Monitor:
         if not self._pending:
             self._events = EventFile(self.folder, self.records() if records is None else records, self.run.step)
 
-    def add_pictures(self) -> None:
-        """Show the pictures that have come into the run's folder: see `EventFile.add_pictures`."""
-        if self._events is not None:
-            self._attempt(_EVENTS, self._keep_events, self._events.add_pictures, self.run.step)
-
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
         """Write one record: `kind` is train or an evaluation's name; `step` the steps done when it was measured.
 
@@ -151,10 +146,12 @@ class Monitor:
             raise
 
     def sync(self) -> None:
-        """Make all records durable; called before a checkpoint that is later than they are."""
+        """Make all records durable, and show new pictures; called before a checkpoint that is later than they are."""
         if self.folder is not None:
             self._attempt("metrics.jsonl", self._write_pending)
             self._attempt("metrics.jsonl", os.fsync, self._file.fileno())
+            if self._events is not None:
+                self._attempt(_EVENTS, self._keep_events, self._events.add_pictures, self.run.step)
 
 
 def read_records(folder: Path) -> list[dict]:

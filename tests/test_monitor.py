@@ -155,14 +155,12 @@ def test_hparams_are_the_options_that_differ_with_the_last_results(finished):
         start_index=0, slice_size=9, include_metrics=True, allowed_statuses=[api_pb2.STATUS_SUCCESS]
     )
     (group,) = list_session_groups.Handler(request, context, "", asked).run().session_groups
-    values = {
-        name: value.number_value or value.string_value or value.bool_value for name, value in group.hparams.items()
-    }
+    values = {name: getattr(value, value.WhichOneof("kind")) for name, value in group.hparams.items()}
     assert values == {
         "model": "timm/test_resnet", "train_crop_size": 32, "val_resize_size": 32, "val_crop_size": 32,
         "device": "cpu", "batch_size": 4, "global_batch_size": 8, "epochs": 4, "lr": 0.05, "layer_decay": 0.5,
         "model_ema": True, "use_deterministic_algorithms": True, "checkpoint_steps": 1, "print_freq": 5,
-        "data_path": values["data_path"], "workers": False,
+        "workers": 0, "data_path": values["data_path"],
     }  # fmt: skip
     last = [record for record in read_records(finished.out) if record["kind"] == "val"][-1]
     found = {metric.name.tag: metric.value for metric in group.metric_values}
@@ -214,17 +212,17 @@ def pictures(folder):
 
 def test_pictures_are_shown_when_they_come_and_after_each_start(tmp_path, capsys):
     with opened(tmp_path) as monitor:
-        monitor.add_pictures()  # there are none
-        (tmp_path / "pictures").mkdir()
-        (tmp_path / "pictures" / "first_batch-00000000.png").write_bytes(png(4, 3))
-        monitor.add_pictures()
+        monitor.sync()  # there are none
+        (tmp_path / "picture-first-batch-00000000.png").write_bytes(png(4, 3))
+        monitor.sync()
         monitor.run.epoch = 1
-        for name, content in [("mistakes-2.png", png(5, 2)), ("torn-2.png", b"\x89PN"), ("mistakes-2.png.tmp.7", b"")]:
-            (tmp_path / "pictures" / name).write_bytes(content)
-        (tmp_path / "pictures" / "mistakes-9.png").write_bytes(png(1, 1))  # of a state that was given up
-        monitor.add_pictures()
-        monitor.add_pictures()
-    expected = {"pictures/first_batch": [(0, 4, 3)], "pictures/mistakes": [(2, 5, 2)]}
+        for name, content in [("mistakes-00000002.png", png(5, 2)), ("torn-00000002.png", b"\x89PN")]:
+            (tmp_path / f"picture-{name}").write_bytes(content)
+        (tmp_path / "picture-mistakes-00000002.png.tmp.7").write_bytes(b"")
+        (tmp_path / "picture-mistakes-00000009.png").write_bytes(png(1, 1))  # of a state that was given up
+        monitor.sync()
+        monitor.sync()
+    expected = {"pictures/first-batch": [(0, 4, 3)], "pictures/mistakes": [(2, 5, 2)]}
     assert pictures(tmp_path) == expected
     with opened(tmp_path, step=2) as monitor:
         pass
