@@ -100,4 +100,7 @@ def test_tensorboard_shows_the_run(tensorboard, started, tmp_path):
     scalars = read_json(f"{tensorboard}data/plugin/scalars/scalars?run={name}&tag=train%2Floss")
     assert {step: pytest.approx(value) for _, step, value in scalars} == losses
     assert all(url.startswith(tensorboard) for url in asked)
-    assert "train/loss" in dom
+    shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", dom))
+    num_tags = sum(tag.startswith("train/") for tag in tags[name])
+    assert f" train {num_tags} cards " in shown
+    assert " pictures 4 cards " in shown  # of the evaluations; the first batch is that of another start

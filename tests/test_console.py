@@ -1,5 +1,6 @@
 """The console: one live line on a real terminal, plain lines elsewhere, log.txt, and what is said first and last."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -11,11 +12,11 @@ import struct
 import sys
 import termios
 import threading
-import time
 
 import pytest
 
 import errors
+import run
 from loading import progress
 from monitoring import console
 from tests.ranks import run_ranks, train_rank
@@ -79,44 +80,35 @@ class Screen:
 
 
 class Terminal:
-    """A pseudo-terminal of some width that is made narrower once, and all that is written to it.
+    """A pseudo-terminal of some width, and all that is written to it; `RESIZE` says in it from where on it has another.
 
     Args:
         columns: its width.
-        narrower: its width from then on.
-        after: the text after which that is.
     """
 
-    def __init__(self, columns, narrower, after):
+    def __init__(self, columns):
         self.master, self.slave = os.openpty()
-        self.path, self.narrower, self.after = os.ttyname(self.slave), narrower, after
-        self.written = [(columns, "")]  # (width, what was written while it had that width)
-        self.set_columns(columns)
+        self.path, self.columns, self.content = os.ttyname(self.slave), columns, b""
+        set_columns(self.slave, columns)
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
 
-    def set_columns(self, columns):
-        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
     def read(self):
-        while True:
-            try:
-                text = os.read(self.master, 1 << 16).decode()
-            except OSError:  # nobody has it open any more
-                return
-            columns, before = self.written[-1]
-            self.written[-1] = columns, before + text
-            # The live line has just been shown, and will not be for a while.
-            if self.narrower and text.endswith("\r") and re.search(self.after, before + text):
-                self.set_columns(self.narrower)
-                self.written.append((self.narrower, ""))
-                self.narrower = None
+        with contextlib.suppress(OSError):  # nobody has it open any more
+            while True:
+                self.content += os.read(self.master, 1 << 16)
 
     def close(self):
         """Wait for all that was written."""
         os.close(self.slave)
         self.reader.join(10)
         os.close(self.master)
+
+    @property
+    def written(self):
+        """All texts, each with the width that the terminal had then."""
+        first, *others = self.content.decode().split(RESIZE[0])
+        return [(self.columns, first), *((int(other[:3]), other[len("090t") :]) for other in others)]
 
     @property
     def live(self):
@@ -129,22 +121,41 @@ class Terminal:
 
     def screens(self):
         for breaks in (False, True):
-            screen = Screen(self.written[0][0], breaks=breaks)
-            for number, (columns, text) in enumerate(self.written):
-                if number:
+            screen = Screen(self.columns, breaks=breaks)
+            for columns, text in self.written:
+                if columns != screen.columns:
                     screen.resize(columns)
                 screen.write(text)
             yield screen
 
 
-def train_on_terminal(path, argv):
-    """Run train.py with a terminal as its standard files; a new session, so that it is told of another size."""
+# How xterm is asked to be of another width.
+RESIZE = "\x1b[8;24;", "{:03}t"
+
+
+def set_columns(descriptor, columns):
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+
+def train_on_terminal(path, argv, narrower, faults):
+    """Run train.py on a terminal that becomes narrower ahead of the 15th step; a new session, which is told of that."""
     os.setsid()
     descriptor = os.open(path, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(descriptor, number)
     os.environ["TERM"] = "xterm"
-    train_rank(argv)
+    progress._LIVE_S = 0.01  # no slower than the steps are, on any machine
+    begin_step, steps = run.Run.begin_step, []
+
+    def resized(self, *place):
+        steps.append(place)
+        if len(steps) == 15:
+            os.write(1, "".join(RESIZE).format(narrower).encode())
+            set_columns(1, narrower)
+        begin_step(self, *place)
+
+    run.Run.begin_step = resized
+    train_rank(argv, faults)
 
 
 class OnTerminals:
@@ -154,29 +165,17 @@ class OnTerminals:
         self.out = folder / "runs" / "a"
         argv = ["--synthetic", "240", *SMALL, "--batch-size", "8", "--epochs", "3", "--print-freq", "5", "--lr", "0.01"]
         argv += ["--output-dir", str(self.out), "--resume", "auto", "--model-ema"]
-        self.first = Terminal(80, 70, r"Epoch 1/3 [12]\d/30")
-        stop = self.stopper(r"Epoch 2/3 [12]\d/30")
-        self.outcomes = [run_ranks(train_on_terminal, 1, self.first.path, argv, log_folder=folder)]
-        stop.join(10)
-        self.first.close()
+        stop = [(0, "run.Run.end_step", 41, "before", signal.SIGTERM)]
+        self.first = self.train(folder, Terminal(80), argv, 70, stop)
         self.status = json.loads((self.out / "status.json").read_text())
-        self.second = Terminal(200, 90, r"Epoch 3/3 [12]\d/30")
-        self.outcomes += [run_ranks(train_on_terminal, 1, self.second.path, argv, log_folder=folder)]
-        self.second.close()
+        self.second = self.train(folder, Terminal(200), argv, 90, [])
         self.log = (self.out / "log.txt").read_text()
 
-    def stopper(self, after):
-        """Send SIGTERM after a text."""
-
-        def stop():
-            deadline = time.monotonic() + 60
-            while not re.search(after, self.first.written[-1][1]) and time.monotonic() < deadline:
-                time.sleep(0.002)
-            os.kill(json.loads((self.out / "run.json").read_text())["pid"], signal.SIGTERM)
-
-        thread = threading.Thread(target=stop, daemon=True)
-        thread.start()
-        return thread
+    def train(self, folder, terminal, *arguments):
+        outcome = run_ranks(train_on_terminal, 1, terminal.path, *arguments, log_folder=folder)
+        terminal.close()
+        assert outcome.codes == [0], terminal.content.decode()
+        return terminal
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +188,7 @@ def test_a_live_line_says_all_and_fits_the_terminal_at_any_width(on_terminals):
         assert len({columns for columns, _ in terminal.live}) == 2
         assert all(len(line) < columns for columns, line in terminal.live)
     number = r"[\d.,]+"
-    whole = rf"Epoch 3/3 \d+/30  ETA \d+s, run \d+s  loss {number}  Acc@1 {number}  {number} img/s  wait \d+%"
+    whole = rf"Epoch 2/3 \d+/30  ETA \d+s, run \d+s  loss {number}  Acc@1 {number}  {number} img/s  wait \d+%"
     assert any(re.fullmatch(whole, line) for columns, line in on_terminals.second.live if columns == 200)
     narrow = rf"Epoch [12]/3 \d+/30 +ETA \d+s, run \d+s +loss {number} +Acc@1 {number} +{number} img/s"
     assert any(re.match(narrow, line) for columns, line in on_terminals.first.live if columns == 70)
@@ -198,7 +197,7 @@ def test_a_live_line_says_all_and_fits_the_terminal_at_any_width(on_terminals):
 
 def test_finished_lines_remain_and_nothing_of_the_live_line(on_terminals):
     first, second = (log.splitlines()[1:] for log in on_terminals.log.split("==== ")[1:])
-    assert first[-1].startswith("PreemptedError: SIGTERM: the run stopped after step ")
+    assert first[-1].startswith("PreemptedError: SIGTERM: the run stopped after step 41, saved in ")
     first[-1] = first[-1].removeprefix("PreemptedError: ") + "; --resume auto goes on"
     for terminal, log in [(on_terminals.first, first), (on_terminals.second, second)]:
         said = [line for line in log if not re.match(r"(Epoch|Test):.*( eta: | Total time: )", line)]
@@ -305,7 +304,7 @@ def test_a_scan_says_how_far_it_is_every_few_seconds_or_on_a_live_line(capsys, m
     work.update()
     work.close()
     assert re.fullmatch(r"scanning: 2 of 4 class folders \(50.0%\), 0:00:0\d left\n", capsys.readouterr().err)
-    terminal = Terminal(40, None, "")
+    terminal = Terminal(40)
     with open(terminal.path, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("TERM", "xterm")
