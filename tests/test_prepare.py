@@ -190,6 +190,7 @@ def assert_nothing_is_half_written(out):
             assert path.read_bytes() == images[f"{split}/{path.parent.name}/{path.name}"]
 
 
+@pytest.mark.slow  # at moments of a clock: how many kills come before the end depends on the machine
 def test_killed_at_any_moment_it_goes_on(official, tmp_path):
     """SIGKILL from outside, several times in one job, each at a random moment while images are written."""
     command = [official, tmp_path / "out", "--skip-md5"]
