@@ -36,7 +36,7 @@ from metrics import Accuracy, Metric, Tally
 from monitoring import estimate
 from monitoring.console import Outlook, first_lines, last_lines, log
 from monitoring.gauges import Gauges, Pace
-from monitoring.monitor import Monitor
+from monitoring.monitor import Monitor, read_last_record
 from monitoring.pictures import Pictures
 from monitoring.profile import StepProfile
 from monitoring.verdict import StepClock, as_record, describe_limit, find_shares
@@ -226,13 +226,14 @@ class Run(BareRun):
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
         self.outlook = Outlook(self.state, args.epochs)
-        self.monitor = Monitor(self.folder if collectives.is_main_process() else None, self.state, args.log_to)
-        self.pictures = Pictures(self.folder if collectives.is_main_process() else None, self.state, args, datasets[1])
-        self.gauges = Gauges(args, parts, device, len(datasets[1].classes))
-        self.due = []  # records of windows that have ended, without values that are still on the device
-        self.status = StatusFile(self.folder if collectives.is_main_process() else None, self.state)
-        self.finite = FiniteWatch(device)
+        own_folder = self.folder if collectives.is_main_process() else None  # of the process that writes to it
+        self.monitor = Monitor(own_folder, self.state, args.log_to)
+        self.pictures = Pictures(own_folder, self.state, args, datasets[1])
         self.device, self.num_classes = device, len(datasets[1].classes)
+        self.gauges = Gauges(args, parts, device, self.num_classes)
+        self.due = []  # records of windows that have ended, without values that are still on the device
+        self.status = StatusFile(own_folder, self.state)
+        self.finite = FiniteWatch(device)
         self.clock = StepClock(self.model, device, args.world_size)
         num_profiled = args.profile if collectives.is_main_process() else None
         self.profile = StepProfile(num_profiled, self.folder, is_cuda=device.type == "cuda")
@@ -247,7 +248,7 @@ class Run(BareRun):
 
         Also that of a finished run: a kill may have left its last save half done.
         """
-        start = self.status.count_start(self.records())
+        start = self.status.count_start(self.last_record())
         self.manager.open(self.args.resume, self.state, overwrite=self.args.overwrite)
         collectives.call_on_master(self.write_description, start)
         log.open(self.folder)
@@ -312,7 +313,13 @@ class Run(BareRun):
     def records(self) -> list[dict]:
         """Return what is recorded in metrics.jsonl; nothing where that cannot be read, which is no reason to end."""
         with suppress(OSError, StorageError):
-            return self.monitor.records() if self.state.is_resumed or self.state.step else []
+            return self.monitor.records()
+        return []
+
+    def last_record(self) -> list[dict]:
+        """Return the last record that an earlier start left; nothing where there is none, as in `records`."""
+        with suppress(OSError, StorageError):
+            return read_last_record(self.folder) if self.state.is_resumed and collectives.is_main_process() else []
         return []
 
     # Where it is

@@ -121,22 +121,15 @@ def _end_when_told(parent: int) -> None:
     os._exit(0)
 
 
-class WatchedLoader:
-    """A loader that every rank leaves after the same round when a stop is asked for.
-
-    Ranks may have different numbers of batches; those that have no more go on agreeing until the last one has none.
+class LoaderAround:
+    """A loader around another one, as long as that and of the same data set.
 
     Args:
         loader: yields batches; has a length and a `dataset`.
-        guard: asked before each batch.
-        stop: called with the cause, on all ranks; raises.
-        beat: called before each batch.
     """
 
-    def __init__(
-        self, loader: Any, guard: PreemptionGuard, stop: Callable[[str], None], beat: Callable[[], None]
-    ) -> None:
-        self.loader, self.guard, self.stop, self.beat = loader, guard, stop, beat
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
 
     @property
     def dataset(self) -> Any:
@@ -150,6 +143,25 @@ class WatchedLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+class WatchedLoader(LoaderAround):
+    """A loader that every rank leaves after the same round when a stop is asked for.
+
+    Ranks may have different numbers of batches; those that have no more go on agreeing until the last one has none.
+
+    Args:
+        loader: as `LoaderAround`.
+        guard: asked before each batch.
+        stop: called with the cause, on all ranks; raises.
+        beat: called before each batch.
+    """
+
+    def __init__(
+        self, loader: Any, guard: PreemptionGuard, stop: Callable[[str], None], beat: Callable[[], None]
+    ) -> None:
+        super().__init__(loader)
+        self.guard, self.stop, self.beat = guard, stop, beat
 
     def __iter__(self) -> Iterator:
         """Yield the batches. Collective: every rank must iterate to the end."""

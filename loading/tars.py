@@ -235,6 +235,40 @@ def _ordered(names: list[str], places: array) -> tuple[list[str], numpy.ndarray]
     return names, numpy.array(places, dtype=numpy.int64).reshape(-1, 3)[[last[name] for name in names]]
 
 
+def tar_members(
+    path: Path, file: BinaryIO, start: int, end: int, kind: str = "uncompressed tar"
+) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of the tar that begins at `start` of a file and ends at or before `end`.
+
+    Raises:
+        UserError: it is torn, damaged or no tar, or a name in it leads out of a folder.
+    """
+    place = start
+    file.seek(start)
+    try:
+        archive = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
+        while (member := archive.next()) is not None:
+            # A negative size would lead back, and so on for ever.
+            if member.size < 0 or member.offset < place or member.offset_data + member.size > end:
+                raise tarfile.ReadError(f"member {member.name!r} is not whole")
+            place = member.offset_data
+            archive.members.clear()  # which would keep a million of them
+            if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):
+                raise UserError(
+                    f"{path} holds {member.name!r}, a name that leads out of a folder; such a tar is not read"
+                )
+            yield member
+        # tarfile takes a header that it cannot read for the end, unless it is the first.
+        file.seek(archive.offset)
+        if archive.offset + tarfile.BLOCKSIZE > end or any(file.read(tarfile.BLOCKSIZE)):
+            raise tarfile.ReadError("its end is missing")
+    except UserError:
+        raise
+    except Exception as error:  # a damaged header is any of a dozen kinds to tarfile
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{path} is torn, damaged, or no {kind} ({reason}, about byte {place}); get it anew") from error
+
+
 class _TarReader:
     """The headers of one tar, of which only those that are images, class tars or folders count.
 
@@ -250,45 +284,19 @@ class _TarReader:
         self.ignored, self.num_read = [], 0
 
     def _members(self, start: int, end: int) -> Iterator[tarfile.TarInfo]:
-        """Yield the members of the tar that begins at `start` and ends at or before `end`.
-
-        Raises:
-            UserError: it is torn, damaged or no tar.
-        """
-        place = start
-        self.file.seek(start)
-        try:
-            archive = tarfile.TarFile(fileobj=self.file, encoding="utf-8", errors="surrogateescape")
-            while (member := archive.next()) is not None:
-                # A negative size would lead back, and so on for ever.
-                if member.size < 0 or member.offset < place or member.offset_data + member.size > end:
-                    raise tarfile.ReadError(f"member {member.name!r} is not whole")
-                place = member.offset_data
-                archive.members.clear()  # which would keep a million of them
-                self.progress.update(num_bytes=member.offset - self.num_read)
-                self.num_read = member.offset
-                yield member
-            # tarfile takes a header that it cannot read for the end, unless it is the first.
-            self.file.seek(archive.offset)
-            if archive.offset + tarfile.BLOCKSIZE > end or any(self.file.read(tarfile.BLOCKSIZE)):
-                raise tarfile.ReadError("its end is missing")
-        except Exception as error:  # a damaged header is any of a dozen kinds to tarfile
-            reason = str(error) or type(error).__name__
-            raise UserError(
-                f"{self.path} is torn, damaged, or no uncompressed tar ({reason}, about byte {place}); get it anew"
-            ) from error
+        """Yield the members of the tar from `start` to `end`; raises as `tar_members`."""
+        for member in tar_members(self.path, self.file, start, end):
+            self.progress.update(num_bytes=member.offset - self.num_read)
+            self.num_read = member.offset
+            yield member
 
     def _entries(self, start: int, end: int) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
         """Yield the folder, the name and the member of each image and class tar; for a folder, no name.
 
         Raises:
-            UserError: a name leads elsewhere, or an image is a link or in pieces.
+            UserError: an image is a link or in pieces.
         """
         for member in self._members(start, end):
-            if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):
-                raise UserError(
-                    f"{self.path} holds {member.name!r}, a name that leads out of a folder; such a tar is not read"
-                )
             *folders, name = [part for part in member.name.split("/") if part not in ("", ".")] or [""]
             if member.isdir():
                 yield "/".join([*folders, name]), "", member

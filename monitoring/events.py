@@ -26,6 +26,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from errors import StorageError
 from files import read_bytes, read_json
+from monitoring import pictures
 from options import BY_NAME, NEVER
 
 # Fields that say where, when and of how much the others were measured; each of those that is a number has a curve.
@@ -49,9 +50,6 @@ LAYOUT = {
         "memory, GiB": ["train/memory_gib$"],
     },
 }
-
-# A picture of a run: what it shows, and after which step.
-PICTURE = re.compile(r"picture-([a-z_-]+)-(\d{8,15})\.png")
 
 _EVENTS = re.compile(r"events\.out\.tfevents\.(\d{1,18})\.")
 _LARGEST_PNG = 16 << 20
@@ -105,11 +103,10 @@ class EventFile:
 
     def add_pictures(self, step: int) -> None:
         """Add the pictures of steps so far in the run's folder that are not shown yet: picture-NAME-STEP.png."""
-        for name in sorted(set(os.listdir(self.folder)) - self._shown):
-            match = PICTURE.fullmatch(name)
-            if match and int(match[2]) <= step:
-                self._shown.add(name)
-                self._write(_picture(self.folder / name, match[1], int(match[2])))
+        for tag, drawn_at, path in pictures.list(self.folder):
+            if path not in self._shown and drawn_at <= step:
+                self._shown.add(path)
+                self._write(_picture(path, tag, drawn_at))
 
     def close(self, is_finished: bool | None) -> None:
         """Close the file; of a run that has ended, well or not, say so."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpointing.checkpoint import RunState
 from errors import PreemptedError, StorageError
-from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
+from files import explain_failure, open_regular, open_to_read, read_bytes, sync_folder, write_atomically
 from monitoring.events import EventFile
 from monitoring.mirrors import Mirrors
 
@@ -25,6 +25,8 @@ MACHINE_FIELDS = {
 
 
 _EVENTS = "the file of TensorBoard"  # in warnings
+
+_TAIL_BYTES = 1 << 20  # more than a record of any run has
 
 
 class Monitor:
@@ -162,6 +164,18 @@ def read_records(folder: Path) -> list[dict]:
     """
     lines = read_bytes(folder / "metrics.jsonl").splitlines()
     return [record for record in map(_parse_record, lines) if record is not None]
+
+
+def read_last_record(folder: Path) -> list[dict]:
+    """Return the last record of a run's metrics.jsonl, or nothing, without a look at those long before it.
+
+    Raises:
+        OSError: the file is not there, or cannot be read.
+    """
+    with open_to_read(folder / "metrics.jsonl") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
+        lines = file.read().splitlines()
+    return next(([record] for record in map(_parse_record, reversed(lines)) if record is not None), [])
 
 
 def _parse_record(line: bytes) -> dict | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from checkpointing.checkpoint import BEST_NAMES, RunState
 from checkpointing.finder import PICTURES, CheckpointFinder
+from checkpointing.preemption import LoaderAround
 from collectives import all_gather
 from files import write_atomically
 from loading.decode import decode_plainly
@@ -271,19 +272,12 @@ def _shown(image: Image.Image) -> Image.Image:
     return image.resize((side, side), Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BICUBIC)
 
 
-class FirstBatch:
+class FirstBatch(LoaderAround):
     """A loader of which somebody is given the first batch before it is yielded."""
 
     def __init__(self, loader: Any, take: Callable[[Tensor, Tensor], None]) -> None:
-        self.loader, self.take = loader, take
-
-    @property
-    def numbers(self) -> Callable[[], Iterator]:
-        """The loader's, which yields the images' numbers of each batch."""
-        return self.loader.numbers
-
-    def __len__(self) -> int:
-        return len(self.loader)
+        super().__init__(loader)
+        self.take = take
 
     def __iter__(self) -> Iterator:
         batches = iter(self.loader)

@@ -20,9 +20,8 @@ from loading.forms import open_source
 from loading.index import with_retries
 from loading.progress import Progress, size_text
 from loading.source import Source
-from options import OneLineParser
 from scripts.pack import in_order
-from scripts.tool import positive, run
+from scripts.tool import build_parser, positive, run
 
 PROG = "python -m scripts.check"
 
@@ -313,14 +312,7 @@ def expectation(text: str) -> int | None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = OneLineParser(
-        prog=PROG,
-        usage=f"{PROG} DATA_PATH [options]",
-        description="Look at every image of a data set before a run does.",
-        epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = build_parser(PROG, "DATA_PATH [options]", "Look at every image of a data set before a run does.", EPILOG)
     parser.add_argument("data_path", metavar="DATA_PATH", type=Path, help="as train.py's --data-path")
     for name, number in {"train": NUM_TRAIN, "val": NUM_VAL, "classes": NUM_CLASSES}.items():
         what = "classes of each split" if name == "classes" else f"images of {name}"

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +35,9 @@ from loading.index import with_retries
 from loading.progress import Progress, size_text
 from loading.source import digest, line_of
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
-from options import OneLineParser
+from scripts import tool
+
+PROG = "python -m scripts.pack"
 
 LOCK = "pack.lock"
 
@@ -483,12 +484,26 @@ def choose_conversion(options: argparse.Namespace) -> tuple[Convert, dict, dict]
     return partial(shrink, side=side, **shape), {**settings, "mode": side, **shape}, tools
 
 
+@contextmanager
+def alone_in(out: Path) -> Iterator[None]:
+    """Hold the lock of a folder.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    try:
+        with locked(out / LOCK, "", wait_s=0):
+            yield
+    except BlockingIOError as error:
+        raise UserError(f"another process is packing into {out}; wait for it, or choose another folder") from error
+
+
 def pack(options: argparse.Namespace) -> None:
     """Write what is missing of the pack, and say what is there at the end."""
     convert, settings, tools = choose_conversion(options)
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
-    with locked(out / LOCK, "", wait_s=0):
+    with alone_in(out):
         earlier = prepare_folder(out, overwrite=options.overwrite)
         splits = [Split(options.data_path, name) for name in options.splits]
         facts = {"settings": settings, "tools": tools, "source": {split.name: split.describe() for split in splits}}
@@ -592,14 +607,8 @@ def verify(options: argparse.Namespace) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = OneLineParser(
-        prog="python -m scripts.pack",
-        usage="python -m scripts.pack --data-path DIR OUT (--lossless | --short-side PX | --max-side PX) [options]",
-        description="Write an image folder as tar files that load faster.",
-        epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usage = "--data-path DIR OUT (--lossless | --short-side PX | --max-side PX) [options]"
+    parser = tool.build_parser(PROG, usage, "Write an image folder as tar files that load faster.", EPILOG)
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the pack: new, empty, or holding one already")
     parser.add_argument("--data-path", metavar="DIR", type=Path, help="folder with train/ and val/, one folder a class")
     words = "which of its folders (default: train val)"
@@ -653,38 +662,19 @@ def check_folders(options: argparse.Namespace) -> None:
             raise UserError(f"{options.out} is inside {options.data_path / name}; choose a folder outside the images")
 
 
+def pack_or_verify() -> None:
+    """Do what the command line says."""
+    options = get_args_parser().parse_args()
+    validate(options)
+    (verify if options.verify else pack)(options)
+
+
 def main() -> None:
     """Pack or verify as the command line says."""
-    parser = get_args_parser()
-    # As Ctrl-C: a batch system ends a job with it.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    warnings.simplefilter("ignore")  # Pillow's, on large images and odd palettes; torch's, on more workers than cores
-    try:
-        options = parser.parse_args()
-        validate(options)
-        (verify if options.verify else pack)(options)
-    except (UserError, ImageError) as error:
-        message, exit_code = str(error), error.exit_code
-    except BlockingIOError:
-        message = f"another process is packing into {options.out}; wait for it, or choose another folder"
-        exit_code = UserError.exit_code
-    except OSError as error:
-        message, exit_code = str(error), 1
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
-        message, exit_code = (
-            "a worker process ended unexpectedly; if the machine is short of memory, give fewer --workers",
-            1,
-        )
-        message += ". The same command goes on after the last whole shard"
-    except KeyboardInterrupt:
-        message, exit_code = "interrupted; the same command goes on after the last whole shard", 130
-    else:
-        return
-    sys.stdout.flush()
-    sys.stderr.write(f"{parser.prog}: error: {message}\n")
-    sys.exit(exit_code)
+    tool.run(
+        PROG, pack_or_verify, "interrupted; the same command goes on after the last whole shard",
+        when_killed=". The same command goes on after the last whole shard",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

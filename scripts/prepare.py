@@ -20,11 +20,11 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from errors import StorageError, UserError, counted, in_one_line, one_line
+from errors import StorageError, UserError, counted, in_one_line
 from files import explain_failure, free_bytes, locked, open_to_read, read_json, sync_folder, write_atomically
 from loading.progress import Progress, size_text
-from options import OneLineParser
-from scripts.tool import run
+from loading.tars import tar_members
+from scripts.tool import build_parser, run
 
 PROG = "python -m scripts.prepare"
 
@@ -247,43 +247,26 @@ def read_kaggle(path: Path) -> Truth:
 # Where images come from
 
 
-def tar_members(path: Path, file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, int, int]]:
+def tar_files(path: Path, file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, int, int]]:
     """Yield the name, offset and size of each file in the tar that lies from `start` to `end`.
 
     Raises:
-        UserError: it is torn or no tar, or holds a name that leads elsewhere, or a link.
+        UserError: as `tar_members`, or it holds a link.
     """
-    file.seek(start)
-    place = start
-    try:
-        archive = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
-        while (member := archive.next()) is not None:
-            if member.size < 0 or member.offset < place or member.offset_data + member.size > end:
-                raise tarfile.ReadError(f"{member.name!r} is not whole")
-            place = member.offset_data
-            archive.members.clear()  # which would keep a million of them
-            if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):
-                raise UserError(f"{member.name!r}, a name that leads out of a folder")
-            if member.isreg() and not member.issparse():
-                yield member.name.rpartition("/")[2], member.offset_data, member.size
-            elif not member.isdir():
-                raise UserError(f"{member.name!r} as a link, a device or a sparse file")
-        # tarfile takes a header that it cannot read for the end, unless it is the first.
-        file.seek(archive.offset)
-        if archive.offset + tarfile.BLOCKSIZE > end or any(file.read(tarfile.BLOCKSIZE)):
-            raise tarfile.ReadError("its end is missing")
-    except UserError as error:
-        raise UserError(f"{path} holds {error}; such a tar is not read") from error
-    except Exception as error:  # a damaged header is any of a dozen kinds to tarfile
-        reason = one_line(str(error)) or type(error).__name__
-        raise UserError(f"{path} is torn, damaged, or no tar ({reason}, about byte {place:,}); get it anew") from error
+    for member in tar_members(path, file, start, end, kind="tar"):
+        if member.isreg() and not member.issparse():
+            yield member.name.rpartition("/")[2], member.offset_data, member.size
+        elif not member.isdir():
+            raise UserError(
+                f"{path} holds {member.name!r} as a link, a device or a sparse file; such a tar is not read"
+            )
 
 
 def tar_images(path: Path, truth: Truth | None) -> Iterator[Image]:
     """Yield the images of an official tar: of the class tars in it or, with the truth, of a flat one.
 
     Raises:
-        UserError: as `tar_members`.
+        UserError: as `tar_files`.
         StorageError: it has become shorter.
     """
     with open_to_read(path) as file:
@@ -297,10 +280,10 @@ def tar_images(path: Path, truth: Truth | None) -> Iterator[Image]:
 
         classes = [("", 0, os.fstat(file.fileno()).st_size)]
         if truth is None:
-            members = tar_members(path, file, *classes[0][1:])
+            members = tar_files(path, file, *classes[0][1:])
             classes = ((name, start, start + size) for name, start, size in members if name.endswith(".tar"))
         for class_tar, start, end in classes:
-            for name, offset, size in tar_members(path, file, start, end):
+            for name, offset, size in tar_files(path, file, start, end):
                 if is_image(name):
                     synset = checked_class(class_tar[: -len(".tar")], path) if truth is None else truth.class_of(name)
                     yield Image(f"{synset}/{name}", size, functools.partial(read, offset, size))
@@ -694,14 +677,8 @@ def prepare(options: argparse.Namespace) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = OneLineParser(
-        prog=PROG,
-        usage=f"{PROG} SOURCE [SOURCE ...] OUT [options]",
-        description="Turn ImageNet as it is downloaded into class folders.",
-        epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Turn ImageNet as it is downloaded into class folders."
+    parser = build_parser(PROG, "SOURCE [SOURCE ...] OUT [options]", description, EPILOG)
     parser.add_argument("sources", metavar="SOURCE", nargs="+", type=Path, help="archive, or folder that holds some")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder that gets train/ and val/; made if need be")
     parser.add_argument(

@@ -1,11 +1,25 @@
-"""What tools share: numbers on the command line, and errors of one line."""
+"""Shared by the tools: their parser, numbers on the command line, and errors of one line."""
 
+import argparse
 import signal
 import sys
 import warnings
 from collections.abc import Callable
 
 from errors import ImageError, UserError
+from options import OneLineParser
+
+
+def build_parser(prog: str, usage: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Return a parser without options yet: `usage` comes behind the command, and the epilog keeps its lines."""
+    return OneLineParser(
+        prog=prog,
+        usage=f"{prog} {usage}",
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def positive(text: str) -> int:
@@ -16,13 +30,14 @@ def positive(text: str) -> int:
     return number
 
 
-def run(prog: str, work: Callable[[], int | None], when_interrupted: str) -> None:
+def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_killed: str = "") -> None:
     """Run a tool and leave with its exit code; an error that a user can act on is one line.
 
     Args:
         prog: the tool's command.
         work: returns an exit code, or None for zero.
-        when_interrupted: what is said after Ctrl-C or SIGTERM.
+        when_interrupted: the message after Ctrl-C or SIGTERM.
+        when_killed: is put behind the message about a worker process that was killed.
     """
     # As Ctrl-C: a batch system ends a job with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -38,6 +53,7 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str) -> Non
             raise
         exit_code = 1
         message = "a worker process ended unexpectedly; if the machine is short of memory, give fewer --workers"
+        message += when_killed
     except KeyboardInterrupt:
         exit_code, message = 130, when_interrupted
     sys.stdout.flush()
