@@ -379,23 +379,23 @@ def _without_effect(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def as_trained(args: Record, trained: dict) -> Record:
-    """Take options of evaluation from the checkpoint's run, unless the command line gives them.
+def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
+    """Take options of evaluation from the checkpoint's run, unless the command line gives them; and a line about each.
 
     Raises:
         UserError: the checkpoint holds an impossible value of an option.
     """
-    changes = {}
+    changes, lines = {}, []
     for name, option in BY_NAME.items():
         ours = getattr(args, name)
         if option.is_of_checkpoint and name not in args.given and trained.get(name, ours) != ours:
             if not option.is_value(trained[name]):
                 raise UserError(f"{option.flag} {trained[name]!r} in the checkpoint is no value of this option")
             changes[name] = trained[name]
-            print(f"{option.flag} {trained[name]}: as in the checkpoint")
+            lines.append(f"{option.flag} {trained[name]}: as in the checkpoint")
     args = args.replaced(**changes)
     validate(args)
-    return args
+    return args, lines
 
 
 def with_shards(args: Record, state: dict | None) -> Record:

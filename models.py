@@ -35,13 +35,16 @@ def check_name(name: str) -> None:
         raise UserError(f"--model {name} is no classification model of torchvision{hint}; timm's are written timm/NAME")
 
 
-def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
+def build_model(
+    args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None, source: str | None = None
+) -> nn.Module:
     """Build `args.model` on the CPU, its first weights drawn from `args.seed` and then, if given, replaced.
 
     Args:
         args: the options.
         num_classes: outputs of the classifier.
         weights: a state dict to start from; a classifier of another size in it is left out, which is said.
+        source: what to call the weights in a message; by default as an argument of `--weights`.
 
     Raises:
         UserError: the weights belong to another model, an option is about layers that this one does not have, or its
@@ -53,7 +56,8 @@ def build_model(args: Any, num_classes: int, weights: Mapping[str, Tensor] | Non
     build = partial(_build_timm if args.model.startswith("timm/") else _build_torchvision, args)
     model = build(num_classes)
     if weights is not None:
-        load_matching(model, weights, f"--weights {args.weights}", build, num_classes, needs_classifier=args.test_only)
+        source = source or f"--weights {args.weights}"
+        load_matching(model, weights, source, build, num_classes, needs_classifier=args.test_only)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
     check_sizes(model, args)
@@ -162,6 +166,18 @@ def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
     return [name for name in ends if name == ends[-1] or "aux" in name.lower()]
 
 
+def count_classes(model: nn.Module, weights: Mapping[str, Tensor], num_classes: int) -> int:
+    """Return how many classes a state dict's classifier has; those of the model if it has none.
+
+    Args:
+        model: of the same kind, with another number of classes perhaps.
+        weights: the state dict.
+        num_classes: of the model.
+    """
+    head = weights.get(f"{classifier_layers(model, num_classes)[-1]}.weight")
+    return num_classes if head is None or not head.ndim else len(head)
+
+
 def freeze_all_but_classifier(model: nn.Module, num_classes: int) -> None:
     """Keep every parameter but the classifier's from being trained."""
     ends = classifier_layers(model, num_classes)
@@ -207,8 +223,7 @@ def load_matching(
         UserError: it belongs to another model, or its classifier does not fit.
     """
     ends = classifier_layers(model, num_classes)
-    head = weights.get(f"{ends[-1]}.weight")
-    theirs = num_classes if head is None or not head.ndim else len(head)
+    theirs = count_classes(model, weights, num_classes)
     reader = model if theirs == num_classes else build(theirs)
     kind = getattr(weights, "kind", "a state dict")
     misfit = f"{source} belongs to another model, check --model: it holds {kind}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from torchvision.models import WeightsEnum
 
 import collectives
 import config
@@ -66,7 +67,9 @@ def read_resumed(
             raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
         if state is not None:
             manager.say_damaged()
-            args = config.as_trained(args, state["args"])
+            args, notes = config.as_trained(args, state["args"])
+            for note in notes:
+                print(note)
         return args.replaced(decode_device=settle_decode_device(args, device)), state
     manager.check(args.resume, overwrite=args.overwrite)
     args = args.replaced(decode_device=settle_decode_device(args, device, state))
@@ -112,17 +115,29 @@ def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None
         print(f"--weights {args.weights}: {weights.kind}")
         check_classes(weights.classes, args, val)
         return weights
-    weights = models.resolve_weights(args)
+    return fetch_published(models.resolve_weights(args), f"--weights {args.weights}")
+
+
+def fetch_published(weights: WeightsEnum, source: str) -> dict[str, Tensor]:
+    """Return the state dict of torchvision's weights, from torch's cache or the network.
+
+    Args:
+        weights: which ones.
+        source: what to call them in a message.
+
+    Raises:
+        UserError: they cannot be fetched, or the copy in the cache is damaged.
+    """
     is_shown = collectives.is_main_process() and is_terminal(sys.stderr)  # a bar would fill a log
     try:
         # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
         return weights.get_state_dict(progress=is_shown, check_hash=True, weights_only=True)
     except OSError as error:
-        raise UserError(f"--weights {args.weights}: cannot download {weights.url} ({error})") from error
+        raise UserError(f"{source}: cannot download {weights.url} ({error})") from error
     except Exception as error:  # as of any bad file: see load_checkpoint
         raise UserError(
-            f"--weights {args.weights}: the copy of {weights.url} in torch's cache is damaged or contains code and was "
-            "refused; remove it, so that it is fetched anew"
+            f"{source}: the copy of {weights.url} in torch's cache is damaged or contains code and was refused; remove "
+            "it, so that it is fetched anew"
         ) from error
 
 

@@ -31,38 +31,43 @@ class Weights(OrderedDict):
     Attributes:
         kind: what it is, as words for a message.
         classes: the names of the classes, or None where the file does not have them.
+        options: those that the checkpoint was trained with, and its `arch` as the model; empty for a bare state dict.
     """
 
     kind: str
     classes: list[str] | None = None
+    options: dict[str, Any]
 
 
-def load_weights(path: Path, *, is_average: bool = False) -> Weights:
+def load_weights(path: Path, *, is_average: bool = False, name: str | None = None) -> Weights:
     """Return the state dict in a file: a bare one, or that of a checkpoint.
 
     Args:
         path: of the file.
         is_average: take the average of a checkpoint, not its raw weights.
+        name: what to call the file in a message; by default as an argument of `--weights`.
 
     Raises:
         UserError: there is none in it.
     """
+    name = name or f"--weights {path}"
     try:
         content = _load(path)
     except MemoryError as error:
-        raise StorageError(f"--weights {path} does not fit into the memory that is free now") from error
+        raise StorageError(f"{name} does not fit into the memory that is free now") from error
     raw, average = (next((key for key in keys if key in content), None) for keys in (_RAW_KEYS, _AVERAGE_KEYS))
     if is_average and average is None:
         raise UserError(
-            f"--weights {path} holds no average ({' or '.join(_AVERAGE_KEYS)}); leave out --ema to take the weights "
-            "it holds"
+            f"{name} holds no average ({' or '.join(_AVERAGE_KEYS)}); leave out --ema to take the weights it holds"
         )
     key = average if is_average else raw
-    weights = _take(content, key, f"--weights {path}")
+    weights, options = _take(content, key, name), _options(content)
+    weights.options = options
     if key is None:
         weights.kind = "a bare state dict"
         return weights
-    weights.kind = ("the average" if is_average else "the raw weights") + _name_model(content)
+    model = options.get("model")
+    weights.kind = ("the average" if is_average else "the raw weights") + (f" of {model}" if model else "")
     if not is_average and average is not None:
         weights.kind += ", not their average, which --ema takes"
     described = content.get("data")
@@ -108,12 +113,17 @@ def _unwrap(name: str) -> str:
     return _WRAPPERS.sub("", name.replace("_orig_mod.", ""))
 
 
-def _name_model(content: dict) -> str:
-    """Return ` of NAME` if a checkpoint says of which model it is: timm's and pytorch/examples' have `arch`."""
+def _options(content: dict) -> dict[str, Any]:
+    """Return the options of a checkpoint: `args`, and the model's name if it has one that can be printed.
+
+    timm's and pytorch/examples' checkpoints have the name as `arch`.
+    """
     args = content.get("args")
     options = vars(args) if isinstance(args, Namespace) else args
-    names = [content.get("arch"), options.get("model") if isinstance(options, dict) else None]
-    return next((f" of {name}" for name in names if isinstance(name, str) and name.isprintable()), "")
+    options = dict(options) if isinstance(options, dict) else {}
+    names = [content.get("arch"), options.pop("model", None)]
+    model = next((name for name in names if isinstance(name, str) and name.isprintable()), None)
+    return options | ({"model": model} if model else {})
 
 
 def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
