@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import socket
 import struct
 import time
@@ -27,7 +28,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from errors import StorageError
 from files import read_bytes, read_json
 from monitoring import pictures
-from options import BY_NAME, NEVER
+from options import BY_NAME, FREE, SILENT
 
 # Fields that say where, when and of how much the others were measured; each of those that is a number has a curve.
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
@@ -42,11 +43,11 @@ LAYOUT = {
     "Optimization": {
         "learning rate": ["train/lr"],
         "norms": ["train/grad_norm$", "train/weight_norm$"],
-        "loss scale": ["train/loss_scale$"],
     },
     "Speed": {
         "images a second": ["train/images_per_s$", "train/images_per_s_per_device$"],
         "share of time waiting for data; MFU": ["train/data_wait$", "train/mfu$"],
+        "shares of a step's time, of each epoch": ["verdict/.*_share$"],
         "memory, GiB": ["train/memory_gib$"],
     },
 }
@@ -101,12 +102,18 @@ class EventFile:
         """Add the points of one more record; after an OSError the file is of no use."""
         self._write([_event(record)])
 
-    def add_pictures(self, step: int) -> None:
-        """Add the pictures of steps so far in the run's folder that are not shown yet: picture-NAME-STEP.png."""
-        for tag, drawn_at, path in pictures.list(self.folder):
+    def add_pictures(self, step: int) -> int:
+        """Add the pictures of steps so far in the run's folder that are not shown yet.
+
+        Returns:
+            The number of shown pictures that are not in the folder any more.
+        """
+        found = pictures.list(self.folder)
+        for tag, drawn_at, path in found:
             if path not in self._shown and drawn_at <= step:
                 self._shown.add(path)
                 self._write(_picture(path, tag, drawn_at))
+        return len(self._shown - {path for _, _, path in found})
 
     def close(self, is_finished: bool | None) -> None:
         """Close the file; of a run that has ended, well or not, say so."""
@@ -136,7 +143,7 @@ def drawn(record: dict) -> dict[str, float]:
 
 
 def changed_options(folder: Path) -> dict[str, Any]:
-    """Return the options by which a run differs from one without any; not where it is and how it was started."""
+    """Return the options by which a run's numbers may differ from those of a run without any options."""
     args = read_json(folder / "run.json").get("args")
     args = args if isinstance(args, dict) else {}
     given = args.get("given") or []
@@ -144,7 +151,7 @@ def changed_options(folder: Path) -> dict[str, Any]:
         name: args[name]
         for name, option in BY_NAME.items()
         if args.get(name) not in (None, option.default)
-        if option.recipe != NEVER and (option.default is not None or name in given)
+        if (option.resume not in (FREE, SILENT) or name == "weights") and (option.default is not None or name in given)
     }
 
 
@@ -163,7 +170,7 @@ def _picture(path: Path, name: str, step: int) -> Iterator[Event]:
     if content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) >= 24:
         width, height = struct.unpack(">II", content[16:24])
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
-        value = Summary.Value(tag=f"pictures/{name}", image=image)
+        value = Summary.Value(tag=f"view/{name}", image=image)  # below the curves in the order of tags
         yield Event(step=step, wall_time=path.stat().st_mtime, summary=Summary(value=[value]))
 
 
@@ -207,7 +214,9 @@ def _texts(folder: Path) -> dict[str, str]:
     run = read_json(folder / "run.json")
     with suppress(KeyError, TypeError):
         run["data"] = {name: value for name, value in run["data"].items() if name != "classes"}  # a thousand lines
-    texts = {name: json.dumps(run[name], indent=2) for name in ("command", "environment", "data") if name in run}
+    texts = {name: json.dumps(run[name], indent=2) for name in ("environment", "data") if name in run}
+    with suppress(KeyError, TypeError):
+        texts["command"] = shlex.join(run["command"])
     with suppress(OSError, StorageError, ValueError):
         texts["recipe"] = read_bytes(folder / "recipe.toml").decode()
     return texts

@@ -28,6 +28,9 @@ _EVENTS = "the file of TensorBoard"  # in warnings
 
 _TAIL_BYTES = 1 << 20  # more than a record of any run has
 
+# Pictures that the run's folder does not keep, beyond which TensorBoard's file is made anew without them.
+MOST_GONE = 100
+
 
 class Monitor:
     """Writes metrics.jsonl and TensorBoard's events of one run.
@@ -137,6 +140,11 @@ class Monitor:
         else:
             self._keep_events(self._events.add, record)
 
+    def _show_pictures(self) -> None:
+        if self._events.add_pictures(self.run.step) > MOST_GONE:
+            self._events.close(None)
+            self._open_events()
+
     def _keep_events(self, write: Callable[..., None], *args: Any) -> None:
         """Write to the file of events, or give it up: the next record makes it anew, with all before it."""
         try:
@@ -153,7 +161,7 @@ class Monitor:
             self._attempt("metrics.jsonl", self._write_pending)
             self._attempt("metrics.jsonl", os.fsync, self._file.fileno())
             if self._events is not None:
-                self._attempt(_EVENTS, self._keep_events, self._events.add_pictures, self.run.step)
+                self._attempt(_EVENTS, self._keep_events, self._show_pictures)
 
 
 def read_records(folder: Path) -> list[dict]:

@@ -103,4 +103,23 @@ def test_tensorboard_shows_the_run(tensorboard, started, tmp_path):
     shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", dom))
     num_tags = sum(tag.startswith("train/") for tag in tags[name])
     assert f" train {num_tags} cards " in shown
-    assert " pictures 4 cards " in shown  # of the evaluations; the first batch is that of another start
+    assert " view 4 cards " in shown  # of the evaluations; the first batch is that of another start
+
+
+@pytest.mark.parametrize(
+    ("tab", "asks"),
+    [
+        ("images", ["images/images?tag=view%2Fconfusion", "images/images?tag=view%2Fcalibration"]),
+        ("text", ["tag=run%2Frecipe", "tag=run%2Fenvironment", "tag=run%2Fdata"]),
+        ("hparams", ["hparams/session_groups"]),
+        (
+            "custom_scalars",
+            ["custom_scalars/layout", "%28val%2Floss%24%29%7C%28val_ema%2Floss%24%29", "tag=train%2Flr"],
+        ),
+    ],
+)
+def test_each_tab_of_tensorboard_finds_the_run(tensorboard, tmp_path, tab, asks):
+    """The page asks for the run's own tags, of which it has learnt from the run; its DOM hides the tabs' contents."""
+    _, asked = open_page(f"{tensorboard}#{tab}", tmp_path)
+    assert [words for words in asks if not any(words in url for url in asked)] == []
+    assert all(url.startswith(tensorboard) for url in asked)

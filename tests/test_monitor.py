@@ -1,6 +1,7 @@
 """Records of equal windows of steps, and all that is made of them, read back by its own readers."""
 
 import json
+import shlex
 import struct
 import subprocess
 import sys
@@ -158,9 +159,8 @@ def test_hparams_are_the_options_that_differ_with_the_last_results(finished):
     values = {name: getattr(value, value.WhichOneof("kind")) for name, value in group.hparams.items()}
     assert values == {
         "model": "timm/test_resnet", "train_crop_size": 32, "val_resize_size": 32, "val_crop_size": 32,
-        "device": "cpu", "batch_size": 4, "global_batch_size": 8, "epochs": 4, "lr": 0.05, "layer_decay": 0.5,
-        "model_ema": True, "use_deterministic_algorithms": True, "checkpoint_steps": 1, "print_freq": 5,
-        "workers": 0, "data_path": values["data_path"],
+        "batch_size": 4, "global_batch_size": 8, "epochs": 4, "lr": 0.05, "layer_decay": 0.5, "model_ema": True,
+        "use_deterministic_algorithms": True,
     }  # fmt: skip
     last = [record for record in read_records(finished.out) if record["kind"] == "val"][-1]
     found = {metric.name.tag: metric.value for metric in group.metric_values}
@@ -182,6 +182,7 @@ def test_charts_and_texts_are_there(finished):
         texts[name] = "\n".join(line[4:] for line in event.tensor_proto.string_val[0].decode().splitlines())
     assert tomllib.loads(texts["recipe"]) == tomllib.loads((finished.out / "recipe.toml").read_text())
     run = json.loads((finished.out / "run.json").read_text())
+    assert shlex.split(texts["command"]) == run["command"]
     assert json.loads(texts["environment"]) == run["environment"]
     assert json.loads(texts["data"])["fingerprint"] == run["data"]["fingerprint"]
 
@@ -210,6 +211,13 @@ def pictures(folder):
     return {tag: [(e.step, e.width, e.height) for e in events.Images(tag)] for tag in events.Tags()["images"]}
 
 
+def test_the_pictures_of_a_run_are_shown_at_their_steps(finished):
+    names = [path.stem.removeprefix("picture-").rpartition("-") for path in finished.out.glob("picture-*.png")]
+    found = {(tag, step) for tag, points in pictures(finished.out).items() for step, _, _ in points}
+    assert found >= {(f"view/{tag}", int(step)) for tag, _, step in names}
+    assert {step for tag, step in found if tag == "view/classes"} == {3, 6, 9, 12}  # also one that was dropped
+
+
 def test_pictures_are_shown_when_they_come_and_after_each_start(tmp_path, capsys):
     with opened(tmp_path) as monitor:
         monitor.sync()  # there are none
@@ -222,12 +230,26 @@ def test_pictures_are_shown_when_they_come_and_after_each_start(tmp_path, capsys
         (tmp_path / "picture-mistakes-00000009.png").write_bytes(png(1, 1))  # of a state that was given up
         monitor.sync()
         monitor.sync()
-    expected = {"pictures/first-batch": [(0, 4, 3)], "pictures/mistakes": [(2, 5, 2)]}
+    expected = {"view/first-batch": [(0, 4, 3)], "view/mistakes": [(2, 5, 2)]}
     assert pictures(tmp_path) == expected
     with opened(tmp_path, step=2) as monitor:
         pass
     assert pictures(tmp_path) == expected
     assert capsys.readouterr().out == ""
+
+
+def test_pictures_that_are_not_kept_do_not_fill_the_disk(tmp_path):
+    with opened(tmp_path) as monitor:
+        for number in range(251):
+            path = tmp_path / f"picture-mistakes-{number:08d}.png"
+            path.write_bytes(png(4, 3))
+            monitor.run.epoch = number
+            monitor.sync()
+            path.unlink()
+        shown = pictures(tmp_path)["view/mistakes"]
+    assert len(shown) <= 102
+    assert shown[-1] == (250, 4, 3)
+    assert len(list(tmp_path.glob("events.*"))) == 1
 
 
 def test_the_end_of_a_session_is_that_of_the_run(tmp_path):
