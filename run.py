@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -173,6 +173,10 @@ class BareRun:
         """Return the steps of the epoch that a loader of so many batches holds."""
         self.steps_per_epoch = num_batches // len(self.local_shards)
         return range(self.steps_per_epoch)
+
+    def watched(self, data_loader: Any) -> Any:
+        """Return a loader of the same training batches."""
+        return data_loader
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Prepare a step."""
@@ -389,6 +393,10 @@ class Run(BareRun):
         """Return the steps of the epoch that are left."""
         return range(self.state.steps, self.state.steps_per_epoch)
 
+    def watched(self, data_loader: Any) -> Any:
+        """Return a loader of the same training batches, the first of which may be drawn."""
+        return self.pictures.watched(data_loader)
+
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
         self.clock.begin()
@@ -464,10 +472,15 @@ class Run(BareRun):
             print(f"Epoch: [{self.state.epoch}] {describe_limit(shares, self.args)}")
             self.monitor.write("verdict", self.state.step, self.state.epoch, **as_record(shares))
 
-    def watched(self, loaders: dict[str, Any]) -> dict[str, WatchedLoader]:
-        """Return loaders whose batches all ranks stop at together when a signal asks for it."""
-        beat = self.watchdog.beat
-        return {name: WatchedLoader(loader, self.preemption, self.stop, beat) for name, loader in loaders.items()}
+    def evaluated(self, kind: str, data_loader: Any) -> tuple[WatchedLoader, Callable[..., None]]:
+        """Return a loader whose batches all ranks stop at together when a signal asks for it, and who looks at them.
+
+        Args:
+            kind: the name of the evaluation in the log.
+            data_loader: of its batches.
+        """
+        loader = WatchedLoader(data_loader, self.preemption, self.stop, self.watchdog.beat)
+        return loader, partial(self.pictures.observe, kind)
 
     def take_results(self, results: dict[str, dict[str, Any]]) -> None:
         """Log and save the results of an evaluation. Collective: every rank must call it."""

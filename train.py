@@ -9,8 +9,6 @@ if __name__ == "__main__":
 
     ARGS = read_command_line()
 
-from functools import partial
-
 import torch
 
 import collectives
@@ -29,8 +27,7 @@ from launch import read_launch
 from loading.loader import check_memory
 from loading.seen import SeenRecord
 from metrics import Accuracy, Tally, build_criterion, build_metrics, numbers_of, result_lines
-from monitoring.console import log
-from monitoring.mirrors import check_mirrors
+from monitoring.monitor import begin_log
 from monitoring.preview import preview
 from options import get_args_parser
 from presets import build_presets
@@ -63,7 +60,7 @@ def train_one_epoch(
     metric_logger = utils.MetricLogger(
         delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"}, outlook=run.outlook
     )
-    batches, numbers = metric_logger.timed(data_loader), numbers_of(data_loader)
+    batches, numbers = metric_logger.timed(run.watched(data_loader)), numbers_of(data_loader)
     steps = run.steps(len(data_loader))
     autocast = models.autocast(args, device)
     for step in metric_logger.log_every(steps, args.print_freq, f"Epoch: [{epoch}]", steps.start):
@@ -146,11 +143,10 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     return {**values, "n": n}
 
 
-def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=None, observe=None):
+def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=None, run=None):
     """Evaluate the model and its average, if there is one, on each set; return the results by their names in the log.
 
-    These are the sets' names, with _ema for the average. The lines of `val` do not name their set. `observe` is called
-    with such a name and what `Metric.update` takes of each batch, if it is not None.
+    These are the sets' names, with _ema for the average. The lines of `val` do not name their set.
     """
     results = {}
     for name, data_loader in loaders.items():
@@ -158,9 +154,9 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
             if scored is not None:
                 scored = models.FlipAverage(scored) if args.eval_flip else scored
                 label = suffix if name == "val" else f"{name} {suffix}".rstrip()
+                loader, observe = run.evaluated(kind, data_loader) if run else (data_loader, None)
                 with models.autocast(args, device):
-                    watch = observe and partial(observe, kind)
-                    results[kind] = measure(scored, criterion, data_loader, device, 100, label, metrics, watch)
+                    results[kind] = measure(scored, criterion, loader, device, 100, label, metrics, observe)
     return results
 
 
@@ -184,14 +180,12 @@ def join(args):
     models.check_name(args.model)
     optim.check_rates(args)
     check_memory(args)
-    check_mirrors(args)
     preemption = PreemptionGuard(is_installed=not args.test_only)
     args, notes = config.on_machine(args)
     args, more = data.take_published_options(args)
     models.set_up_threads(args)
     collectives.setup_for_distributed(args.rank == 0)
-    if args.rank == 0 and not args.test_only:
-        log.keep()
+    begin_log(args)
     for note in notes + more:
         print(note)
     # Before there are other threads, as those of the process group: see `BatchLoader.start`.
@@ -237,16 +231,14 @@ def main(args):
         parts={"model": model_without_ddp, "optimizer": optimizer, "model_ema": model_ema, "scaler": scaler},
     )  # fmt: skip
     del state
-    loaders = run.watched({"val": data_loader_test})
     with run:
         for epoch in run.epochs():
             if run.has_steps_left:
-                batches = run.pictures.watched(data_loader)
-                train_one_epoch(model, criterion, optimizer, batches, device, epoch, args, model_ema, scaler, run)
+                train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler, run)
                 run.end_epoch()
                 data.report_images(data_loader, epoch)
             if not run.is_evaluated:
-                scored = model_without_ddp, model_ema, criterion, loaders, device, metrics, run.pictures.observe
+                scored = model_without_ddp, model_ema, criterion, {"val": data_loader_test}, device, metrics, run
                 run.take_results(evaluate_all(args, *scored))
 
 
@@ -257,8 +249,8 @@ def cli(args=None):
         if args.dry_run:
             take_signals().release()
             build_presets(args)  # finds out whether the augmentation exists
-            text = preview(args, is_estimated=True)
-            print(text)  # looked up here: after a preview only the first of several processes prints
+            text = preview(args, is_estimated=True)  # after which only the first of several processes prints
+            print(text)
         else:
             main(args)
     except PreemptedError as stop:

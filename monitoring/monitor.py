@@ -14,8 +14,9 @@ from torch import Tensor
 from checkpointing.checkpoint import RunState
 from errors import PreemptedError, StorageError
 from files import explain_failure, open_regular, open_to_read, read_bytes, sync_folder, write_atomically
+from monitoring.console import log
 from monitoring.events import EventFile
-from monitoring.mirrors import Mirrors
+from monitoring.mirrors import Mirrors, check_mirrors
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
@@ -23,13 +24,23 @@ MACHINE_FIELDS = {
     "time", "hours", "images_per_s", "images_per_s_per_device", "data_wait", "memory_gib", "mfu", "world_size",
 }  # fmt: skip
 
-
 _EVENTS = "the file of TensorBoard"  # in warnings
 
 _TAIL_BYTES = 1 << 20  # more than a record of any run has
 
 # Pictures that the run's folder does not keep, beyond which TensorBoard's file is made anew without them.
 MOST_GONE = 100
+
+
+def begin_log(args: Any) -> None:
+    """Keep what a run's first process says from now on, for log.txt; check the services that `--log-to` names.
+
+    Raises:
+        UserError: one is not known, or its package is missing.
+    """
+    check_mirrors(args)
+    if args.rank == 0 and not args.test_only:
+        log.keep()
 
 
 class Monitor:
