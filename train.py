@@ -22,6 +22,7 @@ from checkpointing.guard import check_data
 from checkpointing.preemption import PreemptionGuard
 from checkpointing.startup import take_signals
 from checkpointing.store import CheckpointManager
+from data import load_data
 from errors import PreemptedError, end_by, end_process
 from launch import read_launch
 from loading.loader import check_memory
@@ -132,7 +133,6 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
             if metric_logger.is_line_due:
                 metric_logger.show(*tally.read_local())
     tally.synchronize_between_processes()
-
     values, n = tally.read()
     if n != len(data_loader.dataset):
         raise RuntimeError(
@@ -158,11 +158,6 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
                 with models.autocast(args, device):
                     results[kind] = measure(scored, criterion, loader, device, 100, label, metrics, observe)
     return results
-
-
-def load_data(traindir, valdir, args):
-    """Return the training and validation sets and samplers of their images, for plain loaders: see `data.load_data`."""
-    return data.load_data(traindir, valdir, args)
 
 
 def join(args):
