@@ -32,6 +32,7 @@ import optim
 import train
 import utils
 from errors import UserError
+from launch import read_launch
 from monitoring.gauges import count_flops, peak_tflops
 from options import COMPILE_MODES
 from run import BareRun
@@ -75,7 +76,7 @@ class LoggedRun(BareRun):
 
     def __init__(self, step: Step, model: torch.nn.Module) -> None:
         super().__init__(model, step.device)
-        self.sharded_step = gradients.ShardedStep(model, step.shards, device=step.device)
+        self.sharded_step = gradients.build_sharded_step(step.args, model, step.shards, step.device)
         self.scheduler = optim.build_lr_scheduler(step.args, step.optimizer)
         self.tally = metrics.Tally([metrics.Accuracy()], step.shards.num_local)
         self.args, self.parameters, self.due = step.args, list(step.model.parameters()), []
@@ -265,7 +266,8 @@ def interleave(
                 rates[name].append(num_images / (time.perf_counter() - start))
             if device.type == "cuda":
                 memory[name] = torch.cuda.max_memory_allocated(device) / 2**30
-        print(f"round {round_number} of {rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr)
+        if collectives.is_main_process():
+            print(f"round {round_number} of {rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr)
     return rates, memory
 
 
@@ -313,8 +315,20 @@ def training_args(options: argparse.Namespace, *extra: str) -> argparse.Namespac
 MODERN = ["--model-ema", "--model-ema-steps", "4", "--clip-grad-norm", "1.0"]
 
 
+# Ways of the loop that `--compare` knows, by the options that make them.
+LOOPS = {"ddp": [], "deterministic": ["--use-deterministic-algorithms"]}
+
+
 def benchmark_step(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure our loop against the bare step and torchvision's way, plain and with all that a step may have."""
+    """Measure our loop against the bare step and torchvision's way, plain and with all that a step may have.
+
+    Raises:
+        UserError: `--nproc` and `--compare` do not fit each other, or a process failed.
+    """
+    if options.compare:
+        return compare_loops(options)
+    if options.nproc > 1:
+        raise UserError(f"--nproc {options.nproc} needs --compare ddp,deterministic; the other ways are of one process")
     if options.threads:
         torch.set_num_threads(options.threads)
     given = {name: value for name, value in vars(options).items() if name not in ("run", "json")}
@@ -368,15 +382,71 @@ def show_step(variant: str, figures: dict[str, Any], peak: float | None) -> None
     )
 
 
-def scaling_rank(options: argparse.Namespace) -> None:
-    """Measure one process of several, started by torchrun; rank 0 prints the figures. Collective."""
-    args = training_args(options)
+def loops(text: str) -> list[str]:
+    """Read names of `LOOPS` with commas between them; an argparse type."""
+    names = text.split(",")
+    if len(names) < 2 or len(set(names)) < len(names) or not set(names) <= LOOPS.keys():
+        raise argparse.ArgumentTypeError(f"{text}: expected two or more of {', '.join(LOOPS)}, with commas")
+    return names
+
+
+def compare_loops(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure ways of our loop against the first one, on `--nproc` processes, and print their ratios to it."""
+    with tempfile.TemporaryDirectory() as folder:
+        figures = start_ranks(options, options.nproc, Path(folder), max_nproc=options.nproc)
+    first = options.compare[0]
+    print(f"{options.nproc} processes: images/s in all, and each as a multiple of {first} (quartiles; range)")
+    for name, values in figures["rates"].items():
+        row = summarize({name: values, first: figures["rates"][first]}, name)[first]
+        figures["summary"][name] = {**row, "images_per_s": statistics.median(values)}
+        low, high, least, most = *row["ratio_quartiles"], *row["ratio_range"]
+        rate = statistics.median(values)
+        print(f"  {name:<14}{rate:9.1f}   x{row['ratio']:.3f} ({low:.3f} to {high:.3f}; {least:.3f} to {most:.3f})")
+    figures["ratios"] = {f"{name}_vs_{first}": figures["summary"][name]["ratio"] for name in options.compare[1:]}
+    return figures
+
+
+def join_ranks(options: argparse.Namespace, *extra: str) -> tuple[argparse.Namespace, torch.device]:
+    """Return the options and the device of one process of several. Collective: every rank must call it."""
+    args = training_args(options, *extra)
     args.world_size = int(os.environ["WORLD_SIZE"])
-    utils.init_distributed_mode(args)
+    if not dist.is_initialized():
+        utils.init_distributed_mode(args)
+    args.rank, args.distributed = collectives.get_rank(), True
+    args.gpu = collectives.choose_gpu(read_launch(), args.device)
     args.num_shards = args.world_size
     args.global_batch_size = args.batch_size * args.world_size
-    device = torch.device(torch.device(args.device).type, args.gpu) if args.device != "cpu" else torch.device("cpu")
-    models.set_tf32(is_allowed=args.tf32)
+    return args, models.set_up_device(args)
+
+
+def compare_rank(options: argparse.Namespace) -> None:
+    """Measure the loops of `--compare` in turns, as one process of several; rank 0 writes. Collective."""
+    ways = {}
+    for name in options.compare:
+        args, device = join_ranks(options, *LOOPS[name])
+        ways[name] = _deterministically(OurLoop(args, device, options.steps), args)
+    rates, _ = interleave(ways, options.rounds, device)
+    if collectives.is_main_process():
+        given = {name: value for name, value in vars(options).items() if name != "json"}
+        figures = {"options": given, "nproc": options.nproc, "rates": rates, "summary": {}}
+        Path(options.json).write_text(json.dumps({**figures, "machine": describe(device)}))
+    collectives.shut_down()
+
+
+def _deterministically(loop: OurLoop, args: argparse.Namespace) -> Callable[[], int]:
+    """Return a loop that chooses the kernels of its options first, and begins on all processes at once."""
+
+    def run() -> int:
+        models.set_up_device(args)
+        dist.barrier()
+        return loop()
+
+    return run
+
+
+def scaling_rank(options: argparse.Namespace) -> None:
+    """Measure one process of several, started by torchrun; rank 0 writes the figures. Collective."""
+    args, device = join_ranks(options)
     loop = OurLoop(args, device, options.steps)
     alone = copy.copy(args)
     alone.global_batch_size, alone.num_shards, alone.rank, alone.world_size = args.batch_size, 1, 0, 1
@@ -404,8 +474,14 @@ def scaling_rank(options: argparse.Namespace) -> None:
     collectives.shut_down()
 
 
-def run_scaling(options: argparse.Namespace, nproc: int, folder: Path) -> dict[str, Any]:
+def start_ranks(options: argparse.Namespace, nproc: int, folder: Path, max_nproc: int) -> dict[str, Any]:
     """Start torchrun on `nproc` processes and return what rank 0 measured.
+
+    Args:
+        options: of the command line.
+        nproc: how many.
+        folder: for the figures.
+        max_nproc: the largest number that is going to be compared, among which the cores are divided.
 
     Raises:
         UserError: a process failed; the last lines of its output.
@@ -413,14 +489,14 @@ def run_scaling(options: argparse.Namespace, nproc: int, folder: Path) -> dict[s
     path = folder / f"{nproc}.json"
     passed = {**vars(options), "json": str(path)}
     passed.pop("run", None)
-    threads = options.threads or max(len(os.sched_getaffinity(0)) // max(options.nproc), 1)
+    threads = options.threads or max(len(os.sched_getaffinity(0)) // max_nproc, 1)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     done = subprocess.run(
-        [*command, "-m", "scripts.step_benchmark", json.dumps(passed)], capture_output=True, text=True, check=False,
+        [*command, "-m", "scripts.step_benchmark", json.dumps(passed)], stdout=subprocess.PIPE, text=True, check=False,
         cwd=Path(__file__).parent.parent, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
     )  # fmt: skip
     if done.returncode:
-        raise UserError(f"benchmark scaling failed on {nproc} processes:\n" + "\n".join(done.stderr.splitlines()[-15:]))
+        raise UserError(f"benchmark {options.command} failed on {nproc} processes; see above")
     return json.loads(path.read_text())
 
 
@@ -454,7 +530,7 @@ def predict(measured: list[dict[str, Any]], nproc: int) -> dict[str, float]:
 def benchmark_scaling(options: argparse.Namespace) -> dict[str, Any]:
     """Measure 1 to N processes with torchrun, print where the time goes, and predict more of them."""
     with tempfile.TemporaryDirectory() as folder:
-        measured = [run_scaling(options, nproc, Path(folder)) for nproc in sorted(options.nproc)]
+        measured = [start_ranks(options, n, Path(folder), max(options.nproc)) for n in sorted(options.nproc)]
     base = measured[0]["batch_size"] / measured[0]["step_s"]  # images/s a process
     print("processes  images/s  efficiency   ms a step: step = data + compute + the rest   all-reduce alone")
     for row in measured:
@@ -479,7 +555,7 @@ def add_commands(commands: Any) -> None:
     """Register `step` and `scaling` with the subparsers of scripts/benchmark.py; `options.run` is what to call."""
     step = commands.add_parser("step", help="a training step, against its limit and torchvision's loop")
     scaling = commands.add_parser("scaling", help="1 to N processes, and a model of more")
-    for command, steps, rounds in [(step, 10, 7), (scaling, 10, 3)]:
+    for command, steps, rounds in [(step, 10, 9), (scaling, 10, 3)]:
         command.add_argument("--model", default="resnet18", help="as train.py's (default: resnet18)")
         command.add_argument("--train-crop-size", metavar="PX", type=int, default=224, help="default: 224")
         command.add_argument("--batch-size", metavar="N", type=int, default=64, help="images a process (default: 64)")
@@ -496,6 +572,11 @@ def add_commands(commands: Any) -> None:
         command.add_argument("--compile", nargs="?", const="default", choices=COMPILE_MODES, help="likewise")
         command.add_argument("--opt", default="sgd", help="likewise (default: sgd)")
     step.add_argument("--threads", metavar="N", type=int, help="CPU threads (default: torch's)")
+    step.add_argument(
+        "--compare", metavar="WAYS", type=loops,
+        help="compare ways of our loop instead, such as ddp,deterministic (--use-deterministic-algorithms)",
+    )  # fmt: skip
+    step.add_argument("--nproc", metavar="N", type=int, default=1, help="processes of --compare (default: 1)")
     scaling.add_argument("--nproc", metavar="N", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     scaling.add_argument("--threads", metavar="N", type=int, help="of each process (default: cores / the largest N)")
     step.set_defaults(run=benchmark_step)
@@ -503,4 +584,5 @@ def add_commands(commands: Any) -> None:
 
 
 if __name__ == "__main__":
-    scaling_rank(argparse.Namespace(**json.loads(sys.argv[1])))
+    OPTIONS = argparse.Namespace(**json.loads(sys.argv[1]))
+    compare_rank(OPTIONS) if OPTIONS.command == "step" else scaling_rank(OPTIONS)

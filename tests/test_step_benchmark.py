@@ -79,6 +79,39 @@ def test_the_model_of_scaling_is_its_formula():
     assert step_benchmark.predict([hidden], 4)["images_per_s_worst"] == pytest.approx(40 / (0.1 + 0.3 + 0.75))
 
 
+@pytest.mark.dist
+def test_loops_are_compared_on_real_processes(tmp_path):
+    path = tmp_path / "figures.json"
+    argv = "step --model squeezenet1_1 --train-crop-size 32 --batch-size 2 --device cpu --steps 2 --rounds 3".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.benchmark", *argv, "--nproc", "2", "--compare", "ddp,deterministic",
+         "--json", str(path)],
+        capture_output=True, text=True, timeout=240, check=False, cwd=REPOSITORY,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(path.read_text())
+    rates = figures["rates"]
+    pairs = sorted(ours / theirs for ours, theirs in zip(rates["deterministic"], rates["ddp"], strict=True))
+    assert figures["ratios"] == {"deterministic_vs_ddp": pytest.approx(pairs[1])}
+    assert figures["nproc"] == 2
+    assert "2 processes" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("step --nproc 2", "--nproc 2 needs --compare ddp,deterministic"),
+        ("step --compare ddp", "--compare: ddp: expected two or more of ddp, deterministic"),
+        ("step --compare ddp,fast", "--compare: ddp,fast: expected two or more of ddp, deterministic"),
+    ],
+)
+def test_processes_and_ways_that_do_not_fit(argv, message):
+    command = [sys.executable, "-m", "scripts.benchmark", *argv.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_scaling_starts_real_processes(tmp_path):
