@@ -5,11 +5,12 @@ from pathlib import Path
 
 from errors import UserError
 from loading.folder import FolderIndex
+from loading.parquet import ParquetIndex
 from loading.source import Source, list_folder
 from loading.tars import TarIndex
 
 # The one to use first is first.
-FORMS: list[type[Source]] = [FolderIndex, TarIndex]
+FORMS: list[type[Source]] = [FolderIndex, TarIndex, ParquetIndex]
 
 
 def find_sources(root: Path) -> list[Source]:

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 import struct
 import tarfile
@@ -22,6 +21,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import StorageError, UserError, counted, in_one_line
 from files import explain_failure, free_bytes, locked, open_to_read, read_json, sync_folder, write_atomically
+from loading.parquet import check_shards, find_synset, open_parquet
 from loading.progress import Progress, size_text
 from loading.tars import tar_members
 from scripts.tool import build_parser, run
@@ -67,8 +67,6 @@ _SMALL_BYTES = 1 << 26
 
 # Where the files lie below the folder that is given: there, as Hugging Face and Kaggle have them, and the devkit.
 _PLACES = ("", "data", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "ILSVRC2012_devkit_t12")
-
-_HUGGING_FACE = re.compile(r"(?P<stem>[\w-]+)_(?P<synset>n\d{8})\.(?P<ending>JPEG|jpe?g|png)")
 
 _PNG = b"\x89PNG"
 
@@ -298,26 +296,6 @@ def folder_images(root: Path, truth: Truth | None) -> Iterator[Image]:
             yield Image(f"{synset}/{name}", (folder / name).stat().st_size, folder / name)
 
 
-def open_parquet(path: Path) -> Any:
-    """Open a parquet file of Hugging Face's form.
-
-    Raises:
-        UserError: pyarrow is not installed; the file is damaged, or has other columns.
-    """
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from error
-    with in_one_line(f"{path} is torn, or no parquet file; get it anew"):
-        table = parquet.ParquetFile(path)
-        columns = {field.name: str(field.type) for field in table.schema_arrow}
-    image, label = columns.get("image", ""), columns.get("label", "")
-    if not image.startswith("struct<") or "bytes: " not in image or not label.startswith(("int", "uint")):
-        found = ", ".join(f"{name} ({kind[:60]})" for name, kind in columns.items())
-        raise UserError(f"{path} has {found}; it needs image (struct of bytes and path) and label (int)")
-    return table
-
-
 def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
     """Yield the images of Hugging Face's files, under the names that they have in the official archives.
 
@@ -353,9 +331,9 @@ def parquet_name(image: dict, label: int, number: int, synsets: list[str]) -> tu
     Raises:
         UserError: nothing says the synset.
     """
-    found = _HUGGING_FACE.fullmatch(os.path.basename(image.get("path") or ""))
+    found = find_synset(image.get("path"))
     if found:
-        return found["synset"], f"{found['stem']}.{found['ending']}"
+        return found
     if not 0 <= label < len(synsets):
         raise UserError(
             f"row {number:,} does not name its synset, nor does any file given name that of label {label}; give also "
@@ -449,21 +427,6 @@ class Given:
 def is_known(path: Path) -> bool:
     """Tell whether a file is one that is used."""
     return path.is_file() and (path.name in KNOWN or path.suffix == ".parquet")
-
-
-def check_shards(files: list[Path]) -> None:
-    """Refuse a set that lacks a file, or holds one that is damaged or has other columns.
-
-    Raises:
-        UserError: it is so.
-    """
-    for path in files:
-        found = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.parquet", path.name)
-        for number in range(int(found[2]) if found else 0):
-            name = f"{found[1]}-{number:05d}-of-{found[2]}.parquet"
-            if name not in {each.name for each in files}:
-                raise UserError(f"{path.with_name(name)} is missing; all {int(found[2])} files of the set are needed")
-        open_parquet(path)
 
 
 def check_md5(path: Path) -> None:

@@ -1,0 +1,191 @@
+"""Images in parquet files as Hugging Face publishes them, read where they lie."""
+
+import functools
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from errors import BadImageError, ImageError, UserError, in_one_line
+from files import open_to_read
+from loading.index import ImageIndex, Scan, check_num_bytes
+from loading.progress import Progress
+from loading.source import Source, list_folder
+
+_SHARD = re.compile(r"(?P<split>[\w-]+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-f]+)?\.parquet")
+
+# A file name of ImageNet as Hugging Face has it: the official one with the synset behind it.
+_SYNSET_NAME = re.compile(r"(?P<stem>[\w-]+)_(?P<synset>n\d{8})\.(?P<ending>JPEG|jpe?g|png)")
+
+# Hugging Face's words for our splits.
+_SPLITS = {"val": ("val", "validation")}
+
+
+class ParquetIndex(ImageIndex):
+    """The images of parquet files with the columns `image` (bytes and path) and `label`.
+
+    They are those of the folder that `scripts.prepare` would make: the same classes, names and order. Where no path
+    says the synset, a class is called by its number and an image by that of its row. An image is found by its row
+    group, all of which must be read for it: files with row groups of some hundred images, as Hugging Face writes them,
+    take several times as long as folders.
+    """
+
+    form = "parquet"
+    layout = "{split}-00000-of-00002.parquet and so on"
+
+    @classmethod
+    def find(cls, root: Path) -> list[Source]:
+        """Return the files of the split beside its folder, if there are any."""
+        names = [(name, _SHARD.fullmatch(name)) for name in list_folder(root.parent)]
+        splits = _SPLITS.get(root.name, (root.name,))
+        files = [root.parent / name for name, found in names if found and found["split"] in splits]
+        return [cls(root, files)] if files else []
+
+    @property
+    def where(self) -> str:
+        """A pattern for all files."""
+        return str(self.files[0].with_name(f"{_SHARD.fullmatch(self.files[0].name)['split']}-*.parquet"))
+
+    def open(self) -> "ParquetIndex":
+        """Find out which images there are, as `ImageIndex`.
+
+        Raises:
+            UserError: pyarrow is not installed, or a file is missing, damaged or has other columns.
+        """
+        check_shards(self.files)
+        return super().open()
+
+    def scan(self, scan: Scan) -> list[str]:
+        """Add the images of all files, and return the classes."""
+        progress = Progress(f"scanning {self.where}", len(self.files), "files")
+        images, number = {}, 0  # (class, name) and place of each, by label
+        for file, path in enumerate(self.files):
+            with open_to_read(path) as stream:
+                scan.watch(str(path), os.fstat(stream.fileno()))
+            table = open_parquet(path)
+            for group in range(table.num_row_groups):
+                with in_one_line(f"{path} is torn; get it anew"):
+                    rows = table.read_row_group(group, columns=["image.path", "label"]).to_pylist()
+                for row, values in enumerate(rows):
+                    label = values["label"]
+                    if label is None or label < 0:
+                        raise UserError(f"{path}: row {row} of row group {group} has no label; that split has none")
+                    name = name_of((values["image"] or {}).get("path"), label, number)
+                    images.setdefault(label, []).append((*name, (file, group, row)))
+                    number += 1
+            progress.update()
+        progress.close()
+        classes = [self._class_of(label, images[label]) for label in sorted(images)]
+        self.check_classes(classes, 0)
+        if sorted(set(classes)) != classes:
+            raise UserError(f"{self.where}: the labels do not number the classes in alphabetical order")
+        for label, (name, found) in enumerate(zip(classes, (images[label] for label in sorted(images)), strict=True)):
+            found.sort(key=lambda image: image[1])
+            names, places = [image[1] for image in found], [image[2] for image in found]
+            if len(set(names)) < len(names):
+                raise UserError(f"{self.where}: class {name} has two images of one name")
+            scan.add(name, label, names, numpy.array(places, dtype=numpy.int64))
+        return classes
+
+    def _class_of(self, label: int, images: list[tuple]) -> str:
+        names = {name for name, *_ in images}
+        if len(names) > 1:
+            raise UserError(f"{self.where}: label {label} is both {' and '.join(sorted(names)[:2])}")
+        return names.pop()
+
+    def path(self, number: int) -> str:
+        """Return the words for an image in messages."""
+        file, group, row = self.arrays["places"][number].tolist()
+        return f"{self.name(number)} in {self.files[file]} (row {row} of row group {group})"
+
+    def read(self, number: int) -> bytes:
+        """Return the bytes of an image's file; raises as `Source.read`."""
+        file, group, row = self.arrays["places"][number].tolist()
+        mtime_ns, _, size = self.arrays["states"][file].tolist()
+        path = self.files[file]
+        status = os.stat(path)
+        if (status.st_mtime_ns, status.st_size) != (mtime_ns, size):
+            raise ImageError(
+                f"cannot read image {self.path(number)}: the file has changed since it was scanned; start again"
+            )
+        content = _read_group(os.getpid(), str(path), mtime_ns, group)[row].as_py()
+        if not content:
+            raise BadImageError("the row holds no bytes")
+        check_num_bytes(len(content))
+        return content
+
+
+def name_of(path: str | None, label: int, number: int) -> tuple[str, str]:
+    """Return the class and the file name of an image: the official ones, where its path says the synset."""
+    found = find_synset(path)
+    return found or (f"{label:06d}", f"{number:08d}.JPEG")
+
+
+def find_synset(path: str | None) -> tuple[str, str] | None:
+    """Return the synset and the official file name that Hugging Face's path of an image says, or None."""
+    found = _SYNSET_NAME.fullmatch(os.path.basename(path or ""))
+    return (found["synset"], f"{found['stem']}.{found['ending']}") if found else None
+
+
+def check_shards(files: tuple[Path, ...] | list[Path]) -> None:
+    """Refuse a set that lacks a file, or holds one that is damaged or has other columns.
+
+    Raises:
+        UserError: it is so.
+    """
+    found = [(path, _SHARD.fullmatch(path.name)) for path in files]
+    there = {(match["split"], int(match["number"])) for _, match in found if match}
+    for path, match in found:
+        for number in range(int(match["count"]) if match else 0):
+            if (match["split"], number) not in there:
+                name = f"{match['split']}-{number:05d}-of-{match['count']}.parquet"
+                count = int(match["count"])
+                raise UserError(f"{path.with_name(name)} is missing; all {count} files of the set are needed")
+        open_parquet(path)
+
+
+def open_parquet(path: Path) -> Any:
+    """Open a parquet file of Hugging Face's form.
+
+    Raises:
+        UserError: pyarrow is not installed; the file is damaged, or has other columns.
+    """
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from error
+    with in_one_line(f"{path} is torn, or no parquet file; get it anew"):
+        table = parquet.ParquetFile(path)
+        columns = {field.name: str(field.type) for field in table.schema_arrow}
+    image, label = columns.get("image", ""), columns.get("label", "")
+    if not image.startswith("struct<") or "bytes: " not in image or not label.startswith(("int", "uint")):
+        found = ", ".join(f"{name} ({kind[:60]})" for name, kind in columns.items())
+        raise UserError(f"{path} has {found}; it needs image (struct of bytes and path) and label (int)")
+    return table
+
+
+@functools.lru_cache(maxsize=64)
+def _open_once(process: int, path: str, mtime_ns: int) -> Any:
+    """Return an open file of this process; a forked one must not share its descriptor's position."""
+    return open_parquet(Path(path))
+
+
+@functools.lru_cache(maxsize=2)
+def _read_group(process: int, path: str, mtime_ns: int, group: int) -> Any:
+    """Return the bytes of the images of a row group, as an array.
+
+    Raises:
+        ImageError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        table = _open_once(process, path, mtime_ns).read_row_group(group, columns=["image.bytes"], use_threads=False)
+        return table["image"].combine_chunks().field("bytes")
+    except MemoryError:
+        raise
+    except Exception as error:  # arrow has several kinds for damaged bytes, and an OSError without a number
+        if getattr(error, "errno", None) is not None:
+            raise
+        raise ImageError(f"row group {group} of {path} is damaged: {str(error).splitlines()[0][:160]}") from error
