@@ -5,7 +5,7 @@ import math
 import shutil
 import warnings
 import weakref
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 import collectives
 import models
@@ -35,7 +35,7 @@ LINE_BYTES = 700
 
 
 class Needs(NamedTuple):
-    """Bytes that a process holds at the peak of a step of so many images a shard, and the operations of a shard."""
+    """Bytes that a process holds at the peak of a step of so many images a shard."""
 
     batch_size: int
     weights: int
@@ -43,7 +43,6 @@ class Needs(NamedTuple):
     optimizer: int
     average: int
     activations: int
-    flops: int
 
     @property
     def total(self) -> int:
@@ -102,6 +101,25 @@ def build_without_memory(args: Any, num_classes: int) -> nn.Module:
         return models.build_model(args, num_classes)
 
 
+def count_flops(args: Any, num_classes: int) -> int:
+    """Return the floating-point operations of the forward and backward pass of one image, two a multiply-add."""
+    # What is computed again does not count as progress.
+    args = Namespace(**{**vars(args), "compile": None, "grad_checkpointing": False})
+    # A model in evaluation mode computes the same, and a batch of one is enough for it.
+    model = build_without_memory(args, num_classes).eval()
+    image = torch.empty(1, 3, args.train_crop_size, args.train_crop_size, device=next(model.parameters()).device)
+    mapping = {torch.ops.aten.convolution_backward: _backward_flops}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        model(image).sum().backward()
+    return counter.get_total_flops()
+
+
+def _backward_flops(grad: Any, image: Any, weight: Any, *options: Any, out_shape: Any = None) -> int:
+    """Return what a convolution's two gradients take; torch's own count leaves out of account that it has groups."""
+    is_transposed, (needs_input, needs_weight, _) = options[4], options[-1]
+    return (needs_input + needs_weight) * conv_flop_count(image, weight, grad, is_transposed)
+
+
 def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) -> Needs:
     """Trace a step of so many images a shard, and return what it needs. Allocates and computes nothing.
 
@@ -125,7 +143,7 @@ def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) ->
         held = _held_gradients(args)
         optimizer.zero_grad(set_to_none=not held)
         count.restart()
-        flops = _trace_shard(args, model, device, batch_size)
+        _trace_shard(args, model, device, batch_size)
         optimizer.step()  # which holds another copy of the gradients, with some options
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         fixed = {
@@ -138,7 +156,7 @@ def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) ->
         ahead = 2 * batch_size * 3 * args.train_crop_size**2 * 4 if device.type == "cuda" else 0
         activations = count.peak - sum(fixed.values()) + ahead
         fixed["gradients"] += max(held - 1, 0) * _num_bytes(gradients)
-    return Needs(batch_size, activations=activations, flops=flops, **fixed)
+    return Needs(batch_size, activations=activations, **fixed)
 
 
 def _held_gradients(args: Any) -> int:
@@ -149,27 +167,17 @@ def _held_gradients(args: Any) -> int:
     return sums + is_sent + (is_deterministic and args.world_size > 2)
 
 
-def _trace_shard(args: Any, model: nn.Module, device: torch.device, batch_size: int) -> int:
-    """Make the passes of a shard, and return their floating-point operations."""
+def _trace_shard(args: Any, model: nn.Module, device: torch.device, batch_size: int) -> None:
+    """Make the passes of a shard."""
     order = torch.channels_last if args.channels_last else torch.contiguous_format
     image = torch.empty(batch_size, 3, args.train_crop_size, args.train_crop_size, device=device)
     image = image.contiguous(memory_format=order)
     target = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-    counter = FlopCounterMode(display=False, custom_mapping=attention)
     with models.autocast(args, device):
-        with counter:
-            output = model(image)
+        output = model(image)
         outputs = [output] if isinstance(output, Tensor) else [scores for scores in output if scores is not None]
         loss = sum(functional.cross_entropy(scores, target) for scores in outputs)
     loss.backward()
-    # The backward pass has twice as many; torch's counter takes those of grouped convolutions for dense ones.
-    return counter.get_total_flops() * (1 if args.freeze else 3)
-
-
-def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the operations of attention, which torch's counter leaves out on a CPU, from the shapes."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def _num_bytes(tensors: Any) -> int:
@@ -229,6 +237,7 @@ def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
     try:
         limit = find_limit(device)
         needs, largest = find_largest(args, num_classes, device, limit.num_bytes)
+        flops = count_flops(args, num_classes)
     except Exception as error:  # a layer may need numbers, or a kernel that knows no tensors without memory
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         return [f"no estimate of memory and work: {args.model} cannot be traced ({type(error).__name__}: {reason})"]
@@ -236,8 +245,8 @@ def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
     lines = [
         f"memory of a process at its peak, an estimate of a step traced for {device.type}: {split(needs)}",
         f"that {fits} {limit.name}; the largest --batch-size that should: {largest:,}",
-        f"a step: {needs.flops * args.num_shards / 1e12:,.3g} TFLOP, {needs.flops / needs.batch_size / 1e9:,.3g} GFLOP "
-        "an image, forward and backward",
+        f"a step: {flops * args.global_batch_size / 1e12:,.3g} TFLOP, {flops / 1e9:,.3g} GFLOP an image, forward and "
+        "backward",
     ]
     folder = Path(args.output_dir or f"runs/{args.model}")
     return [*lines, *_time_lines(args, folder, steps_per_epoch), *_disk_lines(args, needs, folder, steps_per_epoch)]

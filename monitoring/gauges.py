@@ -1,6 +1,5 @@
 """Measurements of training beside the metrics: norms, rates, and the use of the device."""
 
-import copy
 import resource
 import sys
 import time
@@ -8,12 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 import collectives
-from monitoring.estimate import build_without_memory
-
-aten = torch.ops.aten
+from monitoring.estimate import count_flops
 
 # Dense peaks, TFLOP/s, by the name that torch gives the device: NVIDIA's data sheets and white papers of A100 (2020),
 # V100 (2017), L4 (2023), H100 SXM (2022) and H200 SXM (2024); those that print a figure "with sparsity" are halved.
@@ -41,24 +37,6 @@ def peak_tflops(args: Any, device: torch.device) -> float | None:
     known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device), {})
     number_format = (args.amp_dtype or "float16") if args.amp else "float32" if args.tf32 is False else "tf32"
     return known.get(number_format)
-
-
-def count_flops(args: Any, num_classes: int) -> int:
-    """Return the floating-point operations of the forward and backward pass of one image, two a multiply-add."""
-    args = copy.copy(args)
-    args.compile, args.grad_checkpointing = None, False  # what is computed again does not count as progress
-    # A model in evaluation mode computes the same, and a batch of one is enough for it.
-    model = build_without_memory(args, num_classes).eval()
-    image = torch.empty(1, 3, args.train_crop_size, args.train_crop_size, device=next(model.parameters()).device)
-    with FlopCounterMode(display=False, custom_mapping={aten.convolution_backward: _backward_flops}) as counter:
-        model(image).sum().backward()
-    return counter.get_total_flops()
-
-
-def _backward_flops(grad: Any, image: Any, weight: Any, *options: Any, out_shape: Any = None) -> int:
-    """Return what a convolution's two gradients take; torch's own count leaves out of account that it has groups."""
-    is_transposed, (needs_input, needs_weight, _) = options[4], options[-1]
-    return (needs_input + needs_weight) * conv_flop_count(image, weight, grad, is_transposed)
 
 
 def flops_share(args: Any, device: torch.device, num_classes: int) -> float | None:

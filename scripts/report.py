@@ -80,6 +80,11 @@ class LoggedRun:
             return content if len(content) <= _LARGEST else b""
         return b""
 
+    def hours(self, steps: list[int]) -> list[float | None]:
+        """Return the hours that the run had run after each step, restarts left out; None where no record says so."""
+        known = {r["step"]: r["hours"] for r in self.records if isinstance(r.get("hours"), float | int)}
+        return [known.get(step) for step in steps]
+
     def points(self, kind: str, name: str) -> dict[int, float]:
         """Return the values of one curve by their steps."""
         records = [r for r in self.records if r["kind"] == kind and isinstance(r.get(name), float | int)]
@@ -100,8 +105,8 @@ def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list[int], int, dict]]:
-    """Yield the curves of one measure as steps, steps per epoch and plotly's arguments; of seeds, also the band."""
+def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list[int], LoggedRun, dict]]:
+    """Yield the curves of one measure as steps, a run that has them and plotly's arguments; of seeds, also the band."""
     for number, (label, group) in enumerate(groups.items()):
         for at, kind in enumerate(KINDS):
             curves = [run.points(kind, name) for run in group]
@@ -113,16 +118,16 @@ def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list
             means, spreads = [statistics.fmean(v) for v in values], [spread(v) for v in values]
             if steps:
                 line = {"color": color, "dash": ["dot", "solid", "dash"][dash]}
-                yield steps, group[0].steps_per_epoch, {**style, "y": means, "line": line}
+                yield steps, group[0], {**style, "y": means, "line": line}
             if len(group) > 1 and steps:
                 ys = [m + s for m, s in zip(means, spreads, strict=True)]
                 ys += [m - s for m, s in zip(means, spreads, strict=True)][::-1]
                 band = {"fill": "toself", "fillcolor": color, "opacity": 0.2, "line": {"width": 0}, "hoverinfo": "skip"}
-                yield steps + steps[::-1], group[0].steps_per_epoch, {**style, "y": ys, **band, "mode": "lines"}
+                yield steps + steps[::-1], group[0], {**style, "y": ys, **band, "mode": "lines"}
 
 
 def draw_curves(groups: dict[str, list[LoggedRun]]) -> str:
-    """Return HTML with curves and the library that draws them; buttons make steps or epochs their x axis."""
+    """Return HTML with curves and the library that draws them; buttons make steps, epochs or hours the x axis."""
     try:
         from plotly.subplots import make_subplots
     except ImportError as error:
@@ -131,18 +136,19 @@ def draw_curves(groups: dict[str, list[LoggedRun]]) -> str:
     panels = [curves for name in PANELS if (curves := (name, list(traces(groups, name))))[1]]
     if not panels:
         return "<p>No records yet.</p>"
-    rows, seen, steps, epochs = (len(panels) + 1) // 2, set(), [], []
+    rows, seen, axes = (len(panels) + 1) // 2, set(), {"step": [], "epoch": [], "hours": []}
     titles = [PANELS[name] for name, _ in panels]
     figure = make_subplots(rows, 2, subplot_titles=titles, vertical_spacing=0.25 / rows, horizontal_spacing=0.07)
     for panel, (name, curves) in enumerate(panels):
-        for xs, steps_per_epoch, style in curves:
-            steps.append(xs)
-            epochs.append([x / steps_per_epoch for x in xs])
+        for xs, run, style in curves:
+            axes["step"].append(xs)
+            axes["epoch"].append([x / run.steps_per_epoch for x in xs])
+            axes["hours"].append(run.hours(xs))
             is_new, _ = style["name"] not in seen, seen.add(style["name"])
             figure.add_scatter(x=xs, showlegend=is_new, row=panel // 2 + 1, col=panel % 2 + 1, **style)
         if name == "loss":  # an evaluation far off would flatten everything else on a straight scale
             figure.update_yaxes(type="log", row=panel // 2 + 1, col=panel % 2 + 1)
-    buttons = [{"label": n, "method": "restyle", "args": [{"x": xs}]} for n, xs in (("step", steps), ("epoch", epochs))]
+    buttons = [{"label": name, "method": "restyle", "args": [{"x": xs}]} for name, xs in axes.items()]
     menu = {"type": "buttons", "direction": "left", "x": 0, "xanchor": "left", "y": 1 + 0.3 / rows, "buttons": buttons}
     figure.update_layout(
         updatemenus=[menu], height=300 * rows + 150, template="plotly_white", hovermode="x unified", margin={"t": 110},

@@ -33,7 +33,8 @@ import train
 import utils
 from errors import UserError
 from launch import read_launch
-from monitoring.gauges import count_flops, peak_tflops
+from monitoring.estimate import count_flops
+from monitoring.gauges import peak_tflops
 from options import COMPILE_MODES
 from run import BareRun
 from sampler import TrainSampler, VirtualShards

@@ -42,7 +42,7 @@ def write_run(folder, seed=0, lr=0.1, factor=1.0):
     folder.mkdir()
     values = [(step, 100 / step * factor) for step in (1, 10, 11, 20)]
     records = [
-        {"kind": "train", "step": step, "epoch": (step - 1) // 10, "loss": loss, "lr": lr, "time": 1.0}
+        {"kind": "train", "step": step, "epoch": (step - 1) // 10, "loss": loss, "lr": lr, "hours": step / 8, "time": 1}
         for step, loss in values
     ]
     records += [
@@ -66,6 +66,9 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
     assert path == run / "report.html"
     assert OWN_FILES.fullmatch(path.name)
     page = Cells(path.read_text())
+    buttons = re.findall(r'"args":\[\{"x":(\[\[.*?\]\])\}\],"label":"(\w+)"', path.read_text())
+    axes = {label: json.loads(found)[0] for found, label in buttons}  # of the first curve, the training loss
+    assert axes == {"step": [1, 10, 11, 20], "epoch": [0.1, 1, 1.1, 2], "hours": [1 / 8, 10 / 8, 11 / 8, 20 / 8]}
     head = next(row for row in page.rows if row[0] == "epoch")
     body = [row for row in page.rows if len(row) == len(head) and row != head]
     found = [dict(zip(head, row, strict=True)) for row in body]
@@ -103,7 +106,7 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
     assert [[run.folder.name for run in group] for group in groups.values()] == [["s0", "s1", "s2"], ["other"]]
     line, band = list(traces(groups, "acc1"))[:2]
     mean, deviation = statistics.fmean(factors) * 20, statistics.stdev(factors) * 20
-    assert line[:2] == ([10, 20], 10)
+    assert (line[0], line[1].steps_per_epoch) == ([10, 20], 10)
     assert line[2]["y"][1] == pytest.approx(mean)
     assert band[0] == [10, 20, 20, 10]
     assert band[2]["y"][1:3] == pytest.approx([mean + deviation, mean - deviation])
