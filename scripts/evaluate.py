@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -405,13 +406,26 @@ def score_set(each: ImageSet, model: Any, loader: data.DeviceLoader, k: int, aut
             rows.append(_rows(each, output, target, index, k))
             progress.update(len(index))
     progress.close()
-    gathered = torch.cat(collectives.all_gather(torch.cat([part.cpu() for part in rows]))).numpy()
+    gathered = gather(torch.cat([part.cpu() for part in rows])).numpy()
     gathered = gathered[numpy.argsort(gathered[:, 0], kind="stable")]
     if not numpy.isfinite(gathered).all():
         raise NonFiniteError(
             f"the scores of the checkpoint on --set {each.name} are not finite: its weights are broken"
         )
     return gathered
+
+
+def gather(rows: Tensor) -> Tensor:
+    """Return the rows of all processes. Collective: every rank must call it.
+
+    Raises:
+        UserError: another process has ended.
+    """
+    try:
+        return torch.cat(collectives.all_gather(rows))
+    except RuntimeError as error:
+        time.sleep(10)  # a launcher ends this process meanwhile, and the other one has said why
+        raise UserError("another process has ended, for a reason that stands above or in its log") from error
 
 
 def _rows(each: ImageSet, output: Any, target: Tensor, index: Tensor, k: int) -> Tensor:
