@@ -92,20 +92,28 @@ _MOST_LIST_BYTES = 1 << 28
 
 
 class ListedImages(Source):
-    """Images at given paths below a folder; their classes are known elsewhere."""
+    """Images at given paths below a folder.
+
+    Args:
+        root: the folder.
+        names: the paths.
+        words: the class of each image, a name or a number; none where they are not known.
+    """
 
     form = "list"
 
-    def __init__(self, root: Path, names: list[str]) -> None:
+    def __init__(self, root: Path, names: list[str], words: list[str]) -> None:
         super().__init__(root)
-        self.names, self.classes = names, []
+        self.names, self.classes = names, sorted(set(words))
+        labels = {word: label for label, word in enumerate(self.classes)}
+        self.labels = [labels[word] for word in words] or [0] * len(names)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def label(self, number: int) -> int:
-        """Return -1."""
-        return -1
+        """Return the class of an image; 0 where it is not known."""
+        return self.labels[number]
 
     def name(self, number: int) -> str:
         """Return an image's path below the folder."""
@@ -127,13 +135,12 @@ class ImageSet:
 
     Args:
         name: the set's.
-        source: its images.
-        words: names or numbers of classes.
-        places: which of them each image is of, or -1.
+        source: its images; its classes are names or numbers of classes of the model.
         is_folder: there is a folder for each class.
 
     Attributes:
-        labels: (N,) int64: the number of each image's class in the model, or -1.
+        words: the names or numbers.
+        labels: (N,) int64: the number of each image's class in the model; -1 if none is known.
         columns: the numbers of the set's classes, where the model has others too; else None.
         found_by: how the classes were found.
         real: the ReaL labels of each image, or None.
@@ -142,15 +149,15 @@ class ImageSet:
 
     real: list[list[int]] | None = None
 
-    def __init__(self, name: str, source: Source, words: list[str], places: list[int], *, is_folder: bool) -> None:
-        self.name, self.source, self.words, self.is_folder = name, source, words, is_folder
-        self.places = numpy.array(places, dtype=numpy.int64)
+    def __init__(self, name: str, source: Source, *, is_folder: bool) -> None:
+        self.name, self.source, self.words, self.is_folder = name, source, source.classes, is_folder
         self.numbers = range(len(source))
 
     def number_classes(self, numbers: list[int], num_classes: int, found_by: str) -> None:
         """Say which classes of the model the set's are."""
-        table = numpy.array([*numbers, -1], dtype=numpy.int64)  # the last is that of images without a class
-        self.labels, self.found_by = table[self.places], found_by
+        table = numpy.array(numbers or [-1], dtype=numpy.int64)
+        self.labels = table[[self.source.label(number) for number in range(len(self.source))]]
+        self.found_by = found_by
         is_part = self.is_folder and len(numbers) < num_classes
         self.columns = torch.tensor(sorted(numbers)) if is_part else None
 
@@ -183,14 +190,12 @@ def open_set(text: str, *, has_real: bool) -> ImageSet:
     images = [each for each in flat if each.lower().endswith(IMG_EXTENSIONS)]
     if images and not any(os.path.isdir(root / each) for each in flat):
         if has_real:
-            return ImageSet(name, ListedImages(root, images), [], [-1] * len(images), is_folder=False)
+            return ImageSet(name, ListedImages(root, images, []), is_folder=False)
         raise UserError(
             f"--set {text}: {place} holds {counted(len(images), 'image')} and no class folders; give "
             f"{name}={place},LIST with a list of their classes, or --real FILE"
         )
-    source = open_source(root)
-    labels = [source.label(number) for number in range(len(source))]
-    return ImageSet(name, source, source.classes, labels, is_folder=True)
+    return ImageSet(name, open_source(root), is_folder=True)
 
 
 def open_list(given: str, name: str, folder: Path, table: Path) -> ImageSet:
@@ -209,9 +214,7 @@ def open_list(given: str, name: str, folder: Path, table: Path) -> ImageSet:
     if len(set(files)) < len(files):
         twice = next(file for file in files if files.count(file) > 1)
         raise UserError(f"{given}: {table} names {twice} twice; an image is evaluated once")
-    known = sorted(set(words))
-    numbers = {word: number for number, word in enumerate(known)}
-    return ImageSet(name, ListedImages(folder, files), known, [numbers[word] for word in words], is_folder=False)
+    return ImageSet(name, ListedImages(folder, files, words), is_folder=False)
 
 
 def read_list(given: str, table: Path) -> Iterator[tuple[int, list[str]]]:
