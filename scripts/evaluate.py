@@ -28,11 +28,13 @@ import models
 from errors import (
     ImageError,
     InterruptedRunError,
+    LimitError,
     LoaderKilledError,
     NonFiniteError,
     UserError,
     counted,
     end_by,
+    one_line,
     require_timm,
 )
 from files import open_to_read, read_bytes, write_atomically
@@ -43,6 +45,7 @@ from loading.loader import check_memory, check_workers
 from loading.progress import Progress
 from loading.source import Source, list_folder
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
+from monitoring.estimate import is_out_of_memory
 from options import INTERPOLATIONS
 from presets import build_presets
 from sampler import EvalSampler
@@ -180,7 +183,7 @@ def open_set(text: str, *, has_real: bool) -> ImageSet:
     folder, comma, table = place.rpartition(",")
     if comma and not find_sources(Path(place)):
         return open_list(f"--set {text}", name, Path(folder), Path(table))
-    root = Path(place)
+    root = Path(place) if Path(place).name not in ("", "..") else Path(os.path.abspath(place))
     if not find_sources(root):
         raise UserError(
             f"--set {text}: {place} holds no images; give a folder with one folder for each class, the path of tars or "
@@ -230,9 +233,12 @@ def read_list(given: str, table: Path) -> Iterator[tuple[int, list[str]]]:
         raise UserError(f"{given}: the list {table} cannot be read: {reason}") from error
     is_csv = table.suffix.lower() == ".csv" or bool(lines and "," in lines[0])
     for number, line in enumerate(lines, 1):
-        words = next(csv.reader([line]), []) if is_csv else line.rsplit(None, 1)
+        try:
+            words = next(csv.reader([line]), []) if is_csv else line.rsplit(None, 1)
+        except csv.Error:
+            words = []
         words = [word.strip() for word in words]
-        if not line.strip() or (number == 1 and words[0].lower() in _HEADERS):
+        if not line.strip() or (number == 1 and words[:1] and words[0].lower() in _HEADERS):
             continue
         if len(words) < 2 or not words[0] or not words[1]:
             raise UserError(f"{given}: line {number} of {table} is {line[:80]!r}; expected a file and its label")
@@ -260,7 +266,7 @@ class ClassNumbers:
         self.whole = next((words for words in whole if not self._are_numbers(words)), None)
 
     def _are_numbers(self, words: list[str]) -> bool:
-        return all(word.isascii() and word.isdigit() and int(word) < self.num_classes for word in words)
+        return all(re.fullmatch("[0-9]{1,9}", word) and int(word) < self.num_classes for word in words)
 
     def find(self, each: ImageSet) -> tuple[list[int], str]:
         """Return the numbers of a set's classes, and how they were found.
@@ -571,6 +577,7 @@ def show(report: dict[str, Any], topk: list[int]) -> None:
 
 def show_table(rows: list[list[str]]) -> None:
     """Print rows in columns, the first of which is aligned to the left."""
+    rows = [[one_line(word) for word in row] for row in rows]
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     for row in rows:
         first, *others = (
@@ -627,8 +634,8 @@ def check_outputs(options: argparse.Namespace) -> None:
     }
     given = {option: path for option, path in paths.items() if path is not None}
     for option, path in given.items():
-        if path.is_dir() or not path.parent.is_dir():
-            raise UserError(f"{option} {path}: {'is a folder' if path.is_dir() else 'its folder is not there'}")
+        if (path.exists() and not path.is_file()) or not path.parent.is_dir():
+            raise UserError(f"{option} {path}: {'is no file' if path.exists() else 'its folder is not there'}")
     if len({os.path.abspath(path) for path in given.values()}) < len(given):
         raise UserError(f"{' and '.join(given)} name one file; give each its own")
 
@@ -747,8 +754,10 @@ def work() -> None:
         elif report is not None:
             show(report, options.topk)
     except BaseException as error:
+        if is_out_of_memory(error):
+            error = LimitError(f"out of memory; use a smaller --batch-size than {options.batch_size}")
         if not launch.is_launched:
-            raise
+            raise error
         if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
             error = LoaderKilledError(str(error))
         is_interrupted = isinstance(error, KeyboardInterrupt)

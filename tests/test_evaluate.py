@@ -325,6 +325,7 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
     (tmp_path / "missing.txt").write_text("class0/image000.jpg class0\nnone.jpg class1\n")
     (tmp_path / "unknown.txt").write_text("class0/image000.jpg class9\n")
     (tmp_path / "short.txt").write_text("class0/image000.jpg\n")
+    (tmp_path / "long.csv").write_text(f"class0/image000.jpg,{'x' * 200_000}\n")
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "twice.txt").write_text("class0/image000.jpg 0\nclass0/image000.jpg 1\n")
     shutil.copytree(images / "class0", tmp_path / "other" / "dog")
@@ -344,6 +345,8 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
         (["--set", f"{val},{tmp_path / 'missing.txt'}"], "line 2 of .* names none.jpg"),
         (["--set", f"{val},{tmp_path / 'unknown.txt'}"], "class9 is none of the 5 classes"),
         (["--set", f"{val},{tmp_path / 'short.txt'}"], "line 1 of .*; expected a file and its label"),
+        (["--set", f"{val},{tmp_path / 'long.csv'}"], "line 1 of .*; expected a file and its label"),
+        (["--set", val, "--predictions", "/dev/null"], "is no file"),
         (["--set", f"{val},{tmp_path / 'empty.txt'}"], "is empty"),
         (["--set", f"{val},{tmp_path / 'twice.txt'}"], "twice"),
         (["--set", f"{val},{tmp_path / 'none.txt'}"], "none.txt cannot be read"),
@@ -355,7 +358,7 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
         (["--set", f"f={tmp_path / 'flat'}", "--real", tmp_path / "labels.json"], "no numbers of the 5 classes"),
         (["--set", f"f={tmp_path / 'flat'}", "--real", tmp_path / "torn.json"], "cannot be read"),
         (["--set", val, "--json", tmp_path / "no" / "a.json"], "its folder is not there"),
-        (["--set", val, "--json", tmp_path], "is a folder"),
+        (["--set", val, "--json", tmp_path], "is no file"),
         (["--set", val, "--predictions", tmp_path / "a", "--per-class", tmp_path / "a"], "one file"),
         (["--set", val, "--topk", "0"], "--topk"),
         (["--set", val, "--ema"], "holds no average"),
