@@ -241,7 +241,7 @@ def _report(reason: str, error_file: str | None) -> None:
         json.dump({"message": content}, file)
 
 
-def end_by(error: BaseException, launch: Any) -> None:
+def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
     """End this process for an error: a user's mistake is one line with an exit code, ours a traceback.
 
     A launcher ends the other processes as soon as one has left; so, where all ranks meet the same error, which is all
@@ -251,6 +251,7 @@ def end_by(error: BaseException, launch: Any) -> None:
     Args:
         error: why; torchrun turns any exit code into 1.
         launch: this process among the others, a `Launch`.
+        prog: the command, which the line begins with.
     """
     if isinstance(error, SystemExit):  # of the parser
         end_process(error.code or 0)
@@ -274,5 +275,5 @@ def end_by(error: BaseException, launch: Any) -> None:
     where = f" on rank {launch.rank}" if launch.rank != 0 else ""
     # Not print, which is silent on this rank.
     if not is_silent:
-        say(f"train.py: error{where}: {one_line(reason)}")
+        say(f"{prog}: error{where}: {one_line(reason)}")
     end_process(exit_code)

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -94,6 +95,53 @@ def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tup
         ranked = output.topk(min(max(topk), num_classes), dim=1).indices
         hits = ranked.eq(target[:, None])
         return [hits[:, : min(k, num_classes)].sum() for k in topk]
+
+
+def rank_classes(output: Tensor | tuple[Tensor, ...], target: Tensor, k: int) -> Tensor:
+    """Return for each image all that a report of an evaluation needs, in float64; nothing is read of a GPU.
+
+    Args:
+        output: as the model returns it.
+        target: (B,) class indices on the same device.
+        k: how many of the best classes.
+
+    Returns:
+        (B, 2 + 2k): the target's place among the classes, from 0; the negative logarithm of its probability; the k best
+        classes; their probabilities. Of classes with equal scores the first is the better one.
+    """
+    output = output if isinstance(output, Tensor) else output[0]
+    if not output.is_cuda:  # other accelerators may have no float64
+        output, target = output.cpu(), target.cpu()
+    output = output.double()
+    order = output.argsort(dim=1, descending=True, stable=True)
+    log_probability = output.log_softmax(dim=1)
+    place = order.eq(target[:, None]).int().argmax(dim=1, keepdim=True)
+    best = order[:, :k]
+    return torch.cat(
+        [place, -log_probability.gather(1, target[:, None]), best, log_probability.gather(1, best).exp()], dim=1
+    )
+
+
+def calibration_error(confidence: numpy.ndarray, is_hit: numpy.ndarray, num_bins: int = 15) -> float:
+    """Return the expected calibration error (Guo et al., arXiv 1706.04599), with bins of equal width.
+
+    Args:
+        confidence: (N,) the highest probability of each image.
+        is_hit: (N,) whether that class is the image's.
+        num_bins: a bin holds its upper edge and not its lower one.
+    """
+    edges = numpy.linspace(0, 1, num_bins + 1)[1:-1]
+    gaps = numpy.bincount(numpy.searchsorted(edges, confidence), weights=is_hit - confidence)
+    return float(numpy.abs(gaps).sum() / len(confidence))
+
+
+def bootstrap_interval(num_hits: int, num_images: int, num_resamples: int = 10_000) -> list[float]:
+    """Return the 95% interval of the share of hits, by percentiles of a bootstrap over the images with a fixed seed.
+
+    The hits of a resample are binomial, so that their number is drawn at once.
+    """
+    draws = numpy.random.default_rng(0).binomial(num_images, num_hits / num_images, num_resamples)
+    return (numpy.percentile(draws, [2.5, 97.5]) / num_images).tolist()
 
 
 class Metric:

@@ -1,0 +1,421 @@
+"""scripts/evaluate.py: every number against another computation, on any number of processes, and what is refused."""
+
+import argparse
+import csv
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import config
+from data import IndexedImageFolder
+from errors import UserError
+from metrics import bootstrap_interval, calibration_error, rank_classes
+from models import build_model
+from scripts import evaluate
+from scripts.evaluate import ClassNumbers, ImageSet, ListedImages
+from scripts.trained import open_trained
+from tests.images import pack_whole, write_images
+from tests.ranks import Outcome, run_ranks, strike_at
+
+COUNTS, BATCH = [13, 12, 9], 4
+NAMES = [f"class{number}" for number in range(5)]
+
+
+def evaluate_process(argv, fault=None, stdout=None):
+    """Run the tool's command line in this process."""
+    if stdout:
+        os.dup2(os.open(stdout, os.O_WRONLY | os.O_CREAT), 1)
+    if fault:
+        strike_at(*fault)
+    sys.argv = ["evaluate", *map(str, argv)]
+    evaluate.main()
+
+
+def run(tmp_path: Path, *argv, world_size: int = 1, workers: int = 0, fault=None, stdout=None) -> Outcome:
+    """Run the tool in processes of its own, and return what became of them."""
+    argv = [*argv, "--batch-size", BATCH, "--workers", workers, "--device", "cpu"]
+    return run_ranks(evaluate_process, world_size, argv, fault, stdout, log_folder=tmp_path, timeout_s=60)
+
+
+def results(tmp_path: Path, *argv, **options) -> dict:
+    """Return the JSON of a run."""
+    run(tmp_path, *argv, "--json", tmp_path / "results.json", **options).check()
+    return json.loads((tmp_path / "results.json").read_text())["sets"]
+
+
+def refusal(*argv) -> str:
+    """Return the line of a command that is refused."""
+    with pytest.raises(UserError) as error:
+        evaluate.evaluate(evaluate.get_args_parser().parse_args(list(map(str, argv))))
+    line = str(error.value)
+    assert len(line.splitlines()) == 1
+    return line
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """34 images of three classes in val."""
+    return write_images(tmp_path_factory.mktemp("images"), {"val": COUNTS}) / "val"
+
+
+def write_checkpoint(path: Path, names: list[str] | None, num_classes: int = 5, **more) -> Path:
+    """Write a model of drawn weights that is sure of much that is wrong."""
+    options = {"model": "timm/test_resnet", "val_resize_size": 32, "val_crop_size": 32}
+    model = open_blank(num_classes)
+    with torch.no_grad():
+        model.fc.weight.mul_(30)
+    content = {"model": model.state_dict(), "args": options, **more}
+    torch.save({**content, "data": {"classes": names}} if names else content, path)
+    return path
+
+
+def open_blank(num_classes: int) -> torch.nn.Module:
+    """Return the model with its first weights."""
+    given = argparse.Namespace(model="timm/test_resnet", test_only=True, resume="x", synthetic=1, val_crop_size=32)
+    return build_model(config.Record(**vars(config.complete(given))), num_classes)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint of five classes, of which the images are three."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "five.pth", NAMES)
+
+
+@pytest.fixture(scope="module")
+def of_three(tmp_path_factory):
+    """A checkpoint of the images' three classes."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "three.pth", NAMES[:3], 3)
+
+
+def logits_of(checkpoint: Path, images: Path, columns: list[int]) -> tuple[list[list[float]], list[int]]:
+    """Return the scores of the given classes and the class of each image, batch by batch."""
+    trained = open_trained(str(checkpoint))
+    dataset = IndexedImageFolder(images, trained.preset)
+    output = []
+    with torch.inference_mode():
+        for first in range(0, len(dataset), BATCH):
+            batch = torch.stack([dataset[number][0] for number in range(first, min(first + BATCH, len(dataset)))])
+            output += trained.model(batch)[:, columns].tolist()
+    return output, dataset.targets
+
+
+def softmax(scores: list[float]) -> list[float]:
+    powers = [math.exp(score - max(scores)) for score in scores]
+    return [power / sum(powers) for power in powers]
+
+
+def plain_metrics(logits: list[list[float]], targets: list[int]) -> dict[str, float]:
+    """Compute all metrics in loops."""
+    probabilities = [softmax(scores) for scores in logits]
+    ranked = [sorted(range(len(scores)), key=lambda label: -scores[label]) for scores in logits]
+    num = len(targets)
+    found = {f"acc{k}": 100 * sum(t in r[:k] for t, r in zip(targets, ranked, strict=True)) / num for k in (1, 2)}
+    found["nll"] = sum(-math.log(p[t]) for t, p in zip(targets, probabilities, strict=True)) / num
+    found["ece"] = 0.0
+    for number in range(15):
+        chosen = [
+            (max(p), r[0] == t)
+            for t, r, p in zip(targets, ranked, probabilities, strict=True)
+            if number / 15 < max(p) <= (number + 1) / 15
+        ]
+        if chosen:
+            confidence, accuracy = (sum(column) / len(chosen) for column in zip(*chosen, strict=True))
+            found["ece"] += len(chosen) / num * abs(confidence - accuracy)
+    return found
+
+
+def test_metrics_are_those_of_plain_loops(of_three, images, tmp_path):
+    found = results(tmp_path, of_three, "--set", f"val={images}", "--topk", "1,2")["val"]
+    expected = plain_metrics(*logits_of(of_three, images, [0, 1, 2]))
+    assert 0 < expected["acc1"] < 100  # otherwise this tells little
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert (found["images"], found["classes"], found["classes_found_by"]) == (34, 3, "name")
+    assert not found["is_restricted_to_its_classes"]
+
+
+def test_scores_of_classes_that_a_set_lacks_are_left_out(checkpoint, images, tmp_path):
+    subset = tmp_path / "subset"
+    shutil.copytree(images / "class1", subset / "class4")
+    shutil.copytree(images / "class2", subset / "class0")
+    argv = [checkpoint, "--set", f"subset={subset}", "--topk", "1,2", "--predictions", tmp_path / "predictions.csv"]
+    found = results(tmp_path, *argv)["subset"]
+    logits, targets = logits_of(checkpoint, subset, [0, 4])
+    expected = plain_metrics(logits, targets)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert found["is_restricted_to_its_classes"]
+    with open(tmp_path / "predictions.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["set", "file", "label", "class1", "p1", "class2", "p2"]
+    for row, scores, target in zip(rows, logits, targets, strict=True):
+        assert row[2] == ["class0", "class4"][target]
+        assert row[1].startswith(f"{row[2]}/image")
+        assert row[3] == ["class0", "class4"][scores.index(max(scores))]
+        assert [float(row[4]), float(row[6])] == pytest.approx(sorted(softmax(scores), reverse=True), rel=1e-6)
+
+
+def test_results_are_the_same_on_any_number_of_processes(checkpoint, images, tmp_path):
+    whole, written = {}, ["results.json", "predictions.csv", "per_class.csv"]
+    names = [f"{image.parent.name}/{image.name} {image.parent.name}" for image in sorted(images.rglob("*.jpg"))]
+    (tmp_path / "list.txt").write_text("\n".join(names[::-2]))
+    for world_size in (1, 2, 3):
+        folder = tmp_path / str(world_size)
+        folder.mkdir()
+        argv = ["--set", f"val={images}", "--set", f"list={images},{tmp_path / 'list.txt'}"]
+        argv += ["--predictions", folder / written[1], "--per-class", folder / written[2]]
+        outcome = run(folder, checkpoint, *argv, "--json", folder / written[0], world_size=world_size).check()
+        assert sum("95% of Acc@1" in output for output in outcome.outputs) == 1, outcome.output
+        whole[world_size] = [(folder / name).read_bytes() for name in written]
+    assert whole[1] == whole[2] == whole[3]
+    assert len(whole[1][1].splitlines()) == 1 + 34 + 17
+
+
+def test_per_class_and_confused_pairs_agree_with_the_predictions(of_three, images, tmp_path):
+    argv = ["--predictions", tmp_path / "predictions.csv", "--per-class", tmp_path / "classes.csv"]
+    found = results(tmp_path, of_three, "--set", f"val={images}", *argv)["val"]
+    with open(tmp_path / "predictions.csv", newline="") as file:
+        pairs = [(row["label"], row["class1"]) for row in csv.DictReader(file)]
+    with open(tmp_path / "classes.csv", newline="") as file:
+        classes = {row["name"]: row for row in csv.DictReader(file)}
+    for label, count in zip(NAMES, COUNTS, strict=False):
+        assert float(classes[label]["acc1"]) == pytest.approx(100 * pairs.count((label, label)) / count)
+        assert int(classes[label]["images"]) == count
+    counts = [pairs.count((each["class"], each["taken_for"])) for each in found["confused"]]
+    assert counts == [each["images"] for each in found["confused"]] == sorted(counts, reverse=True)
+    assert sum(counts) == sum(label != predicted for label, predicted in pairs) > 0
+
+
+def test_the_interval_is_that_of_a_plain_bootstrap():
+    hits = numpy.arange(60) < 41
+    generator = numpy.random.default_rng(7)
+    shares = sorted(hits[generator.integers(0, 60, 60)].mean() for _ in range(4000))
+    low, high = bootstrap_interval(41, 60)
+    # Resamples have shares a sixtieth apart; the percentiles of another drawing may be one of them off.
+    assert [low, high] == pytest.approx([shares[100], shares[3900]], abs=1 / 60 + 1e-9)
+    # Of all resamples there could be, at most a fortieth lie below it, and above it.
+    odds = [math.comb(60, k) * Fraction(41, 60) ** k * Fraction(19, 60) ** (60 - k) for k in range(61)]
+    assert sum(odds[: round(low * 60)]) <= 0.03
+    assert sum(odds[: round(low * 60) + 1]) >= 0.02
+    assert sum(odds[round(high * 60) + 1 :]) <= 0.03
+    assert sum(odds[round(high * 60) :]) >= 0.02
+    assert bootstrap_interval(41, 60) == [low, high]
+
+
+def test_a_bin_of_the_calibration_error_holds_its_upper_edge():
+    # 3/15 is in bin 3, of which both images are: their mean confidence is 0.19, and one of two is right.
+    assert calibration_error(numpy.array([0.2, 0.18]), numpy.array([True, False])) == pytest.approx(0.31)
+    assert calibration_error(numpy.array([1.0, 0.0]), numpy.array([True, False])) == 0
+
+
+def test_of_equal_scores_the_first_is_the_better_class():
+    rows = rank_classes(torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 2), torch.tensor([1, 2]), 3)
+    assert rows[:, 0].tolist() == [0, 1]
+    assert rows[0, 2:5].tolist() == [1, 2, 0]
+
+
+def as_val(images: Path, folder: Path, numbers: list[int]) -> list[Path]:
+    """Copy images as files of ILSVRC2012's val with these numbers, and return them in their order."""
+    folder.mkdir()
+    sources = sorted(images.rglob("*.jpg"))[: len(numbers)]
+    return [shutil.copy(src, folder / f"ILSVRC2012_val_{n:08d}.JPEG") for src, n in zip(sources, numbers, strict=True)]
+
+
+def test_real_is_scored_by_its_formula(checkpoint, images, tmp_path):
+    as_val(images, tmp_path / "val", [3, 1, 5, 2, 4, 6])
+    argv = [checkpoint, "--set", f"val={tmp_path / 'val'}", "--real", tmp_path / "real.json"]
+    argv += ["--predictions", tmp_path / "predictions.csv"]
+    real = [[0, 1], [], [2], [1, 4], [], [0, 1, 2, 3, 4]]
+    (tmp_path / "real.json").write_text(json.dumps(real))
+    found = results(tmp_path, *argv)["val"]
+    with open(tmp_path / "predictions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    predictions = {int(Path(row["file"]).stem[-8:]): NAMES.index(row["class1"]) for row in rows}
+    # As published: is_correct = [pred in real_labels[i] for i, pred in enumerate(predictions) if real_labels[i]]
+    is_correct = [predictions[i + 1] in real[i] for i in range(6) if real[i]]
+    assert found["real"]["images"] == len(is_correct) == 4
+    assert found["real"]["acc1"] == 100 * sum(is_correct) / 4
+    assert "acc1" not in found  # nothing else is known of these images
+    # One that is right becomes wrong when its labels are others.
+    (tmp_path / "real.json").write_text(json.dumps([[(predictions[1] + 1) % 5], *([] for _ in range(5))]))
+    assert results(tmp_path, *argv)["val"]["real"] | {"acc1_interval": 0} == {
+        "images": 1, "acc1": 0.0, "acc1_interval": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ["txt", "csv"])
+def test_a_flat_folder_with_a_list_is_the_set_of_its_folders(of_three, images, tmp_path, ending):
+    flat, lines = tmp_path / "flat, with a comma", ["file,label"] * (ending == "csv")
+    flat.mkdir()
+    for image in sorted(images.rglob("*.jpg")):
+        label = image.parent.name
+        shutil.copy(image, flat / f"{label} {image.name}")
+        # By name, or by number as of "class1".
+        lines.append(f"{label} {image.name} {label}" if ending == "txt" else f"{label} {image.name},{label[5]}")
+    table = tmp_path / f"list.{ending}"
+    table.write_text("\n".join(lines) + "\n")
+    found = results(tmp_path, of_three, "--set", f"flat={flat},{table}", f"val={images}")
+    assert found["flat"].pop("classes_found_by") == {"txt": "name", "csv": "number"}[ending]
+    assert found["val"].pop("classes_found_by") == "name"
+    assert found["flat"] == found["val"]
+
+
+def test_a_tar_a_limit_and_the_average(of_three, images, tmp_path):
+    (tmp_path / "tars").mkdir()
+    pack_whole(images, tmp_path / "tars")  # train.tar
+    state = torch.load(of_three)
+    average = {f"module.{name}": tensor for name, tensor in open_blank(3).state_dict().items()}
+    torch.save({**state, "model_ema": {"n_averaged": torch.tensor(1), **average}}, tmp_path / "both.pth")
+    raw = results(tmp_path, tmp_path / "both.pth", "--set", f"val={images}", f"tar={tmp_path / 'tars' / 'train'}")
+    assert raw["tar"] == raw["val"]
+    ema = results(tmp_path, tmp_path / "both.pth", "--ema", "--set", f"val={images}", "--limit", 7)["val"]
+    assert (ema["images"], ema["nll"] < 1.5 < raw["val"]["nll"]) == (7, True)
+
+
+def test_json_is_alone_on_standard_output(of_three, images, tmp_path):
+    run(tmp_path, of_three, "--set", f"val={images}", "--json", "-", workers=2, stdout=tmp_path / "stdout").check()
+    assert json.loads((tmp_path / "stdout").read_text())["sets"]["val"]["images"] == 34
+
+
+def test_broken_weights_are_refused(of_three, images, tmp_path):
+    state = torch.load(of_three)
+    state["model"]["fc.bias"][1] = math.nan
+    torch.save(state, tmp_path / "broken.pth")
+    outcome = run(tmp_path, tmp_path / "broken.pth", "--set", f"val={images}")
+    assert outcome.codes == [5]
+    assert "are not finite" in outcome.output
+
+
+def image_set(name: str, words: list[str], is_folder: bool = True) -> ImageSet:
+    return ImageSet(name, ListedImages(Path(), words, words), is_folder=is_folder)
+
+
+def test_classes_are_found_by_name_number_order_or_synset():
+    synsets = [f"n{number:08d}" for number in (11, 22, 33, 44)]
+    whole, part = image_set("val", synsets), image_set("a", [synsets[0], synsets[2]])
+    numbered = image_set("v2", ["0", "1", "10", "2"])
+    own = ClassNumbers(synsets, 4, [whole, part, numbered])
+    assert own.find(part) == ([0, 2], "name")
+    assert ClassNumbers(None, 11, [numbered]).find(numbered) == ([0, 1, 10, 2], "number")
+    for names, is_published in [(None, False), (["crane", "kite", "crane", "tench"], True)]:
+        published = ClassNumbers(names, 4, [part, whole], is_published=is_published)
+        assert published.find(whole) == ([0, 1, 2, 3], "order")
+        assert published.find(part) == ([0, 2], "synset")
+        with pytest.raises(UserError, match="is none of the 4 classes"):
+            ClassNumbers(names, 4, [part], is_published=is_published).find(part)
+    with pytest.raises(UserError, match="n00000055"):
+        own.find(image_set("other", [*synsets, "n00000055"]))
+
+
+def test_synsets_of_a_part_are_numbered_as_torchvision_does():
+    pytest.importorskip("timm")
+    part = image_set("a", ["n01440764", "n01443537", "n15075141"])  # tench, goldfish, toilet tissue
+    assert ClassNumbers(None, 1000, [part]).find(part) == ([0, 1, 999], "synset")
+
+
+def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_path):
+    val = f"val={images}"
+    (tmp_path / "missing.txt").write_text("class0/image000.jpg class0\nnone.jpg class1\n")
+    (tmp_path / "unknown.txt").write_text("class0/image000.jpg class9\n")
+    (tmp_path / "short.txt").write_text("class0/image000.jpg\n")
+    (tmp_path / "long.csv").write_text(f"class0/image000.jpg,{'x' * 200_000}\n")
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "twice.txt").write_text("class0/image000.jpg 0\nclass0/image000.jpg 1\n")
+    shutil.copytree(images / "class0", tmp_path / "other" / "dog")
+    as_val(images, tmp_path / "flat", [1, 2, 3])
+    (tmp_path / "real.json").write_text("[[0], [1]]")
+    (tmp_path / "labels.json").write_text("[[0], [1], [5]]")
+    (tmp_path / "torn.json").write_text("[[0], [1")
+    for argv, words in [
+        (["--set", "val"], "expected NAME=DIR"),
+        (["--set", f"val={tmp_path / 'nowhere'}"], "holds no images"),
+        (["--set", val, "--set", val], "two sets are called val"),
+        (["--set", f"flat={tmp_path / 'flat'}"], "3 images and no class folders"),
+        (
+            ["--set", f"a={tmp_path / 'other'}"],
+            "dog is none of the 5 classes of the checkpoint, such as class0, class1",
+        ),
+        (["--set", f"{val},{tmp_path / 'missing.txt'}"], "line 2 of .* names none.jpg"),
+        (["--set", f"{val},{tmp_path / 'unknown.txt'}"], "class9 is none of the 5 classes"),
+        (["--set", f"{val},{tmp_path / 'short.txt'}"], "line 1 of .*; expected a file and its label"),
+        (["--set", f"{val},{tmp_path / 'long.csv'}"], "line 1 of .*; expected a file and its label"),
+        (["--set", val, "--predictions", "/dev/null"], "is no file"),
+        (["--set", f"{val},{tmp_path / 'empty.txt'}"], "is empty"),
+        (["--set", f"{val},{tmp_path / 'twice.txt'}"], "twice"),
+        (["--set", f"{val},{tmp_path / 'none.txt'}"], "none.txt cannot be read"),
+        (["--set", val, "--real", tmp_path / "real.json"], "no --set whose files are named"),
+        (
+            ["--set", f"f={tmp_path / 'flat'}", "--real", tmp_path / "real.json"],
+            "labels of 2 images, and --set f has 3",
+        ),
+        (["--set", f"f={tmp_path / 'flat'}", "--real", tmp_path / "labels.json"], "no numbers of the 5 classes"),
+        (["--set", f"f={tmp_path / 'flat'}", "--real", tmp_path / "torn.json"], "cannot be read"),
+        (["--set", val, "--json", tmp_path / "no" / "a.json"], "its folder is not there"),
+        (["--set", val, "--json", tmp_path], "is no file"),
+        (["--set", val, "--predictions", tmp_path / "a", "--per-class", tmp_path / "a"], "one file"),
+        (["--set", val, "--topk", "0"], "--topk"),
+        (["--set", val, "--ema"], "holds no average"),
+        (["--set", val, "--model", "resnet18"], "--model is resnet18"),
+        (["--set", val, "--device", "warp"], "is no device"),
+    ]:
+        assert re.search(words, line := refusal(checkpoint, *argv)), line
+    assert "no such file" in refusal(tmp_path / "none.pth", "--set", val)
+    torch.save({**torch.load(checkpoint), "args": {"model": "resnet18"}}, tmp_path / "wrong.pth")
+    assert "resnet18" in refusal(tmp_path / "wrong.pth", "--set", val)
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_mistakes_and_bad_images_end_in_one_line(checkpoint, images, tmp_path, world_size):
+    broken = tmp_path / "broken"
+    shutil.copytree(images, broken)
+    (broken / "class1" / "image002.jpg").write_bytes(b"<html>")
+    shutil.copytree(images / "class0", tmp_path / "other" / "dog")
+    for folder, code, words in [(broken, 1, "image002.jpg: "), (tmp_path / "other", 2, "dog is none")]:
+        outcome = run(
+            tmp_path, checkpoint, "--set", f"a={folder}", "--json", tmp_path / "a.json", world_size=world_size
+        )
+        lines = [line for line in outcome.output.splitlines() if "error" in line]
+        assert len(lines) == 1, outcome.output
+        assert words in lines[0]
+        assert "Traceback" not in outcome.output
+        assert lines[0].startswith("python -m scripts.evaluate: error")
+        assert code in outcome.codes
+        assert not (tmp_path / "a.json").exists()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("scripts.evaluate.rank_classes", 3, "before"),
+        ("scripts.evaluate.write_atomically", 2, "before"),
+        ("os.replace", 2, "before"),
+        ("os.replace", 3, "after"),
+    ],
+)
+def test_a_killed_evaluation_leaves_whole_files_and_can_be_started_again(checkpoint, images, tmp_path, fault):
+    names = ["predictions.csv", "classes.csv", "results.json"]
+    argv = [checkpoint, "--set", f"val={images}"]
+    reference, folder = tmp_path / "reference", tmp_path / "killed"
+    for place in (reference, folder):
+        place.mkdir()
+    options = ["--predictions", "--per-class", "--json"]
+
+    def to(place):
+        return [word for pair in zip(options, (place / name for name in names), strict=True) for word in pair]
+
+    run(tmp_path, *argv, *to(reference)).check()
+    whole = {name: (reference / name).read_bytes() for name in names}
+    assert run(tmp_path, *argv, *to(folder), fault=fault).codes == [-9]
+    left = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+    assert left.items() <= whole.items()
+    assert "results.json" not in left or len(left) == 3
+    run(tmp_path, *argv, *to(folder)).check()
+    assert {name: (folder / name).read_bytes() for name in names} == whole
