@@ -1,16 +1,22 @@
 """scripts/models.py, average.py, reestimate_bn.py, tune_resize.py and convert.py."""
 
 import json
+import os
 import resource
 import sys
 import tomllib
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 import torchvision
 
 from scripts import models
+from scripts.trained import open_trained
 from tests.ranks import REPOSITORY, Outcome, run_ranks
+from tests.runs import state_at
+from tests.started import refused, run_train
 
 
 def tool_process(name, argv, largest_file=None):
@@ -106,3 +112,119 @@ def test_timms_models_are_counted(monkeypatch, capsys):
 )
 def test_models_that_are_not_there(tmp_path, argv, words):
     assert words in error_line(run(tmp_path, "models", *argv), "models")
+
+
+def weights_in(path):
+    return torch.load(path, weights_only=True)["model"]
+
+
+def mean_of(paths):
+    """The mean of the weights of checkpoints by numpy, in float64; integers rounded down."""
+    states = [weights_in(path) for path in paths]
+    return {
+        name: numpy.mean([state[name].numpy() for state in states], axis=0, dtype="float64").astype("float32")
+        if states[0][name].is_floating_point()
+        else sum(int(state[name]) for state in states) // len(states)
+        for name in states[0]
+    }
+
+
+def assert_mean(path, paths):
+    found, expected = weights_in(path), mean_of(paths)
+    assert list(found) == list(expected)
+    for name, tensor in found.items():
+        assert numpy.array_equal(tensor.numpy(), expected[name]), name
+
+
+def test_a_runs_last_checkpoints_are_averaged(started, tmp_path):
+    paths = [started.out / f"checkpoint-{step:08d}.pth" for step in (6, 5)]
+    output = tmp_path / "averaged.pth"
+    outcome = run(tmp_path, "average", started.out, "--last", 2, "--output", output).check()
+    assert "python -m scripts.reestimate_bn" in outcome.output
+    assert_mean(output, paths)
+    trained = open_trained(str(output))
+    assert trained.args.model == "timm/test_resnet"
+    assert (trained.args.val_crop_size, trained.args.val_resize_size) == (32, 32)
+    assert trained.classes == ["class0", "class1", "class2"]
+    assert torch.load(output, weights_only=True)["averaged"] == list(map(str, paths))
+    # Training starts from it, and no run goes on from it.
+    argv = [*started.argv, "--epochs", 1]
+    run_train(tmp_path, *argv, "--output-dir", tmp_path / "next", "--weights", output).check()
+    resumed = run_train(tmp_path, *argv, "--output-dir", tmp_path / "other", "--resume", output)
+    refused(resumed, "it lacks", "pass it to --weights")
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    """A run's folder with checkpoints after steps 2, 4 ... 10, of which that after step 6 is only there as the best."""
+    folder = tmp_path / "evaluated"
+    folder.mkdir()
+    values = {2: (10.0, 2.0), 4: (30.0, 1.2), 6: (50.0, 1.5), 8: (40.0, 1.0), 10: (20.0, 1.1), 12: (60.0, 0.5)}
+    records = []
+    for step, (acc1, loss) in values.items():
+        record = {"step": step, "epoch": step // 2 - 1, "time": 1.0}
+        records += [{"kind": "val", "acc1": acc1, "loss": loss, **record}, {"kind": "val_ema", "acc1": 99.0, **record}]
+        if step <= 10:
+            torch.save(state_at(step, float(step)), folder / f"checkpoint-{step:08d}.pth")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "checkpoint-00000006.pth").rename(folder / "best.pth")
+    return folder
+
+
+def test_a_runs_best_checkpoints_are_averaged(evaluated, tmp_path):
+    output = tmp_path / "averaged.pth"
+    for argv, steps in [(["--best", 2], [6, 8]), (["--best", 3, "--metric", "loss"], [8, 10, 4])]:
+        run(tmp_path, "average", evaluated, *argv, "--output", output).check()
+        assert torch.equal(weights_in(output)["weight"], torch.full((8,), sum(steps) / len(steps)))
+    line = error_line(run(tmp_path, "average", evaluated, "--best", 6, "--output", output), "average")
+    assert "holds 5 checkpoints of the 6 that were evaluated, fewer than --best 6" in line
+    line = error_line(
+        run(tmp_path, "average", evaluated, "--best", 2, "--metric", "ac1", "--output", output), "average"
+    )
+    assert "has only these results: acc1, loss" in line
+
+
+def test_checkpoints_that_cannot_be_averaged(evaluated, started, tmp_path):
+    os.link(evaluated / "best.pth", evaluated / "same.pth")
+    states = {
+        "model": {"args": {**state_at(2)["args"], "model": "vgg11"}},
+        "shape": {"model": {"weight": torch.ones(3)}},
+    }
+    states["classes"] = {"data": {**state_at(2)["data"], "classes": ["a", "c"]}}
+    for name, changes in states.items():
+        torch.save({**state_at(2), **changes}, tmp_path / f"{name}.pth")
+    (tmp_path / "damaged.pth").write_bytes((tmp_path / "shape.pth").read_bytes()[:500])
+    first, output = evaluated / "best.pth", tmp_path / "averaged.pth"
+    for argv, words in [
+        ([first, tmp_path / "model.pth"], "is of another model than"),
+        ([first, tmp_path / "shape.pth"], "holds other weights than"),
+        ([first, tmp_path / "classes.pth"], "is of other classes than"),
+        ([first, tmp_path / "damaged.pth"], "is damaged or no checkpoint"),
+        ([first, tmp_path / "missing.pth"], "missing.pth is no file"),
+        ([first, evaluated / "same.pth"], "is the same file as"),
+        ([first, "--last", 2], "choose from the folder of a run"),
+        ([evaluated], "with either --last N or --best N"),
+        ([evaluated, "--last", 5], "holds 4 numbered checkpoints, fewer than --last 5"),
+        ([tmp_path, "--best", 1], "holds no metrics.jsonl"),
+    ]:
+        line = error_line(run(tmp_path, "average", *argv, "--output", output), "average")
+        assert words in line
+    assert not output.exists()
+    command = [evaluated, "--last", 2, "--output"]
+    for output, words in [
+        (evaluated / "best_ema.pth", "a run's own checkpoints have such names"),
+        (tmp_path / "no" / "a.pth", "expected a file in a folder that is there"),
+        (tmp_path, "expected a file in a folder"),
+    ]:
+        assert words in error_line(run(tmp_path, "average", *command, output), "average")
+    other = [tmp_path / "shape.pth"]
+    assert "is one of the files" in error_line(run(tmp_path, "average", *other, "--output", *other), "average")
+
+
+def test_an_average_for_which_there_is_no_room(started, tmp_path):
+    output = tmp_path / "averaged.pth"
+    output.write_bytes(b"an older one")
+    outcome = run(tmp_path, "average", started.out, "--last", 2, "--output", output, largest_file=100_000)
+    assert "averaged.pth cannot be written: the ulimit -f, 0.1 MB, allows" in error_line(outcome, "average")
+    assert output.read_bytes() == b"an older one"
+    assert [path.name for path in tmp_path.iterdir() if "averaged" in path.name] == ["averaged.pth"]
