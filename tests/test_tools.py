@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy
@@ -12,7 +13,8 @@ import pytest
 import torch
 import torchvision
 
-from scripts import models
+import data
+from scripts import models, reestimate_bn
 from scripts.trained import open_trained
 from tests.ranks import REPOSITORY, Outcome, run_ranks
 from tests.runs import state_at
@@ -228,3 +230,76 @@ def test_an_average_for_which_there_is_no_room(started, tmp_path):
     assert "averaged.pth cannot be written: the ulimit -f, 0.1 MB, allows" in error_line(outcome, "average")
     assert output.read_bytes() == b"an older one"
     assert [path.name for path in tmp_path.iterdir() if "averaged" in path.name] == ["averaged.pth"]
+
+
+def test_statistics_are_those_of_torchs_own_update(started, image_folder, tmp_path):
+    checkpoint, output = started.out / "checkpoint.pth", tmp_path / "new.pth"
+    command = [checkpoint, "--data-path", image_folder, "--output", output, "--batch-size", 8, "--workers", 0]
+    outcome = run(tmp_path, "reestimate_bn", *command, "--device", "cpu").check()
+    assert "computed anew on 24 training images" in outcome.output
+    trained = open_trained(str(checkpoint))
+    images = data.IndexedImageFolder(image_folder / "train", trained.preset)
+    order = torch.randperm(29, generator=torch.Generator().manual_seed(0))[:24]
+    batches = [torch.stack([images[number][0] for number in part.tolist()]) for part in order.split(8)]
+    expected, before = trained.model, weights_in(checkpoint)
+    torch.optim.swa_utils.update_bn(batches, expected)
+    found = weights_in(output)
+    assert list(found) == list(expected.state_dict())
+    moved = set()
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)  # pixels are normalised in another order
+        moved |= set() if torch.equal(found[name], before[name]) else {name.rsplit(".", 1)[-1]}
+    assert moved == {"running_mean", "running_var", "num_batches_tracked"}
+    assert open_trained(str(output)).classes == ["class0", "class1", "class2"]
+    again = tmp_path / "again.pth"
+    run(tmp_path, "reestimate_bn", *command[:4], again, *command[5:], "--images", 31, "--device", "cpu").check()
+    assert again.read_bytes() == output.read_bytes()
+
+
+class Pair(torch.nn.Module):
+    """Two BatchNorms, one of which no image passes; and layers that draw in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.5)
+        self.bn = torch.nn.BatchNorm2d(3, momentum=0.3)
+        self.aux = torch.nn.BatchNorm2d(3)
+        torch.nn.init.constant_(self.aux.running_mean, 2.0)
+
+    def forward(self, image):
+        return self.bn(self.drop(image))
+
+
+def test_only_what_images_pass_is_estimated():
+    model = Pair()
+    model.bn.running_mean.fill_(9.0)
+    batches = [torch.randn(4, 3, 5, 5) + step for step in range(3)]
+    reestimate_bn.reestimate(model, iter(batches), nullcontext())
+    torch.testing.assert_close(model.bn.running_mean, torch.stack(batches).mean((0, 1, 3, 4)))
+    variances = [batch.transpose(0, 1).flatten(1).var(1) for batch in batches]
+    torch.testing.assert_close(model.bn.running_var, torch.stack(variances).mean(0))
+    assert model.aux.running_mean.tolist() == [2.0] * 3
+    assert (model.bn.momentum, model.aux.momentum) == (0.3, 0.1)
+    assert not any(module.training for module in model.modules())
+
+
+def test_statistics_that_cannot_be_estimated(started, image_folder, tmp_path):
+    plain = torchvision.models.squeezenet1_1(num_classes=3)
+    torch.save({"model": plain.state_dict(), "args": {"model": "squeezenet1_1"}}, tmp_path / "plain.pth")
+    bad = weights_in(started.out / "checkpoint.pth")
+    next(iter(bad.values())).fill_(float("nan"))
+    torch.save({"model": bad, "args": {"model": "timm/test_resnet", "val_crop_size": 32}}, tmp_path / "nan.pth")
+    checkpoint, output = started.out / "checkpoint.pth", tmp_path / "new.pth"
+    command = ["--workers", 0, "--device", "cpu", "--output", output, "--data-path"]
+    for argv, words in [
+        ([tmp_path / "plain.pth", *command, image_folder], "squeezenet1_1 has no BatchNorm"),
+        ([tmp_path / "nan.pth", *command, image_folder], "its statistics are not finite"),
+        ([checkpoint, "--ema", *command, image_folder], "holds no average"),
+        ([checkpoint, *command, tmp_path / "none"], "is not a folder"),
+        ([checkpoint, *command, image_folder, "--output", checkpoint], "a run's own checkpoints have such names"),
+        ([checkpoint, *command, image_folder, "--device", "tpu"], "--device tpu"),
+    ]:
+        assert words in error_line(run(tmp_path, "reestimate_bn", *argv), "reestimate_bn")
+    full = run(tmp_path, "reestimate_bn", checkpoint, *command, image_folder, largest_file=100_000)
+    assert "cannot be written" in error_line(full, "reestimate_bn")
+    assert not list(tmp_path.glob("new.pth*"))
