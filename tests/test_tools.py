@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import sys
 import tomllib
 from contextlib import nullcontext
@@ -12,10 +13,12 @@ import numpy
 import pytest
 import torch
 import torchvision
+from PIL import Image
 
 import data
-from scripts import models, reestimate_bn
+from scripts import models, reestimate_bn, tune_resize
 from scripts.trained import open_trained
+from tests.images import write_images
 from tests.ranks import REPOSITORY, Outcome, run_ranks
 from tests.runs import state_at
 from tests.started import refused, run_train
@@ -303,3 +306,56 @@ def test_statistics_that_cannot_be_estimated(started, image_folder, tmp_path):
     full = run(tmp_path, "reestimate_bn", checkpoint, *command, image_folder, largest_file=100_000)
     assert "cannot be written" in error_line(full, "reestimate_bn")
     assert not list(tmp_path.glob("new.pth*"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_cell_is_a_plain_evaluation(started, image_folder, tmp_path, workers):
+    checkpoint = started.out / "checkpoint.pth"
+    command = [checkpoint, "--data-path", image_folder, "--resize", "32-48:8", "--crop", "32,40", "--device", "cpu"]
+    files = ["--json", tmp_path / "sweep.json", "--picture", tmp_path / "sweep.png"] if not workers else []
+    outcome = run(tmp_path, "tune_resize", *command, *files, "--batch-size", 3, "--workers", workers).check()
+    rows = [line.split() for line in outcome.output.splitlines()]
+    found = {int(row[0]): row[1:] for row in rows if row and row[0] in ("32", "40", "48")}
+    assert list(found) == [32, 40, 48]
+    assert found[32][1] == "-"
+    cells = {(resize, crop): found[resize][place] for resize in found for place, crop in enumerate((32, 40))}
+    for (resize, crop), value in cells.items():
+        if crop > resize:
+            continue
+        argv = ["--data-path", image_folder, "--device", "cpu", "--workers", 0, "--test-only", "--resume", checkpoint]
+        plain = run_train(tmp_path, *argv, "--val-resize-size", resize, "--val-crop-size", crop).check().output
+        assert f"Test: Acc@1 {value.rstrip('*')} " in plain
+    best = max(float(value.rstrip("*")) for value in cells.values() if value != "-")
+    assert [float(value[:-1]) for value in cells.values() if value.endswith("*")] == [best]
+    if files:
+        written = json.loads((tmp_path / "sweep.json").read_text())
+        assert {(cell["resize"], cell["crop"]): f"{cell['acc1']:.3f}" for cell in written["results"]} == {
+            cell: value.rstrip("*") for cell, value in cells.items() if value != "-"
+        }
+        assert all(cell["n"] == 7 for cell in written["results"])
+        assert Image.open(tmp_path / "sweep.png").size == (700, 450)
+
+
+def test_sizes_are_ranges_and_lists():
+    assert tune_resize.sizes("224-288:16") == [224, 240, 256, 272, 288]
+    assert tune_resize.sizes("256,224,230-231") == [224, 230, 231, 256]
+    for text in ("", "0", "288-224", "224-256:0", "1-99999", "a", "224-"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            tune_resize.sizes(text)
+
+
+def test_sweeps_that_cannot_be_made(started, image_folder, tmp_path):
+    write_images(tmp_path / "other", {"val": [1, 1, 1, 1]})
+    shutil.copytree(image_folder / "val", tmp_path / "renamed" / "val")
+    (tmp_path / "renamed" / "val" / "class1").rename(tmp_path / "renamed" / "val" / "class1b")
+    command = [started.out / "checkpoint.pth", "--device", "cpu", "--workers", 0, "--data-path"]
+    for argv, words in [
+        ([image_folder, "--crop", "64", "--resize", "32"], "--crop 64 is larger than --resize 32"),
+        ([image_folder, "--crop", "nine"], "argument --crop: invalid sizes value"),
+        ([image_folder, "--picture", tmp_path / "a.txt"], "expected a name that ends in .pdf, .png, .svg"),
+        ([image_folder, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder"),
+        ([tmp_path / "other", "--crop", "32"], "has 4 classes, and the model 3"),
+        ([tmp_path / "renamed", "--crop", "32"], "such as class1b in place of class1"),
+        ([tmp_path / "none"], "is not a folder"),
+    ]:
+        assert words in error_line(run(tmp_path, "tune_resize", *command, *argv), "tune_resize")
