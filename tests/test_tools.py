@@ -6,7 +6,9 @@ import resource
 import shutil
 import sys
 import tomllib
+from argparse import Namespace
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -14,14 +16,17 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import data
+import optim
+from scripts import convert as convert_module
 from scripts import models, reestimate_bn, tune_resize
 from scripts.trained import open_trained
 from tests.images import write_images
 from tests.ranks import REPOSITORY, Outcome, run_ranks
 from tests.runs import state_at
-from tests.started import refused, run_train
+from tests.started import Hostile, refused, run_train
 
 
 def tool_process(name, argv, largest_file=None):
@@ -359,3 +364,165 @@ def test_sweeps_that_cannot_be_made(started, image_folder, tmp_path):
         ([tmp_path / "none"], "is not a folder"),
     ]:
         assert words in error_line(run(tmp_path, "tune_resize", *command, *argv), "tune_resize")
+
+
+def trained_net(build):
+    """A model, its SGD with momentum in two groups, and its average, after two steps."""
+    torch.manual_seed(0)
+    model = build(num_classes=3)
+    optimizer = torch.optim.SGD(optim.set_weight_decay(model, 1e-4, 0.0), 0.1, momentum=0.9)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    for _ in range(2):
+        model(torch.randn(2, 3, 32, 32)).sum().backward()
+        optimizer.step()
+        average.update_parameters(model)
+    return model, optimizer, average
+
+
+def convert(tmp_path, source, to, *argv):
+    """Convert a file; return the new one and what was said."""
+    output = tmp_path / f"{to}-{len(list(tmp_path.glob('*.pth')))}.pth"
+    outcome = run(tmp_path, "convert", source, "--to", to, "--output", output, *argv).check()
+    return output, outcome.output
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def assert_equal(found, expected):
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_torchvisions_checkpoint_comes_and_goes(tmp_path):
+    model, optimizer, average = trained_net(torchvision.models.mnasnet0_5)
+    args = Namespace(model="mnasnet0_5", norm_weight_decay=0.0, opt="sgd", val_crop_size=192, val_resize_size=200,
+                     weights=None, world_size=8, nested={"a": 1})  # fmt: skip
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "args": args,
+               "model_ema": average.state_dict(), "lr_scheduler": {"last_epoch": 4}}  # fmt: skip
+    torch.save(content, tmp_path / "theirs.pth")
+    ours, said = convert(tmp_path, tmp_path / "theirs.pth", "touchstone")
+    assert "left out: lr_scheduler: no other script can use it" in said
+    assert "left out: args nested: no plain values" in said
+    assert "left out: optimizer" not in said
+    trained = open_trained(str(ours), is_average=True)
+    assert (trained.args.model, trained.args.val_crop_size, trained.args.val_resize_size) == ("mnasnet0_5", 192, 200)
+    assert_equal(trained.model.state_dict(), average.module.state_dict())
+
+    back, said = convert(tmp_path, ours, "torchvision")
+    assert "left out: lr_scheduler" in said
+    found = load(back)
+    assert (found["epoch"], found["args"]["world_size"]) == (3, 8)
+    plain = torchvision.models.mnasnet0_5(num_classes=3)
+    plain_average = AveragedModel(plain, use_buffers=True)
+    plain.load_state_dict(found["model"])
+    plain_average.load_state_dict(found["model_ema"])
+    plain_optimizer = torch.optim.SGD(optim.set_weight_decay(plain, 1e-4, 0.0), 0.3, momentum=0.9)
+    plain_optimizer.load_state_dict(found["optimizer"])
+    assert_equal(plain.state_dict(), model.state_dict())
+    assert found["model"]._metadata == model.state_dict()._metadata
+    assert_equal(plain_average.state_dict(), average.state_dict())
+    assert plain_optimizer.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    for number, moments in optimizer.state_dict()["state"].items():
+        assert_equal(plain_optimizer.state_dict()["state"][number], moments)
+
+
+def test_examples_checkpoint_comes_and_goes(tmp_path):
+    model, *_ = trained_net(torchvision.models.mnasnet0_5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer.step()
+    state = torch.nn.DataParallel(model).state_dict()
+    content = {"epoch": 4, "arch": "mnasnet0_5", "state_dict": state, "best_acc1": torch.tensor(61.5),
+               "optimizer": optimizer.state_dict(), "scheduler": {"last_epoch": 4}}  # fmt: skip
+    torch.save(content, tmp_path / "theirs.pth")
+    ours, said = convert(tmp_path, tmp_path / "theirs.pth", "touchstone")
+    assert "left out: scheduler" in said
+    assert load(ours)["epoch"] == 3
+    assert_equal(open_trained(str(ours)).model.state_dict(), model.state_dict())
+    found = load(convert(tmp_path, ours, "pytorch-examples")[0])
+    assert_equal(found["state_dict"], state)
+    assert (found["epoch"], found["arch"], found["best_acc1"]) == (4, "mnasnet0_5", torch.tensor(61.5))
+    optimizer.load_state_dict(found["optimizer"])
+    for number, moments in content["optimizer"]["state"].items():
+        assert_equal(found["optimizer"]["state"][number], moments)
+    names = convert_module.in_parallel({"features.0.weight": 1, "classifier.1.weight": 2}, "alexnet")
+    assert list(names) == ["features.module.0.weight", "classifier.1.weight"]
+
+
+def test_timms_checkpoint_comes_and_goes(tmp_path):
+    timm = pytest.importorskip("timm")
+    build = partial(timm.create_model, "test_efficientnet")
+    model, optimizer, average = trained_net(build)
+    args = Namespace(model="test_efficientnet", crop_pct=0.8, img_size=64, interpolation="bicubic", mean=None, std=None,
+                     input_size=None, opt="sgd", aug_splits=0)  # fmt: skip
+    state = {"state_dict": model.state_dict(), "state_dict_ema": average.module.state_dict()}
+    facts = {"epoch": 4, "arch": "test_efficientnet", "version": 2, "metric": 70.0, "args": args}
+    content = {**facts, **state, "optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "theirs.pth")
+    ours, said = convert(tmp_path, tmp_path / "theirs.pth", "touchstone")
+    assert "left out: optimizer: timm groups and numbers its parameters otherwise" in said
+    for is_average, expected in ((False, model), (True, average.module)):
+        trained = open_trained(str(ours), is_average=is_average)
+        assert_equal(trained.model.state_dict(), expected.state_dict())
+        assert trained.args.model == "timm/test_efficientnet"
+        sizes = trained.args.val_crop_size, trained.args.val_resize_size, trained.args.interpolation
+        assert sizes == (64, 80, "bicubic")
+        assert trained.args.mean == list(model.default_cfg["mean"])
+    back, _ = convert(tmp_path, ours, "timm")
+    assert {name: load(back)[name] for name in ("epoch", "arch", "version", "metric")} == {
+        name: content[name] for name in ("epoch", "arch", "version", "metric")
+    }
+    for is_average, expected in ((False, model), (True, average.module)):
+        other = build(num_classes=3)
+        timm.models.load_checkpoint(other, str(back), use_ema=is_average)
+        assert_equal(other.state_dict(), expected.state_dict())
+
+
+def test_a_run_is_converted_and_trained_on(started, tmp_path):
+    source = started.out / "checkpoint.pth"
+    theirs, said = convert(tmp_path, source, "timm")
+    assert all(word in said.split("left out: ")[1] for word in ("environment", "format", "position"))
+    back, _ = convert(tmp_path, theirs, "touchstone")
+    assert_equal(load(back)["model"], load(source)["model"])
+    assert open_trained(str(back)).classes == ["class0", "class1", "class2"]
+    argv = [*started.argv, "--epochs", 1, "--output-dir", tmp_path / "next"]
+    assert "the raw weights of timm/test_resnet" in run_train(tmp_path, *argv, "--weights", back).check().output
+    refused(run_train(tmp_path, *argv, "--resume", back, "--overwrite"), "it lacks", "pass it to --weights")
+
+
+def test_a_model_that_both_have_becomes_the_others(tmp_path):
+    timm = pytest.importorskip("timm")
+    model = torchvision.models.resnet18(num_classes=3)
+    torch.save(model.state_dict(), tmp_path / "bare.pth")
+    path, said = convert(tmp_path, tmp_path / "bare.pth", "timm", "--model", "resnet18")
+    assert "as timm/resnet18" in said
+    other = timm.create_model("resnet18", num_classes=3)
+    other.load_state_dict(load(path)["state_dict"])
+    image = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(other.eval()(image), model.eval()(image))
+
+
+def test_checkpoints_that_cannot_be_converted(started, tmp_path):
+    model = torchvision.models.mnasnet0_5(num_classes=3)
+    torch.save(model.state_dict(), tmp_path / "bare.pth")
+    torch.save({"arch": "resnet18", "state_dict": model.state_dict(), "best_acc1": 3.0}, tmp_path / "misnamed.pth")
+    torch.save({"model": model.state_dict(), "args": Hostile(tmp_path / "executed")}, tmp_path / "hostile.pth")
+    run_of_ours, output = started.out / "checkpoint.pth", tmp_path / "new.pth"
+    for source, to, argv, words in [
+        (tmp_path / "bare.pth", "touchstone", [], "does not say of which model it is; give --model NAME"),
+        (tmp_path / "bare.pth", "touchstone", ["--model", "resnet18"], "belongs to another model"),
+        (tmp_path / "bare.pth", "touchstone", ["--model", "mnasnet0_5", "--ema"], "holds no average"),
+        (tmp_path / "misnamed.pth", "touchstone", [], "belongs to another model"),
+        (tmp_path / "misnamed.pth", "timm", ["--model", "vgg11"], "and --model is vgg11; leave --model out"),
+        (tmp_path / "hostile.pth", "timm", [], "contains code (posix.system) and was refused"),
+        (tmp_path / "missing.pth", "timm", [], "missing.pth is no file"),
+        (run_of_ours, "torchvision", [], "it has no model with the weights of timm/test_resnet"),
+        (run_of_ours, "keras", [], "invalid choice: 'keras'"),
+    ]:
+        line = error_line(run(tmp_path, "convert", source, "--to", to, "--output", output, *argv), "convert")
+        assert words in line
+    assert not (tmp_path / "executed").exists()
+    full = run(tmp_path, "convert", run_of_ours, "--to", "timm", "--output", output, largest_file=100_000)
+    assert "new.pth cannot be written: the ulimit" in error_line(full, "convert")
+    assert not list(tmp_path.glob("new.pth*"))
