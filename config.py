@@ -512,7 +512,7 @@ def _validate_resolution(args: argparse.Namespace) -> None:
             raise UserError(
                 f"--train-crop-size-min {args.train_crop_size_min} is above --train-crop-size {args.train_crop_size}"
             )
-    if args.model.startswith("vit_") and args.train_crop_size != args.val_crop_size:
+    if args.model.startswith("vit_") and not args.test_only and args.train_crop_size != args.val_crop_size:
         raise UserError(
             f"--model {args.model} takes images of one size; --train-crop-size {args.train_crop_size} and "
             f"--val-crop-size {args.val_crop_size} differ"

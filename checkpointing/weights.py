@@ -7,7 +7,7 @@ import os
 import re
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from checkpointing.archive import load_checkpoint
+from checkpointing.finder import STATE_FILES
 from errors import StorageError, UserError
-from files import write_atomically
+from files import explain_failure, write_atomically
 
 # Where a checkpoint holds its weights and their average: torchvision's and our keys, then those of the others.
 _RAW_KEYS, _AVERAGE_KEYS = ("model", "state_dict"), ("model_ema", "state_dict_ema")
@@ -51,17 +52,31 @@ def load_weights(path: Path, *, is_average: bool = False, name: str | None = Non
         UserError: there is none in it.
     """
     name = name or f"--weights {path}"
+    return take_weights(read_content(path, name), name, is_average=is_average)
+
+
+def read_content(path: Path, name: str) -> dict:
+    """Return all that is in a checkpoint of any script, or a state dict.
+
+    Raises:
+        UserError: it is none.
+        StorageError: there is no memory for it now.
+    """
     try:
-        content = _load(path)
+        return _load(path)
     except MemoryError as error:
         raise StorageError(f"{name} does not fit into the memory that is free now") from error
+
+
+def take_weights(content: dict, name: str, *, is_average: bool = False) -> Weights:
+    """Return the state dict in the content of a file that errors call `name`; raises as `load_weights`."""
     raw, average = (next((key for key in keys if key in content), None) for keys in (_RAW_KEYS, _AVERAGE_KEYS))
     if is_average and average is None:
         raise UserError(
             f"{name} holds no average ({' or '.join(_AVERAGE_KEYS)}); leave out --ema to take the weights it holds"
         )
     key = average if is_average else raw
-    weights, options = _take(content, key, name), _options(content)
+    weights, options = _take(content, key, name), options_of(content)
     weights.options = options
     if key is None:
         weights.kind = "a bare state dict"
@@ -70,10 +85,7 @@ def load_weights(path: Path, *, is_average: bool = False, name: str | None = Non
     weights.kind = ("the average" if is_average else "the raw weights") + (f" of {model}" if model else "")
     if not is_average and average is not None:
         weights.kind += ", not their average, which --ema takes"
-    described = content.get("data")
-    classes = described.get("classes") if isinstance(described, dict) else None
-    if isinstance(classes, list) and all(isinstance(name, str) for name in classes):
-        weights.classes = classes
+    weights.classes = _classes(content)
     return weights
 
 
@@ -113,7 +125,7 @@ def _unwrap(name: str) -> str:
     return _WRAPPERS.sub("", name.replace("_orig_mod.", ""))
 
 
-def _options(content: dict) -> dict[str, Any]:
+def options_of(content: dict) -> dict[str, Any]:
     """Return the options of a checkpoint: `args`, and the model's name if it has one that can be printed.
 
     timm's and pytorch/examples' checkpoints have the name as `arch`.
@@ -126,13 +138,24 @@ def _options(content: dict) -> dict[str, Any]:
     return options | ({"model": model} if model else {})
 
 
-def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
+def _classes(content: dict) -> list[str] | None:
+    """Return the names of the classes, or None if a checkpoint does not have them."""
+    described = content.get("data")
+    classes = described.get("classes") if isinstance(described, dict) else None
+    is_known = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    return classes if is_known else None
+
+
+def average_checkpoints(
+    inputs: Iterable[str | Path], look: Callable[[Path, dict], None] | None = None
+) -> dict[str, Any]:
     """Return the first of several checkpoints with the mean of all their weights as its `model`.
 
     As torchvision's: a mean of integers is rounded down, and one of float16 is float32.
 
     Args:
         inputs: their paths.
+        look: is called with each path and its content, and may raise; or None.
 
     Raises:
         KeyError: one has other weights than the first.
@@ -143,6 +166,8 @@ def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
     first, sums = None, {}
     for path, content in zip(paths, contents, strict=True):
         weights = _take(content, "model", str(path))
+        if look is not None:
+            look(path, content)
         first = first or {**content, "model": weights}
         shapes, expected = ({name: each.shape for name, each in part.items()} for part in (weights, first["model"]))
         if shapes != expected:
@@ -156,6 +181,60 @@ def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
         mean = torch.div(sums[name], len(paths), rounding_mode=None if tensor.is_floating_point() else "floor")
         first["model"][name] = mean.to(torch.float32 if tensor.dtype == torch.float16 else tensor.dtype)
     return first
+
+
+def as_checkpoint(weights: Weights, **more: Any) -> dict[str, Any]:
+    """Return a checkpoint of weights and all that is known of them, as plain data; no run goes on from it.
+
+    `--weights` takes it, and so do the tools. It lacks the position that `--resume` needs.
+    """
+    classes = weights.classes
+    known = {} if classes is None else {"data": {"num_classes": len(classes), "classes": classes}}
+    args = {name: value for name, value in weights.options.items() if _is_plain(value)}
+    return {"model": plain_state_dict(weights), "args": args, **known, **more}
+
+
+def plain_state_dict(weights: Mapping[str, torch.Tensor], prefix: str = "") -> OrderedDict:
+    """Return a state dict of torch's own kind, with a prefix before all names, and with its notes on versions."""
+    plain = OrderedDict((f"{prefix}{name}", tensor) for name, tensor in weights.items())
+    notes = getattr(weights, "_metadata", None)
+    if notes is not None:
+        plain._metadata = OrderedDict((f"{prefix}{name}".rstrip("."), note) for name, note in notes.items())
+    return plain
+
+
+def _is_plain(value: Any) -> bool:
+    items = value if type(value) is list else [value]
+    return all(item is None or type(item) in (bool, int, float, str) for item in items)
+
+
+def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
+    """Refuse a file to write that is one of the inputs, has a name of a run's own, or cannot be there.
+
+    Raises:
+        UserError: it is one of them.
+    """
+    if STATE_FILES.fullmatch(output.name):
+        raise UserError(f"--output {output}: a run's own checkpoints have such names; give another one")
+    if output.is_dir() or not output.parent.is_dir():
+        raise UserError(f"--output {output}: expected a file in a folder that is there")
+    if output.exists() and any(os.path.exists(path) and os.path.samefile(path, output) for path in inputs):
+        raise UserError(f"--output {output} is one of the files that it is made from; give another one")
+
+
+def write_weights(output: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint; it gets its name once it has been read back.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    try:
+        write_atomically(output, lambda file: file.write(stream.getbuffer()), _load)
+    except OSError as error:
+        reason = explain_failure(error, output.parent, stream.getbuffer().nbytes)
+        raise UserError(f"--output {output} cannot be written: {reason}") from error
 
 
 def store_model_weights(

@@ -67,7 +67,7 @@ def open_trained(source: str, *, model: str | None = None, is_average: bool = Fa
         raise UserError(f"{source} holds {weights.kind}, and --model is {model}; leave --model out")
     if model is None and name is None:
         raise UserError(f"{source} does not say of which model it is; give --model NAME")
-    return _build(source, model or name, weights)
+    return build_trained(source, model or name, weights)
 
 
 def find_published(source: str) -> tuple[str, Any] | None:
@@ -95,10 +95,10 @@ def _open_published(source: str) -> Trained:
     weights = Weights(fetch_published(member, source))
     weights.kind, weights.classes = f"the published weights {member}", member.meta["categories"]
     weights.options = {**options_of_weights(member), "weights": str(member)}
-    return _build(source, name, weights)
+    return build_trained(source, name, weights)
 
 
-def _build(source: str, name: str, weights: Weights) -> Trained:
+def build_trained(source: str, name: str, weights: Weights) -> Trained:
     """Return the model with its weights, and the options that it is evaluated with."""
     options = weights.options
     given = argparse.Namespace(model=name, test_only=True, resume=source, synthetic=1)

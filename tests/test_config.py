@@ -1,5 +1,6 @@
 """Options and recipes: torchvision's flags and defaults, and errors of one line that say what was meant."""
 
+import argparse
 import re
 import shlex
 import tomllib
@@ -588,3 +589,11 @@ def test_a_decoder_that_decodes_nothing_is_said_and_recorded_as_pillow():
     record, lines = config.on_machine(args)
     assert [line for line in lines if "--decoder torchcodec has no effect" in line]
     assert record.decoder == "pillow"
+
+
+def test_a_vit_is_evaluated_at_the_size_of_its_checkpoint():
+    given = {"model": "vit_b_16", "synthetic": 1}
+    args = config.Record(**vars(config.complete(argparse.Namespace(**given, test_only=True, resume="a.pth"))))
+    assert config.as_trained(args, {"val_crop_size": 384})[0].val_crop_size == 384
+    with pytest.raises(UserError, match="takes images of one size"):
+        config.complete(argparse.Namespace(**given, val_crop_size=384))

@@ -1,0 +1,188 @@
+"""Average the weights of several checkpoints of a run: `python -m scripts.average RUN --last 5 --output FILE`."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from checkpointing.finder import CheckpointFinder, step_in, step_of
+from checkpointing.weights import (
+    as_checkpoint,
+    average_checkpoints,
+    check_output,
+    options_of,
+    take_weights,
+    write_weights,
+)
+from errors import UserError, counted
+from loading.progress import Progress
+from monitoring.monitor import read_records
+from scripts.tool import build_parser, positive, run
+
+PROG = "python -m scripts.average"
+
+EPILOG = """\
+examples:
+  python -m scripts.average runs/resnet50 --last 5 --output averaged.pth
+  python -m scripts.average runs/resnet50 --best 3 --metric acc1 --output averaged.pth
+  python -m scripts.average a.pth b.pth c.pth --output averaged.pth
+
+The mean of each weight is taken in float64; a mean of integers, such as BatchNorm's count of batches, is rounded down.
+All checkpoints must be of one model with the same classes: of one run, or of several that began with the same weights
+(Wortsman et al., arXiv 2203.05482). A run keeps only its newest checkpoints unless train.py's --keep-last or
+--keep-every says otherwise: --last and --best choose from those that are still there.
+
+FILE holds the weights, the model's name, its classes and the options of the first checkpoint. All tools open it, and so
+does train.py --weights FILE; no run goes on from it. Where the model has BatchNorm, its statistics belong to none of
+the averaged weights any more: python -m scripts.reestimate_bn computes them anew.
+"""
+
+
+def choose(sources: list[Path], last: int | None, best: int | None, metric: str) -> list[Path]:
+    """Return the checkpoints that the command line means.
+
+    Raises:
+        UserError: there are not as many.
+    """
+    folders = [path for path in sources if path.is_dir()]
+    if not folders:
+        if last or best:
+            raise UserError("--last and --best choose from the folder of a run, and files were given; leave them out")
+        missing = next((path for path in sources if not path.is_file()), None)
+        if missing is not None:
+            raise UserError(f"{missing} is no file; give checkpoints, or the folder of a run with --last or --best")
+        check_different(sources)
+        return sources
+    if len(sources) > 1 or (last is None) == (best is None):
+        raise UserError(f"{folders[0]} is a folder; give it alone, with either --last N or --best N, or give files")
+    found = CheckpointFinder(folders[0]).numbered()
+    if best:
+        return find_best(folders[0], found, best, metric)
+    if len(found) < last:
+        raise UserError(f"{folders[0]} holds {counted(len(found), 'numbered checkpoint')}, fewer than --last {last}")
+    return found[:last]
+
+
+def check_different(paths: list[Path]) -> None:
+    """Refuse a checkpoint that is given twice, as by two of a run's names for it.
+
+    Raises:
+        UserError: one is.
+    """
+    seen = {}
+    for path in paths:
+        about = os.stat(path)
+        other = seen.setdefault((about.st_dev, about.st_ino), path)
+        if other is not path:
+            raise UserError(f"{path} is the same file as {other}, which would count twice; give it once")
+
+
+def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> list[Path]:
+    """Return the checkpoints of a run that are still there whose weights were evaluated best, the best first.
+
+    Raises:
+        UserError: there are fewer, or none was evaluated by this metric.
+    """
+    try:
+        records = [record for record in read_records(folder) if record["kind"] == "val"]
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} holds no metrics.jsonl, which --best reads; give the files themselves") from error
+    values = {record["step"]: record[metric] for record in records if isinstance(record.get(metric), float | int)}
+    if not values:
+        names = {name for record in records for name in record if isinstance(record[name], float)} - {"time"}
+        raise UserError(f"--metric {metric}: {folder} has only these results: {', '.join(sorted(names)) or 'none'}")
+    paths = {step_in(path): path for path in numbered}
+    linked = folder / "best.pth"  # whose numbered file may be gone
+    if linked.is_file() and not any(os.path.samefile(linked, path) for path in numbered):
+        paths.setdefault(step_of(linked), linked)
+    there = [step for step in values if step in paths]
+    if len(there) < number:
+        raise UserError(
+            f"{folder} holds {counted(len(there), 'checkpoint')} of the {len(values)} that were evaluated, fewer than "
+            f"--best {number}; --keep-last and --keep-every of train.py keep more"
+        )
+    sign = 1 if metric == "loss" else -1
+    there.sort(key=lambda step: (sign * values[step], -step))
+    for step in there[:number]:
+        print(f"{paths[step]}: {metric} {values[step]:.3f} after step {step}")
+    return [paths[step] for step in there[:number]]
+
+
+class Look:
+    """Compares each checkpoint with the first, and counts them.
+
+    Args:
+        total: how many there are.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.first = None
+        self.progress = Progress("averaging", total, "checkpoints")
+
+    def __call__(self, path: Path, content: dict[str, Any]) -> None:
+        """Note a checkpoint.
+
+        Raises:
+            UserError: it is of another model or other classes than the first.
+        """
+        weights = take_weights(content, str(path))
+        facts = {"model": options_of(content).get("model"), "classes": weights.classes}
+        if self.first is None:
+            self.first = path, facts
+        other, expected = self.first
+        for name, value in facts.items():
+            if None not in (value, expected[name]) and value != expected[name]:
+                shown = f" ({value}, {expected[name]})" if name == "model" else ""
+                noun = "another model" if name == "model" else "other classes"
+                raise UserError(f"{path} is of {noun} than {other}{shown}; give checkpoints of one model")
+        self.progress.update()
+
+
+def average(options: argparse.Namespace) -> None:
+    """Write the average of the checkpoints that the options mean.
+
+    Raises:
+        UserError: they cannot be averaged, or it cannot be written.
+    """
+    paths = choose(options.sources, options.last, options.best, options.metric)
+    check_output(options.output, paths)
+    look = Look(len(paths))
+    try:
+        mean = average_checkpoints(paths, look)
+    except KeyError as error:
+        raise UserError(f"{error.args[0]}; give checkpoints of one model") from error
+    finally:
+        look.progress.close()
+    weights = take_weights(mean, str(paths[0]))
+    write_weights(options.output, as_checkpoint(weights, averaged=list(map(str, paths))))
+    print(
+        f"{options.output}: the mean of {counted(len(paths), 'checkpoint')}: {', '.join(path.name for path in paths)}"
+    )
+    if any(name.endswith(".running_mean") for name in weights):
+        print(
+            "its BatchNorm statistics are means too, which belong to no weights; compute them anew: "
+            f"python -m scripts.reestimate_bn {options.output} --data-path DIR --output FILE"
+        )
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of this tool's options."""
+    usage = "RUN (--last N | --best N) --output FILE | CHECKPOINT... --output FILE"
+    parser = build_parser(PROG, usage, "Average the weights of several checkpoints.", EPILOG)
+    parser.add_argument(
+        "sources", metavar="RUN-OR-CHECKPOINT", nargs="+", type=Path, help="a run's output folder, or checkpoints"
+    )
+    parser.add_argument("--last", metavar="N", type=positive, help="the N newest numbered checkpoints of the run")
+    parser.add_argument("--best", metavar="N", type=positive, help="the N that were evaluated best, by metrics.jsonl")
+    parser.add_argument("--metric", default="acc1", help="of --best; of loss the lowest is best (default: acc1)")
+    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
+    return parser
+
+
+def main() -> None:
+    """Average what the command line names."""
+    run(PROG, lambda: average(get_args_parser().parse_args()), "interrupted; nothing was written")
+
+
+if __name__ == "__main__":
+    main()

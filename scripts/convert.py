@@ -1,0 +1,386 @@
+"""Rewrite a checkpoint for another script: `python -m scripts.convert CHECKPOINT --to torchvision --output FILE`."""
+
+import argparse
+import importlib
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import config
+import optim
+from checkpointing.weights import (
+    Weights,
+    as_checkpoint,
+    check_output,
+    plain_state_dict,
+    read_content,
+    take_weights,
+    write_weights,
+)
+from errors import UserError, in_one_line, require_timm
+from options import BY_NAME
+from scripts.tool import build_parser, run
+from scripts.trained import Trained, add_options, build_trained
+
+PROG = "python -m scripts.convert"
+
+EPILOG = """\
+examples:
+  python -m scripts.convert model_89.pth --to touchstone --output resnet50.pth
+  python -m scripts.convert runs/resnet50/best.pth --to torchvision --output model.pth
+  python -m scripts.convert runs/resnet50/best_ema.pth --ema --to pytorch-examples --output model_best.pth.tar
+  python -m scripts.convert model_best.pth.tar --model timm/efficientnet_b0 --to touchstone --output b0.pth
+
+The input may be of any of these scripts, or a bare state dict with --model; nothing in it is run. Converted are:
+  weights     bit for bit, under the model's own names (pytorch/examples': with `module.` before them)
+  average     model_ema of touchstone and torchvision, state_dict_ema of timm; pytorch/examples has none
+  optimizer   between touchstone, torchvision and pytorch/examples, where its parameter groups are those that train.py
+              forms of the same options; timm numbers its parameters otherwise
+  options     as plain values under `args`; sizes, mean and std of timm's evaluation under our names
+  classes     under `data`, which the other scripts do not look at
+Each thing that is left out is said in a line.
+
+No script goes on with another's run in the middle: its position, its schedule and which images it has seen cannot be
+known. So the result for touchstone is one for train.py --weights and for all tools, never for train.py --resume; and
+torchvision's --resume trains on only with the lr_scheduler that it also wants (--test-only does without), as
+pytorch/examples' does with its scheduler. timm's --initial-checkpoint takes the weights.
+"""
+
+TARGETS = ("touchstone", "torchvision", "timm", "pytorch-examples")
+
+# What each reader below looks at; anything else in a file is left out, and said.
+_KNOWN = {"model", "state_dict", "model_ema", "state_dict_ema", "optimizer", "scaler", "epoch", "args", "arch", "data",
+          "best", "best_acc1", "metric", "version"}  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """What is known of a checkpoint, whoever wrote it.
+
+    Attributes:
+        trained: the model with its weights.
+        weights: as they are in the file, with options and classes.
+        average: likewise, or None.
+        num_averaged: how often the average was moved, or None.
+        optimizer: its state as torch has it, or None; it fits the model.
+        scaler: the state of a GradScaler, or None.
+        epoch: the last that was completed, or None.
+        best_acc1: of the evaluations so far, or None.
+        script: the one that wrote it.
+        lost: a line about each thing that is left out.
+    """
+
+    trained: Trained
+    weights: Weights
+    average: Weights | None
+    num_averaged: Tensor | None
+    optimizer: dict | None
+    scaler: dict | None
+    epoch: int | None
+    best_acc1: float | None
+    script: str
+    lost: list[str]
+
+
+def find_script(content: dict) -> str:
+    """Return the script that wrote a checkpoint, by what it holds."""
+    if "state_dict" in content:
+        is_examples = "best_acc1" in content or content.keys().isdisjoint({"version", "state_dict_ema", "args"})
+        return "pytorch-examples" if is_examples else "timm"
+    if "model" in content:
+        return "touchstone" if isinstance(content.get("args"), dict) else "torchvision"
+    return "a bare state dict"
+
+
+def read(path: Path, *, model: str | None, is_average: bool) -> Parts:
+    """Return what is in a checkpoint.
+
+    Args:
+        path: its file.
+        model: its model's name, where the file does not say it.
+        is_average: take the average as the weights.
+
+    Raises:
+        UserError: it is none, or of no known model.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is no file; give a checkpoint")
+    content = read_content(path, str(path))
+    script, lost = find_script(content), []
+    weights = take_weights(content, str(path), is_average=is_average)
+    key = next((key for key in ("model_ema", "state_dict_ema") if content.get(key)), None)
+    average = take_weights(content, str(path), is_average=True) if key and not is_average else None
+    count = content[key].get("n_averaged") if key else None
+    trained = find_model(path, script, weights, model)
+    weights.options["model"] = trained.args.model
+    lost += _say_lost(content, weights.options, script)
+    optimizer = content.get("optimizer")
+    if optimizer is not None:
+        reason = why_not(optimizer, script, weights.options, trained.model)
+        lost += [f"optimizer: {reason}"] if reason else []
+        optimizer = None if reason else optimizer
+    return Parts(
+        trained, weights, average, count if isinstance(count, Tensor) and count.numel() == 1 else None, optimizer,
+        content.get("scaler") if isinstance(content.get("scaler"), dict) else None,
+        find_epoch(content, script), find_best(content), script, lost,
+    )  # fmt: skip
+
+
+def _say_lost(content: dict, options: dict, script: str) -> list[str]:
+    others = [] if script == "a bare state dict" else sorted(str(name) for name in content.keys() - _KNOWN)
+    lines = [f"{', '.join(others)}: no other script can use it"] if others else []
+    plain = as_checkpoint(_options_alone(options))["args"]
+    rest = sorted(options.keys() - plain.keys())
+    return lines + ([f"args {', '.join(rest)}: no plain values"] if rest else [])
+
+
+def _options_alone(options: dict) -> Weights:
+    weights = Weights()
+    weights.options = options
+    return weights
+
+
+def find_epoch(content: dict, script: str) -> int | None:
+    """Return the last epoch that was completed: pytorch/examples and old versions of timm write the next one."""
+    epoch = content.get("epoch")
+    if type(epoch) is not int:
+        return None
+    version = content.get("version", 1)
+    is_next = script == "pytorch-examples" or (script == "timm" and isinstance(version, int) and version < 2)
+    return epoch - is_next
+
+
+def find_best(content: dict) -> float | None:
+    """Return the best Acc@1 so far, where the checkpoint says it."""
+    best = content.get("best")
+    if isinstance(best, dict) and best.get("metric") == "val/acc1":
+        best = best.get("value")
+    for value in (best, content.get("best_acc1"), content.get("metric")):
+        is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+        if is_number and math.isfinite(float(value)):
+            return float(value)
+    return None
+
+
+def find_model(path: Path, script: str, weights: Weights, model: str | None) -> Trained:
+    """Return the model of a checkpoint with its weights; of timm's script it is timm's, if that fits.
+
+    Raises:
+        UserError: it is not known, or the weights do not fit it.
+    """
+    name = weights.options.get("model")
+    if name is not None and model not in (None, name, f"timm/{name}"):
+        raise UserError(f"{path} holds {weights.kind}, and --model is {model}; leave --model out")
+    if name is None and model is None:
+        raise UserError(f"{path} does not say of which model it is; give --model NAME")
+    names = [model] if model else [f"timm/{name.partition('.')[0]}", name] if script == "timm" else [name]
+    first = None
+    for each in names:
+        try:
+            own = evaluation_of_timm(each, weights.options) if script == "timm" and each.startswith("timm/") else {}
+            trained = build_trained(str(path), each, _with_options(weights, {**weights.options, **own}))
+        except UserError as error:
+            first = first or error
+            continue
+        weights.options |= own
+        return trained
+    raise first
+
+
+def _with_options(weights: Weights, options: dict) -> Weights:
+    """Return the same weights with other options."""
+    other = Weights(weights)
+    other.kind, other.classes, other.options = weights.kind, weights.classes, options
+    if hasattr(weights, "_metadata"):
+        other._metadata = weights._metadata
+    return other
+
+
+def evaluation_of_timm(name: str, options: dict) -> dict[str, Any]:
+    """Return how timm's script evaluates a model of its own, by the names of our options."""
+    timm = require_timm("--model", name)
+    known = timm.get_pretrained_cfg(name.removeprefix("timm/"))
+    names = ("img_size", "input_size", "crop_pct", "interpolation", "mean", "std")
+    given = {each: options.get(each) for each in names}
+    with in_one_line(f"{name}: the sizes of its images cannot be used"):
+        found = importlib.import_module("timm.data").resolve_data_config(given, known.to_dict() if known else {})
+        crop = int(found["input_size"][-1])
+        sizes = {"val_crop_size": crop, "val_resize_size": math.floor(crop / float(found["crop_pct"]))}
+        means = {each: [float(value) for value in found[each]] for each in ("mean", "std")}
+    interpolation = found["interpolation"]
+    is_ours = BY_NAME["interpolation"].is_value(interpolation)
+    return {**sizes, **means, **({"interpolation": interpolation} if is_ours else {})}
+
+
+def why_not(optimizer: Any, script: str, options: dict, model: nn.Module) -> str | None:
+    """Return why an optimizer's state cannot be carried, or None if it is that of train.py's with the same options."""
+    if script == "timm":
+        return "timm groups and numbers its parameters otherwise"
+    if options.get("freeze") or options.get("layer_decay") or str(options.get("opt", "sgd")).startswith("timm/"):
+        return "its groups are of options that the other scripts do not have"
+    ours = {name: value for name, value in options.items() if name in BY_NAME and BY_NAME[name].is_value(value)}
+    args = config.filled(argparse.Namespace(**{**ours, "lr_scaling": "none"}))
+    model.requires_grad_(True)
+    try:
+        with in_one_line("it does not fit"):
+            built = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+            optim.OptimizerState(built).load_state_dict(optimizer)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def carry_optimizer(parts: Parts, to: str, name: str) -> tuple[dict, list[str]]:
+    """Return the optimizer and the scaler as the target has them, by their keys, and why one is left out."""
+    kept, lost = {}, []
+    if parts.optimizer is not None:
+        groups, kind = parts.optimizer["param_groups"], parts.weights.options.get("opt", "sgd")
+        is_other = name != parts.trained.args.model
+        if to == "timm" or is_other or (to == "pytorch-examples" and (len(groups) > 1 or kind != "sgd")):
+            lost.append(f"optimizer: {to} groups and numbers its parameters otherwise")
+        else:
+            is_ours = to == "touchstone"
+            kept["optimizer"] = {
+                key: value for key, value in parts.optimizer.items() if is_ours or key != "group_state"
+            }
+    if parts.scaler is not None:
+        if to in ("touchstone", "torchvision"):
+            kept["scaler"] = parts.scaler
+        else:
+            lost.append("scaler: the loss scale of --amp, which is found anew in a few hundred steps")
+    return kept, lost
+
+
+def find_counterpart(parts: Parts, to: str) -> str:
+    """Return our name of the target's model that the weights fit: its own, or one that computes the same.
+
+    Raises:
+        UserError: the target has none.
+    """
+    name = parts.trained.args.model
+    if to == "touchstone" or name.startswith("timm/") == (to == "timm"):
+        return name
+    other = f"timm/{name}" if to == "timm" else name.removeprefix("timm/")
+    try:
+        trained = build_trained(f"--to {to}", other, parts.weights)
+        side = parts.trained.args.val_crop_size
+        image = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            is_same = torch.allclose(trained.model(image), parts.trained.model.eval()(image), rtol=1e-3, atol=1e-4)
+    except UserError as error:
+        raise UserError(f"--to {to}: it has no model with the weights of {name} ({error})") from error
+    if not is_same:
+        raise UserError(f"--to {to}: its {other} takes these weights and computes something else than {name}")
+    return other
+
+
+def as_average(parts: Parts) -> dict[str, Tensor]:
+    """Return the average as torch's AveragedModel and so torchvision has it."""
+    state = plain_state_dict(parts.average, "module.")
+    # A count of 0 would let the next update replace it.
+    state["n_averaged"] = torch.tensor(1) if parts.num_averaged is None else parts.num_averaged
+    state.move_to_end("n_averaged", last=False)
+    return state
+
+
+def for_torchvision(parts: Parts, name: str) -> dict[str, Any]:
+    """Return the checkpoint as torchvision's script has it; ours has the same keys."""
+    more = {"model_ema": as_average(parts)} if parts.average is not None else {}
+    more |= {"epoch": parts.epoch} if parts.epoch is not None else {}
+    more |= {"best_acc1": parts.best_acc1} if parts.best_acc1 is not None else {}
+    return as_checkpoint(_with_options(parts.weights, {**parts.weights.options, "model": name}), **more)
+
+
+def for_timm(parts: Parts, name: str) -> dict[str, Any]:
+    """Return the checkpoint as timm's script has it."""
+    content = for_torchvision(parts, name)
+    arch = name.removeprefix("timm/")
+    found = {"arch": arch, "state_dict": content["model"], "version": 2, "args": {**content["args"], "model": arch}}
+    found |= {name: content[name] for name in ("epoch", "data") if name in content}
+    found |= {"state_dict_ema": plain_state_dict(parts.average)} if parts.average is not None else {}
+    return found | ({"metric": parts.best_acc1} if parts.best_acc1 is not None else {})
+
+
+def in_parallel(state: dict[str, Tensor], arch: str) -> dict[str, Tensor]:
+    """Return a state dict under the names that it has in pytorch/examples' wrapped model."""
+    if not arch.startswith(("alexnet", "vgg")):
+        return plain_state_dict(state, "module.")
+    # Of these it wraps the features alone.
+    return OrderedDict((re.sub(r"^features\.", "features.module.", name), tensor) for name, tensor in state.items())
+
+
+def for_examples(parts: Parts, name: str) -> dict[str, Any]:
+    """Return the checkpoint as pytorch/examples' script has it, whose model stands in DistributedDataParallel."""
+    content = for_torchvision(parts, name)
+    best = torch.tensor(0.0 if parts.best_acc1 is None else parts.best_acc1)
+    epoch = 0 if parts.epoch is None else parts.epoch + 1
+    found = {
+        "arch": name,
+        "state_dict": in_parallel(content["model"], name),
+        "best_acc1": best,
+        "epoch": epoch,
+        "args": content["args"],
+    }
+    return found | ({"data": content["data"]} if "data" in content else {})
+
+
+WRITERS: dict[str, Callable[[Parts, str], dict[str, Any]]] = {
+    "touchstone": for_torchvision, "torchvision": for_torchvision, "timm": for_timm, "pytorch-examples": for_examples,
+}  # fmt: skip
+
+
+def say_missing(parts: Parts, to: str) -> list[str]:
+    """Return a line about each thing that the target wants and this checkpoint does not have, or has no place for."""
+    lines = []
+    if to == "pytorch-examples":
+        if parts.average is not None:
+            lines.append("average: pytorch-examples has none; with --ema it takes the place of the weights")
+        lines += ["best_acc1: not known, written as 0"] if parts.best_acc1 is None else []
+        lines += ["epoch: not known, written as 0"] if parts.epoch is None else []
+    schedulers = {"torchvision": "lr_scheduler", "pytorch-examples": "scheduler"}
+    if to in schedulers:
+        lines.append(f"{schedulers[to]}: none that {to} could train on with; evaluation and weights do without")
+    return lines
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Write the checkpoint for another script.
+
+    Raises:
+        UserError: it cannot be converted, or not be written.
+    """
+    check_output(options.output, [options.checkpoint])
+    parts = read(options.checkpoint, model=options.model, is_average=options.ema)
+    name = find_counterpart(parts, options.to)
+    kept, lost = carry_optimizer(parts, options.to, name)
+    write_weights(options.output, {**WRITERS[options.to](parts, name), **kept})
+    kind = parts.weights.kind.partition(",")[0] if parts.script != "a bare state dict" else f"the weights of {name}"
+    carried = [kind, *(["their average"] if parts.average is not None and options.to != "pytorch-examples" else [])]
+    print(f"{options.output}: {', '.join([*carried, *kept])}; from {parts.script} for {options.to}, as {name}")
+    for line in parts.lost + lost + say_missing(parts, options.to):
+        print(f"left out: {line}")
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of this tool's options."""
+    usage = f"CHECKPOINT --to {'|'.join(TARGETS)} --output FILE [--model NAME] [--ema]"
+    parser = build_parser(PROG, usage, "Rewrite a checkpoint for another script.", EPILOG)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="of any of these scripts, or a state dict")
+    add_options(parser)
+    parser.add_argument("--to", choices=TARGETS, required=True, help="the script that is to read it")
+    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
+    return parser
+
+
+def main() -> None:
+    """Convert what the command line names."""
+    run(PROG, lambda: convert(get_args_parser().parse_args()), "interrupted; nothing was written")
+
+
+if __name__ == "__main__":
+    main()
