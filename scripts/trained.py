@@ -15,6 +15,7 @@ from models import build_model, count_classes
 from options import BY_NAME
 from presets import ClassificationPresetEval, build_presets
 from run import fetch_published
+from scripts.exported import describe_weights, load_safetensors
 
 
 class Trained(NamedTuple):
@@ -51,6 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def open_trained(source: str, *, model: str | None = None, is_average: bool = False) -> Trained:
     """Open a checkpoint of this script, torchvision, timm or pytorch/examples, a bare state dict, or published weights.
 
+    A bare state dict may be a safetensors file, and have been written by `scripts.export` with a description.
+
     Args:
         source: a path; or `resnet50`, `resnet50.IMAGENET1K_V1` or `ResNet50_Weights.IMAGENET1K_V1`.
         model: its name, where the file does not say it.
@@ -61,13 +64,24 @@ def open_trained(source: str, *, model: str | None = None, is_average: bool = Fa
     """
     if not Path(source).is_file():
         return _open_published(source)
-    weights = load_weights(Path(source), is_average=is_average, name=source)
+    weights = _load(source, is_average=is_average)
     name = weights.options.get("model")
     if model is not None and name not in (None, model):
         raise UserError(f"{source} holds {weights.kind}, and --model is {model}; leave --model out")
     if model is None and name is None:
         raise UserError(f"{source} does not say of which model it is; give --model NAME")
     return build_trained(source, model or name, weights)
+
+
+def _load(source: str, *, is_average: bool) -> Weights:
+    path = Path(source)
+    if path.suffix == ".safetensors":
+        if is_average:
+            raise UserError(f"{source} holds one set of weights, chosen when it was written; leave out --ema")
+        return load_safetensors(path, source)
+    weights = load_weights(path, is_average=is_average, name=source)
+    describe_weights(weights, path)
+    return weights
 
 
 def find_published(source: str) -> tuple[str, Any] | None:
@@ -104,7 +118,10 @@ def build_trained(source: str, name: str, weights: Weights) -> Trained:
     given = argparse.Namespace(model=name, test_only=True, resume=source, synthetic=1)
     args = config.Record(**vars(config.complete(given)))
     args, _ = config.as_trained(args, {key: value for key, value in options.items() if _is_value(key, value)})
-    args = args.replaced(**{key: options[key] for key in ("mean", "std") if key in options}, distributed=False)
+    changes = {key: options[key] for key in ("mean", "std") if key in options}
+    if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
+        changes["weights"] = options["weights"]
+    args = args.replaced(**changes, distributed=False)
     num_classes = len(weights.classes or ()) or count_classes(build_model(args, 1000), weights, 1000)
     built = build_model(args, num_classes, weights, source).eval().requires_grad_(False)
     return Trained(built, args, weights.classes, weights.kind, options)

@@ -1,0 +1,437 @@
+"""Turn a trained model into files for others: `python -m scripts.export CHECKPOINT --format NAME --output DIR`."""
+
+import argparse
+import hashlib
+import importlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from checkpointing.archive import load_checkpoint
+from errors import UserError, counted, in_one_line, require_package
+from files import explain_failure, make_folder, read_json, write_atomically
+from loading.decode import decode_plainly
+from loading.forms import open_source
+from loading.progress import Progress, size_text
+from scripts.exported import FORMAT, OPTIONS, TOLERANCE, checked, extra_files, open_graph, own_stdout, packed
+from scripts.model_card import write_card
+from scripts.predict import batches_of, find_images, load_images
+from scripts.tool import build_parser, positive, run
+from scripts.trained import Trained, add_options, open_trained
+
+PROG = "python -m scripts.export"
+
+# Each form, its file's name behind that of the model, the packages that it needs, and what it is.
+FORMS = {
+    "weights": ("-SHA256.pth", (), "a state dict that torchvision's model loads, hashed as torch's hub checks it"),
+    "safetensors": (".safetensors", ("safetensors.torch",), "the same weights; opening it can run nothing"),
+    "onnx": (
+        ".onnx",
+        ("onnx", "onnxscript", "onnxruntime"),
+        "one file, input: (batch, 3, S, S) floats, output: logits",
+    ),
+    "torch-export": (".pt2", (), "a program of torch.export, for torch without this code"),
+    "aot-inductor": (".aoti.pt2", (), "compiled for this kind of processor; needs a C++ compiler here"),
+    "int8": ("-int8.pt2", ("torchao.quantization.pt2e.quantize_pt2e",), "a program in 8-bit integers (PT2E, x86)"),
+}
+
+EPILOG = f"""\
+forms:
+{chr(10).join(f"  {name:<13} NAME{suffix}: {meaning}" for name, (suffix, _, meaning) in FORMS.items())}
+
+examples:
+  python -m scripts.export runs/a/best.pth --format weights,onnx --output exported
+  python -m scripts.export runs/a/best_ema.pth --ema --format safetensors --format torch-export --output exported
+  python -m scripts.export runs/a/best.pth --format int8 --data-path /data/imagenet --sample 5000 --output exported
+  python -m scripts.export resnet50.IMAGENET1K_V2 --format onnx --output exported
+
+NAME is the model's, and ends in -ema for averaged weights. Beside the files lie NAME.md, a model card, and NAME.json,
+the same for programs. Preprocessing and names of classes are in every file, but for weights: theirs are in NAME.json.
+`python -m scripts.predict FILE IMAGE` reads each of them.
+
+Each file is read back and compared with the checkpoint before it gets its name: weights in every bit; the logits of a
+graph for 1 and for 3 images may differ by {TOLERANCE:g} of the largest logit, or of 1 if all are smaller.
+
+A .pt2 is a program: open only those that you trust.
+"""
+
+_CALIBRATION_IMAGES = 256
+_BATCH_SIZE = 32
+
+# A protobuf message can hold no more.
+_LARGEST_ONNX = (1 << 31) - (1 << 20)
+
+
+class Export:
+    """One model on its way into files.
+
+    Args:
+        trained: the model.
+        folder: where the files go.
+        is_average: it is the average of a checkpoint, which the names then say.
+        images: what int8 is calibrated and measured with, a `Measure`; None where it is not asked for.
+    """
+
+    def __init__(self, trained: Trained, folder: Path, *, is_average: bool, images: "Measure | None") -> None:
+        self.trained, self.model, self.folder, self.images = trained, trained.model, folder, images
+        self.name = trained.args.model.rpartition("/")[2] + ("-ema" if is_average else "")
+        size = trained.args.val_crop_size
+        self.probe = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
+        self.expected = logits_of(self.model, self.probe)
+        stream = io.BytesIO()
+        torch.save(trained.model.state_dict(), stream)
+        self.weights = stream.getvalue()
+        self.sha256 = hashlib.sha256(self.weights).hexdigest()
+        self.description = describe(trained, self.expected.shape[1], self.sha256)
+        self.program_description = extra_files(self.description)
+        self.files = self._files_of_before()
+
+    @property
+    def record_path(self) -> Path:
+        """NAME.json."""
+        return self.folder / f"{self.name}.json"
+
+    def _files_of_before(self) -> dict[str, dict]:
+        """Return what an earlier export of the same weights wrote of the files that are still there.
+
+        Raises:
+            UserError: the folder holds other weights under this name.
+        """
+        record = read_json(self.record_path)
+        same = {name: record.get(name) for name in self.description} == self.description
+        files = record.get("files")
+        if self.record_path.exists() and not (same and isinstance(files, dict)):
+            raise UserError(
+                f"{self.record_path} describes other weights ({str(record.get('sha256'))[:8]}; these are "
+                f"{self.sha256[:8]}); give another --output, or remove what is there"
+            )
+        return {name: facts for name, facts in (files or {}).items() if (self.folder / name).is_file()}
+
+    def write(self, form: str) -> str:
+        """Write one form, and return a line about it.
+
+        Raises:
+            UserError: it cannot be made or written, or is not what the checkpoint holds.
+        """
+        make, check = {
+            "weights": (lambda: self.weights, self.check_weights),
+            "safetensors": (self.make_safetensors, partial(self.check_weights, is_safe=True)),
+            "onnx": (self.make_onnx, partial(self.check_graph, form)),
+            "torch-export": (self.make_program, partial(self.check_graph, form)),
+            "aot-inductor": (self.make_package, partial(self.check_graph, form)),
+            "int8": (self.make_int8, partial(self.check_graph, form)),
+        }[form]
+        with in_one_line(f"{self.trained.args.model} cannot be exported as {form}"):
+            payload, facts = make(), {"form": form}
+        path = self.folder / (self.name + FORMS[form][0].replace("SHA256", self.sha256[:8]))
+
+        def verify(temporary: Path) -> None:
+            facts.update(bytes=len(payload), sha256=hashlib.sha256(temporary.read_bytes()).hexdigest())
+            facts.update(check(temporary, path.name))
+            self.files[path.name] = facts
+            self.write_record()  # before the file has its name: no weights without a description
+
+        self.save(path, payload, verify)
+        return f"{form}: {path}, {size_text(len(payload))}, {facts['compared']}"
+
+    def write_record(self) -> None:
+        """Write NAME.json."""
+        record = {**self.description, "files": self.files}
+        self.save(self.record_path, json.dumps(record, indent=1).encode() + b"\n")
+
+    def save(self, path: Path, payload: bytes, verify: Callable[[Path], None] | None = None) -> None:
+        """Write a file whole or not at all.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            write_atomically(path, lambda file: file.write(payload), verify)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {explain_failure(error, path.parent, len(payload))}") from error
+
+    def make_safetensors(self) -> bytes:
+        """Return the weights as safetensors, with the description as metadata."""
+        save = importlib.import_module("safetensors.torch").save
+        tensors = {name: tensor.clone().contiguous() for name, tensor in self.model.state_dict().items()}
+        return save(tensors, metadata={"format": "pt", **packed(self.description)})
+
+    def make_onnx(self) -> bytes:
+        """Return the model as one ONNX message."""
+        size = sum(tensor.nbytes for tensor in self.model.state_dict().values())
+        if size > _LARGEST_ONNX:
+            raise UserError(f"one .onnx file holds 2 GiB, and the weights have {size / (1 << 30):.1f} GiB")
+        batch = {"dynamic_shapes": ({0: "batch"},), "input_names": ["input"], "output_names": ["logits"]}
+        program = torch.onnx.export(self.model, (self.probe[:2],), dynamo=True, verbose=False, **batch)
+        proto = program.model_proto
+        importlib.import_module("onnx").helper.set_model_props(proto, packed(self.description))
+        return proto.SerializeToString()
+
+    def trace(self, model: nn.Module | None = None, *, is_strict: bool = False) -> Any:
+        """Return a model as an exported program of any number of images."""
+        batch = ({0: torch.export.Dim("batch", min=1)},)
+        return torch.export.export(model or self.model, (self.probe[:2],), dynamic_shapes=batch, strict=is_strict)
+
+    def make_program(self, program: Any = None) -> bytes:
+        """Return an exported program, by default the model's, as a .pt2 archive."""
+        stream = io.BytesIO()
+        torch.export.save(program or self.trace(), stream, extra_files=self.program_description)
+        return stream.getvalue()
+
+    def make_package(self) -> bytes:
+        """Return the model compiled by AOTInductor."""
+        stream = io.BytesIO()
+        options = {"aot_inductor.metadata": packed(self.description)}
+        torch._inductor.aoti_compile_and_package(self.trace(), package_path=stream, inductor_configs=options)
+        return stream.getvalue()
+
+    def make_int8(self) -> bytes:
+        """Return the model in 8-bit integers, and have it compute what the file is expected to."""
+        quantized = quantize(self.trace(is_strict=True).module(), self.images.calibration())
+        program = self.trace(quantized, is_strict=True)
+        self.quantized = program.module()
+        return self.make_program(program)
+
+    def check_weights(self, path: Path, name: str, *, is_safe: bool = False) -> dict[str, Any]:
+        """Compare a file's weights with the model's, bit for bit.
+
+        Raises:
+            UserError: they differ.
+        """
+        read = importlib.import_module("safetensors.torch").load_file(path) if is_safe else load_checkpoint(path, name)
+        own = self.model.state_dict()
+        wrong = [key for key in own.keys() | read.keys() if not _are_same(own.get(key), read.get(key))]
+        if wrong:
+            raise UserError(f"{name} was read back and {sorted(wrong)[0]} differs from the checkpoint's; not written")
+        return {"compared": f"{counted(len(own), 'tensor')} equal in every bit", "largest_difference": 0.0}
+
+    def check_graph(self, form: str, path: Path, name: str) -> dict[str, Any]:
+        """Compare a file's logits with the model's, or for int8 with those of the quantized model in memory.
+
+        Raises:
+            UserError: they differ by more than `TOLERANCE`.
+        """
+        graph = open_graph(path, name, is_onnx=form == "onnx")
+        if graph.description != self.description:
+            raise UserError(f"{name} was read back with another description than it was given; not written")
+        is_int8 = form == "int8"
+        expected = logits_of(self.quantized, self.probe) if is_int8 else self.expected
+        allowed = TOLERANCE * max(1.0, expected.abs().max().item())
+        largest, found = 0.0, None
+        for batch_size in (1, 3):
+            with in_one_line(f"{name} was read back and cannot compute {counted(batch_size, 'image')}"):
+                found = logits_of(graph.model, self.probe[:batch_size])
+            largest = max(largest, (found - expected[:batch_size]).abs().max().item())
+        if not largest <= allowed:
+            raise UserError(f"{name} was read back, and its logits are {largest:.2g} off (allowed {allowed:.2g})")
+        compared = f"largest difference of logits {largest:.2g} (allowed {allowed:.2g})"
+        facts = {"largest_difference": largest, "allowed": allowed}
+        if not is_int8:
+            return {"compared": compared, **facts}
+        measured = self.images.compare(self.model, graph.model)
+        return {"compared": f"{compared}; {measured['words']}", **facts, "measured": measured}
+
+
+def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
+    """Return what somebody needs to know to use a model."""
+    args = trained.args
+    preprocessing = {key: getattr(args, option) for key, option in OPTIONS.items()}
+    preprocessing |= {"mean": [*map(float, args.mean)], "std": [*map(float, args.std)]}
+    preprocessing["backend"] = preprocessing["backend"] or "pil"
+    description = {
+        "schema": FORMAT, "model": args.model, "weights": trained.kind.partition(",")[0], "sha256": sha256,
+        "initial_weights": args.weights, "num_classes": num_classes, "classes": trained.classes,
+        "preprocessing": preprocessing,
+    }  # fmt: skip
+    return checked(description, "the checkpoint")
+
+
+def logits_of(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """Return (B, num_classes) float32 logits of images on the CPU."""
+    with torch.no_grad():
+        return model(images).float()
+
+
+def _are_same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    if ours is None or theirs is None or ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    return ours.contiguous().view(-1).view(torch.uint8).equal(theirs.contiguous().view(-1).view(torch.uint8))
+
+
+def quantize(model: nn.Module, batches: list[Tensor]) -> nn.Module:
+    """Return a traced model in 8-bit integers: weights by channel, activations by the ranges that batches show."""
+    pt2e = importlib.import_module("torchao.quantization.pt2e.quantize_pt2e")
+    x86 = importlib.import_module("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    prepared = pt2e.prepare_pt2e(model, quantizer)
+    progress = Progress("calibrating", len(batches), "batches")
+    for batch in batches:
+        logits_of(prepared, batch)
+        progress.update()
+    progress.finish()
+    converted = pt2e.convert_pt2e(prepared)
+    used = {node.target for node in converted.graph.nodes if node.op == "get_attr"}
+    # The weights in floats, which would make the file larger than the model.
+    for name in {name for name, _ in [*converted.named_parameters(), *converted.named_buffers()]} - used:
+        owner, _, attribute = name.rpartition(".")
+        delattr(converted.get_submodule(owner), attribute)
+    return converted
+
+
+class Measure:
+    """The images that int8 is calibrated with and measured on.
+
+    Args:
+        trained: the model, for its preprocessing and classes.
+        data_path: train/ calibrates, and val/ measures the accuracy; None: `calibration` alone.
+        calibration: files and folders of images.
+        sample: how many images of val to measure on, evenly spaced; None for all.
+
+    Raises:
+        UserError: there are no such images, or they are of other classes than the model.
+    """
+
+    def __init__(self, trained: Trained, data_path: Path | None, calibration: list[str], sample: int | None) -> None:
+        self.preset, self.val = trained.preset, None
+        if calibration:
+            self.reads = [path.read_bytes for path in find_images(calibration)]
+        elif data_path is not None:
+            train = open_source(data_path / "train")
+            self.reads = [partial(train.read, number) for number in _spaced(len(train), _CALIBRATION_IMAGES)]
+        else:
+            raise UserError(
+                "--format int8 needs images to calibrate with: give --data-path DATA_PATH, which measures the accuracy "
+                "too, or --calibration IMAGE..."
+            )
+        if data_path is not None:
+            self.val = open_source(data_path / "val")
+            if trained.classes is not None and self.val.classes != trained.classes:
+                raise UserError(f"{data_path}/val has other classes than the checkpoint; give its own data")
+            self.numbers = _spaced(len(self.val), sample or len(self.val))
+
+    def calibration(self) -> list[Tensor]:
+        """Return the batches to calibrate with."""
+        return [torch.stack(self._load(reads)) for reads in batches_of(self.reads, _BATCH_SIZE)]
+
+    def _load(self, reads: list[Callable[[], bytes]]) -> list[Tensor]:
+        return load_images([lambda read=read: self.preset(decode_plainly(read())) for read in reads])
+
+    def compare(self, model: Callable, quantized: Callable) -> dict[str, Any]:
+        """Return how often two models agree on the same images, and the accuracy of both where classes are known."""
+        reads, targets = self.reads, None
+        if self.val is not None:
+            reads = [partial(self.val.read, number) for number in self.numbers]
+            targets = torch.tensor([self.val.label(number) for number in self.numbers])
+        progress = Progress("measuring", len(reads), "images")
+        guesses = []
+        for batch in batches_of(reads, _BATCH_SIZE):
+            images = torch.stack(self._load(batch))
+            guesses.append(torch.stack([logits_of(each, images).argmax(dim=1) for each in (model, quantized)]))
+            progress.update(len(images))
+        progress.finish()
+        before, after = torch.cat(guesses, dim=1)
+        measured = {"n": len(reads), "agreement": 100 * (before == after).double().mean().item()}
+        words = f"the same class as the checkpoint for {measured['agreement']:.2f}% of {counted(len(reads), 'image')}"
+        if targets is not None:
+            both = [100 * (each == targets).double().mean().item() for each in (before, after)]
+            measured |= dict(zip(("acc1_before", "acc1_after"), both, strict=True))
+            words = f"Acc@1 {both[0]:.3f} before and {both[1]:.3f} after, n={len(reads)}; {words}"
+        return {**measured, "words": words}
+
+
+def _spaced(length: int, number: int) -> list[int]:
+    number = min(number, length)
+    return [place * length // number for place in range(number)]
+
+
+def forms(text: str) -> list[str]:
+    """Return the forms in a text such as weights,onnx; an argparse type."""
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in FORMS]
+    if unknown or not names:
+        wrong = f"{unknown[0]} is none" if unknown else "none is given"
+        raise argparse.ArgumentTypeError(f"{wrong}; there are {', '.join(FORMS)}")
+    return names
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of this tool's options."""
+    parser = build_parser(
+        PROG, "CHECKPOINT --format NAME --output DIR [options]", "Turn a trained model into files for others.", EPILOG
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, weights, or the name of published ones")
+    parser.add_argument(
+        "--format", metavar="NAME", type=forms, action="extend", required=True, dest="forms",
+        help=f"what to write, several with commas: {', '.join(FORMS)}",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the folder of the files")
+    add_options(parser)
+    parser.add_argument(
+        "--data-path", metavar="DATA_PATH", type=Path,
+        help="as train.py's: int8 is calibrated with images of train/, and its accuracy measured on val/",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calibration", metavar="IMAGE", nargs="+", default=[], help="files and folders to calibrate int8 with"
+    )
+    parser.add_argument("--sample", metavar="N", type=positive, help="measure int8 on N images of val/ (default: all)")
+    parser.add_argument(
+        "--results", metavar="FILE", type=Path, help="JSON of scripts.evaluate, whose results the model card shows"
+    )
+    return parser
+
+
+def export(options: argparse.Namespace) -> None:
+    """Write the forms that are asked for, and the card.
+
+    Raises:
+        UserError: something is missing, cannot be written, or is not what the checkpoint holds.
+    """
+    chosen = list(dict.fromkeys(options.forms))
+    for form in chosen:
+        for package in FORMS[form][1]:
+            require_package(package, f"--format {form}")
+    results = _read_results(options.results)
+    trained = open_trained(options.checkpoint, model=options.model, is_average=options.ema)
+    images = None
+    if "int8" in chosen:
+        images = Measure(trained, options.data_path, options.calibration, options.sample)
+    try:
+        make_folder(options.output)
+    except OSError as error:
+        raise UserError(f"--output {options.output} cannot be made: {error.strerror}; give another folder") from error
+    job = Export(trained, options.output, is_average=options.ema, images=images)
+    for form in chosen:
+        with own_stdout() as stdout:
+            print(job.write(form), file=stdout, flush=True)
+    path = write_card(job, options.checkpoint, is_average=options.ema, results=results)
+    print(f"card: {path}")
+
+
+def _read_results(path: Path | None) -> Any:
+    if path is None:
+        return None
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--results {path} cannot be read as JSON ({error}); give a file of scripts.evaluate"
+        ) from error
+
+
+def main() -> None:
+    """Export what the command line says."""
+    logging.disable(logging.WARNING)  # torch's exporters tell of each of their passes
+    warnings.simplefilter("ignore")
+    run(PROG, lambda: export(get_args_parser().parse_args()), "interrupted; the same command goes on")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Exported models: the description that travels with each of them, and how their files are opened."""
+
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+
+from checkpointing.weights import Weights
+from errors import UserError, in_one_line, is_printable, require_package
+from files import read_json
+from options import BY_NAME
+from presets import ClassificationPresetEval
+
+# Of the descriptions; another number if a reader of this version would take them wrongly.
+FORMAT = "touchstone-export-1"
+
+# The options that a description's words about the preprocessing stand for.
+OPTIONS = {
+    "resize_size": "val_resize_size", "crop_size": "val_crop_size", "interpolation": "interpolation",
+    "backend": "backend",
+}  # fmt: skip
+
+# Largest difference of logits, as a share of the largest logit (of 1 if all are smaller): kernels sum in other orders.
+TOLERANCE = 1e-4
+
+# The fields that are texts in themselves; the others are JSON in files that hold texts only.
+_TEXTS = {"schema", "model", "weights", "sha256"}
+
+_HASHED = re.compile(r"-[0-9a-f]{8}$")
+_EXTRA_FILE = "touchstone.json"
+_MOST_CLASSES = 1 << 24
+
+
+class Graph(NamedTuple):
+    """An exported graph: from (B, 3, S, S) normalised floats on the CPU to (B, num_classes) logits; its description."""
+
+    model: Callable[[Tensor], Tensor]
+    description: dict[str, Any]
+
+
+def packed(description: dict[str, Any]) -> dict[str, str]:
+    """Return a description as the flat texts that files of weights and graphs can hold."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in description.items()}
+
+
+def unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:
+    """Return the description in a file's texts.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    if texts.get("schema") != FORMAT:
+        raise UserError(
+            f"{source} does not say how its images are prepared and what its classes are; give a file that "
+            "`python -m scripts.export` wrote"
+        )
+    with in_one_line(f"{source}: its description is damaged"):
+        texts = {key: text for key, text in texts.items() if key in _FIELDS}
+        content = {key: text if key in _TEXTS else json.loads(text) for key, text in texts.items()}
+    return checked(content, source)
+
+
+def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a description whose fields are all there, of their types and possible.
+
+    Raises:
+        UserError: one is not; names it.
+    """
+    for name, is_right in _FIELDS.items():
+        if not is_right(content.get(name)):
+            raise UserError(f"{source}: its description is damaged: {name} is {str(content.get(name))[:80]!r}")
+    classes = content["classes"]
+    if classes is not None and len(classes) != content["num_classes"]:
+        numbers = f"{len(classes)} names of {content['num_classes']} classes"
+        raise UserError(f"{source}: its description is damaged: {numbers}")
+    return {name: content[name] for name in _FIELDS}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and is_printable(value)
+
+
+def _are_classes(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _is_preprocessing(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(name in value for name in (*OPTIONS, "mean", "std")):
+        return False
+    triples = [value["mean"], value["std"]]
+    are_numbers = all(
+        isinstance(triple, list) and len(triple) == 3
+        and all(isinstance(number, float | int) and math.isfinite(number) for number in triple)
+        for triple in triples
+    )  # fmt: skip
+    sizes = [value["resize_size"], value["crop_size"]]
+    are_sizes = all(type(size) is int and 0 < size <= 1 << 14 for size in sizes)
+    return are_numbers and are_sizes and all(BY_NAME[name].is_value(value[key]) for key, name in OPTIONS.items())
+
+
+_FIELDS = {
+    "schema": lambda value: value == FORMAT,
+    "model": _is_text,
+    "weights": _is_text,
+    "sha256": _is_text,
+    "initial_weights": lambda value: value is None or _is_text(value),
+    "num_classes": lambda value: type(value) is int and 0 < value <= _MOST_CLASSES,
+    "classes": _are_classes,
+    "preprocessing": _is_preprocessing,
+}
+
+
+def build_preset(description: dict[str, Any]) -> ClassificationPresetEval:
+    """Return the preset that a description speaks of."""
+    named = description["preprocessing"]
+    sizes = {name: named[name] for name in ("crop_size", "resize_size", "mean", "std", "backend")}
+    return ClassificationPresetEval(**sizes, interpolation=InterpolationMode(named["interpolation"]))
+
+
+def find_description(path: Path) -> dict[str, Any] | None:
+    """Return the description of weights that `scripts.export` wrote, which lies beside them as JSON; None if none."""
+    content = read_json(path.with_name(f"{_HASHED.sub('', path.stem)}.json"))
+    files = content.get("files")
+    if content.get("schema") != FORMAT or not isinstance(files, dict) or path.name not in files:
+        return None
+    return checked(content, str(path))
+
+
+def describe_weights(weights: Weights, path: Path) -> None:
+    """Add what the description beside a bare state dict says of it, if there is one, to its options and classes."""
+    description = None if "model" in weights.options else find_description(path)
+    if description is not None:
+        _take(weights, description)
+
+
+def load_safetensors(path: Path, source: str) -> Weights:
+    """Return the weights in a safetensors file, with what its metadata says of them if `scripts.export` wrote it.
+
+    Raises:
+        UserError: safetensors is not installed, or the file is damaged.
+    """
+    safetensors = require_package("safetensors", source)
+    with in_one_line(f"{source} cannot be read"), safetensors.safe_open(str(path), framework="pt") as file:
+        weights = Weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        texts = file.metadata() or {}
+    weights.kind, weights.options = "a bare state dict", {}
+    if texts.get("schema") == FORMAT:
+        _take(weights, unpacked(texts, source))
+    return weights
+
+
+def _take(weights: Weights, description: dict[str, Any]) -> None:
+    named = description["preprocessing"]
+    weights.kind, weights.classes = description["weights"], description["classes"]
+    weights.options = {option: named[key] for key, option in OPTIONS.items()}
+    weights.options |= {"mean": named["mean"], "std": named["std"], "model": description["model"]}
+    if description["initial_weights"] is not None:
+        weights.options["weights"] = description["initial_weights"]
+
+
+def is_graph(path: Path) -> bool:
+    """Tell by its name whether a file is an exported graph, and neither a checkpoint nor weights."""
+    return path.suffix in (".onnx", ".pt2")
+
+
+def open_graph(path: Path, source: str, *, is_onnx: bool | None = None) -> Graph:
+    """Open an exported graph to compute with on the CPU. A .pt2 is a program: opening it may run any code in it.
+
+    Args:
+        path: of the file.
+        source: what to call it in a message.
+        is_onnx: whether it is ONNX; None: by its name.
+
+    Raises:
+        UserError: it cannot be opened on this machine, or was not written by `scripts.export`.
+    """
+    if path.suffix == ".onnx" if is_onnx is None else is_onnx:
+        return _open_onnx(path, source)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            notes = [name for name in archive.namelist() if name.endswith("wrapper_metadata.json")]
+            texts = json.loads(archive.read(notes[0])) if notes else None
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise UserError(f"{source} is damaged or no .pt2 file ({error})") from error
+    return _open_program(path, source) if texts is None else _open_package(path, source, texts)
+
+
+def _open_onnx(path: Path, source: str) -> Graph:
+    runtime = require_package("onnxruntime", source)
+    with in_one_line(f"{source} cannot be opened"):
+        settings = runtime.SessionOptions()
+        settings.log_severity_level = 4
+        settings.intra_op_num_threads = torch.get_num_threads()
+        session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        texts = session.get_modelmeta().custom_metadata_map
+
+    def run(image: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(["logits"], {"input": image.contiguous().numpy()})[0])
+
+    return Graph(run, unpacked(texts, source))
+
+
+def _open_program(path: Path, source: str) -> Graph:
+    # Registers the operations of quantized graphs.
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
+    files = {_EXTRA_FILE: ""}
+    with in_one_line(f"{source} cannot be opened"), open(path, "rb") as file:
+        model = torch.export.load(file, extra_files=files).module()
+        texts = json.loads(files[_EXTRA_FILE] or "{}")
+    return Graph(model, unpacked(texts, source))
+
+
+def _open_package(path: Path, source: str, texts: dict[str, str]) -> Graph:
+    description = unpacked(texts, source)
+    with in_one_line(f"{source} cannot be run on this machine, for which it was perhaps not compiled"):
+        with open(path, "rb") as file:
+            model = torch._inductor.aoti_load_package(file)
+        size = description["preprocessing"]["crop_size"]
+        model(torch.zeros(1, 3, size, size))
+    return Graph(model, description)
+
+
+def extra_files(description: dict[str, Any]) -> dict[str, str]:
+    """Return a description as the extra file of a program."""
+    return {_EXTRA_FILE: json.dumps(packed(description))}
+
+
+@contextmanager
+def own_stdout() -> Iterator[TextIO]:
+    """Return a stream to standard output, while all that others write there, C++ too, goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with open(kept, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as stream:
+            yield stream
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
