@@ -105,8 +105,9 @@ def open_predictor(options: argparse.Namespace) -> Predictor:
     if is_graph(path) and path.is_file():
         return _open_graph(options, path)
     trained = open_trained(source, model=options.model, is_average=options.ema)
-    device = torch.device(options.device or collectives.find_accelerator() or "cpu")
-    with in_one_line(f"--device {device} cannot be used"):
+    name = options.device or collectives.find_accelerator() or "cpu"
+    with in_one_line(f"--device {name} cannot be used"):
+        device = torch.device(name)
         model = trained.model.to(device)
     return Predictor(lambda image: model(image.to(device)), trained.preset, trained.classes, trained.kind)
 

@@ -114,17 +114,19 @@ def _open_published(source: str) -> Trained:
 
 def build_trained(source: str, name: str, weights: Weights) -> Trained:
     """Return the model with its weights, and the options that it is evaluated with."""
-    options = weights.options
     given = argparse.Namespace(model=name, test_only=True, resume=source, synthetic=1)
+    options = {key: value for key, value in weights.options.items() if _is_value(key, value)}
+    if "val_crop_size" in options:  # ViTs are of one size, and published ones do not say that of training
+        given.train_crop_size = given.val_crop_size = options["val_crop_size"]
     args = config.Record(**vars(config.complete(given)))
-    args, _ = config.as_trained(args, {key: value for key, value in options.items() if _is_value(key, value)})
-    changes = {key: options[key] for key in ("mean", "std") if key in options}
+    args, _ = config.as_trained(args, options)
+    changes = {key: weights.options[key] for key in ("mean", "std") if key in weights.options}
     if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
         changes["weights"] = options["weights"]
     args = args.replaced(**changes, distributed=False)
     num_classes = len(weights.classes or ()) or count_classes(build_model(args, 1000), weights, 1000)
     built = build_model(args, num_classes, weights, source).eval().requires_grad_(False)
-    return Trained(built, args, weights.classes, weights.kind, options)
+    return Trained(built, args, weights.classes, weights.kind, weights.options)
 
 
 def _is_value(name: str, value: Any) -> bool:

@@ -1,0 +1,278 @@
+"""scripts/export.py: every form holds the checkpoint's model, by the readers of others."""
+
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+
+from tests.exports import CLASSES, MODEL, plain_model, plain_probabilities, refused, run_tool, write_checkpoint
+from tests.images import write_images
+from tests.ranks import run_ranks
+
+# Of a logit; those of the model are about 3 (kernels sum in other orders).
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A run's folder with a checkpoint, and its export in each form that takes no compiler."""
+    folder = tmp_path_factory.mktemp("exported")
+    run = folder / "run"
+    run.mkdir()
+    checkpoint = write_checkpoint(run)
+    (run / "curves.png").write_bytes(b"a picture")
+    records = [{"kind": "val", "step": 30, "epoch": 2, "acc1": 75.0, "acc5": 100.0, "loss": 1.0}]
+    records += [{"kind": "val", "step": 20, "epoch": 1, "acc1": 10.0, "acc5": 50.0, "loss": 1.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    images = write_images(folder / "images", {"train": [3, 3, 3, 3], "val": [2, 2, 2, 2]}, size=(60, 50))
+    forms = ["--format", "weights,safetensors", "--format", "onnx,torch-export,int8"]
+    argv = [checkpoint, *forms, "--calibration", images / "train", "--output", folder / "out"]
+    _, output = run_tool(folder, "export", *argv)
+    return checkpoint, folder / "out", output
+
+
+def probe(batch_size):
+    return torch.randn(batch_size, 3, 32, 32, generator=torch.Generator().manual_seed(batch_size))
+
+
+def logits(model, images):
+    with torch.no_grad():
+        return model(images)
+
+
+def test_only_whole_files_are_there_and_the_output_names_each(exported):
+    _, out, output = exported
+    names = sorted(path.name for path in out.iterdir())
+    hashed = next(name for name in names if name.endswith(".pth"))
+    rest = [f"{MODEL}{end}" for end in (".json", ".md", "-curves.png", ".onnx", ".pt2", ".safetensors", "-int8.pt2")]
+    assert names == sorted([hashed, *rest])
+    lines = output.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "weights", "safetensors", "onnx", "torch-export", "int8", "card",
+    ]  # fmt: skip
+    assert all("largest difference of logits" in line for line in lines[2:5]), output
+
+
+def test_weights_bear_their_hash_as_torch_hub_checks_it_and_load_into_torchvision(exported, tmp_path, monkeypatch):
+    checkpoint, out, _ = exported
+    path = next(out.glob("*.pth"))
+    assert (
+        re.fullmatch(rf"{MODEL}-([0-9a-f]{{8}})\.pth", path.name)[1]
+        == hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    )
+    weights = torch.hub.load_state_dict_from_url(
+        path.as_uri(), model_dir=str(tmp_path), check_hash=True, progress=False, weights_only=True
+    )
+    model = torchvision.models.get_model(MODEL, num_classes=4)
+    model.load_state_dict(weights)
+    expected = torch.load(checkpoint, weights_only=True)["model"]
+    assert list(weights) == list(expected)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_safetensors_hold_the_same_weights_and_say_what_they_are(exported):
+    safetensors = pytest.importorskip("safetensors")
+    checkpoint, out, _ = exported
+    expected = torch.load(checkpoint, weights_only=True)["model"]
+    with safetensors.safe_open(out / f"{MODEL}.safetensors", "pt") as file:
+        texts = file.metadata()
+        assert set(file.keys()) == set(expected)
+        assert all(torch.equal(file.get_tensor(name), expected[name]) for name in expected)
+    assert (texts["model"], json.loads(texts["classes"])) == (MODEL, CLASSES)
+    assert json.loads(texts["preprocessing"]) == {
+        "resize_size": 40, "crop_size": 32, "interpolation": "bicubic", "backend": "pil",
+        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225],
+    }  # fmt: skip
+
+
+def test_onnx_is_one_file_that_takes_any_number_of_images(exported):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    checkpoint, out, _ = exported
+    model = plain_model(checkpoint)
+    alone = (out / f"{MODEL}.onnx").read_bytes()  # from memory, so that no other file can be read
+    session = onnxruntime.InferenceSession(alone, providers=["CPUExecutionProvider"])
+    assert [(each.name, each.shape) for each in session.get_inputs()] == [("input", ["batch", 3, 32, 32])]
+    assert [(each.name, each.shape) for each in session.get_outputs()] == [("logits", ["batch", 4])]
+    for batch_size in (1, 5):
+        found = torch.from_numpy(session.run(None, {"input": probe(batch_size).numpy()})[0])
+        torch.testing.assert_close(found, logits(model, probe(batch_size)), rtol=0, atol=TOLERANCE)
+    texts = session.get_modelmeta().custom_metadata_map
+    assert json.loads(texts["classes"]) == CLASSES
+
+
+def test_program_computes_the_same_without_this_code(exported):
+    checkpoint, out, _ = exported
+    program = torch.export.load(out / f"{MODEL}.pt2", extra_files=(files := {"touchstone.json": ""})).module()
+    for batch_size in (1, 5):
+        expected = logits(plain_model(checkpoint), probe(batch_size))
+        torch.testing.assert_close(logits(program, probe(batch_size)), expected, rtol=0, atol=TOLERANCE)
+    assert json.loads(files["touchstone.json"])["model"] == MODEL
+
+
+def test_int8_is_a_third_as_large_and_computes_nearly_the_same(exported):
+    pytest.importorskip("torchao")
+    checkpoint, out, output = exported
+    program = torch.export.load(out / f"{MODEL}-int8.pt2").module()
+    for batch_size in (1, 5):
+        expected, found = logits(plain_model(checkpoint), probe(batch_size)), logits(program, probe(batch_size))
+        assert not torch.equal(found, expected)
+        # Eight bits an activation, through 26 layers.
+        assert (found - expected).norm() < 0.5 * expected.norm()
+    weights = program.state_dict().values()
+    assert sum(each.nbytes for each in weights) < sum(p.nbytes for p in plain_model(checkpoint).parameters()) / 2.5
+    assert re.search(r"int8: .*the same class as the checkpoint for \d+\.\d\d% of 12 images", output)
+
+
+def test_card_says_what_is_known_and_no_paths(exported):
+    _, out, _ = exported
+    card = (out / f"{MODEL}.md").read_text()
+    # Wilson's interval of 300 hits in 400, by the formula's textbook form.
+    z, p, n = 1.959964, 0.75, 400
+    centre, half = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
+    low, high = ((centre + sign * half) / (1 + z * z / n) * 100 for sign in (-1, 1))
+    for words in (
+        f"Acc@1 75.000% on the run's validation images, n=400 (95% interval {low:.2f} to {high:.2f}%, Wilson)",
+        "train: 29 images, fingerprint `0123456789abcdef`", "lr = 0.25", "resize the shorter side to 40 px (bicubic",
+        f"![learning curves]({MODEL}-curves.png)",
+    ):  # fmt: skip
+        assert words in card, card
+    assert "secret" not in card
+    record = json.loads((out / f"{MODEL}.json").read_text())
+    assert all(facts["sha256"] == hashlib.sha256((out / name).read_bytes()).hexdigest()
+               for name, facts in record["files"].items())  # fmt: skip
+    assert len(record["files"]) == 5
+
+
+def test_average_is_exported_by_choice_beside_the_raw_weights(exported, tmp_path):
+    checkpoint, _, _ = exported
+    results = tmp_path / "results.json"
+    results.write_text('{"val": {"acc1": 77.5}}')
+    argv = [checkpoint, "--format", "weights", "--output", tmp_path / "out", "--results", results]
+    for extra in ([], ["--ema"]):
+        run_tool(tmp_path, "export", *argv, *extra)
+    raw, average = (next((tmp_path / "out").glob(f"{MODEL}{end}-????????.pth")) for end in ("", "-ema"))
+    for path, key in ((raw, "model"), (average, "model_ema")):
+        expected, found = plain_model(checkpoint, key).state_dict(), torch.load(path, weights_only=True)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert '"acc1": 77.5' in (tmp_path / "out" / f"{MODEL}-ema.md").read_text()
+
+
+def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
+    checkpoint, _, _ = exported
+    other = write_checkpoint(tmp_path, "other.pth", args={"model": "no_such_model"})
+    bare = tmp_path / "bare.pth"
+    torch.save({"weight": torch.ones(2)}, bare)
+    (tmp_path / "file").write_text("")
+    onto = tmp_path / "out"
+    for argv, words in [
+        ([checkpoint, "--format", "onxx"], "onxx is none; there are weights, safetensors, onnx"),
+        ([tmp_path / "gone.pth", "--format", "onnx"], "gone.pth: no such file"),
+        ([other, "--format", "onnx"], "no_such_model is no classification model of torchvision"),
+        ([bare, "--format", "onnx"], "does not say of which model it is; give --model NAME"),
+        ([bare, "--format", "onnx", "--model", MODEL], "belongs to another model"),
+        ([bare, "--format", "onnx", "--model", MODEL, "--ema"], "holds no average"),
+        ([checkpoint, "--format", "int8"], "--format int8 needs images to calibrate with"),
+        ([checkpoint, "--format", "int8", "--calibration", tmp_path / "none"], "none: no such file or folder"),
+        ([checkpoint, "--format", "weights", "--results", tmp_path / "file"], "cannot be read as JSON"),
+        ([checkpoint, "--format", "weights", "--output", tmp_path / "file" / "out"], "cannot be made"),
+    ]:
+        outcome, _ = run_tool(tmp_path, "export", *argv, *["--output", onto][: 0 if "--output" in argv else 2], code=2)
+        assert words in refused(outcome, "export"), outcome.output
+    assert not onto.exists()
+
+
+def test_another_checkpoint_does_not_mix_with_the_files_of_one(exported, tmp_path):
+    checkpoint, _, _ = exported
+    run_tool(tmp_path, "export", checkpoint, "--format", "weights", "--output", tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    other = write_checkpoint(tmp_path, "other.pth", seed=5)
+    outcome, _ = run_tool(tmp_path, "export", other, "--format", "weights", "--output", tmp_path / "out", code=2)
+    assert "describes other weights" in refused(outcome, "export")
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    run_tool(tmp_path, "export", checkpoint, "--format", "safetensors", "--output", tmp_path / "out")
+    card = (tmp_path / "out" / f"{MODEL}.md").read_text()
+    assert ".pth`" in card
+    assert ".safetensors`" in card
+
+
+def test_full_disk_is_one_line_and_leaves_nothing_half_written(exported, tmp_path):
+    checkpoint, _, _ = exported
+    argv = [checkpoint, "--format", "weights", "--output", tmp_path / "out"]
+    outcome, _ = run_tool(tmp_path, "export", *argv, largest_file=100_000, code=2)
+    assert re.search(r"\.pth cannot be written: .*allows no file so large", refused(outcome, "export"))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["files.sync_folder", "os.replace"])
+def test_killed_at_any_point_it_leaves_whole_files_and_goes_on(exported, tmp_path, target):
+    checkpoint, out, _ = exported
+    argv = [checkpoint, "--format", "weights,safetensors", "--output", tmp_path / "out"]
+    for call in (1, 2, 4, 5):  # two files with a record before each, and the card
+        strike = (target, call, "before")
+        run_tool(tmp_path, "export", *argv, fault=strike, code=-9)
+        for path in (tmp_path / "out").glob("*"):
+            if ".tmp." not in path.name and path.suffix in (".pth", ".safetensors"):
+                assert path.read_bytes() == (out / path.name).read_bytes()
+            if path.suffix == ".json":
+                json.loads(path.read_text())
+    run_tool(tmp_path, "export", *argv)
+    written = {path.name for path in (tmp_path / "out").iterdir() if ".tmp." not in path.name}
+    assert written >= {next(out.glob("*.pth")).name, f"{MODEL}.safetensors", f"{MODEL}.md", f"{MODEL}.json"}
+
+
+def export_through_a_wrong_library(argv):
+    """Run the tool with a safetensors that moves one number of one weight."""
+    import safetensors.torch
+
+    from scripts import export
+
+    save = safetensors.torch.save
+
+    def wrong(tensors, metadata):
+        tensors["classifier.1.bias"] = torch.nextafter(tensors["classifier.1.bias"], torch.tensor(9.0))
+        return save(tensors, metadata)
+
+    safetensors.torch.save = wrong
+    sys.argv = ["export", *map(str, argv)]
+    export.main()
+
+
+def test_a_file_that_is_not_the_checkpoint_gets_no_name(exported, tmp_path):
+    checkpoint, _, _ = exported
+    argv = [checkpoint, "--format", "safetensors", "--output", tmp_path / "out"]
+    outcome = run_ranks(export_through_a_wrong_library, 1, argv, log_folder=tmp_path)
+    assert outcome.codes == [2], outcome.output
+    assert "read back and classifier.1.bias differs from the checkpoint's" in refused(outcome, "export")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_compiled_package_computes_the_same(exported, tmp_path):
+    checkpoint, _, _ = exported
+    run_tool(tmp_path, "export", checkpoint, "--format", "aot-inductor", "--output", tmp_path / "out")
+    package = torch._inductor.aoti_load_package(str(tmp_path / "out" / f"{MODEL}.aoti.pt2"))
+    for batch_size in (1, 5):
+        expected = logits(plain_model(checkpoint), probe(batch_size))
+        torch.testing.assert_close(logits(package, probe(batch_size)), expected, rtol=0, atol=TOLERANCE)
+    assert json.loads(package.get_metadata()["classes"]) == CLASSES
+
+
+@pytest.mark.slow
+def test_int8_is_measured_on_val(exported, tmp_path):
+    """Its accuracy on the images of val, by plain torchvision for the floats."""
+    pytest.importorskip("torchao")
+    images = write_images(tmp_path / "images", {"train": [3, 3, 3, 3], "val": [2, 3, 2, 4]}, size=(60, 50))
+    classes = [f"class{label}" for label in range(4)]
+    checkpoint = write_checkpoint(tmp_path, data={"classes": classes})
+    model = plain_model(checkpoint)
+    paths = sorted((images / "val").rglob("*.jpg"))
+    hits = [plain_probabilities(model, path).argmax() == int(path.parent.name[-1]) for path in paths]
+    argv = [checkpoint, "--format", "int8", "--data-path", images, "--output", tmp_path / "out"]
+    _, output = run_tool(tmp_path, "export", *argv)
+    assert f"Acc@1 {100 * sum(hits) / len(hits):.3f} before and " in output, output
+    assert Path(tmp_path / "out" / f"{MODEL}-int8.pt2").exists()
