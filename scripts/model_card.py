@@ -2,11 +2,12 @@
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from checkpointing.archive import load_checkpoint
-from errors import counted
+from errors import UserError, counted
 from files import read_bytes
 from loading.progress import size_text
 from options import ALWAYS, GROUPS, OPTIONS
@@ -35,7 +36,8 @@ def write_card(job: Any, source: str, *, is_average: bool, results: Any) -> Path
     """
     path, checkpoint = Path(source), {}
     if path.is_file() and path.suffix != ".safetensors":
-        checkpoint = load_checkpoint(path, source, takes_namespace=True)
+        with suppress(UserError):  # of another script, which has none of the facts below
+            checkpoint = load_checkpoint(path, source)
     about = job.description
     num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
     lines = [
