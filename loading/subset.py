@@ -93,6 +93,11 @@ def minival_numbers(source: Source, fraction: float) -> list[int]:
     return numpy.flatnonzero(_ranks(labels, by_hash) < held[labels]).tolist()
 
 
+def without(source: Source, numbers: Iterable[int]) -> Subset:
+    """Return all images of a source but some."""
+    return Subset(source, numpy.setdiff1d(numpy.arange(len(source)), numpy.fromiter(numbers, dtype=numpy.int64)))
+
+
 def first_of_each_class(source: Source, num_images: int) -> list[int]:
     """Return so many images, evenly over the classes: the first of each class, then the second of each, and so on."""
     labels = labels_of(source)
