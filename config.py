@@ -296,7 +296,7 @@ def _check_data_paths(args: argparse.Namespace) -> None:
             names = os.listdir(folder)
         if not any(split in name for name in names):
             where = f"--val-path {root}: there is" if root == args.val_path else f"--data-path {path} has"
-            hint = "; --minival 0.02 would hold out some of train/" if split == "val" and not args.test_only else ""
+            hint = "; --minival 0.02 evaluates on training images that it holds out" if root == valdir else ""
             raise UserError(f"{where} no {split}/, and no {split}.tar or {split}-000000.tar{hint}")
 
 

@@ -29,8 +29,8 @@ from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
 from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
 from loading.loader import BatchLoader, check_workers, collate, largest_batch_bytes
-from loading.subset import Subset, first_of_each_class, minival_numbers, without
 from loading.source import Source
+from loading.subset import Subset, first_of_each_class, minival_numbers, without
 from loading.synthetic import SyntheticSource
 from models import resolve_weights
 from options import BY_NAME
@@ -408,9 +408,8 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Batch
     sets = build_datasets(*config.split_dirs(args), args)
     dataset, dataset_test = sets
     if dataset is not None:
-        name = {"val": "validation"}.get(config.evaluated_set(args), "minival")
         print(
-            f"{len(dataset)} training and {len(dataset_test)} {name} images of "
+            f"{len(dataset)} training and {len(dataset_test)} validation images of "
             f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
     return sets, start_loaders(sets, args)

@@ -183,8 +183,8 @@ OPTIONS = {
         ),
         Option(
             "--minival", metavar="FRACTION", type=float, resume="a position is counted in steps of the other images",
-            help="hold out this fraction of the training images of each class, the same ones in every run, and evaluate "
-            "on them in place of val/, which is not looked at and need not be there; from 0 to 0.5",
+            help="hold out this fraction of the training images of each class, always the same ones, and evaluate on "
+            "them in place of val/, which is not looked at and need not be there; from 0 to 0.5",
         ),
         Option(
             "--limit-train-images", metavar="N", type=int, at_least=1,
@@ -447,8 +447,8 @@ OPTIONS = {
         ),
         Option(
             "--early-stop", metavar="N", type=int, at_least=1, resume=FREE,
-            help="end the run when N evaluations in a row are no new best by --best-metric, of the weights nor of their "
-            "average (default: train all --epochs)",
+            help="end the run when N evaluations in a row brought no new best by --best-metric, neither of the weights "
+            "nor of their average (default: train all --epochs)",
         ),
         Option(
             "--start-epoch", metavar="N", default=0, type=int, at_least=0, resume=SILENT, recipe=NEVER,

@@ -19,13 +19,15 @@ class Subset(Source):
 
     def __init__(self, whole: Source, numbers: Iterable[int]) -> None:
         super().__init__(whole.root)
-        self._whole = copy.copy(whole)  # two parts of one source note by themselves which files they have read
         self.form, self.layout, self.classes = whole.form, whole.layout, whole.classes
         self.numbers = numpy.unique(numpy.fromiter(numbers, dtype=numpy.int64))
+        if isinstance(whole, Subset):
+            self.numbers = whole.numbers[self.numbers]
+        self._whole = copy.copy(whole.whole)  # each part notes by itself which files it has read
 
     @property
     def whole(self) -> Source:
-        """The other source, whose files these are."""
+        """The source that is no part of another, whose files these are."""
         return self._whole
 
     @property

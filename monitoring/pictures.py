@@ -16,6 +16,7 @@ from checkpointing.checkpoint import BEST_NAMES, RunState
 from checkpointing.finder import PICTURES, CheckpointFinder
 from checkpointing.preemption import LoaderAround
 from collectives import all_gather
+from config import evaluated_set
 from files import write_atomically
 from loading.decode import decode_plainly
 from transforms import one_hot
@@ -304,7 +305,7 @@ class Pictures:
         self.folder, self.run, self.args, self.val = folder, run, args, val
         self.is_active = val.index.form != "synthetic"
         # One set of pictures is enough: that of the average, where there is one.
-        self.kind = "val_ema" if "model_ema" in run.parts else "val"
+        self.kind = evaluated_set(args) + ("_ema" if "model_ema" in run.parts else "")
         self._is_new = self.is_active and folder is not None and not run.is_resumed
         self._batches, self._failed = [], set()
 
