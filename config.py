@@ -291,7 +291,7 @@ def _check_data_paths(args: argparse.Namespace) -> None:
     traindir, valdir = split_dirs(args)
     for root in [traindir] if args.minival else [valdir] if args.test_only else [traindir, valdir]:
         folder, split = os.path.split(os.path.abspath(root))
-        names = [split]
+        names = [split] if os.path.isdir(folder) else []
         with suppress(OSError):  # which is said when it is read
             names = os.listdir(folder)
         if not any(split in name for name in names):
@@ -467,7 +467,9 @@ def validate(args: argparse.Namespace) -> None:
     out = os.path.realpath(args.output_dir or f"runs/{args.model}")
     for root in split_dirs(args) if args.data_path and not (args.test_only or args.dry_run) else ():
         if Path(out).is_relative_to(os.path.realpath(root)):
-            raise UserError(f"--output-dir {out} lies inside {root}, where it would count as a class")
+            raise UserError(
+                f"--output-dir {out} lies inside {Path(root).name}/ of the images, where it would count as a class"
+            )
     if args.start_epoch >= args.epochs:
         raise UserError(
             f"--start-epoch {args.start_epoch}: expected less than --epochs {args.epochs}; epochs count from 0"
