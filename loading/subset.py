@@ -80,8 +80,8 @@ def minival_numbers(source: Source, fraction: float) -> list[int]:
     """Return the images of a training set that `--minival` holds out, in order.
 
     Of each class they are the images whose names, class/file, have the smallest SHA-256 hashes: the given fraction of
-    the class, rounded (halves up), but at least one and not all. So they are a function of names and fraction alone, and a smaller
-    fraction holds out some of the same images.
+    the class, rounded (halves up), but at least one and not all. So they are a function of names and fraction alone,
+    and a smaller fraction holds out some of the same images.
 
     Args:
         source: the whole training set.
