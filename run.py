@@ -255,7 +255,7 @@ class Run(BareRun):
         self.outlook = Outlook(self.state, args.epochs)
         own_folder = self.folder if collectives.is_main_process() else None  # of the process that writes to it
         self.monitor = Monitor(own_folder, self.state, args.log_to)
-        self.pictures = Pictures(own_folder, self.state, args, datasets[1])
+        self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
         self.device, self.num_classes = device, len(datasets[1].classes)
         self.gauges = Gauges(args, parts, device, self.num_classes)
         self.due = []  # records of windows that have ended, without values that are still on the device

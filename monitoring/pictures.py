@@ -16,7 +16,6 @@ from checkpointing.checkpoint import BEST_NAMES, RunState
 from checkpointing.finder import PICTURES, CheckpointFinder
 from checkpointing.preemption import LoaderAround
 from collectives import all_gather
-from config import evaluated_set
 from files import write_atomically
 from loading.decode import decode_plainly
 from transforms import one_hot
@@ -299,13 +298,14 @@ class Pictures:
         run: the state of the run.
         args: mean, std.
         val: the validation set.
+        evaluated: its name in the log.
     """
 
-    def __init__(self, folder: Path | None, run: RunState, args: Any, val: Any) -> None:
+    def __init__(self, folder: Path | None, run: RunState, args: Any, val: Any, evaluated: str = "val") -> None:
         self.folder, self.run, self.args, self.val = folder, run, args, val
         self.is_active = val.index.form != "synthetic"
         # One set of pictures is enough: that of the average, where there is one.
-        self.kind = evaluated_set(args) + ("_ema" if "model_ema" in run.parts else "")
+        self.kind = evaluated + ("_ema" if "model_ema" in run.parts else "")
         self._is_new = self.is_active and folder is not None and not run.is_resumed
         self._batches, self._failed = [], set()
 
