@@ -77,6 +77,15 @@ EFFECTS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] 
         ("lr_min",), lambda args: args.lr_scheduler in ("cosineannealinglr", "linearlr"),
         "it is about --lr-scheduler cosineannealinglr and linearlr",
     ),
+    (
+        ("train_split", "val_split", "val_path", "minival", "limit_train_images", "limit_val_images"),
+        lambda args: args.synthetic is None, "--synthetic says how many images are made up",
+    ),
+    (("val_split", "val_path"), lambda args: not args.minival, "--minival evaluates on held-out training images"),
+    (
+        ("early_stop",), lambda args: args.early_stop * args.eval_every < args.epochs,
+        "the run has no more evaluations than that",
+    ),
 ]  # fmt: skip
 
 
@@ -256,23 +265,39 @@ def read_command_line() -> argparse.Namespace:
                     print(text)
                 end_process(0)
         if args.synthetic is None and not args.dry_run:
-            _check_data_path(args)
+            _check_data_paths(args)
     except BaseException as error:
         end_by(error, launch)
     return args
 
 
-def _check_data_path(args: argparse.Namespace) -> None:
-    """Refuse a folder that cannot hold the images; `loading.forms` looks closer when torch is there."""
+def split_dirs(args: argparse.Namespace) -> tuple[str, str]:
+    """Return where the training and the validation images are."""
+    path = args.data_path or ""
+    return os.path.join(path, args.train_split), args.val_path or os.path.join(path, args.val_split)
+
+
+def evaluated_set(args: argparse.Namespace) -> str:
+    """Return the name of the set that a run is evaluated on, in its log and records."""
+    return "minival" if args.minival and args.synthetic is None else "val"
+
+
+def _check_data_paths(args: argparse.Namespace) -> None:
+    """Refuse folders that cannot hold the images; `loading.forms` looks closer when torch is there."""
     path = args.data_path
-    if not os.path.isdir(path):
+    if path is not None and not os.path.isdir(path):
         hint = f"; {sys.executable} -m scripts.make_digits {path} makes it" if path.endswith("data/digits") else ""
         raise UserError(f"--data-path {path} is not a folder; give the one that holds train/ and val/{hint}")
-    with suppress(OSError):  # which is said when it is read
-        names = os.listdir(path)
-        for split in ["val"] if args.test_only else ["train", "val"]:
-            if not any(split in name for name in names):
-                raise UserError(f"--data-path {path} has no {split}/, and no {split}.tar or {split}-000000.tar")
+    traindir, valdir = split_dirs(args)
+    for root in [traindir] if args.minival else [valdir] if args.test_only else [traindir, valdir]:
+        folder, split = os.path.split(os.path.abspath(root))
+        names = [split] if os.path.isdir(folder) else []
+        with suppress(OSError):  # which is said when it is read
+            names = os.listdir(folder)
+        if not any(split in name for name in names):
+            where = f"--val-path {root}: there is" if root == args.val_path else f"--data-path {path} has"
+            hint = "; --minival 0.02 evaluates on training images that it holds out" if root == valdir else ""
+            raise UserError(f"{where} no {split}/, and no {split}.tar or {split}-000000.tar{hint}")
 
 
 def complete(
@@ -419,13 +444,15 @@ def validate(args: argparse.Namespace) -> None:
     for name, option in BY_NAME.items():
         option.check(getattr(args, name))
     _validate_names(args)
-    if args.data_path is None and args.synthetic is None and not args.dry_run:
+    has_data = args.data_path is not None or (args.test_only and args.val_path is not None and not args.minival)
+    if not has_data and args.synthetic is None and not args.dry_run:
         raise UserError("--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data")
     if args.global_batch_size is not None and args.global_batch_size % args.batch_size:
         raise UserError(
             f"--global-batch-size {args.global_batch_size} is not a multiple of --batch-size {args.batch_size}; "
             f"the nearest below is {args.global_batch_size // args.batch_size * args.batch_size}"
         )
+    _validate_sets(args)
     _validate_interpolation(args)
     _validate_resolution(args)
     _validate_optimization(args)
@@ -438,9 +465,11 @@ def validate(args: argparse.Namespace) -> None:
     if args.output_dir == "":
         raise UserError("--output-dir is empty; name a folder, or leave it out for runs/MODEL")
     out = os.path.realpath(args.output_dir or f"runs/{args.model}")
-    for split in ("train", "val") if args.data_path and not (args.test_only or args.dry_run) else ():
-        if Path(out).is_relative_to(os.path.realpath(os.path.join(args.data_path, split))):
-            raise UserError(f"--output-dir {out} lies inside {split}/ of --data-path, where it would count as a class")
+    for root in split_dirs(args) if args.data_path and not (args.test_only or args.dry_run) else ():
+        if Path(out).is_relative_to(os.path.realpath(root)):
+            raise UserError(
+                f"--output-dir {out} lies inside {Path(root).name}/ of the images, where it would count as a class"
+            )
     if args.start_epoch >= args.epochs:
         raise UserError(
             f"--start-epoch {args.start_epoch}: expected less than --epochs {args.epochs}; epochs count from 0"
@@ -455,6 +484,20 @@ def _validate_texts(args: argparse.Namespace) -> None:
             raise UserError(
                 f"--{name.replace('_', '-')} {value!a}: expected one line of UTF-8; rename it, or give a link to it"
             )
+
+
+def _validate_sets(args: argparse.Namespace) -> None:
+    for flag, name in [("--train-split", args.train_split), ("--val-split", args.val_split)]:
+        if name in ("", ".", "..") or os.path.basename(name) != name:
+            raise UserError(f"{flag} {name!r}: expected the name of a folder in --data-path; --val-path takes a path")
+    if args.val_path is not None and args.val_split != BY_NAME["val_split"].default:
+        raise UserError(f"--val-path {args.val_path} and --val-split {args.val_split} both say where; give one of them")
+    if args.val_path == "":
+        raise UserError("--val-path is empty; name a folder, or leave it out for val/ in --data-path")
+    if args.minival is not None and not 0 < args.minival <= 0.5:
+        raise UserError(f"--minival {args.minival}: expected a fraction above 0 and up to 0.5, such as 0.02")
+    if args.early_stop is not None and args.eval_every == 0:
+        raise UserError("--early-stop counts evaluations, and --eval-every 0 has one at the end; give one of them")
 
 
 def _validate_checkpoint(args: argparse.Namespace) -> None:

@@ -28,7 +28,9 @@ from loading.decode import decode_plainly
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
 from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
-from loading.loader import BatchLoader, check_workers, collate
+from loading.loader import BatchLoader, check_workers, collate, largest_batch_bytes
+from loading.source import Source
+from loading.subset import Subset, first_of_each_class, minival_numbers, without
 from loading.synthetic import SyntheticSource
 from models import resolve_weights
 from options import BY_NAME
@@ -47,6 +49,7 @@ class IndexedImageFolder(Dataset):
         root: the data path and the split's name; `forms.find_sources` says which files there are its images.
         transform: a preset; or, for `dataset[number]` alone, a function of a PIL image, or None.
         seed: the run's, the first part of the address of every draw.
+        source: of the images, open; by default, all of the split.
 
     Raises:
         UserError: there are no such images, or they are in no classes.
@@ -59,11 +62,12 @@ class IndexedImageFolder(Dataset):
         root: str | Path,
         transform: ClassificationPresetTrain | ClassificationPresetEval | ProgressivePreset,
         seed: int = 0,
+        source: Source | None = None,
     ) -> None:
         self.root = Path(root)
         self.transform = transform
         self.seed = seed
-        self.index = open_source(self.root)
+        self.index = open_source(self.root) if source is None else source
         self.classes = self.index.classes
 
     @staticmethod
@@ -255,15 +259,20 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     if args.synthetic is not None:
         train = None if args.test_only else SyntheticImages(args.synthetic, args.train_crop_size)
         return train, SyntheticImages(max(args.synthetic // 10, 1), args.val_crop_size)
+    valdir = traindir if args.minival else valdir
     for folder in [valdir] if args.test_only else [traindir, valdir]:
         check_source(Path(folder))
-    dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed)
+    source_test, rest = hold_out(open_source(Path(valdir)), args.minival)
+    source_test = limit_images(source_test, args.limit_val_images, config.evaluated_set(args))
+    dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed, source_test)
     # Here, since loader processes may be forked any time from now on.
     dataset_test.index.watch(is_strict=not args.test_only)
     if args.test_only:
         return None, dataset_test
+    source = open_source(Path(traindir)) if rest is None else rest
+    source = limit_images(source, args.limit_train_images, "train")
     kind = LenientImageFolder if args.bad_images == "skip" else IndexedImageFolder
-    dataset = kind(traindir, preset_train, args.seed)
+    dataset = kind(traindir, preset_train, args.seed, source)
     dataset.index.watch(is_strict=True)
     if dataset.classes != dataset_test.classes:
         here, there = set(dataset.classes), set(dataset_test.classes)
@@ -274,6 +283,32 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
             "both need one folder for each class"
         )
     return dataset, dataset_test
+
+
+def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | None]:
+    """Return the part of the training images that `--minival` evaluates on, and the others; without it all, and None.
+
+    Raises:
+        UserError: there are too few to hold out any.
+    """
+    if not fraction:
+        return source, None
+    held = minival_numbers(source, fraction)
+    if not held:
+        raise UserError(f"--minival {fraction}: {source.where} has one image of each class, and none to hold out")
+    print(f"minival: {len(held):,} of {len(source):,} training images are held out, and evaluated in place of val/")
+    return Subset(source, held), without(source, held)
+
+
+def limit_images(source: Source, num_images: int | None, name: str) -> Source:
+    """Return the part of a set that a trial takes, or all of it; say which."""
+    if num_images is None:
+        return source
+    if num_images >= len(source):
+        print(f"{name}: all of its {len(source):,} images, which are no more than {num_images:,}")
+        return source
+    print(f"trial: {num_images:,} of {len(source):,} images of {name}, the first of each class in turn")
+    return Subset(source, first_of_each_class(source, num_images))
 
 
 def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, TrainSampler, EvalSampler]:
@@ -356,7 +391,7 @@ def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
         form = {
             "collate_fn": collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
             "pin_memory": torch.device(args.device).type == "cuda",
-            "batch_bytes": args.batch_size * 3 * max(args.train_crop_size, args.val_crop_size) ** 2,
+            "batch_bytes": largest_batch_bytes(args),
         }
     workers = {"num_workers": args.workers, "prefetch_factor": args.prefetch_factor, "worker_init_fn": start_worker}
     return BatchLoader(dataset, sampler, **form, **workers)
@@ -370,7 +405,7 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Batch
     """
     check_workers(args.workers)
     start = time.perf_counter()
-    sets = build_datasets(*(os.path.join(args.data_path or "", split) for split in ("train", "val")), args)
+    sets = build_datasets(*config.split_dirs(args), args)
     dataset, dataset_test = sets
     if dataset is not None:
         print(
@@ -380,11 +415,16 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Batch
     return sets, start_loaders(sets, args)
 
 
+def eval_batch_size(args: Any) -> int:
+    """Return how many images a process evaluates at once."""
+    return args.eval_batch_size or args.batch_size
+
+
 def build_samplers(
     dataset: Dataset | None, dataset_test: Dataset, args: Any
 ) -> tuple[TrainSampler | None, EvalSampler]:
     """Return the samplers of the training set's images (None for no set) and of the validation set's."""
-    test_sampler = EvalSampler(len(dataset_test), args.batch_size, args.rank, args.world_size)
+    test_sampler = EvalSampler(len(dataset_test), eval_batch_size(args), args.rank, args.world_size)
     if dataset is None:
         return None, test_sampler
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)

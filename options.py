@@ -169,6 +169,33 @@ OPTIONS = {
             "in parts: train-000000.tar, train-000001.tar ...",
         ),
         Option(
+            "--train-split", metavar="NAME", default="train", resume=FREE,
+            help="name of the training images' folder or tars in --data-path",
+        ),
+        Option(
+            "--val-split", metavar="NAME", default="val", resume=FREE,
+            help="name of the validation images' folder or tars in --data-path",
+        ),
+        Option(
+            "--val-path", metavar="DIR", resume=FREE,
+            help="folder with one folder of validation images for each class, in place of the one in --data-path; or "
+            "without DIR itself, DIR.tar or its parts",
+        ),
+        Option(
+            "--minival", metavar="FRACTION", type=float, resume="a position is counted in steps of the other images",
+            help="hold out this fraction of the training images of each class, always the same ones, and evaluate on "
+            "them in place of val/, which is not looked at and need not be there; from 0 to 0.5",
+        ),
+        Option(
+            "--limit-train-images", metavar="N", type=int, at_least=1,
+            resume="a position is counted in steps of its images",
+            help="for a trial: train on N images only, the first of each class in turn",
+        ),
+        Option(
+            "--limit-val-images", metavar="N", type=int, at_least=1,
+            help="for a trial: evaluate on N images only, the first of each class in turn",
+        ),
+        Option(
             "--bad-images", default="error", choices=["error", "skip"], resume=FREE,
             help="error: stop at a training image that cannot be read; skip: take the next image instead and report "
             "the skipped ones after each epoch; an evaluation always stops",
@@ -344,6 +371,10 @@ OPTIONS = {
             "gradients (default: --batch-size x processes of the first start)",
         ),
         Option(
+            "--eval-batch-size", metavar="N", type=int, at_least=1, at_most=1 << 24,
+            help="images that a process evaluates at once; results differ by rounding (default: --batch-size)",
+        ),
+        Option(
             "--seed", metavar="N", default=0, type=int, at_least=0, at_most=(1 << 32) - 1,
             help="seed of every random number: weights, order, augmentation, mixing, dropout",
         ),
@@ -410,6 +441,15 @@ OPTIONS = {
     ],
     "schedule": [
         Option("--epochs", metavar="N", default=90, type=int, at_least=1, at_most=10**9, help="number of epochs"),
+        Option(
+            "--eval-every", metavar="N", default=1, type=int, at_least=0, resume=FREE,
+            help="evaluate after every N epochs, and after the last one; 0 = after the last one only",
+        ),
+        Option(
+            "--early-stop", metavar="N", type=int, at_least=1, resume=FREE,
+            help="end the run when N evaluations in a row brought no new best by --best-metric, neither of the weights "
+            "nor of their average (default: train all --epochs)",
+        ),
         Option(
             "--start-epoch", metavar="N", default=0, type=int, at_least=0, resume=SILENT, recipe=NEVER,
             help="begin at this epoch without a checkpoint",

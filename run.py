@@ -26,7 +26,15 @@ from checkpointing.guard import check_classes, check_options, run_facts
 from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
 from checkpointing.store import CheckpointManager
 from checkpointing.weights import load_weights
-from errors import LoaderKilledError, NonFiniteError, NoProgressError, PreemptedError, StorageError, UserError
+from errors import (
+    LoaderKilledError,
+    NonFiniteError,
+    NoProgressError,
+    PreemptedError,
+    StorageError,
+    UserError,
+    counted,
+)
 from files import explain_failure, read_json, retry, write_atomically
 from gradients import ShardedStep
 from launch import read_launch
@@ -247,7 +255,7 @@ class Run(BareRun):
         self.outlook = Outlook(self.state, args.epochs)
         own_folder = self.folder if collectives.is_main_process() else None  # of the process that writes to it
         self.monitor = Monitor(own_folder, self.state, args.log_to)
-        self.pictures = Pictures(own_folder, self.state, args, datasets[1])
+        self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
         self.device, self.num_classes = device, len(datasets[1].classes)
         self.gauges = Gauges(args, parts, device, self.num_classes)
         self.due = []  # records of windows that have ended, without values that are still on the device
@@ -305,7 +313,7 @@ class Run(BareRun):
             NoProgressError: a launcher starts it again and again, and it gets nowhere.
             StorageError: the files cannot be written.
         """
-        is_done, launch = self.state.is_finished(self.args.epochs), read_launch()
+        is_done, launch = self.is_done, read_launch()
         try:
             self.status.replace("running", start=start)
             if start["count"] > MOST_STARTS and launch.is_restart and not is_done:
@@ -324,7 +332,7 @@ class Run(BareRun):
 
     def finish(self) -> None:
         """Record and say how the run ended. Collective: every rank must call it."""
-        collectives.call_on_master(self.status.finish)
+        collectives.call_on_master(self.status.finish, self.why_stopped_early())
         print(self.state.result(self.args.output_dir, self.status.ran_s()))
         if collectives.is_main_process():
             print(*last_lines(self.args, self.state, self.folder, self.records()), sep="\n")
@@ -357,6 +365,9 @@ class Run(BareRun):
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left to train or to evaluate; then say how the run ended. Collective."""
         for epoch in range(self.state.epoch, self.args.epochs):
+            if reason := self.why_stopped_early():
+                print(reason)
+                break
             self.check()
             first_step = self.state.start_epoch(epoch)
             # Also where the epoch is only to be evaluated: the rate is part of what is saved.
@@ -373,9 +384,30 @@ class Run(BareRun):
         return self.state.steps < self.state.steps_per_epoch
 
     @property
-    def is_evaluated(self) -> bool:
-        """Whether the epoch has been evaluated."""
-        return self.state.is_evaluated
+    def is_evaluation_due(self) -> bool:
+        """Whether the epoch is still to be evaluated."""
+        return not self.state.is_evaluated and is_evaluated_after(self.state.epoch, self.args)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to train or to evaluate."""
+        return self.state.is_finished(self.args.epochs) or self.why_stopped_early() != ""
+
+    def why_stopped_early(self) -> str:
+        """Return why `--early-stop` ends the run here, or nothing: a function of the position and of the best steps."""
+        args, state = self.args, self.state
+        bests = [best for best in state.bests.values() if best is not None]
+        if args.early_stop is None or not bests or not state.is_evaluated:
+            return ""
+        best_step = max(best["step"] for best in bests)
+        since = range(best_step // state.steps_per_epoch, state.epoch + 1)
+        num_worse = sum(is_evaluated_after(epoch, args) for epoch in since)
+        if num_worse < args.early_stop:
+            return ""
+        return (
+            f"stopped early after step {state.step}: no new best {args.best_metric} in "
+            f"{counted(num_worse, 'evaluation')} since step {best_step} (--early-stop {args.early_stop})"
+        )
 
     def describe(self) -> str:
         """Describe the current work, for whoever looks into a hang."""
@@ -488,7 +520,7 @@ class Run(BareRun):
             self.monitor.write(kind, **self.here, **result)
         self.state.note_results(results, self.args.best_metric)
         self.pictures.draw()
-        self.save(is_last=self.state.is_finished(self.args.epochs))
+        self.save(is_last=self.is_done)
 
     # Log and save
 
@@ -631,19 +663,25 @@ class StatusFile:
         if self.folder:
             retry(partial(self.replace, state, reason))
 
-    def finish(self) -> None:
-        """Record that the run has finished.
+    def finish(self, reason: str = "") -> None:
+        """Record that the run has finished, and why if that was early.
 
         Raises:
             StorageError: the file cannot be written, so that nobody could know.
         """
         try:
-            self._replace_patiently("finished")
+            self._replace_patiently("finished", reason)
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
             raise StorageError(
                 f"all is saved, but status.json was not written: {why}; the same command ends it"
             ) from error
+
+
+def is_evaluated_after(epoch: int, args: Any) -> bool:
+    """Tell whether `--eval-every` has an epoch evaluated; the last one always is."""
+    every, num_done = args.eval_every, epoch + 1
+    return num_done == args.epochs or (every > 0 and num_done % every == 0)
 
 
 def is_start(value: Any) -> bool:

@@ -205,7 +205,7 @@ def main(args):
     check_data(state, args, *datasets)
     seen = SeenRecord(args, state, train=datasets[0], val=datasets[1])
     data_loader, data_loader_test = data.build_device_loaders(args, datasets, samplers, device, started)
-
+    loaders = {config.evaluated_set(args): data_loader_test}
     num_classes = len(datasets[1].classes)
     weights = None if state else start_weights(args, datasets[1])
     model_without_ddp = models.place_model(models.build_model(args, num_classes, weights), args, device)
@@ -215,7 +215,7 @@ def main(args):
     if args.test_only:
         model_ema = models.load_evaluated(args, model_without_ddp, state)
         with seen:
-            evaluate_all(args, model_without_ddp, model_ema, criterion, {"val": data_loader_test}, device, metrics)
+            evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return
 
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
@@ -232,8 +232,8 @@ def main(args):
                 train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler, run)
                 run.end_epoch()
                 data.report_images(data_loader, epoch)
-            if not run.is_evaluated:
-                scored = model_without_ddp, model_ema, criterion, {"val": data_loader_test}, device, metrics, run
+            if run.is_evaluation_due:
+                scored = model_without_ddp, model_ema, criterion, loaders, device, metrics, run
                 run.take_results(evaluate_all(args, *scored))
 
 

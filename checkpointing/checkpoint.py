@@ -6,8 +6,8 @@ from typing import Any
 from checkpointing.schema import FORMAT
 from errors import UserError, counted, duration, in_one_line
 
-# Names of the best checkpoints: by the results of the raw weights, and of their average.
-BEST_NAMES = {"val": "best", "val_ema": "best_ema"}
+# Names of the best checkpoints: by the results of the raw weights, and of their average, on the set that a run has.
+BEST_NAMES = {"val": "best", "val_ema": "best_ema", "minival": "best", "minival_ema": "best_ema"}
 
 
 class RunState:
@@ -47,9 +47,9 @@ class RunState:
         return self.steps
 
     def note_results(self, results: dict[str, dict[str, float]], metric: str) -> None:
-        """Record that the epoch has been evaluated, and whether it is the best so far, in each kind (val, val_ema).
+        """Record that the epoch has been evaluated, and whether it is the best so far, in each kind.
 
-        Only val and val_ema have a best. The lowest loss is best, or the highest value of any other metric.
+        Only those of `BEST_NAMES` have a best. The lowest loss is best, or the highest value of any other metric.
         """
         self.is_evaluated = True
         sign = -1 if metric == "loss" else 1
@@ -77,7 +77,8 @@ class RunState:
         self.load_state_dict(state)
         next_epoch = self.epoch + self.is_evaluated
         # The same command again, as a requeued job gives it, is no contradiction.
-        if start_epoch not in (None, next_epoch, state["args"]["start_epoch"]):
+        is_complete = self.steps == self.steps_per_epoch  # and perhaps not to be evaluated
+        if start_epoch not in (None, next_epoch, self.epoch + is_complete, state["args"]["start_epoch"]):
             raise UserError(f"--start-epoch {start_epoch}, but the checkpoint goes on with {next_epoch}; leave it out")
         if self.epoch >= epochs:
             raise UserError(

@@ -30,7 +30,7 @@ OWN_FILES = re.compile(
     rf"|\.node-\d+-[0-9a-f]+|\.lock|{EVENT_FILES.pattern}"
 )
 
-BEST_FILES = [f"{name}.pth" for name in BEST_NAMES.values()]
+BEST_FILES = [f"{name}.pth" for name in dict.fromkeys(BEST_NAMES.values())]
 
 
 class Found(NamedTuple):

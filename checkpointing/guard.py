@@ -154,7 +154,8 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
         differences += _compare_sets("train", theirs, _describe_set(train), notes)
     # A checkpoint may be evaluated on other images.
     matters = notes if train is None else differences
-    matters += _compare_sets("val", theirs["val"], _describe_set(val), notes)
+    if state["args"].get("minival") == args.minival:
+        matters += _compare_sets("val", theirs["val"], _describe_set(val), notes)
     if differences:
         _refuse_data(args, f"cannot {'evaluate' if train is None else 'resume'} (--resume {args.resume})", differences)
     _say_if("", notes)

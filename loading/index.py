@@ -210,6 +210,13 @@ class ImageIndex(Source):
         folder = numpy.searchsorted(self.starts, number, side="right") - 1
         return f"{self.folders[folder]}/{self.names[number]}"
 
+    def names_in_bytes(self) -> Iterator[bytes]:
+        """Yield the names of all images folder by folder: image by image it would take seconds."""
+        for number, folder in enumerate(self.folders):
+            head = f"{folder}/".encode("utf-8", "surrogateescape")
+            names = self.names.slice(self.starts[number], self.starts[number + 1])
+            yield from (head + name for name in names.split(b"\0")[:-1])
+
     def lines(self) -> Iterator[bytes]:
         """Yield the lines of the fingerprint folder by folder: image by image it would take a second."""
         for number, label in enumerate(self.arrays["folder_labels"].tolist()):

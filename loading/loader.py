@@ -45,13 +45,25 @@ def check_memory(args: Any) -> None:
     Raises:
         UserError: they are larger.
     """
-    side = max(args.train_crop_size, args.val_crop_size)
-    needed = args.batch_size * 3 * side**2
-    if needed > memory_bytes():
-        raise UserError(
-            f"--batch-size {args.batch_size} of {side} px are {needed / 1e9:,.0f} GB of pixels, more than this "
-            "machine's memory; use fewer or smaller ones"
-        )
+    for flag, num_images, side in _pixels_of_batches(args):
+        needed = num_images * 3 * side**2
+        if needed > memory_bytes():
+            raise UserError(
+                f"{flag} {num_images} of {side} px are {needed / 1e9:,.0f} GB of pixels, more than this machine's "
+                "memory; use fewer or smaller ones"
+            )
+
+
+def largest_batch_bytes(args: Any) -> int:
+    """Return the bytes of the pixels of the largest batch, in training or in evaluation."""
+    return max(num_images * 3 * side**2 for _, num_images, side in _pixels_of_batches(args))
+
+
+def _pixels_of_batches(args: Any) -> list[tuple[str, int, int]]:
+    """Return the option, the images and their side of a batch in training and in evaluation."""
+    is_own = args.eval_batch_size is not None
+    evaluated = ("--eval-batch-size", args.eval_batch_size) if is_own else ("--batch-size", args.batch_size)
+    return [("--batch-size", args.batch_size, args.train_crop_size), (*evaluated, args.val_crop_size)]
 
 
 def collate(

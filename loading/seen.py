@@ -73,8 +73,9 @@ class SeenRecord:
 
     def __init__(self, args: Any, state: dict | None, **datasets: Dataset | None) -> None:
         self.folder = None if args.test_only else Path(args.output_dir)
-        indexes = {name: getattr(dataset, "index", None) for name, dataset in datasets.items()}
-        self.watched = {name: index for name, index in indexes.items() if index is not None and index.seen is not None}
+        # Files are those of the whole source, where a set is a part of one.
+        indexes = {name: dataset.index.whole for name, dataset in datasets.items() if hasattr(dataset, "index")}
+        self.watched = {name: index for name, index in indexes.items() if index.seen is not None}
         # Of other images nothing is known.
         self.keys = {name: f"{name}-{index.fingerprint()}" for name, index in self.watched.items()}
         # As all processes know them; a row of `seen` that differs is news.

@@ -39,6 +39,11 @@ class Source(ABC):
         return []
 
     @property
+    def whole(self) -> "Source":
+        """The source that this one is a part of, which reads its files; or itself."""
+        return self
+
+    @property
     def where(self) -> str:
         """The path, or pattern of paths, of its files, for messages."""
         return str(self.root)
@@ -58,6 +63,11 @@ class Source(ABC):
     @abstractmethod
     def name(self, number: int) -> str:
         """Return an image's name, class/file: the same in every form, and another for every image."""
+
+    def names_in_bytes(self) -> Iterator[bytes]:
+        """Yield the names of all images, in order."""
+        for number in range(len(self)):
+            yield self.name(number).encode("utf-8", "surrogateescape")
 
     @abstractmethod
     def read(self, number: int) -> bytes:

@@ -19,6 +19,7 @@ from checkpointing.checkpoint import RunState
 from errors import counted, duration, one_line
 from files import open_regular, open_to_read, write_atomically
 from loading.progress import LiveLine, Tap, without_escapes
+from options import BY_NAME
 
 # Text that waits for a folder, or for a disk that is full, and seconds between two tries.
 _MAX_WAITING, _RETRY_S = 1 << 16, 10.0
@@ -214,6 +215,9 @@ def last_lines(args: Any, state: RunState, folder: Path, records: Iterable[dict]
     """Return what is said of a finished run beside its result: its last epochs, and commands to go on with."""
     best = next((name for name, best in state.bests.items() if best is not None), "checkpoint")
     data = ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
+    names = ("train_split", "val_split", "val_path", "minival") if args.synthetic is None else ()
+    changed = [name for name in names if getattr(args, name) != BY_NAME[name].default]
+    data += [word for name in changed for word in (BY_NAME[name].flag, str(getattr(args, name)))]
     data += ["--device", str(args.device)] if "device" in args.given else []
     commands = {
         "curves": ["-m", "tensorboard.main", "--logdir", str(folder)],
@@ -246,7 +250,7 @@ def epoch_table(records: Iterable[dict], epochs: int, num_rows: int = 5) -> list
             losses, begin_s = [], _number(before.get("time"))
         if record["kind"] == "train":
             losses.append((_number(record.get("loss")), record["step"] - before.get("step", 0)))
-        if record["kind"] == "val":
+        if record["kind"] in ("val", "minival"):
             loss = sum(loss * steps for loss, steps in losses) / max(sum(steps for _, steps in losses), 1)
             values = loss if losses else math.nan, _number(record.get("acc1")), _number(record.get("loss"))
             rows[record["epoch"]] = *values, _number(record["time"]) - begin_s

@@ -36,9 +36,9 @@ NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hour
 # The tab of custom scalars: charts by their titles, each a list of patterns of tags; all lines of one share its axes.
 LAYOUT = {
     "Training and validation": {
-        "loss": ["train/loss$", "val/loss$", "val_ema/loss$"],
-        "Acc@1, %": ["train/acc1$", "val/acc1$", "val_ema/acc1$"],
-        "Acc@5, %": ["train/acc5$", "val/acc5$", "val_ema/acc5$"],
+        "loss": ["train/loss$", "(mini)?val/loss$", "(mini)?val_ema/loss$"],
+        "Acc@1, %": ["train/acc1$", "(mini)?val/acc1$", "(mini)?val_ema/acc1$"],
+        "Acc@5, %": ["train/acc5$", "(mini)?val/acc5$", "(mini)?val_ema/acc5$"],
     },
     "Optimization": {
         "learning rate": ["train/lr"],

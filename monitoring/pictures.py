@@ -298,13 +298,14 @@ class Pictures:
         run: the state of the run.
         args: mean, std.
         val: the validation set.
+        evaluated: its name in the log.
     """
 
-    def __init__(self, folder: Path | None, run: RunState, args: Any, val: Any) -> None:
+    def __init__(self, folder: Path | None, run: RunState, args: Any, val: Any, evaluated: str = "val") -> None:
         self.folder, self.run, self.args, self.val = folder, run, args, val
         self.is_active = val.index.form != "synthetic"
         # One set of pictures is enough: that of the average, where there is one.
-        self.kind = "val_ema" if "model_ema" in run.parts else "val"
+        self.kind = evaluated + ("_ema" if "model_ema" in run.parts else "")
         self._is_new = self.is_active and folder is not None and not run.is_resumed
         self._batches, self._failed = [], set()
 

@@ -14,6 +14,7 @@ from errors import UserError
 from launch import read_launch
 from loading.forms import find_sources, open_source
 from loading.loader import check_memory
+from loading.subset import minival_numbers
 from monitoring import estimate
 from sampler import VirtualShards
 
@@ -77,14 +78,21 @@ def count_images(args: Any) -> tuple[int, int, str]:
     """Return the number of training images and of classes, and a line that says where from."""
     if args.synthetic is not None:
         return args.synthetic, IMAGENET_CLASSES, f"{args.synthetic:,} made-up training images"
-    traindir = Path(args.data_path or "") / "train"
+    traindir = Path(config.split_dirs(args)[0])
+    num_images, num_classes, num_held = IMAGENET_IMAGES, IMAGENET_CLASSES, round(IMAGENET_IMAGES * (args.minival or 0))
     if args.data_path is None or not find_sources(traindir):
         where = f"no data in {traindir}" if args.data_path else "no --data-path"
-        return IMAGENET_IMAGES, IMAGENET_CLASSES, f"{where}: assuming {IMAGENET_IMAGES:,} images of 1,000 classes"
-    with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe
-        images = open_source(traindir)
-    num_classes = len(images.classes)
-    return len(images), num_classes, f"{traindir}: {len(images):,} images of {num_classes:,} classes"
+        about = f"{where}: assuming {num_images:,} images of 1,000 classes"
+    else:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe
+            images = open_source(traindir)
+        num_images, num_classes = len(images), len(images.classes)
+        num_held = len(minival_numbers(images, args.minival)) if args.minival else 0
+        about = f"{traindir}: {num_images:,} images of {num_classes:,} classes"
+    num_images, about = num_images - num_held, about + (f", {num_held:,} of them held out" if num_held else "")
+    if args.limit_train_images is not None and args.limit_train_images < num_images:
+        return args.limit_train_images, num_classes, f"{about}; trial: {args.limit_train_images:,} of them"
+    return num_images, num_classes, about
 
 
 def reference_lines(args: Any) -> list[str]:

@@ -29,7 +29,10 @@ EXAMPLES = """examples:
 The page of one run has curves over steps or epochs, a table of epochs, pictures, verdicts, starts, recipe and
 environment; that of several has the options that differ, curves over each other, and results with their spread.
 """
-KINDS = {"train": "training", "val": "validation", "val_ema": "validation, averaged weights"}
+KINDS = {
+    "train": "training", "val": "validation", "val_ema": "validation, averaged weights", "minival": "minival",
+    "minival_ema": "minival, averaged weights",
+}  # fmt: skip
 RESULTS = ["loss", "acc1", "acc5"]
 PANELS = {
     "loss": "loss", "lr": "learning rate", "acc1": "Acc@1, %", "images_per_s": "images/s", "acc5": "Acc@5, %",
@@ -70,7 +73,7 @@ class LoggedRun:
             for table in tomllib.loads(self.recipe).values():
                 self.options |= table if isinstance(table, dict) else {}
         # An evaluation comes after the last step of its epoch.
-        ends = [record for record in self.records if record["kind"].startswith("val")] or self.records
+        ends = [record for record in self.records if record["kind"].startswith(("val", "minival"))] or self.records
         self.steps_per_epoch = max((record["step"] / max(record["epoch"] + 1, 1) for record in ends), default=0) or 1
 
     def read(self, name: str) -> bytes:
@@ -117,7 +120,7 @@ def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list
             style = {"name": title, "legendgroup": title, "mode": "lines" if kind == "train" else "lines+markers"}
             means, spreads = [statistics.fmean(v) for v in values], [spread(v) for v in values]
             if steps:
-                line = {"color": color, "dash": ["dot", "solid", "dash"][dash]}
+                line = {"color": color, "dash": ["dot", "solid", "dash", "solid", "dash"][dash]}
                 yield steps, group[0], {**style, "y": means, "line": line}
             if len(group) > 1 and steps:
                 ys = [m + s for m, s in zip(means, spreads, strict=True)]

@@ -1,0 +1,212 @@
+"""Parts of a set: a minival that is held out, the images of a trial, and splits of other names and places."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+import config
+import data
+from errors import ImageError, UserError
+from loading.forms import open_source
+from loading.source import Source
+from loading.subset import Subset, first_of_each_class, minival_numbers, without
+from monitoring import preview
+from tests.images import pack_whole, write_images
+
+
+class Named(Source):
+    """A source of names alone."""
+
+    form = "named"
+
+    def __init__(self, *counts):
+        super().__init__(Path("train"))
+        self.classes = [f"c{label}" for label in range(len(counts))]
+        self.labels = [label for label, count in enumerate(counts) for _ in range(count)]
+
+    def __len__(self):
+        return len(self.labels)
+
+    def label(self, number):
+        return self.labels[number]
+
+    def name(self, number):
+        return f"c{self.labels[number]}/{number}.jpg"
+
+    def read(self, number):
+        return self.name(number).encode()
+
+
+def arguments(folder, *argv):
+    sizes = ["--train-crop-size", "32", "--val-resize-size", "32", "--val-crop-size", "32"]
+    words = ["--data-path", folder, "--device", "cpu", "--workers", "0", "--batch-size", "4", *sizes, *argv]
+    return config.parse_args([str(word) for word in words])
+
+
+def sets_of(folder, *argv):
+    args = arguments(folder, *argv)
+    return data.build_datasets(*config.split_dirs(args), args)
+
+
+def names_of(source):
+    return [source.name(number) for number in range(len(source))]
+
+
+def held_out(folder, fraction):
+    """Return the names that the documented formula holds out of the files in a folder of class folders."""
+    held = set()
+    for directory in folder.iterdir():
+        names = [f"{directory.name}/{path.name}" for path in directory.iterdir()]
+        names.sort(key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+        held |= set(names[: max(int(fraction * len(names) + 0.5), 1)])
+    return held
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.2, 0.45])
+def test_a_minival_is_the_images_of_smallest_hashes_of_each_class(image_folder, fraction):
+    train, minival = sets_of(image_folder, "--minival", fraction)
+    assert set(names_of(minival.index)) == held_out(image_folder / "train", fraction)
+    whole = {str(path.relative_to(image_folder / "train")) for path in (image_folder / "train").rglob("*.jpg")}
+    assert sorted(names_of(train.index) + names_of(minival.index)) == sorted(whole)
+    assert train.classes == minival.classes == ["class0", "class1", "class2"]
+
+
+def test_a_minival_is_the_same_in_a_tar(image_folder, tmp_path):
+    pack_whole(image_folder / "train", tmp_path)
+    packed, plain = (sets_of(folder, "--minival", "0.2") for folder in (tmp_path, image_folder))
+    for ours, theirs in zip(packed, plain, strict=True):
+        assert names_of(ours.index) == names_of(theirs.index)
+        assert ours.fingerprint() == theirs.fingerprint()
+        assert ours.index.read(1) == theirs.index.read(1)
+
+
+def test_each_class_has_at_least_one_image_on_either_side_where_it_has_two():
+    source = Named(1, 2, 3, 40)
+    held = minival_numbers(source, 0.01)
+    assert sorted(source.label(number) for number in held) == [1, 2, 3]
+    assert len(minival_numbers(source, 0.5)) == 0 + 1 + 2 + 20
+    assert set(held) < set(minival_numbers(source, 0.1)) < set(minival_numbers(source, 0.5))
+
+
+def test_nothing_to_hold_out_is_refused(tmp_path):
+    write_images(tmp_path, {"train": [1, 1]})
+    with pytest.raises(UserError, match="has one image of each class, and none to hold out"):
+        sets_of(tmp_path, "--minival", "0.5")
+
+
+def test_a_part_has_the_images_of_the_whole_under_new_numbers(image_folder):
+    whole = open_source(image_folder / "train")
+    part = Subset(whole, [20, 3, 11])
+    for ours, theirs in enumerate([3, 11, 20]):
+        assert part.name(ours) == whole.name(theirs)
+        assert part.label(ours) == whole.label(theirs)
+        assert part.read(ours) == whole.read(theirs)
+        assert part.path(ours) == whole.path(theirs)
+        assert part.size(ours) == len(whole.read(theirs))
+    assert names_of(Subset(part, [0, 2])) == [whole.name(3), whole.name(20)]
+    assert names_of(without(part, [1])) == [whole.name(3), whole.name(20)]
+    assert len({part.fingerprint(), whole.fingerprint(), Subset(part, [0, 2]).fingerprint()}) == 3
+    assert Subset(part, [0, 2]).fingerprint() == Subset(whole, [3, 20]).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("num_images", "of_each"), [(1, [1, 0, 0]), (7, [3, 2, 2]), (9, [3, 3, 3]), (28, [10, 10, 8]), (29, [11, 10, 8])]
+)
+def test_a_trial_takes_the_first_of_each_class_in_turn(image_folder, num_images, of_each):
+    source = open_source(image_folder / "train")
+    names = [source.name(number) for number in first_of_each_class(source, num_images)]
+    assert names == [f"class{c}/image{n:03d}.jpg" for c, count in enumerate(of_each) for n in range(count)]
+
+
+def test_a_trial_says_how_many_images_it_takes(image_folder, capsys):
+    train, val = sets_of(image_folder, "--limit-train-images", 12, "--limit-val-images", 100)
+    assert (len(train), len(val)) == (12, 7)
+    said = capsys.readouterr().out
+    assert "trial: 12 of 29 images of train, the first of each class in turn" in said
+    assert "val: all of its 7 images, which are no more than 100" in said
+    train, minival = sets_of(image_folder, "--minival", 0.2, "--limit-train-images", 12, "--limit-val-images", 3)
+    assert (len(train), len(minival)) == (12, 3)
+    assert "trial: 3 of 6 images of minival" in capsys.readouterr().out
+    assert not set(names_of(train.index)) & held_out(image_folder / "train", 0.2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_process_trains_on_an_image_of_the_minival(image_folder, world_size):
+    seen = set()
+    for rank in range(world_size):
+        args = config.Record(**vars(arguments(image_folder, "--minival", 0.2, "--global-batch-size", 8)))
+        args = config.with_shards(args.replaced(rank=rank, world_size=world_size), None)
+        train, minival = data.build_datasets(*config.split_dirs(args), args)
+        sampler, sampler_test = data.build_samplers(train, minival, args)
+        for epoch in range(8):
+            sampler.set_epoch(epoch)
+            seen |= {train.index.name(key) for key in sampler}
+        assert len(sampler_test) == (6 if world_size == 1 else [4, 2][rank])
+    # 16 of 23 images an epoch, in eight orders: all of them.
+    assert len(seen) == 23
+    assert not seen & held_out(image_folder / "train", 0.2)
+
+
+def test_a_file_that_changes_is_noticed_in_a_part_too(tmp_path):
+    write_images(tmp_path, {"train": [4, 4]})
+    train, minival = sets_of(tmp_path, "--minival", 0.25)
+    for dataset in (train, minival):
+        for number in range(len(dataset)):
+            dataset.load(number)
+        assert (dataset.index.whole.seen.states != 0).any(axis=1).sum() == len(dataset)
+        path = Path(dataset.index.path(0))
+        path.write_bytes(path.read_bytes() + b"\0")
+        with pytest.raises(ImageError, match="bytes, and had"):
+            dataset.load(0)
+
+
+def test_splits_of_other_names_and_places(image_folder, tmp_path):
+    (tmp_path / "learn").symlink_to(image_folder / "train")
+    (tmp_path / "check").symlink_to(image_folder / "val")
+    expected = [len(images) for images in sets_of(image_folder)]
+    renamed = sets_of(tmp_path, "--train-split", "learn", "--val-split", "check")
+    placed = sets_of(tmp_path, "--train-split", "learn", "--val-path", image_folder / "val")
+    assert [len(images) for images in renamed] == [len(images) for images in placed] == expected == [29, 7]
+    assert {images.fingerprint() for images in placed} == {images.fingerprint() for images in sets_of(image_folder)}
+
+
+def test_without_val_there_is_a_validation_part(image_folder, tmp_path):
+    (tmp_path / "train").symlink_to(image_folder / "train")
+    train, minival = sets_of(tmp_path, "--minival", 0.1)
+    assert (len(train), len(minival)) == (26, 3)
+    assert sets_of(tmp_path, "--minival", 0.1, "--test-only", "--weights", "DEFAULT")[0] is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_images"),
+    [((), 29), (("--minival", 0.2), 23), (("--limit-train-images", 9), 9),
+     (("--minival", 0.2, "--limit-train-images", 90), 23)],
+)  # fmt: skip
+def test_a_preview_counts_the_images_that_are_trained_on(image_folder, argv, num_images):
+    assert preview.count_images(arguments(image_folder, *argv))[:2] == (num_images, 3)
+    assert len(sets_of(image_folder, *argv)[0]) == num_images
+    assert f"{num_images // 4:,} steps an epoch" in preview.preview(arguments(image_folder, *argv))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--minival", "0"], "--minival 0.0: expected a fraction above 0 and up to 0.5"),
+        (["--minival", "0.51"], "--minival 0.51: expected a fraction above 0 and up to 0.5"),
+        (["--minival", "nan"], "--minival nan: expected a finite number"),
+        (["--limit-train-images", "0"], "--limit-train-images 0: expected 1 or more"),
+        (["--val-split", "../val"], "--val-path takes a path"),
+        (["--train-split", ""], "expected the name of a folder in --data-path"),
+        (["--val-path", "x", "--val-split", "y"], "give one of them"),
+        (["--val-path", ""], "--val-path is empty"),
+        (["--eval-every", "0", "--early-stop", "3"], "--early-stop counts evaluations"),
+        (["--early-stop", "0"], "--early-stop 0: expected 1 or more"),
+        (["--eval-batch-size", "0"], "--eval-batch-size 0: expected 1"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(image_folder, argv, words):
+    with pytest.raises(UserError) as caught:
+        arguments(image_folder, *argv)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
