@@ -44,6 +44,7 @@ from loading.index import check_num_bytes
 from loading.loader import check_memory, check_workers
 from loading.progress import Progress
 from loading.source import Source, list_folder
+from loading.subset import labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
 from monitoring.estimate import is_out_of_memory
 from options import INTERPOLATIONS
@@ -71,6 +72,8 @@ sets:
                   left out before anything is computed, as the papers of these sets do.
   NAME=DIR,LIST   images below DIR, and a list of them: `file label` a line, or CSV with the same two columns.
                   A label is the name or the number of a class; no classes are left out.
+  --minival F     of the set called minival, only the images that train.py --minival F has held out: the set is
+                  minival=DIR/train, with the same images as in training.
   --real FILE     ReaL labels (real.json of Beyer et al., arXiv 2006.07159) for each set whose files are named
                   ILSVRC2012_val_00000001.JPEG and so on, also where they lie in DIR without class folders: the share
                   of images whose best class is among their labels; images without labels are left out.
@@ -147,32 +150,34 @@ class ImageSet:
         columns: the numbers of the set's classes, where the model has others too; else None.
         found_by: how the classes were found.
         real: the ReaL labels of each image, or None.
-        numbers: the images that are evaluated, in order.
     """
 
     real: list[list[int]] | None = None
 
     def __init__(self, name: str, source: Source, *, is_folder: bool) -> None:
         self.name, self.source, self.words, self.is_folder = name, source, source.classes, is_folder
-        self.numbers = range(len(source))
 
     def number_classes(self, numbers: list[int], num_classes: int, found_by: str) -> None:
         """Say which classes of the model the set's are."""
         table = numpy.array(numbers or [-1], dtype=numpy.int64)
-        self.labels = table[[self.source.label(number) for number in range(len(self.source))]]
+        self.labels = table[labels_of(self.source)]
         self.found_by = found_by
         is_part = self.is_folder and len(numbers) < num_classes
         self.columns = torch.tensor(sorted(numbers)) if is_part else None
 
-    def limit(self, number: int) -> None:
-        """Evaluate so many images only, evenly spaced."""
-        total = len(self.source)
-        if number < total:
-            self.numbers = [place * total // number for place in range(number)]
+
+def open_part(text: str, options: argparse.Namespace) -> ImageSet:
+    """Open the part of a `--set` that is to be evaluated; raises as `open_set`."""
+    each = open_set(text, has_real=options.real is not None)
+    source = each.source
+    if each.name == "minival":
+        source, _ = data.hold_out(source, options.minival)
+    source = data.limit_images(source, options.limit, each.name)
+    return each if source is each.source else ImageSet(each.name, source, is_folder=each.is_folder)
 
 
 def open_set(text: str, *, has_real: bool) -> ImageSet:
-    """Open the set that a `--set` means.
+    """Open the whole set that a `--set` means.
 
     Raises:
         UserError: there are no such images, or the list is not one of them.
@@ -471,7 +476,7 @@ class Scored(NamedTuple):
         """Return the records in the rows of `score_set`."""
         k = (rows.shape[1] - 3) // 2
         best = rows[:, 3 : 3 + k].astype(numpy.int64)
-        return cls(each.labels[list(each.numbers)], rows[:, 1].astype(numpy.int64), rows[:, 2], best, rows[:, 3 + k :])
+        return cls(each.labels, rows[:, 1].astype(numpy.int64), rows[:, 2], best, rows[:, 3 + k :])
 
 
 def summarize(each: ImageSet, scored: Scored, topk: list[int], names: list[str]) -> dict[str, Any]:
@@ -489,8 +494,7 @@ def summarize(each: ImageSet, scored: Scored, topk: list[int], names: list[str])
         found["ece"] = calibration_error(scored.probabilities[:, 0], is_hit)
         found["confused"] = most_confused(scored, names)
     if each.real is not None:
-        labels = [each.real[number] for number in each.numbers]
-        hits = [best in real for best, real in zip(scored.best[:, 0].tolist(), labels, strict=True) if real]
+        hits = [best in real for best, real in zip(scored.best[:, 0].tolist(), each.real, strict=True) if real]
         found["real"] = {"images": len(hits), "acc1": None, "acc1_interval": None}
         if hits:
             interval = [100 * share for share in bootstrap_interval(sum(hits), len(hits))]
@@ -524,7 +528,7 @@ def per_class_lines(each: ImageSet, scored: Scored, topk: list[int], names: list
 def prediction_lines(each: ImageSet, scored: Scored, names: list[str]) -> Iterator[list]:
     """Yield the lines of `--predictions`."""
     pairs = zip(scored.best.tolist(), scored.probabilities.tolist(), strict=True)
-    for number, label, (best, probabilities) in zip(each.numbers, scored.labels.tolist(), pairs, strict=True):
+    for number, (label, (best, probabilities)) in enumerate(zip(scored.labels.tolist(), pairs, strict=True)):
         words = [word for pair in zip((names[one] for one in best), probabilities, strict=True) for word in pair]
         yield [each.name, each.source.name(number), names[label] if label >= 0 else "", *words]
 
@@ -592,6 +596,14 @@ def topk_type(text: str) -> list[int]:
     return sorted({positive(word) for word in text.split(",")} | {1})
 
 
+def fraction(text: str) -> float:
+    """Return a fraction that train.py's --minival takes; an argparse type."""
+    number = float(text)
+    if not 0 < number <= 0.5:
+        raise ValueError
+    return number
+
+
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     usage = "CHECKPOINT --set NAME=DIR ... [options]"
@@ -603,13 +615,19 @@ def get_args_parser() -> argparse.ArgumentParser:
         help="a set; give as many as you like",
     )  # fmt: skip
     parser.add_argument("--real", metavar="FILE", type=Path, help="ReaL labels of ILSVRC2012's val")
+    parser.add_argument(
+        "--minival", metavar="FRACTION", type=fraction,
+        help="take of --set minival=DIR/train only the images that training with this --minival has held out",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the results there; - for standard output, alone")
     parser.add_argument("--per-class", metavar="FILE", type=Path, help="write the accuracy of each class there, as CSV")
     parser.add_argument(
         "--predictions", metavar="FILE", type=Path, help="write the best classes of each image there, as CSV"
     )
     parser.add_argument("--topk", metavar="K,K", type=topk_type, default=[1, 5], help="each k of Acc@k (default: 1,5)")
-    parser.add_argument("--limit", metavar="N", type=positive, help="only N images of each set, evenly spaced")
+    parser.add_argument(
+        "--limit", metavar="N", type=positive, help="only N images of each set, the first of each class in turn"
+    )
     parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
     parser.add_argument(
         "--workers", metavar="N", type=int, choices=range(1025), help="loader processes (default: as train.py)"
@@ -648,7 +666,7 @@ def settle(trained: Trained, options: argparse.Namespace) -> config.Record:
     """
     names = ("val_resize_size", "val_crop_size", "interpolation", "device", "workers", "batch_size")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    args = trained.args.replaced(**given, test_only=True, compile=None, decode_device="cpu")
+    args = trained.args.replaced(**given, test_only=True, compile=None, decode_device="cpu", eval_batch_size=None)
     config.validate(args)
     if options.val_crop_size is not None:
         models.check_sizes(trained.model, args)
@@ -668,14 +686,17 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
     given = [text.partition("=")[0] for text in options.sets]
     if len(set(given)) < len(given):
         raise UserError(f"--set: two sets are called {next(name for name in given if given.count(name) > 1)}")
-    sets = [open_set(text, has_real=options.real is not None) for text in options.sets]
+    if (options.minival is not None) != ("minival" in given):
+        raise UserError("--minival FRACTION and --set minival=DIR/train, the training images, are given together")
+    seen = trained.trained_with.get("minival")
+    if options.minival is not None and not (isinstance(seen, float) and options.minival <= seen):
+        print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
+    sets = [open_part(text, options) for text in options.sets]
     is_published = not Path(options.checkpoint).is_file()
     classes = ClassNumbers(trained.classes, num_classes, sets, is_published=is_published)
     for each in sets:
         numbers, found_by = classes.find(each) if each.words else ([], "none")
         each.number_classes(numbers, num_classes, found_by)
-        if options.limit is not None:
-            each.limit(options.limit)
     if options.real is not None:
         read_real(options.real, sets, num_classes)
     return sets, classes.names or classes.whole or list(map(str, range(num_classes)))
@@ -709,12 +730,12 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
     per_class, predictions = [], []
     k = min(max(options.topk), num_classes)
     for each, start in zip(sets, images.index.starts, strict=False):
-        numbers = [start + number for number in each.numbers]
+        numbers = range(start, start + len(each.source))
         sampler = _SetSampler(numbers, args.batch_size, args.rank, args.world_size)
         loader = data.build_device_loader(args, images, sampler, device, num_classes, started)
         most = k if each.columns is None else min(k, len(each.columns))
         rows = score_set(each, model, loader, most, models.autocast(args, device))
-        assert rows[:, 0].astype(numpy.int64).tolist() == numbers
+        assert rows[:, 0].astype(numpy.int64).tolist() == list(numbers)
         if args.rank == 0:
             scored = Scored.of(each, rows)
             report["sets"][each.name] = summarize(each, scored, options.topk, names)

@@ -23,8 +23,10 @@ from models import build_model
 from scripts import evaluate
 from scripts.evaluate import ClassNumbers, ImageSet, ListedImages
 from scripts.trained import open_trained
+from tests.endings import read_metrics
 from tests.images import pack_whole, write_images
 from tests.ranks import Outcome, run_ranks, strike_at
+from tests.started import SMALL, run_train
 
 COUNTS, BATCH = [13, 12, 9], 4
 NAMES = [f"class{number}" for number in range(5)]
@@ -279,6 +281,17 @@ def test_a_tar_a_limit_and_the_average(of_three, images, tmp_path):
     assert (ema["images"], ema["nll"] < 1.5 < raw["val"]["nll"]) == (7, True)
 
 
+def test_minival_is_what_training_has_held_out(image_folder, tmp_path):
+    options = ["--data-path", image_folder, *SMALL, "--batch-size", BATCH, "--epochs", 1, "--minival", 0.25]
+    run_train(tmp_path, *options, "--output-dir", tmp_path / "out").check()
+    kinds = {line["kind"]: line for line in read_metrics(tmp_path / "out" / "metrics.jsonl")}
+    line = kinds.get("minival") or kinds["val"]
+    argv = ["--set", f"minival={image_folder / 'train'}", "--minival", 0.25]
+    found = results(tmp_path, tmp_path / "out" / "checkpoint.pth", *argv)["minival"]
+    assert found["images"] == 3 + 3 + 2
+    assert (found["nll"], found["acc1"]) == pytest.approx((line["loss"], line["acc1"]))
+
+
 def test_json_is_alone_on_standard_output(of_three, images, tmp_path):
     run(tmp_path, of_three, "--set", f"val={images}", "--json", "-", workers=2, stdout=tmp_path / "stdout").check()
     assert json.loads((tmp_path / "stdout").read_text())["sets"]["val"]["images"] == 34
@@ -361,6 +374,9 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
         (["--set", val, "--json", tmp_path], "is no file"),
         (["--set", val, "--predictions", tmp_path / "a", "--per-class", tmp_path / "a"], "one file"),
         (["--set", val, "--topk", "0"], "--topk"),
+        (["--set", val, "--minival", "0.1"], "are given together"),
+        (["--set", f"mini{val}"], "are given together"),
+        (["--set", val, "--minival", "0"], "--minival"),
         (["--set", val, "--ema"], "holds no average"),
         (["--set", val, "--model", "resnet18"], "--model is resnet18"),
         (["--set", val, "--device", "warp"], "is no device"),
