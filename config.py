@@ -34,6 +34,8 @@ RECIPES_DIR = Path(__file__).parent / "recipes"
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
+STATISTICS = ("mean", "std")
+
 # Metadata of a recipe for readers, not options.
 RECIPE_FACTS = {
     "title", "source", "command", "expected-acc1", "expected-acc5", "tolerance", "evaluation",
@@ -185,9 +187,10 @@ def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str
     if option.is_switch:
         expected, is_right = "true or false", isinstance(value, bool)
         argv = [f"--{key}" if value else f"--no-{key}"]
-    elif option.nargs == 2:
-        expected = "two numbers"
-        is_right = isinstance(value, list) and [type(item) in (int, float) for item in value] == [True, True]
+    elif isinstance(option.nargs, int):
+        expected = {2: "two numbers", 3: "three numbers"}[option.nargs]
+        are_numbers = isinstance(value, list) and all(type(item) in (int, float) for item in value)
+        is_right = are_numbers and len(value) == option.nargs
         argv = [f"--{key}", *map(str, value)] if is_right else []
     else:
         kinds = {int: ("an integer", int), float: ("a number", int | float)}
@@ -300,10 +303,10 @@ def complete(
         **{**defaults, **values},
         given=sorted(names),
         typed=sorted(names) if typed is None else typed,
-        mean=list(IMAGENET_MEAN),
-        std=list(IMAGENET_STD),
         reference_global_batch=reference_global_batch,
     )
+    # timm's own are taken when timm is there: see `models.take_statistics`.
+    args.mean, args.std = list(args.mean or IMAGENET_MEAN), list(args.std or IMAGENET_STD)
     if args.list_recipes is None:
         validate(args)
     return args
@@ -388,6 +391,8 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
     changes, lines = {}, []
     for name, option in BY_NAME.items():
         ours = getattr(args, name)
+        if name in STATISTICS and trained.get(name) is None:  # as in timm's own checkpoints
+            continue
         if option.is_of_checkpoint and name not in args.given and trained.get(name, ours) != ours:
             if not option.is_value(trained[name]):
                 raise UserError(f"{option.flag} {trained[name]!r} in the checkpoint is no value of this option")
@@ -406,7 +411,14 @@ def with_shards(args: Record, state: dict | None) -> Record:
     shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
     # GoogLeNet and Inception rescale inputs only for published weights.
     weights = args.weights if "weights" in args.given else state["args"]["weights"]
-    return args.replaced(**shards, weights=weights)
+    trained = {name: state["args"].get(name) for name in STATISTICS if name not in args.given}
+    changes = {name: values for name, values in trained.items() if values not in (None, getattr(args, name))}
+    for name, values in changes.items():
+        if not BY_NAME[name].is_value(values):
+            raise UserError(f"--{name} {values!r} in the checkpoint is no value of this option")
+        BY_NAME[name].check(values)
+        print(f"--{name} {' '.join(map(str, values))}: as in the checkpoint")
+    return args.replaced(**shards, weights=weights, **changes)
 
 
 def validate(args: argparse.Namespace) -> None:

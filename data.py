@@ -30,7 +30,7 @@ from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
 from loading.loader import BatchLoader, check_workers, collate
 from loading.synthetic import SyntheticSource
-from models import resolve_weights
+from models import resolve_weights, take_statistics
 from options import BY_NAME
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
@@ -291,7 +291,8 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
         # The model may be a script's own.
         others = {"model": BY_NAME["model"].default, "weights": None, "test_only": False}
         checked = config.complete(Namespace(**{**vars(args), **place, **others}))
-        args = config.Record(**{**vars(checked), **vars(args), **place, "decode_device": "cpu", "given": []})
+        place |= {"mean": checked.mean, "std": checked.std, "decode_device": "cpu", "given": []}
+        args = config.Record(**{**vars(checked), **vars(args), **place})
         if args.test_only:
             args, _ = take_published_options(args)
         args = config.with_shards(args.replaced(test_only=args.test_only and not find_sources(Path(traindir))), None)
@@ -303,24 +304,31 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
 
 
 def take_published_options(args: Any) -> tuple[Any, list[str]]:
-    """Return the options with those that published weights are evaluated with, and a line about each.
+    """Return the options with those of the model's config and of published weights in evaluation; a line about each.
 
     Raises:
         UserError: `--weights` names none.
     """
+    args, notes = take_statistics(args)
     if not args.weights or Path(args.weights).is_file():
-        return args, []
+        return args, notes
     weights = resolve_weights(args)  # whose name may be wrong, in training too
     if not args.test_only:
-        return args, []
+        return args, notes
     published = options_of_weights(weights)
     changes = {name: value for name, value in published.items() if name not in args.given}
     lines = [f"{name.replace('_', '-')} {value}: as {args.weights} was published" for name, value in changes.items()]
     return args.replaced(**changes), lines
 
 
+def waits_for_checkpoint(args: Any) -> bool:
+    """Tell whether images are transformed by options that the checkpoint of `--resume` has yet to tell."""
+    is_filled = (args.auto_augment or "").startswith("timm/") and "mean" not in args.given  # by the mean
+    return bool(args.resume) and (args.test_only or is_filled)
+
+
 def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:
-    """Return what published weights are evaluated with, by the names of our options; mean and std are none."""
+    """Return what published weights are evaluated with, by the names of our options."""
     preset = weights.transforms()
     return {
         "mean": list(preset.mean),

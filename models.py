@@ -35,6 +35,40 @@ def check_name(name: str) -> None:
         raise UserError(f"--model {name} is no classification model of torchvision{hint}; timm's are written timm/NAME")
 
 
+def take_statistics(args: Any) -> tuple[Any, list[str]]:
+    """Return the options with the mean and standard deviation of timm's config of the model, and a line about them.
+
+    Those that were given stay, and of torchvision's models all do.
+    """
+    if not args.model.startswith("timm/"):
+        return args, []
+    found = find_timm_config(args.model)
+    known = {} if found is None else {"mean": list(found.mean), "std": list(found.std)}
+    changes = {name: known[name] for name in known if name not in args.given and known[name] != getattr(args, name)}
+    said = ", ".join(f"{name} {' '.join(f'{value:.4g}' for value in values)}" for name, values in changes.items())
+    return args.replaced(**changes), [f"{said}: as in timm's config of {args.model}"] if changes else []
+
+
+def find_timm_config(model: str) -> Any:
+    """Return timm's config of the weights of a model of its own, or None where it has none."""
+    return require_timm("--model", model).get_pretrained_cfg(model.removeprefix("timm/"))
+
+
+def check_model(args: Any) -> None:
+    """Build the model without memory, to learn of its mistakes before images are looked for.
+
+    Raises:
+        UserError: as of `build_model`.
+    """
+    try:
+        with torch.device("meta"):
+            build_model(args, 1000)
+    except UserError:
+        raise
+    except Exception:  # the few that compute while they are built are checked then
+        return
+
+
 def build_model(
     args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None, source: str | None = None
 ) -> nn.Module:
@@ -78,7 +112,12 @@ def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
     try:
         model = torchvision.models.get_model(args.model, weights=None, num_classes=num_classes, **options)
     except AssertionError as error:  # of the ViTs
-        raise UserError(f"--model {args.model} takes no --val-crop-size {args.val_crop_size}: {error}") from error
+        patch_px = int(args.model.rpartition("_")[2])
+        fitting = max(round(args.val_crop_size / patch_px), 1) * patch_px
+        raise UserError(
+            f"--model {args.model} takes no --val-crop-size {args.val_crop_size}: its patches have {patch_px} "
+            f"pixels; give a multiple, such as --train-crop-size {fitting} --val-crop-size {fitting}"
+        ) from error
     if args.stochastic_depth is not None:
         _set_stochastic_depth(model, args)
     if args.dropout is not None:
@@ -106,11 +145,22 @@ def _build_timm(args: Any, num_classes: int) -> nn.Module:
     if name not in timm.list_models():
         hint = did_you_mean(name, timm.list_models(), prefix="timm/")
         raise UserError(f"--model {args.model}: timm has no such model{hint}")
-    odds = {"drop_path_rate": args.stochastic_depth, "drop_rate": args.dropout}
-    given = {option: value for option, value in odds.items() if value is not None}
+    config = find_timm_config(args.model)
+    is_other = config is not None and config.fixed_input_size and config.input_size[-1] != args.val_crop_size
+    wanted = {
+        "drop_path_rate": args.stochastic_depth, "drop_rate": args.dropout,
+        "img_size": args.val_crop_size if is_other else None,
+    }  # fmt: skip
+    given = {option: value for option, value in wanted.items() if value is not None}
     try:
         return timm.create_model(name, num_classes=num_classes, **given)
-    except TypeError as error:
+    except (AssertionError, TypeError, ValueError) as error:
+        if is_other:
+            native = config.input_size[-1]
+            raise UserError(
+                f"--model {args.model} takes no --val-crop-size {args.val_crop_size}; it is made for {native}: give "
+                f"--train-crop-size {native} --val-crop-size {native}"
+            ) from error
         raise UserError(f"--model {args.model} takes no such option: {error}") from error
 
 
@@ -132,9 +182,23 @@ def check_sizes(model: nn.Module, args: Any) -> None:
         if obstacle is not None:
             images = f"a --batch-size of 1 and --{split}-crop-size" if batch_size == 1 else f"--{split}-crop-size"
             raise UserError(
-                f"--model {args.model} cannot take {images} {size}: {obstacle}; give a size that it is made for"
+                f"--model {args.model} cannot take {images} {size}: {obstacle}; {_fitting_size(args, split, size)}"
             )
     model.train()
+
+
+def _fitting_size(args: Any, split: str, size: int) -> str:
+    """Return which size of image to give instead."""
+    if args.model.startswith("timm/"):
+        config = find_timm_config(args.model)
+        native = None if config is None else config.input_size[-1]
+        if config is not None and config.fixed_input_size and split == "train":
+            native = args.val_crop_size  # with which it was built
+    else:
+        native = torchvision.models.get_model_weights(args.model).DEFAULT.transforms().crop_size[0]
+    if native in (None, size):
+        return "give a size that it is made for"
+    return f"give one that it is made for, as --{split}-crop-size {native}"
 
 
 def _find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:

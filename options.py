@@ -141,6 +141,8 @@ class Option:
         """Tell whether a plain value has the type and is among the choices of this option."""
         if value is None or (value == self.default and type(value) is type(self.default)):
             return value == self.default
+        if isinstance(self.nargs, int):
+            return isinstance(value, list) and [type(item) for item in value] == [self.type] * self.nargs
         kind = bool if self.is_switch else self.type if isinstance(self.type, type) else str
         return type(value) is kind and (self.choices is None or value in self.choices)
 
@@ -232,6 +234,15 @@ OPTIONS = {
         Option(
             "--interpolation", default="bilinear", choices=INTERPOLATIONS, is_of_checkpoint=True,
             help="method by which images are resized",
+        ),
+        Option(
+            "--mean", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0, at_most=1, is_of_checkpoint=True,
+            help="mean of each channel, of values from 0 to 1, which images are normalised by (default: of timm's "
+            "config for timm/ models, else ImageNet's, 0.485 0.456 0.406)",
+        ),
+        Option(
+            "--std", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0.001, at_most=1, is_of_checkpoint=True,
+            help="standard deviation of each channel, likewise (default: likewise, 0.229 0.224 0.225)",
         ),
         Option(
             "--crop-scale", metavar="SHARE", default=0.08, type=float, at_least=0, at_most=1,

@@ -184,7 +184,9 @@ def join(args):
     for note in notes + more:
         print(note)
     # Before there are other threads, as those of the process group: see `BatchLoader.start`.
-    is_known = args.decode_device == "cpu" and not (args.test_only and args.resume)
+    if not (args.test_only and args.resume):  # whose options are the checkpoint's
+        models.check_model(args)
+    is_known = args.decode_device == "cpu" and not data.waits_for_checkpoint(args)
     loading = data.start_loading(args) if is_known else None
     collectives.join_processes(args)
     return args, models.set_up_device(args), preemption, loading

@@ -11,7 +11,7 @@ import config
 from checkpointing.weights import Weights, load_weights
 from data import options_of_weights
 from errors import UserError, did_you_mean
-from models import build_model, count_classes
+from models import build_model, count_classes, take_statistics
 from options import BY_NAME
 from presets import ClassificationPresetEval, build_presets
 from run import fetch_published
@@ -102,9 +102,9 @@ def build_trained(source: str, name: str, weights: Weights) -> Trained:
     """Return the model with its weights, and the options that it is evaluated with."""
     options = weights.options
     given = argparse.Namespace(model=name, test_only=True, resume=source, synthetic=1)
-    args = config.Record(**vars(config.complete(given)))
+    args, _ = take_statistics(config.Record(**vars(config.complete(given))))
     args, _ = config.as_trained(args, {key: value for key, value in options.items() if _is_value(key, value)})
-    args = args.replaced(**{key: options[key] for key in ("mean", "std") if key in options}, distributed=False)
+    args = args.replaced(distributed=False)
     num_classes = len(weights.classes or ()) or count_classes(build_model(args, 1000), weights, 1000)
     built = build_model(args, num_classes, weights, source).eval().requires_grad_(False)
     return Trained(built, args, weights.classes, weights.kind, options)
