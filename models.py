@@ -220,14 +220,31 @@ def _find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
 
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
-    """Return the names of the layers that end in class scores: the last one, and those of auxiliary classifiers."""
-    sizes = [
-        (name, module.out_features if isinstance(module, nn.Linear) else module.out_channels)
+    """Return the names of the layers that end in class scores.
+
+    timm's models know their one or two heads. Of others it is the last layer, and the last of each auxiliary
+    classifier.
+
+    Raises:
+        UserError: none does.
+    """
+    sizes = {
+        name: module.out_features if isinstance(module, nn.Linear) else module.out_channels
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d)
-    ]
-    ends = [name for name, size in sizes if size == num_classes]
-    return [name for name in ends if name == ends[-1] or "aux" in name.lower()]
+    }
+    if hasattr(model, "get_classifier"):
+        found = model.get_classifier()
+        heads = found if isinstance(found, tuple | list | nn.ModuleList) else [found]
+        inside = {id(module) for head in heads for module in head.modules()}
+        lasts = [name for name in sizes if id(model.get_submodule(name)) in inside]
+    else:
+        parts = {name.split(".")[0] if "aux" in name.lower() else "": name for name in sizes}
+        lasts = [name for name in sizes if name in parts.values()]
+    ends = [name for name in lasts if sizes[name] == num_classes]
+    if not ends:
+        raise UserError(f"the model {type(model).__name__} has no layer at its end that scores {num_classes} classes")
+    return ends
 
 
 def count_classes(model: nn.Module, weights: Mapping[str, Tensor], num_classes: int) -> int:
