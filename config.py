@@ -63,6 +63,7 @@ EFFECTS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] 
         ("mixup_switch_prob",), lambda args: args.mixup_alpha and args.cutmix_alpha,
         "--mixup-alpha and --cutmix-alpha are not both above 0",
     ),
+    (("random_erase_fill",), lambda args: args.random_erase, "--random-erase is 0"),
     (("ra_reps",), lambda args: args.ra_sampler, "--ra-sampler is off"),
     (("model_ema_steps", "model_ema_decay"), lambda args: args.model_ema, "--model-ema is off"),
     (("momentum",), lambda args: args.opt != "adamw", "adamw has betas instead: --opt-betas"),
@@ -590,4 +591,6 @@ def _needs_pixels(args: argparse.Namespace) -> str:
         return "made-up images are not decoded"
     if args.auto_augment is not None:
         return f"--auto-augment {args.auto_augment} works on images on the CPU"
+    if args.color_jitter:
+        return f"--color-jitter {args.color_jitter} works on images on the CPU"
     return "" if _is_fast(args) else "exact pixels and rare interpolations are Pillow's or torchvision's, on the CPU"

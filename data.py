@@ -441,7 +441,8 @@ def build_batch_transforms(
         prob=args.mixup_prob,
         switch_prob=args.mixup_switch_prob,
     )
-    erase = transforms.RandomErasing(args.random_erase) if args.random_erase > 0 else None
+    fill = {"is_noisy": args.random_erase_fill == "pixel"}
+    erase = transforms.RandomErasing(args.random_erase, **fill) if args.random_erase > 0 else None
     # Of no use on a CPU, and not in the thread that decodes: the model is compiled at the same time.
     is_compiled = args.compile is not None and device.type == "cuda" and args.decode_device == "cpu"
     backend = "inductor" if is_compiled else None

@@ -266,8 +266,18 @@ OPTIONS = {
             help="strength of the changes that --auto-augment augmix makes, from 1 to 10",
         ),
         Option(
+            "--color-jitter", metavar="F", default=0.0, type=float, at_least=0, at_most=1,
+            help="change brightness, contrast and saturation of a training image by factors from 1 - F to 1 + F, after "
+            "--auto-augment",
+        ),
+        Option(
             "--random-erase", metavar="P", default=0.0, type=float, at_least=0, at_most=1,
             help="probability that a random rectangle of a training image is erased",
+        ),
+        Option(
+            "--random-erase-fill", default="zero", choices=["pixel", "zero"],
+            help="fill the rectangle of --random-erase with zero, which is the mean colour, or with normal noise in "
+            "each channel of each pixel (timm's mode pixel)",
         ),
         Option(
             "--mixup-alpha", metavar="A", default=0.0, type=float, at_least=0, at_most=1e9,
