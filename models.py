@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -309,11 +309,14 @@ def load_matching(
     kind = getattr(weights, "kind", "a state dict")
     misfit = f"{source} belongs to another model, check --model: it holds {kind}"
     with in_one_line(misfit):  # shapes differ
+        weights, resized = resize_positions(reader, weights)
         missing, unexpected = reader.load_state_dict(weights, strict=False)
     for verb, names in (("lacks", missing), ("has", unexpected)):
         misfit += f"; it {verb} {', '.join(names[:3])} ({len(names)} in all)" if names else ""
     if missing or unexpected:
         raise UserError(misfit)
+    if resized:
+        print(f"{source}: made for images of another size; resized {'; '.join(resized)}")
     if reader is model:
         return
     if needs_classifier:
@@ -327,6 +330,49 @@ def load_matching(
         f"{source}: classifier of {counted(theirs, 'class')} left out, starting a new one of {num_classes} "
         f"({', '.join(ends)})"
     )
+
+
+def resize_positions(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], list[str]]:
+    """Return weights whose position embeddings and biases of windows fit a model of images of another size.
+
+    As torchvision's and timm's own functions resize them.
+
+    Args:
+        model: which the weights are to fit.
+        weights: a state dict of the same model, of perhaps another size of image.
+
+    Returns:
+        The state dict, the given one where nothing is to be resized, and words about each tensor that was resized.
+    """
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    positions = ("pos_embed", "relative_position", "rel_pos")
+    others = [
+        name
+        for name, tensor in weights.items()
+        if any(word in name for word in positions) and tensor.shape != shapes.get(name, tensor.shape)
+    ]
+    home = importlib.import_module(type(model).__module__)
+    if not others or not (isinstance(model, torchvision.models.VisionTransformer) or _has_filter(home)):
+        return weights, []
+    if _has_filter(home):
+        found = home.checkpoint_filter_fn(dict(weights), model)
+    else:
+        found = home.interpolate_embeddings(model.image_size, model.patch_size, OrderedDict(weights))
+    found = OrderedDict(found)
+    found._metadata = getattr(weights, "_metadata", {})
+    sizes = {name: [tuple(each[name].shape) for each in (weights, found)] for name in others if name in found}
+    groups = {}
+    for name, (before, after) in sizes.items():
+        groups.setdefault((before, after), []).append(name)
+    return found, [
+        f"{names[0]}{f' and {len(names) - 1} like it' if names[1:] else ''} from {before} to {after}"
+        for (before, after), names in groups.items()
+        if before != after
+    ]
+
+
+def _has_filter(home: Any) -> bool:
+    return home.__name__.startswith("timm.") and hasattr(home, "checkpoint_filter_fn")
 
 
 def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) -> None:
