@@ -475,7 +475,8 @@ def _validate_checkpoint(args: argparse.Namespace) -> None:
         raise UserError("--overwrite starts over and --resume auto goes on; give one of them")
     if args.test_only and not (args.weights or args.resume):
         raise UserError("--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH")
-    if args.ema and not (args.weights and Path(args.weights).is_file()):
+    is_file = args.weights and (args.weights.startswith("hf-hub:") or Path(args.weights).is_file())
+    if args.ema and not is_file:
         raise UserError("--ema is about --weights FILE, and there is no such file; give one, or leave it out")
     _validate_bad_images(args)
     if args.test_only and args.resume == "auto" and args.output_dir is None:

@@ -22,6 +22,7 @@ import collectives
 import config
 import transforms
 from checkpointing.preemption import start_worker
+from checkpointing.weights import HUB
 from errors import BadImageError, ImageError, UserError, counted
 from files import read_bytes
 from loading.decode import decode_plainly
@@ -310,7 +311,7 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
         UserError: `--weights` names none.
     """
     args, notes = take_statistics(args)
-    if not args.weights or Path(args.weights).is_file():
+    if not args.weights or args.weights.startswith(HUB) or Path(args.weights).is_file():
         return args, notes
     weights = resolve_weights(args)  # whose name may be wrong, in training too
     if not args.test_only:

@@ -171,6 +171,15 @@ def require_timm(option: str, value: str) -> ModuleType:
         raise UserError(f"{option} {value} comes from timm, which is not installed: pip install timm") from error
 
 
+def require_package(package: str, needed_by: str) -> ModuleType:
+    """Return a package that something given on the command line needs; UserError if it cannot be used."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        name = package.partition(".")[0]
+        raise UserError(f"{needed_by} needs {name}, which is not installed: pip install {name} ({error})") from error
+
+
 def require_torchcodec(option: str) -> ModuleType:
     """Return TorchCodec for an option that needs its image decoder.
 

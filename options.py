@@ -315,8 +315,8 @@ OPTIONS = {
         ),
         Option(
             "--weights", metavar="NAME|FILE", resume=FREE, is_of_checkpoint=True,
-            help="weights to start from: a name of torchvision's such as IMAGENET1K_V2, or a file with a state dict "
-            "or a checkpoint",
+            help="weights to start from: a name of torchvision's such as IMAGENET1K_V2, a file with a state dict or a "
+            "checkpoint, a safetensors file, or hf-hub:ORG/NAME or hf-hub:ORG/NAME/FILE of the Hugging Face hub",
         ),
         Option(
             "--ema", default=False, resume=FREE,
