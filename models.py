@@ -4,7 +4,7 @@ import importlib
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,9 @@ def take_statistics(args: Any) -> tuple[Any, list[str]]:
 
 def find_timm_config(model: str) -> Any:
     """Return timm's config of the weights of a model of its own, or None where it has none."""
-    return require_timm("--model", model).get_pretrained_cfg(model.removeprefix("timm/"))
+    with suppress(RuntimeError):  # there is no such tag
+        return require_timm("--model", model).get_pretrained_cfg(model.removeprefix("timm/"))
+    return None
 
 
 def check_model(args: Any) -> None:
@@ -142,9 +144,13 @@ def _set_stochastic_depth(model: nn.Module, args: Any) -> None:
 def _build_timm(args: Any, num_classes: int) -> nn.Module:
     timm = require_timm("--model", args.model)
     name = args.model.removeprefix("timm/")
-    if name not in timm.list_models():
-        hint = did_you_mean(name, timm.list_models(), prefix="timm/")
-        raise UserError(f"--model {args.model}: timm has no such model{hint}")
+    known = timm.list_models()
+    if name not in known:
+        # With the tag of weights, whose mean and size are then the config's.
+        known += timm.list_pretrained(f"{name.partition('.')[0]}.*") if "." in name else []
+        if name not in known:
+            hint = did_you_mean(name, known, prefix="timm/")
+            raise UserError(f"--model {args.model}: timm has no such model{hint}")
     config = find_timm_config(args.model)
     is_other = config is not None and config.fixed_input_size and config.input_size[-1] != args.val_crop_size
     wanted = {

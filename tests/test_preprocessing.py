@@ -29,6 +29,9 @@ def test_timms_models_are_given_images_as_timms_config_says():
         expected = timm.get_pretrained_cfg(name)
         assert (args.mean, args.std) == (list(expected.mean), list(expected.std)), name
         assert len(notes) == (expected.mean[0] == 0.5), (name, notes)  # ImageNet's own need no word
+    args, _ = settled("--model", "timm/vit_base_patch16_clip_224.openai")  # the tag's, and not the default's
+    assert args.mean == list(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai").mean) != [0.5] * 3
+    models.check_model(args.replaced(distributed=False))
     args, notes = settled("--model", VIT, "--mean", "0.1", "0.2", "0.3")
     assert (args.mean, args.std) == ([0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
     assert notes == ["std 0.5 0.5 0.5: as in timm's config of timm/test_vit"]
@@ -102,6 +105,7 @@ def test_impossible_values_are_refused():
         (["--model", "timm/levit_128s", "--train-crop-size", "256"],
          ["--train-crop-size 256", "--train-crop-size 224"]),
         (["--model", "timm/test_vitt"], ["did you mean timm/test_vit"]),
+        (["--model", "timm/test_vit.r160_in1"], ["did you mean timm/test_vit.r160_in1k"]),
     ],
 )  # fmt: skip
 def test_a_size_that_the_model_cannot_take_is_refused_with_one_that_fits(argv, words):
