@@ -34,6 +34,8 @@ RECIPES_DIR = Path(__file__).parent / "recipes"
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
+STATISTICS = ("mean", "std")
+
 # Metadata of a recipe for readers, not options.
 RECIPE_FACTS = {
     "title", "source", "command", "expected-acc1", "expected-acc5", "tolerance", "evaluation",
@@ -61,6 +63,7 @@ EFFECTS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] 
         ("mixup_switch_prob",), lambda args: args.mixup_alpha and args.cutmix_alpha,
         "--mixup-alpha and --cutmix-alpha are not both above 0",
     ),
+    (("random_erase_fill",), lambda args: args.random_erase, "--random-erase is 0"),
     (("ra_reps",), lambda args: args.ra_sampler, "--ra-sampler is off"),
     (("model_ema_steps", "model_ema_decay"), lambda args: args.model_ema, "--model-ema is off"),
     (("momentum",), lambda args: args.opt != "adamw", "adamw has betas instead: --opt-betas"),
@@ -194,9 +197,10 @@ def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str
     if option.is_switch:
         expected, is_right = "true or false", isinstance(value, bool)
         argv = [f"--{key}" if value else f"--no-{key}"]
-    elif option.nargs == 2:
-        expected = "two numbers"
-        is_right = isinstance(value, list) and [type(item) in (int, float) for item in value] == [True, True]
+    elif isinstance(option.nargs, int):
+        expected = {2: "two numbers", 3: "three numbers"}[option.nargs]
+        are_numbers = isinstance(value, list) and all(type(item) in (int, float) for item in value)
+        is_right = are_numbers and len(value) == option.nargs
         argv = [f"--{key}", *map(str, value)] if is_right else []
     else:
         kinds = {int: ("an integer", int), float: ("a number", int | float)}
@@ -325,10 +329,10 @@ def complete(
         **{**defaults, **values},
         given=sorted(names),
         typed=sorted(names) if typed is None else typed,
-        mean=list(IMAGENET_MEAN),
-        std=list(IMAGENET_STD),
         reference_global_batch=reference_global_batch,
     )
+    # timm's own are taken when timm is there: see `models.take_statistics`.
+    args.mean, args.std = list(args.mean or IMAGENET_MEAN), list(args.std or IMAGENET_STD)
     if args.list_recipes is None:
         validate(args)
     return args
@@ -413,6 +417,8 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
     changes, lines = {}, []
     for name, option in BY_NAME.items():
         ours = getattr(args, name)
+        if name in STATISTICS and trained.get(name) is None:  # as in timm's own checkpoints
+            continue
         if option.is_of_checkpoint and name not in args.given and trained.get(name, ours) != ours:
             if not option.is_value(trained[name]):
                 raise UserError(f"{option.flag} {trained[name]!r} in the checkpoint is no value of this option")
@@ -431,7 +437,14 @@ def with_shards(args: Record, state: dict | None) -> Record:
     shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
     # GoogLeNet and Inception rescale inputs only for published weights.
     weights = args.weights if "weights" in args.given else state["args"]["weights"]
-    return args.replaced(**shards, weights=weights)
+    trained = {name: state["args"].get(name) for name in STATISTICS if name not in args.given}
+    changes = {name: values for name, values in trained.items() if values not in (None, getattr(args, name))}
+    for name, values in changes.items():
+        if not BY_NAME[name].is_value(values):
+            raise UserError(f"--{name} {values!r} in the checkpoint is no value of this option")
+        BY_NAME[name].check(values)
+        print(f"--{name} {' '.join(map(str, values))}: as in the checkpoint")
+    return args.replaced(**shards, weights=weights, **changes)
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -505,7 +518,8 @@ def _validate_checkpoint(args: argparse.Namespace) -> None:
         raise UserError("--overwrite starts over and --resume auto goes on; give one of them")
     if args.test_only and not (args.weights or args.resume):
         raise UserError("--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH")
-    if args.ema and not (args.weights and Path(args.weights).is_file()):
+    is_file = args.weights and (args.weights.startswith("hf-hub:") or Path(args.weights).is_file())
+    if args.ema and not is_file:
         raise UserError("--ema is about --weights FILE, and there is no such file; give one, or leave it out")
     _validate_bad_images(args)
     if args.test_only and args.resume == "auto" and args.output_dir is None:
@@ -621,4 +635,6 @@ def _needs_pixels(args: argparse.Namespace) -> str:
         return "made-up images are not decoded"
     if args.auto_augment is not None:
         return f"--auto-augment {args.auto_augment} works on images on the CPU"
+    if args.color_jitter:
+        return f"--color-jitter {args.color_jitter} works on images on the CPU"
     return "" if _is_fast(args) else "exact pixels and rare interpolations are Pillow's or torchvision's, on the CPU"

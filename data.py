@@ -22,6 +22,7 @@ import collectives
 import config
 import transforms
 from checkpointing.preemption import start_worker
+from checkpointing.weights import HUB
 from errors import BadImageError, ImageError, UserError, counted
 from files import read_bytes
 from loading.decode import decode_plainly
@@ -32,7 +33,7 @@ from loading.loader import BatchLoader, check_workers, collate, largest_batch_by
 from loading.source import Source
 from loading.subset import Subset, first_of_each_class, minival_numbers, without
 from loading.synthetic import SyntheticSource
-from models import resolve_weights
+from models import resolve_weights, take_statistics
 from options import BY_NAME
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
@@ -326,7 +327,8 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
         # The model may be a script's own.
         others = {"model": BY_NAME["model"].default, "weights": None, "test_only": False}
         checked = config.complete(Namespace(**{**vars(args), **place, **others}))
-        args = config.Record(**{**vars(checked), **vars(args), **place, "decode_device": "cpu", "given": []})
+        place |= {"mean": checked.mean, "std": checked.std, "decode_device": "cpu", "given": []}
+        args = config.Record(**{**vars(checked), **vars(args), **place})
         if args.test_only:
             args, _ = take_published_options(args)
         args = config.with_shards(args.replaced(test_only=args.test_only and not find_sources(Path(traindir))), None)
@@ -338,24 +340,31 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
 
 
 def take_published_options(args: Any) -> tuple[Any, list[str]]:
-    """Return the options with those that published weights are evaluated with, and a line about each.
+    """Return the options with those of the model's config and of published weights in evaluation; a line about each.
 
     Raises:
         UserError: `--weights` names none.
     """
-    if not args.weights or Path(args.weights).is_file():
-        return args, []
+    args, notes = take_statistics(args)
+    if not args.weights or args.weights.startswith(HUB) or Path(args.weights).is_file():
+        return args, notes
     weights = resolve_weights(args)  # whose name may be wrong, in training too
     if not args.test_only:
-        return args, []
+        return args, notes
     published = options_of_weights(weights)
     changes = {name: value for name, value in published.items() if name not in args.given}
     lines = [f"{name.replace('_', '-')} {value}: as {args.weights} was published" for name, value in changes.items()]
     return args.replaced(**changes), lines
 
 
+def waits_for_checkpoint(args: Any) -> bool:
+    """Tell whether images are transformed by options that the checkpoint of `--resume` has yet to tell."""
+    is_filled = (args.auto_augment or "").startswith("timm/") and "mean" not in args.given  # by the mean
+    return bool(args.resume) and (args.test_only or is_filled)
+
+
 def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:
-    """Return what published weights are evaluated with, by the names of our options; mean and std are none."""
+    """Return what published weights are evaluated with, by the names of our options."""
     preset = weights.transforms()
     return {
         "mean": list(preset.mean),
@@ -473,7 +482,8 @@ def build_batch_transforms(
         prob=args.mixup_prob,
         switch_prob=args.mixup_switch_prob,
     )
-    erase = transforms.RandomErasing(args.random_erase) if args.random_erase > 0 else None
+    fill = {"is_noisy": args.random_erase_fill == "pixel"}
+    erase = transforms.RandomErasing(args.random_erase, **fill) if args.random_erase > 0 else None
     # Of no use on a CPU, and not in the thread that decodes: the model is compiled at the same time.
     is_compiled = args.compile is not None and device.type == "cuda" and args.decode_device == "cpu"
     backend = "inductor" if is_compiled else None

@@ -38,6 +38,8 @@ class BinaryCrossEntropy(nn.Module):
         num_classes = output.size(1)
         if target.ndim == 1:
             target = one_hot(target, num_classes)
+        # Not the type of autocast, in which 0.2005 is 0.2 and not above it.
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
         target = target.to(output.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
         if self.target_threshold is not None:
             target = target.gt(self.target_threshold).to(output.dtype)

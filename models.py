@@ -2,9 +2,9 @@
 
 import importlib
 import os
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,47 @@ def check_name(name: str) -> None:
     if name not in known and not name.startswith("timm/"):
         hint = did_you_mean(name, known) or f" (there are {', '.join(known)})"
         raise UserError(f"--model {name} is no classification model of torchvision{hint}; timm's are written timm/NAME")
+
+
+def take_statistics(args: Any) -> tuple[Any, list[str]]:
+    """Return the options with the mean and standard deviation of timm's config of the model, and a line about them.
+
+    Those that were given stay, and of torchvision's models all do.
+    """
+    if not args.model.startswith("timm/"):
+        return args, []
+    found = find_timm_config(args.model)
+    known = {} if found is None else {"mean": list(found.mean), "std": list(found.std)}
+    changes = {name: known[name] for name in known if name not in args.given and known[name] != getattr(args, name)}
+    said = ", ".join(f"{name} {' '.join(f'{value:.4g}' for value in values)}" for name, values in changes.items())
+    return args.replaced(**changes), [f"{said}: as in timm's config of {args.model}"] if changes else []
+
+
+def find_timm_config(model: str) -> Any:
+    """Return timm's config of the weights of a model of its own, or None where it has none."""
+    with suppress(RuntimeError):  # there is no such tag
+        return require_timm("--model", model).get_pretrained_cfg(model.removeprefix("timm/"))
+    return None
+
+
+def check_model(args: Any) -> None:
+    """Build the model without memory, to learn of its mistakes before images are looked for.
+
+    Not that of a checkpoint to evaluate, which has yet to say its options.
+
+    Raises:
+        UserError: as of `build_model`.
+    """
+    check_name(args.model)
+    if args.test_only and args.resume:
+        return
+    try:
+        with torch.device("meta"):
+            build_model(args, 1000)
+    except UserError:
+        raise
+    except Exception:  # the few that compute while they are built are checked then
+        return
 
 
 def build_model(
@@ -78,7 +119,12 @@ def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
     try:
         model = torchvision.models.get_model(args.model, weights=None, num_classes=num_classes, **options)
     except AssertionError as error:  # of the ViTs
-        raise UserError(f"--model {args.model} takes no --val-crop-size {args.val_crop_size}: {error}") from error
+        patch_px = int(args.model.rpartition("_")[2])
+        fitting = max(round(args.val_crop_size / patch_px), 1) * patch_px
+        raise UserError(
+            f"--model {args.model} takes no --val-crop-size {args.val_crop_size}: its patches have {patch_px} "
+            f"pixels; give a multiple, such as --train-crop-size {fitting} --val-crop-size {fitting}"
+        ) from error
     if args.stochastic_depth is not None:
         _set_stochastic_depth(model, args)
     if args.dropout is not None:
@@ -103,14 +149,29 @@ def _set_stochastic_depth(model: nn.Module, args: Any) -> None:
 def _build_timm(args: Any, num_classes: int) -> nn.Module:
     timm = require_timm("--model", args.model)
     name = args.model.removeprefix("timm/")
-    if name not in timm.list_models():
-        hint = did_you_mean(name, timm.list_models(), prefix="timm/")
-        raise UserError(f"--model {args.model}: timm has no such model{hint}")
-    odds = {"drop_path_rate": args.stochastic_depth, "drop_rate": args.dropout}
-    given = {option: value for option, value in odds.items() if value is not None}
+    known = timm.list_models()
+    if name not in known:
+        # With the tag of weights, whose mean and size are then the config's.
+        known += timm.list_pretrained(f"{name.partition('.')[0]}.*") if "." in name else []
+        if name not in known:
+            hint = did_you_mean(name, known, prefix="timm/")
+            raise UserError(f"--model {args.model}: timm has no such model{hint}")
+    config = find_timm_config(args.model)
+    is_other = config is not None and config.fixed_input_size and config.input_size[-1] != args.val_crop_size
+    wanted = {
+        "drop_path_rate": args.stochastic_depth, "drop_rate": args.dropout,
+        "img_size": args.val_crop_size if is_other else None,
+    }  # fmt: skip
+    given = {option: value for option, value in wanted.items() if value is not None}
     try:
         return timm.create_model(name, num_classes=num_classes, **given)
-    except TypeError as error:
+    except (AssertionError, TypeError, ValueError) as error:
+        if is_other:
+            native = config.input_size[-1]
+            raise UserError(
+                f"--model {args.model} takes no --val-crop-size {args.val_crop_size}; it is made for {native}: give "
+                f"--train-crop-size {native} --val-crop-size {native}"
+            ) from error
         raise UserError(f"--model {args.model} takes no such option: {error}") from error
 
 
@@ -132,9 +193,23 @@ def check_sizes(model: nn.Module, args: Any) -> None:
         if obstacle is not None:
             images = f"a --batch-size of 1 and --{split}-crop-size" if batch_size == 1 else f"--{split}-crop-size"
             raise UserError(
-                f"--model {args.model} cannot take {images} {size}: {obstacle}; give a size that it is made for"
+                f"--model {args.model} cannot take {images} {size}: {obstacle}; {_fitting_size(args, split, size)}"
             )
     model.train()
+
+
+def _fitting_size(args: Any, split: str, size: int) -> str:
+    """Return which size of image to give instead."""
+    if args.model.startswith("timm/"):
+        config = find_timm_config(args.model)
+        native = None if config is None else config.input_size[-1]
+        if config is not None and config.fixed_input_size and split == "train":
+            native = args.val_crop_size  # with which it was built
+    else:
+        native = torchvision.models.get_model_weights(args.model).DEFAULT.transforms().crop_size[0]
+    if native in (None, size):
+        return "give a size that it is made for"
+    return f"give one that it is made for, as --{split}-crop-size {native}"
 
 
 def _find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
@@ -156,14 +231,31 @@ def _find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
 
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
-    """Return the names of the layers that end in class scores: the last one, and those of auxiliary classifiers."""
-    sizes = [
-        (name, module.out_features if isinstance(module, nn.Linear) else module.out_channels)
+    """Return the names of the layers that end in class scores.
+
+    timm's models know their one or two heads. Of others it is the last layer, and the last of each auxiliary
+    classifier.
+
+    Raises:
+        UserError: none does.
+    """
+    sizes = {
+        name: module.out_features if isinstance(module, nn.Linear) else module.out_channels
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d)
-    ]
-    ends = [name for name, size in sizes if size == num_classes]
-    return [name for name in ends if name == ends[-1] or "aux" in name.lower()]
+    }
+    if hasattr(model, "get_classifier"):
+        found = model.get_classifier()
+        heads = found if isinstance(found, tuple | list | nn.ModuleList) else [found]
+        inside = {id(module) for head in heads for module in head.modules()}
+        lasts = [name for name in sizes if id(model.get_submodule(name)) in inside]
+    else:
+        parts = {name.split(".")[0] if "aux" in name.lower() else "": name for name in sizes}
+        lasts = [name for name in sizes if name in parts.values()]
+    ends = [name for name in lasts if sizes[name] == num_classes]
+    if not ends:
+        raise UserError(f"the model {type(model).__name__} has no layer at its end that scores {num_classes} classes")
+    return ends
 
 
 def count_classes(model: nn.Module, weights: Mapping[str, Tensor], num_classes: int) -> int:
@@ -228,11 +320,14 @@ def load_matching(
     kind = getattr(weights, "kind", "a state dict")
     misfit = f"{source} belongs to another model, check --model: it holds {kind}"
     with in_one_line(misfit):  # shapes differ
+        weights, resized = resize_positions(reader, weights)
         missing, unexpected = reader.load_state_dict(weights, strict=False)
     for verb, names in (("lacks", missing), ("has", unexpected)):
         misfit += f"; it {verb} {', '.join(names[:3])} ({len(names)} in all)" if names else ""
     if missing or unexpected:
         raise UserError(misfit)
+    if resized:
+        print(f"{source}: made for images of another size; resized {'; '.join(resized)}")
     if reader is model:
         return
     if needs_classifier:
@@ -246,6 +341,49 @@ def load_matching(
         f"{source}: classifier of {counted(theirs, 'class')} left out, starting a new one of {num_classes} "
         f"({', '.join(ends)})"
     )
+
+
+def resize_positions(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], list[str]]:
+    """Return weights whose position embeddings and biases of windows fit a model of images of another size.
+
+    As torchvision's and timm's own functions resize them.
+
+    Args:
+        model: which the weights are to fit.
+        weights: a state dict of the same model, of perhaps another size of image.
+
+    Returns:
+        The state dict, the given one where nothing is to be resized, and words about each tensor that was resized.
+    """
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    positions = ("pos_embed", "relative_position", "rel_pos")
+    others = [
+        name
+        for name, tensor in weights.items()
+        if any(word in name for word in positions) and tensor.shape != shapes.get(name, tensor.shape)
+    ]
+    home = importlib.import_module(type(model).__module__)
+    if not others or not (isinstance(model, torchvision.models.VisionTransformer) or _has_filter(home)):
+        return weights, []
+    if _has_filter(home):
+        found = home.checkpoint_filter_fn(dict(weights), model)
+    else:
+        found = home.interpolate_embeddings(model.image_size, model.patch_size, OrderedDict(weights))
+    found = OrderedDict(found)
+    found._metadata = getattr(weights, "_metadata", {})
+    sizes = {name: [tuple(each[name].shape) for each in (weights, found)] for name in others if name in found}
+    groups = {}
+    for name, (before, after) in sizes.items():
+        groups.setdefault((before, after), []).append(name)
+    return found, [
+        f"{names[0]}{f' and {len(names) - 1} like it' if names[1:] else ''} from {before} to {after}"
+        for (before, after), names in groups.items()
+        if before != after
+    ]
+
+
+def _has_filter(home: Any) -> bool:
+    return home.__name__.startswith("timm.") and hasattr(home, "checkpoint_filter_fn")
 
 
 def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) -> None:

@@ -141,6 +141,8 @@ class Option:
         """Tell whether a plain value has the type and is among the choices of this option."""
         if value is None or (value == self.default and type(value) is type(self.default)):
             return value == self.default
+        if isinstance(self.nargs, int):
+            return isinstance(value, list) and [type(item) for item in value] == [self.type] * self.nargs
         kind = bool if self.is_switch else self.type if isinstance(self.type, type) else str
         return type(value) is kind and (self.choices is None or value in self.choices)
 
@@ -261,6 +263,15 @@ OPTIONS = {
             help="method by which images are resized",
         ),
         Option(
+            "--mean", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0, at_most=1, is_of_checkpoint=True,
+            help="mean of each channel, of values from 0 to 1, which images are normalised by (default: of timm's "
+            "config for timm/ models, else ImageNet's, 0.485 0.456 0.406)",
+        ),
+        Option(
+            "--std", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0.001, at_most=1, is_of_checkpoint=True,
+            help="standard deviation of each channel, likewise (default: likewise, 0.229 0.224 0.225)",
+        ),
+        Option(
             "--crop-scale", metavar="SHARE", default=0.08, type=float, at_least=0, at_most=1,
             help="smallest share of an image's area that a training crop shows",
         ),
@@ -282,8 +293,18 @@ OPTIONS = {
             help="strength of the changes that --auto-augment augmix makes, from 1 to 10",
         ),
         Option(
+            "--color-jitter", metavar="F", default=0.0, type=float, at_least=0, at_most=1,
+            help="change brightness, contrast and saturation of a training image by factors from 1 - F to 1 + F, after "
+            "--auto-augment",
+        ),
+        Option(
             "--random-erase", metavar="P", default=0.0, type=float, at_least=0, at_most=1,
             help="probability that a random rectangle of a training image is erased",
+        ),
+        Option(
+            "--random-erase-fill", default="zero", choices=["pixel", "zero"],
+            help="fill the rectangle of --random-erase with zero, which is the mean colour, or with normal noise in "
+            "each channel of each pixel (timm's mode pixel)",
         ),
         Option(
             "--mixup-alpha", metavar="A", default=0.0, type=float, at_least=0, at_most=1e9,
@@ -321,8 +342,8 @@ OPTIONS = {
         ),
         Option(
             "--weights", metavar="NAME|FILE", resume=FREE, is_of_checkpoint=True,
-            help="weights to start from: a name of torchvision's such as IMAGENET1K_V2, or a file with a state dict "
-            "or a checkpoint",
+            help="weights to start from: a name of torchvision's such as IMAGENET1K_V2, a file with a state dict or a "
+            "checkpoint, a safetensors file, or hf-hub:ORG/NAME or hf-hub:ORG/NAME/FILE of the Hugging Face hub",
         ),
         Option(
             "--ema", default=False, resume=FREE,

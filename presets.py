@@ -113,6 +113,7 @@ class _Preset:
         std: tuple[float, ...],
         decoder: str,
         random_erase_prob: float = 0.0,
+        random_erase_fill: str = "zero",
     ) -> None:
         if backend is not None and backend.lower() not in ("pil", "tensor"):
             raise ValueError(f"backend {backend!r}: expected 'pil', 'tensor' or None")
@@ -121,7 +122,8 @@ class _Preset:
         steps = [to_tensor, *steps] if is_tensor else [*steps, to_tensor]
         finish = [transforms.ConvertImageDtype(torch.float), transforms.Normalize(mean, std)]
         if random_erase_prob > 0:
-            finish.append(transforms.RandomErasing(random_erase_prob))
+            fill = "random" if random_erase_fill == "pixel" else 0
+            finish.append(transforms.RandomErasing(random_erase_prob, value=fill))
         self.transforms = transforms.Compose([*steps, *finish])  # as torchvision's; the two are its parts
         self.to_pixels, self.finish = transforms.Compose(steps), transforms.Compose(finish)
         self.random_erase_prob = random_erase_prob
@@ -202,6 +204,8 @@ class ClassificationPresetTrain(_Preset):
         ra_magnitude: of ra.
         augmix_severity: of augmix.
         random_erase_prob: odds of an erased rectangle.
+        random_erase_fill: zero, or pixel for normal noise.
+        color_jitter: brightness, contrast and saturation change by factors from 1 minus this to 1 plus this.
         backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's.
         decoder: what decodes JPEGs in that way: pillow or torchcodec.
@@ -222,6 +226,8 @@ class ClassificationPresetTrain(_Preset):
         ra_magnitude: int = 9,
         augmix_severity: int = 3,
         random_erase_prob: float = 0.0,
+        random_erase_fill: str = "zero",
+        color_jitter: float = 0.0,
         backend: str | None = None,
         decoder: str = "pillow",
         leaves_decoding: bool = False,
@@ -232,15 +238,16 @@ class ClassificationPresetTrain(_Preset):
         if hflip_prob > 0:
             steps.append(transforms.RandomHorizontalFlip(hflip_prob))
         policy = _policy(auto_augment_policy, crop_size, interpolation, ra_magnitude, augmix_severity, mean)
-        if policy is not None:
-            steps.append(policy)
-        super().__init__(steps, backend, interpolation, mean, std, decoder, random_erase_prob)
+        jitter = transforms.ColorJitter(*3 * [color_jitter]) if color_jitter > 0 else None
+        on_images = [step for step in (policy, jitter) if step is not None]
+        steps += on_images
+        super().__init__(steps, backend, interpolation, mean, std, decoder, random_erase_prob, random_erase_fill)
         self.box = CropBox(scale)
         self.crop_size = crop_size
         self.hflip_prob = hflip_prob
-        self.policy = policy
-        self.takes_draws = self.fast_mode is not None and policy is None
-        self.leaves_decoding = leaves_decoding and policy is None
+        self.policy = transforms.Compose(on_images) if on_images else None
+        self.takes_draws = self.fast_mode is not None and not on_images
+        self.leaves_decoding = leaves_decoding and not on_images
 
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor | EncodedCrop:
         width, height = file.size
@@ -474,6 +481,8 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
         ra_magnitude=args.ra_magnitude,
         augmix_severity=args.augmix_severity,
         random_erase_prob=args.random_erase,
+        random_erase_fill=args.random_erase_fill,
+        color_jitter=args.color_jitter,
         **common,
     )
     train = build_train(crop_size=args.train_crop_size)

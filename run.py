@@ -25,7 +25,7 @@ from checkpointing.checkpoint import RunState
 from checkpointing.guard import check_classes, check_options, run_facts
 from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
 from checkpointing.store import CheckpointManager
-from checkpointing.weights import load_weights
+from checkpointing.weights import HUB, fetch_from_hub, load_weights
 from errors import (
     LoaderKilledError,
     NonFiniteError,
@@ -118,8 +118,9 @@ def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None
     """
     if args.weights is None:
         return None
-    if Path(args.weights).is_file():
-        weights = load_weights(Path(args.weights), is_average=args.ema)
+    path = fetch_from_hub(args.weights) if args.weights.startswith(HUB) else Path(args.weights)
+    if path.is_file():
+        weights = load_weights(path, is_average=args.ema, name=f"--weights {args.weights}")
         print(f"--weights {args.weights}: {weights.kind}")
         check_classes(weights.classes, args, val)
         return weights

@@ -172,7 +172,6 @@ def join(args):
         UserError: the device, the processes, the weights or the data are not there.
     """
     args = config.complete(args)
-    models.check_name(args.model)
     optim.check_rates(args)
     check_memory(args)
     preemption = PreemptionGuard(is_installed=not args.test_only)
@@ -183,8 +182,9 @@ def join(args):
     begin_log(args)
     for note in notes + more:
         print(note)
+    models.check_model(args)
     # Before there are other threads, as those of the process group: see `BatchLoader.start`.
-    is_known = args.decode_device == "cpu" and not (args.test_only and args.resume)
+    is_known = args.decode_device == "cpu" and not data.waits_for_checkpoint(args)
     loading = data.start_loading(args) if is_known else None
     collectives.join_processes(args)
     return args, models.set_up_device(args), preemption, loading

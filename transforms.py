@@ -39,20 +39,27 @@ class Normalize:
 
 
 class RandomErasing:
-    """Set one random rectangle of an image to zero (Zhong et al., arXiv 1708.04896), with torchvision's distribution.
+    """Erase one random rectangle of an image (Zhong et al., arXiv 1708.04896), with torchvision's distribution.
 
     Args:
         p: odds of a rectangle.
         scale: smallest and largest share of the image's area.
         ratio: smallest and largest height over width.
+        is_noisy: fill it with normal noise, another value for each channel of each pixel; else with zero.
     """
 
     def __init__(
-        self, p: float = 0.5, scale: tuple[float, float] = (0.02, 0.33), ratio: tuple[float, float] = (0.3, 3.3)
+        self,
+        p: float = 0.5,
+        scale: tuple[float, float] = (0.02, 0.33),
+        ratio: tuple[float, float] = (0.3, 3.3),
+        *,
+        is_noisy: bool = False,
     ) -> None:
         self.p = p
         self.scale = scale
         self.ratio = ratio
+        self.is_noisy = is_noisy
 
     def draw_box(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
         """Draw (top, left, height, width) in px; an empty box where none is to be erased, or none fits in ten tries."""
@@ -68,16 +75,44 @@ class RandomErasing:
         return 0, 0, 0, 0
 
     def draw(self, image: Tensor, rng: random.Random) -> Tensor:
-        """Draw a box for each image of a (B, C, H, W) batch, in its order: (B, 4) int64, on the CPU."""
-        height, width = image.shape[-2:]
-        return torch.tensor([self.draw_box(height, width, rng) for _ in range(len(image))])
+        """Draw a box for each image of a (B, C, H, W) batch, in its order, and a seed of its noise.
 
-    @staticmethod
-    def erase(image: Tensor, boxes: Tensor) -> Tensor:
-        """Return (B, C, H, W) normalised floats with (B, 4) boxes erased."""
-        top, left, height, width = boxes[:, :, None].unbind(1)
+        Returns:
+            (B, 4) int64, or with noise (B, 5), on the CPU.
+        """
+        height, width = image.shape[-2:]
+        boxes = torch.tensor([self.draw_box(height, width, rng) for _ in range(len(image))])
+        if not self.is_noisy:
+            return boxes
+        seeds = torch.tensor([rng.getrandbits(31) for _ in range(len(image))])
+        return torch.cat([boxes, seeds[:, None]], dim=1)
+
+    def erase(self, image: Tensor, boxes: Tensor) -> Tensor:
+        """Return (B, C, H, W) normalised floats with the boxes erased that `draw` drew."""
+        top, left, height, width = boxes[:, :4, None].unbind(1)
+        fill = normal_noise(image, boxes[:, 4]) if self.is_noisy else 0.0
         # Not masked_fill, which loses the channels-last order of memory where it is not in place, as in a compiled one.
-        return torch.where(_inside(image, left, top, left + width, top + height)[:, None], 0.0, image)
+        return torch.where(_inside(image, left, top, left + width, top + height)[:, None], fill, image)
+
+
+def normal_noise(image: Tensor, seeds: Tensor) -> Tensor:
+    """Return standard normal noise in the shape and memory order of (B, C, H, W) floats.
+
+    Each value is a hash of its image's seed, (B,) int64, and its place: the same on every device but for the rounding
+    of `erfinv`, and in whatever order it is computed.
+    """
+    place = torch.arange(image[0].numel(), dtype=torch.int32, device=image.device).view(image.shape[1:])
+    bits = torch.zeros_like(image, dtype=torch.int32) + _mix_bits(place)
+    bits = _mix_bits(bits ^ seeds.to(torch.int32).view(-1, 1, 1, 1))
+    share = ((bits >> 9 & 0x7FFFFF) + 0.5) / 0x800000  # exact in float32, and neither 0 nor 1
+    return torch.erfinv(2 * share - 1) * math.sqrt(2)
+
+
+def _mix_bits(bits: Tensor) -> Tensor:
+    """Return int32 whose every bit depends on every bit of the given ones (the finaliser of MurmurHash3)."""
+    bits = (bits ^ (bits >> 16 & 0xFFFF)) * (0x85EBCA6B - (1 << 32))  # int32 wraps around
+    bits = (bits ^ (bits >> 13 & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
+    return bits ^ (bits >> 16 & 0xFFFF)
 
 
 def process_rng() -> random.Random:

@@ -17,7 +17,7 @@ from options import BY_NAME, FREE, SILENT, parse_allowed
 _ALLOWED = "changed as --allow-change says: "
 
 # Set by the script, not by the user.
-_DERIVED = {"distributed", "given", "gpu", "mean", "num_shards", "rank", "reference_global_batch", "std", "typed"}
+_DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "typed"}
 
 
 def describe_data(train: Any, val: Any) -> dict:
@@ -224,7 +224,8 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
     for name, value in vars(args).items():
         if name in _DERIVED or name == "world_size":
             continue
-        if (name == "global_batch_size" and value is None) or (name == "weights" and name not in args.given):
+        is_theirs = name in ("weights", "mean", "std") and name not in args.given
+        if is_theirs or (name == "global_batch_size" and value is None):
             continue  # then it is the checkpoint's
         if name not in theirs and name not in args.given:
             continue  # an option that is younger than the checkpoint, and not used

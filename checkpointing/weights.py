@@ -16,11 +16,14 @@ from torch import nn
 
 from checkpointing.archive import load_checkpoint
 from checkpointing.finder import STATE_FILES
-from errors import StorageError, UserError
+from errors import StorageError, UserError, in_one_line, require_package
 from files import explain_failure, write_atomically
 
 # Where a checkpoint holds its weights and their average: torchvision's and our keys, then those of the others.
 _RAW_KEYS, _AVERAGE_KEYS = ("model", "state_dict"), ("model_ema", "state_dict_ema")
+
+# How weights of the Hugging Face hub are named, and the file that is meant where none is.
+HUB, SAFETENSORS = "hf-hub:", "model.safetensors"
 
 # Put before names by DistributedDataParallel and AveragedModel, and by pytorch/examples into those of AlexNet and VGG.
 _WRAPPERS = re.compile(r"^(module\.)+|(?<=^features\.)module\.")
@@ -89,7 +92,30 @@ def take_weights(content: dict, name: str, *, is_average: bool = False) -> Weigh
     return weights
 
 
+def fetch_from_hub(name: str) -> Path:
+    """Return the path of a file of weights of the Hugging Face hub, in its cache.
+
+    Args:
+        name: hf-hub:ORG/NAME, which means model.safetensors there, or hf-hub:ORG/NAME/FILE.
+
+    Raises:
+        UserError: it cannot be fetched, or the hub's package is not installed.
+    """
+    source = f"--weights {name}"
+    owner, _, rest = name.removeprefix(HUB).partition("/")
+    repository, _, file = rest.partition("/")
+    if not owner or not repository:
+        raise UserError(f"{source}: expected {HUB}ORG/NAME or {HUB}ORG/NAME/FILE")
+    hub = require_package("huggingface_hub", source)
+    with in_one_line(f"{source}: cannot fetch {file or SAFETENSORS}"):
+        return Path(hub.hf_hub_download(f"{owner}/{repository}", file or SAFETENSORS))
+
+
 def _load(path: Path) -> dict:
+    if path.suffix == ".safetensors":
+        reader = require_package("safetensors.torch", str(path))
+        with in_one_line(f"{path} is no safetensors file, or a damaged one"):
+            return reader.load_file(path)
     return load_checkpoint(path, str(path), takes_namespace=True)
 
 

@@ -9,6 +9,7 @@ import torch
 
 import collectives
 import config
+import models
 import optim
 from errors import UserError
 from launch import read_launch
@@ -39,7 +40,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     launch = read_launch(world_size=args.world_size)
     collectives.setup_for_distributed(launch.rank == 0)
     args = config.Record(**{**vars(args), "world_size": launch.world_size, "distributed": False})
-    args = config.with_shards(args, state=None)
+    args, notes = models.take_statistics(config.with_shards(args, state=None))
     world_size = args.world_size
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)
     # One process may look at a run of many.
@@ -60,6 +61,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     rates = [f"{epoch}: {learning_rate(optimizer, scheduler, epoch, steps_per_epoch):.3g}" for epoch in sorted(epochs)]
     lines = [
         f"# {about}",
+        *(f"# {note}" for note in notes),
         f"# {args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {len(groups)} groups",
         f"# global batch {args.global_batch_size} = {args.num_shards} shards x {args.batch_size} images; "
         f"{world_size} {'process computes' if world_size == 1 else 'processes compute'} {shards.num_local} each",

@@ -129,7 +129,14 @@ def build_preset(description: dict[str, Any]) -> ClassificationPresetEval:
 
 
 def find_description(path: Path) -> dict[str, Any] | None:
-    """Return the description of weights that `scripts.export` wrote, which lies beside them as JSON; None if none."""
+    """Return the description of weights that `scripts.export` wrote: in safetensors, else in the JSON beside them.
+
+    Returns None where there is none.
+    """
+    if path.suffix == ".safetensors":
+        with require_package("safetensors", str(path)).safe_open(str(path), framework="pt") as file:
+            texts = file.metadata() or {}
+        return unpacked(texts, str(path)) if texts.get("schema") == FORMAT else None
     content = read_json(path.with_name(f"{_HASHED.sub('', path.stem)}.json"))
     files = content.get("files")
     if content.get("schema") != FORMAT or not isinstance(files, dict) or path.name not in files:
@@ -138,26 +145,10 @@ def find_description(path: Path) -> dict[str, Any] | None:
 
 
 def describe_weights(weights: Weights, path: Path) -> None:
-    """Add what the description beside a bare state dict says of it, if there is one, to its options and classes."""
+    """Add the description of a bare state dict, if there is one, to its options and classes."""
     description = None if "model" in weights.options else find_description(path)
     if description is not None:
         _take(weights, description)
-
-
-def load_safetensors(path: Path, source: str) -> Weights:
-    """Return the weights in a safetensors file, with what its metadata says of them if `scripts.export` wrote it.
-
-    Raises:
-        UserError: safetensors is not installed, or the file is damaged.
-    """
-    safetensors = require_package("safetensors", source)
-    with in_one_line(f"{source} cannot be read"), safetensors.safe_open(str(path), framework="pt") as file:
-        weights = Weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-        texts = file.metadata() or {}
-    weights.kind, weights.options = "a bare state dict", {}
-    if texts.get("schema") == FORMAT:
-        _take(weights, unpacked(texts, source))
-    return weights
 
 
 def _take(weights: Weights, description: dict[str, Any]) -> None:

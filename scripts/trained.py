@@ -11,11 +11,11 @@ import config
 from checkpointing.weights import Weights, load_weights
 from data import options_of_weights
 from errors import UserError, did_you_mean
-from models import build_model, count_classes
+from models import build_model, count_classes, take_statistics
 from options import BY_NAME
 from presets import ClassificationPresetEval, build_presets
 from run import fetch_published
-from scripts.exported import describe_weights, load_safetensors
+from scripts.exported import describe_weights
 
 
 class Trained(NamedTuple):
@@ -64,24 +64,14 @@ def open_trained(source: str, *, model: str | None = None, is_average: bool = Fa
     """
     if not Path(source).is_file():
         return _open_published(source)
-    weights = _load(source, is_average=is_average)
+    weights = load_weights(Path(source), is_average=is_average, name=source)
+    describe_weights(weights, Path(source))
     name = weights.options.get("model")
     if model is not None and name not in (None, model):
         raise UserError(f"{source} holds {weights.kind}, and --model is {model}; leave --model out")
     if model is None and name is None:
         raise UserError(f"{source} does not say of which model it is; give --model NAME")
     return build_trained(source, model or name, weights)
-
-
-def _load(source: str, *, is_average: bool) -> Weights:
-    path = Path(source)
-    if path.suffix == ".safetensors":
-        if is_average:
-            raise UserError(f"{source} holds one set of weights, chosen when it was written; leave out --ema")
-        return load_safetensors(path, source)
-    weights = load_weights(path, is_average=is_average, name=source)
-    describe_weights(weights, path)
-    return weights
 
 
 def find_published(source: str) -> tuple[str, Any] | None:
@@ -118,12 +108,11 @@ def build_trained(source: str, name: str, weights: Weights) -> Trained:
     options = {key: value for key, value in weights.options.items() if _is_value(key, value)}
     if "val_crop_size" in options:  # ViTs are of one size, and published ones do not say that of training
         given.train_crop_size = given.val_crop_size = options["val_crop_size"]
-    args = config.Record(**vars(config.complete(given)))
+    args, _ = take_statistics(config.Record(**vars(config.complete(given))))
     args, _ = config.as_trained(args, options)
-    changes = {key: weights.options[key] for key in ("mean", "std") if key in weights.options}
     if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
-        changes["weights"] = options["weights"]
-    args = args.replaced(**changes, distributed=False)
+        args = args.replaced(weights=options["weights"])
+    args = args.replaced(distributed=False)
     num_classes = len(weights.classes or ()) or count_classes(build_model(args, 1000), weights, 1000)
     built = build_model(args, num_classes, weights, source).eval().requires_grad_(False)
     return Trained(built, args, weights.classes, weights.kind, weights.options)

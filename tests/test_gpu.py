@@ -91,7 +91,7 @@ def options(*argv, size_px=64):
     return args
 
 
-MIXED = "--random-erase 0.5 --mixup-alpha 0.2 --cutmix-alpha 1".split()
+MIXED = "--random-erase 0.5 --random-erase-fill pixel --mixup-alpha 0.2 --cutmix-alpha 1".split()
 
 
 @pytest.mark.parametrize("argv", [[], ["--channels-last"], ["--channels-last", "--compile"]])

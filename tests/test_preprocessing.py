@@ -1,0 +1,125 @@
+"""Mean, standard deviation and sizes of images, as the model, its weights and a checkpoint want them."""
+
+import pytest
+import timm
+import torch
+
+import config
+import data
+import models
+from checkpointing.archive import load_checkpoint
+from errors import UserError
+from monitoring.preview import preview
+from scripts.trained import open_trained
+from tests.images import write_images
+from tests.started import refused, run_train
+
+VIT = "timm/test_vit"  # timm's config says 0.5 for both, and 160 pixels
+SMALL = ["--train-crop-size", "32", "--val-crop-size", "32", "--val-resize-size", "32", "--device", "cpu"]
+
+
+def settled(*argv):
+    args = config.parse_args(["--synthetic", *argv])
+    return data.take_published_options(config.Record(**vars(args)))
+
+
+def test_timms_models_are_given_images_as_timms_config_says():
+    for name in ("test_vit", "test_resnet", "vit_small_patch16_224", "resnet10t"):
+        args, notes = settled("--model", f"timm/{name}")
+        expected = timm.get_pretrained_cfg(name)
+        assert (args.mean, args.std) == (list(expected.mean), list(expected.std)), name
+        assert len(notes) == (expected.mean[0] == 0.5), (name, notes)  # ImageNet's own need no word
+    args, _ = settled("--model", "timm/vit_base_patch16_clip_224.openai")  # the tag's, and not the default's
+    assert args.mean == list(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai").mean) != [0.5] * 3
+    models.check_model(args.replaced(distributed=False))
+    args, notes = settled("--model", VIT, "--mean", "0.1", "0.2", "0.3")
+    assert (args.mean, args.std) == ([0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
+    assert notes == ["std 0.5 0.5 0.5: as in timm's config of timm/test_vit"]
+    args, notes = settled("--model", "resnet18", "--std", "1", "1", "1")
+    assert (args.mean, args.std, notes) == ([0.485, 0.456, 0.406], [1.0, 1.0, 1.0], [])
+
+
+def test_batches_are_normalised_by_the_options():
+    args, _ = settled("--model", VIT, "--std", "0.25", "0.5", "1")
+    train, evaluation = data.build_batch_transforms(args.replaced(num_shards=1), 10, torch.device("cpu"))
+    image = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    expected = (image.double() / 255 - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1)
+    for transform in (train, evaluation):
+        normalised, _ = transform(image, torch.tensor([0, 1]), None)
+        torch.testing.assert_close(normalised.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_dry_run_prints_a_recipe_that_repeats_them(tmp_path):
+    text = preview(config.parse_args(["--synthetic", "--model", VIT, *SMALL]))
+    path = tmp_path / "again.toml"
+    path.write_text(text)
+    assert "# mean 0.5 0.5 0.5, std 0.5 0.5 0.5" in text
+    args = config.parse_args(["--recipe", str(path), "--synthetic"])
+    assert (args.mean, args.std) == ([0.5] * 3, [0.5] * 3)
+
+
+def trained_with(out):
+    return load_checkpoint(out / "checkpoint.pth", str(out))["args"]
+
+
+def test_a_resumed_run_and_an_evaluation_take_the_checkpoints(tmp_path):
+    images = write_images(tmp_path / "images", {"train": [8, 8], "val": [2, 2]})
+    out = tmp_path / "out"
+    argv = ["--data-path", images, "--output-dir", out, "--model", VIT, *SMALL, "--batch-size", 8, "--workers", 0]
+    run_train(tmp_path, *argv, "--epochs", 1, "--mean", 0.25, 0.5, 0.75).check()
+    trained = trained_with(out)
+    assert (trained["mean"], trained["std"]) == ([0.25, 0.5, 0.75], [0.5] * 3)
+
+    refused(run_train(tmp_path, *argv, "--resume", "auto", "--epochs", 2, "--mean", 0.5, 0.5, 0.5), "mean")
+    resumed = run_train(tmp_path, *argv, "--resume", "auto", "--epochs", 2).check()
+    assert "--mean 0.25 0.5 0.75: as in the checkpoint" in resumed.output
+    assert trained_with(out)["mean"] == [0.25, 0.5, 0.75]
+    tested = run_train(tmp_path, *argv, "--resume", out / "checkpoint.pth", "--test-only").check()
+    assert "--mean [0.25, 0.5, 0.75]: as in the checkpoint" in tested.output
+    trained = open_trained(str(out / "checkpoint.pth"))
+    assert (trained.args.mean, trained.args.std) == ([0.25, 0.5, 0.75], [0.5] * 3)
+
+
+def test_a_state_dict_and_timms_checkpoint_take_timms(tmp_path):
+    model = timm.create_model("test_vit", num_classes=3, img_size=224)
+    torch.save(model.state_dict(), tmp_path / "bare.pth")
+    torch.save({"state_dict": model.state_dict(), "args": {"mean": None}}, tmp_path / "timm.pth")
+    for file in ("bare.pth", "timm.pth"):
+        assert open_trained(str(tmp_path / file), model=VIT).args.mean == [0.5] * 3
+
+
+def test_impossible_values_are_refused():
+    for argv in (["--mean", "0.5", "0.5", "2"], ["--std", "0", "0.5", "0.5"], ["--mean", "nan", "0", "0"]):
+        with pytest.raises(UserError, match=argv[0]):
+            config.parse_args(["--synthetic", *argv])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "inception_v3"], ["--train-crop-size 224", "--train-crop-size 299"]),
+        (["--model", "vit_b_16", "--train-crop-size", "225", "--val-crop-size", "225"], ["16 pixels", "size 224"]),
+        (["--model", "maxvit_t", "--val-crop-size", "256"], ["--val-crop-size 256", "--val-crop-size 224"]),
+        (["--model", "timm/swin_tiny_patch4_window7_224", "--val-crop-size", "256"],
+         ["--train-crop-size 224", "--train-crop-size 256"]),
+        (["--model", "timm/levit_128s", "--train-crop-size", "256"],
+         ["--train-crop-size 256", "--train-crop-size 224"]),
+        (["--model", "timm/test_vitt"], ["did you mean timm/test_vit"]),
+        (["--model", "timm/test_vit.r160_in1"], ["did you mean timm/test_vit.r160_in1k"]),
+    ],
+)  # fmt: skip
+def test_a_size_that_the_model_cannot_take_is_refused_with_one_that_fits(argv, words):
+    args = config.Record(**vars(config.parse_args(["--synthetic", *argv])), distributed=False)
+    with pytest.raises(UserError) as refusal:
+        models.check_model(args)
+    for word in words:
+        assert word in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_sizes_are_refused_before_images_are_looked_for(tmp_path):
+    """Of which there are none: whoever looked first would say that."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "val").mkdir()
+    argv = ["--data-path", tmp_path, "--output-dir", tmp_path / "out", "--model", "inception_v3", "--device", "cpu"]
+    refused(run_train(tmp_path, *argv), "give one that it is made for, as --train-crop-size 299")

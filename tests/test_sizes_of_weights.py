@@ -1,0 +1,87 @@
+"""Weights of a model for images of another size: their positions are resized as torchvision and timm resize them."""
+
+import re
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
+from torchvision.models.vision_transformer import interpolate_embeddings
+
+import config
+import models
+from errors import UserError
+
+
+def start(name, size, weights, *argv, num_classes=3):
+    sizes = ["--train-crop-size", str(size), "--val-crop-size", str(size)]
+    args = config.parse_args(["--synthetic", "--model", name, "--weights", "w.pth", *sizes, *argv])
+    return models.build_model(args, num_classes, weights).state_dict()
+
+
+def noisy(model):
+    """A model's state dict, of no zeros: some embeddings begin as zeros."""
+    torch.manual_seed(0)
+    return {name: value + torch.rand_like(value) if value.is_floating_point() else value for name, value in
+            model.state_dict().items()}  # fmt: skip
+
+
+def assert_all_but(found, weights, *names):
+    for name, value in found.items():
+        assert name in names or torch.equal(value, weights[name]), name
+
+
+@pytest.mark.parametrize("size", [32, 96])
+def test_torchvisions_vit(size, capsys):
+    weights = noisy(torchvision.models.VisionTransformer(64, 32, 12, 12, 768, 3072, num_classes=3))
+    found = start("vit_b_32", size, dict(weights))
+    expected = interpolate_embeddings(size, 32, dict(weights))["encoder.pos_embedding"]
+    assert torch.equal(found["encoder.pos_embedding"], expected)
+    assert_all_but(found, weights, "encoder.pos_embedding")
+    num_positions = (size // 32) ** 2 + 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == (
+        "--weights w.pth: made for images of another size; resized encoder.pos_embedding from (1, 5, 768) to "
+        f"(1, {num_positions}, 768)"
+    )
+
+
+def test_timms_vit_and_another_classifier(capsys):
+    weights = noisy(timm.create_model("deit_tiny_distilled_patch16_224", num_classes=5))
+    found = start("timm/deit_tiny_distilled_patch16_224", 64, dict(weights))
+    assert torch.equal(found["pos_embed"], resample_abs_pos_embed(weights["pos_embed"], [4, 4], num_prefix_tokens=2))
+    heads = [f"{head}.{part}" for head in ("head", "head_dist") for part in ("weight", "bias")]
+    assert_all_but(found, weights, "pos_embed", *heads)
+    assert found["head.weight"].shape == found["head_dist.weight"].shape == (3, 192)
+    out = capsys.readouterr().out
+    assert "resized pos_embed from (1, 198, 192) to (1, 18, 192)" in out
+    assert "classifier of 5 classes left out" in out
+
+
+def test_timms_windows(capsys):
+    weights = noisy(timm.create_model("swin_tiny_patch4_window7_224", num_classes=3))
+    found = start("timm/swin_tiny_patch4_window7_224", 128, dict(weights))
+    tables = [name for name, value in found.items() if value.shape != weights[name].shape]
+    assert all("relative_position_bias_table" in name for name in tables)
+    for name in tables:
+        side = round(found[name].shape[0] ** 0.5 + 1) // 2
+        expected = resize_rel_pos_bias_table(
+            weights[name], new_window_size=(side, side), new_bias_shape=found[name].shape
+        )
+        assert torch.equal(found[name], expected), name
+    assert_all_but(found, weights, *tables)
+    assert len(tables) >= 1
+    assert re.search(r"resized layers\S+ .*from \(169, \d+\)", capsys.readouterr().out)
+
+
+def test_weights_that_fit_stay_as_they_are(capsys):
+    weights = noisy(timm.create_model("test_vit", num_classes=3))
+    assert_all_but(start("timm/test_vit", 160, dict(weights)), weights)
+    assert capsys.readouterr().out == ""
+
+
+def test_another_model_is_still_refused():
+    weights = timm.create_model("vit_small_patch16_224", num_classes=3).state_dict()
+    with pytest.raises(UserError, match="belongs to another model"):
+        start("timm/vit_tiny_patch16_224", 64, weights)
