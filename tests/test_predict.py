@@ -192,7 +192,7 @@ def test_mistakes_are_one_line(made, tmp_path):
         (tmp_path / "junk.onnx", [images], "junk.onnx cannot be opened"),
         (tmp_path / "junk.pt2", [images], "junk.pt2 is damaged or no .pt2 file"),
         (tmp_path / "cut.pt2", [images], "cut.pt2 is damaged or no .pt2 file"),
-        (tmp_path / "junk.safetensors", [images], "junk.safetensors cannot be read"),
+        (tmp_path / "junk.safetensors", [images], "junk.safetensors is no safetensors file"),
         (foreign, [images], "foreign.pt2 does not say how its images are prepared"),
     ]:
         outcome, output = run_tool(tmp_path, "predict", source, *argv, "--json", code=2)
