@@ -1,0 +1,266 @@
+"""docs/launching.md, as far as one machine can try it: shells, options, schemas, and the image's steps by hand."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+
+import pytest
+import yaml  # timm and huggingface_hub bring it
+
+import config
+from tests.ranks import REPOSITORY
+from tests.started import SMALL
+
+PAGE = (REPOSITORY / "docs" / "launching.md").read_text()
+BASH = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
+YAML = [part for block in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.S) for part in yaml.safe_load_all(block)]
+SKY = next(part for part in YAML if "kind" not in part)
+SCRIPTS = {
+    **{f"block{number}": f"#!/usr/bin/env bash\n{block}" for number, block in enumerate(BASH)},
+    **{f"sky-{step}": f"#!/usr/bin/env bash\n{SKY[step]}" for step in ("setup", "run")},
+    **{path.name: path.read_text() for path in (REPOSITORY / "scripts").glob("*.sh")},
+}
+DOCKERFILE = (REPOSITORY / "scripts" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+
+# Kinds and the types of fields, from the APIs' own definitions: kubeflow/trainer, pkg/apis/trainer/v1alpha1
+# (trainjob_types.go, trainingruntime_types.go); kubeflow/training-operator, pkg/apis/kubeflow.org/v1 (pytorch_types.go,
+# common_types.go); SkyPilot, docs/source/reference/yaml-spec.rst. A field that is not here is unknown.
+CONTAINER = {
+    "name!": str, "image!": str, "command": [str], "args": [str], "env": [{"name!": str, "value!": str}],
+    "resources": {"limits": dict}, "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool}],
+}  # fmt: skip
+VOLUME = {"name!": str, "persistentVolumeClaim": {"claimName!": str, "readOnly": bool}, "emptyDir": {"medium": str}}
+POD = {"spec!": {"terminationGracePeriodSeconds!": int, "containers!": [CONTAINER], "volumes": [VOLUME]}}
+JOB = {"metadata": {"labels!": {"trainer.kubeflow.org/trainjob-ancestor-step!": str}}, "spec!": {"template!": POD}}
+SCHEMAS = {
+    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): {
+        "mlPolicy": {"numNodes": int, "torch": {}},
+        "template!": {
+            "spec!": {"failurePolicy": {"maxRestarts": int}, "replicatedJobs!": [{"name!": str, "template!": JOB}]}
+        },
+    },
+    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): {
+        "runtimeRef!": {"apiGroup": str, "kind": str, "name!": str},
+        "trainer": {
+            "numNodes": int, "numProcPerNode": int, "image": str, "command": [str], "args": [str],
+            "env": CONTAINER["env"], "resourcesPerNode": {"limits": dict},
+        },
+    },
+    ("kubeflow.org/v1", "PyTorchJob"): {
+        "nprocPerNode": str,
+        "elasticPolicy": {"rdzvBackend": str, "minReplicas": int, "maxReplicas": int, "maxRestarts": int},
+        "runPolicy": {"backoffLimit": int},
+        "pytorchReplicaSpecs!": {"Worker!": {"replicas": int, "restartPolicy": str, "template!": POD}},
+    },
+    (None, None): {
+        "name": str, "workdir": str, "num_nodes": int, "setup": str, "run": str,
+        "resources": {"accelerators": str, "use_spot": bool, "job_recovery": {"max_restarts_on_errors": int}},
+        "file_mounts": {"/data": {"source!": str, "mode": str}, "/runs": {"source!": str, "mode": str}},
+    },
+}  # fmt: skip
+
+
+def problems(value, schema, where="spec"):
+    """Return where a value does not fit: a missing field (`!`), an unknown one, or one of another type."""
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            return [where]
+        return [found for index, item in enumerate(value) for found in problems(item, schema[0], f"{where}[{index}]")]
+    if not isinstance(schema, dict):
+        return [] if type(value) is schema else [where]
+    if not isinstance(value, dict):
+        return [where]
+    fields = {name.rstrip("!"): inner for name, inner in schema.items()}
+    found = [f"{where}.{name[:-1]} missing" for name in schema if name.endswith("!") and name[:-1] not in value]
+    found += [f"{where}.{name} unknown" for name in value if name not in fields]
+    return found + [
+        inner for name in value.keys() & fields for inner in problems(value[name], fields[name], f"{where}.{name}")
+    ]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_shell_block_and_script_is_sound(name, tmp_path):
+    if not shutil.which("shellcheck") and "CI" not in os.environ:
+        pytest.skip("shellcheck is not installed")
+    script = tmp_path / name
+    script.write_text(SCRIPTS[name])
+    # Not said: that functions are unreachable which only a trap calls, and that A && B || C is no if.
+    for command in (["bash", "-n"], ["shellcheck", "--severity=info", "--exclude=SC2317,SC2015"]):
+        done = subprocess.run([*command, script], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_has_each_way_to_launch():
+    text = "\n".join(BASH)
+    for words in ("--rdzv-backend=c10d", "\nsrun ", "sbatch scripts/slurm.sh", "docker build", "docker run"):
+        assert words in text, words
+    kinds = {part.get("kind") for part in YAML}
+    assert kinds == {"TrainingRuntime", "TrainJob", "PyTorchJob", None}
+
+
+@pytest.mark.parametrize("part", YAML, ids=lambda part: part.get("kind", "SkyPilot"))
+def test_the_manifests_fit_their_schemas(part):
+    schema = SCHEMAS[part.get("apiVersion"), part.get("kind")]
+    assert problems(part["spec"] if "kind" in part else part, schema) == []
+    if "kind" in part:  # what may be a name in Kubernetes
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", part["metadata"]["name"])
+
+
+def test_the_schemas_notice_what_is_wrong():
+    job = next(part for part in YAML if part.get("kind") == "TrainJob")["spec"]
+    schema = SCHEMAS["trainer.kubeflow.org/v1alpha1", "TrainJob"]
+    assert problems({**job, "runtimeRef": {}}, schema) == ["spec.runtimeRef.name missing"]
+    assert problems({**job, "podTemplateOverrides": []}, schema) == ["spec.podTemplateOverrides unknown"]
+    wrong = {"numNodes": "2", "args": ["--epochs", 5]}
+    assert sorted(problems({**job, "trainer": wrong}, schema)) == ["spec.trainer.args[1]", "spec.trainer.numNodes"]
+
+
+def pods():
+    """Return the pods of the manifests."""
+    for part in YAML:
+        if part.get("kind") == "PyTorchJob":
+            yield part["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+        if part.get("kind") == "TrainingRuntime":
+            yield part["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+def test_pods_mount_what_they_name_and_are_given_longer_than_torchrun_waits():
+    wait_s = int(re.search(r"SHUTDOWN_TIMEOUT:-(\d+)", SCRIPTS["container.sh"])[1])
+    found = list(pods())
+    assert len(found) == 2
+    for pod in found:
+        mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+        assert pod["terminationGracePeriodSeconds"] > wait_s
+    assert all(int(number) > wait_s for number in re.findall(r"--stop-timeout (\d+)", PAGE))
+
+
+def container_commands():
+    """Return the options that the page gives to scripts/container.sh, in manifests, in shells and to the image."""
+    for part in YAML:
+        if part.get("kind") == "TrainJob":
+            yield part["spec"]["trainer"]["args"]
+    yield from (pod["containers"][0]["args"] for pod in pods() if "args" in pod["containers"][0])
+    for line in [*SKY["run"].splitlines(), *"\n".join(BASH).replace("\\\n", " ").splitlines()]:
+        words = shlex.split(line, comments=True)
+        if "scripts/container.sh" in words:
+            yield words[words.index("scripts/container.sh") + 1 :]
+        if words[:2] == ["docker", "run"]:
+            yield words[words.index("touchstone") + 1 :]
+
+
+def test_train_py_takes_the_options_that_containers_give_it():
+    found = list(container_commands())
+    assert len(found) == 4
+    for command in found:
+        args = config.parse_args(["--output-dir", "/runs/x", "--resume", "auto", *command])
+        assert (args.resume, args.data_path) == ("auto", "/data")
+
+
+def copied():
+    """Return what the Dockerfile copies: patterns of the repository's root, and where they go."""
+    lines = [line.split()[1:] for line in DOCKERFILE if line.startswith("COPY ")]
+    return [(source, line[-1]) for line in lines for source in line[:-1]]
+
+
+def test_the_image_holds_every_module_and_package_and_nothing_else():
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True, text=True, timeout=60, check=True, cwd=REPOSITORY,
+    ).stdout.split()  # fmt: skip
+    packages = {name.split("/")[0] for name in tracked if re.fullmatch(r"\w+/(.*\.py|\w+\.toml)", name)} - {"tests"}
+    sources = {source for source, _ in copied()}
+    assert sources == packages | {"*.py", "LICENSE", "requirements.txt"}
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    assert {line[1:] for line in ignored if line.startswith("!")} == sources
+    assert "*" in ignored
+
+
+def test_the_image_is_slim_recent_and_not_root():
+    starts = [line.split(maxsplit=1) for line in DOCKERFILE if re.match(r"[A-Z]+ ", line)]
+    said = dict(starts)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    version = re.fullmatch(r"python:(3\.\d+)-slim", said["FROM"])[1]
+    assert tuple(map(int, version.split("."))) >= tuple(map(int, re.findall(r"\d+", project["requires-python"])))
+    assert any("pip install" in rest and "requirements.txt" in rest for name, rest in starts if name == "RUN")
+    assert said["USER"] not in ("0", "root")
+    assert [name for name, _ in starts].index("USER") > max(i for i, (name, _) in enumerate(starts) if name == "RUN")
+    entry = REPOSITORY / yaml.safe_load(said["ENTRYPOINT"])[0]
+    assert entry.stat().st_mode & stat.S_IXOTH
+
+
+@pytest.mark.dist
+def test_the_image_trains_from_what_it_holds(image_folder, tmp_path):
+    """The image's steps by hand, but for its system and its packages, which are those of the tests."""
+    root = tmp_path / "touchstone"
+    for pattern, target in copied():
+        for path in REPOSITORY.glob(pattern):
+            if path.is_dir():
+                shutil.copytree(path, root / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                (root / target).mkdir(exist_ok=True)
+                shutil.copy(path, root / target)
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = {"PATH": path, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "OUT": str(tmp_path / "out")}
+    argv = [
+        root / "scripts" / "container.sh",
+        "--data-path",
+        image_folder,
+        *SMALL,
+        "--batch-size",
+        "8",
+        "--epochs",
+        "1",
+    ]
+    done = subprocess.run(
+        list(map(str, argv)), capture_output=True, text=True, timeout=120, check=False, cwd="/",
+        env={**environment, "PET_NPROC_PER_NODE": "1", "PET_STANDALONE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out" / "checkpoint-00000003.pth").exists()
+
+
+# What stands for torchrun: says how it was started, and ends as it is told.
+TORCHRUN = """#!/usr/bin/env bash
+echo "$*" > "$OUT/said"
+{action}
+"""
+
+
+def start_container(folder, action):
+    out, own = folder / "out", folder / "bin"
+    out.mkdir()
+    own.mkdir()
+    (own / "torchrun").write_text(TORCHRUN.format(action=action))
+    (own / "torchrun").chmod(stat.S_IRWXU)
+    environment = {**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "OUT": str(out)}
+    return subprocess.Popen([REPOSITORY / "scripts" / "container.sh", "--epochs", "3"], env=environment)
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "expected"),
+    [("finished", 0, 0), ("preempted", 0, 1), ("running", 1, 1), ("failed", 3, 3), ("finished", 2, 2), (None, 0, 1)],
+)
+def test_a_container_succeeds_only_when_its_run_is_finished(tmp_path, state, code, expected):
+    write = f"""echo '{{"state": "{state}"}}' > "$OUT/status.json";""" if state else ""
+    assert start_container(tmp_path, f"{write} exit {code}").wait(30) == expected
+    assert (tmp_path / "out" / "said").read_text() == f"train.py --output-dir {tmp_path}/out --resume auto --epochs 3\n"
+
+
+def test_a_container_that_is_told_to_end_tells_torchrun_and_waits_for_it(tmp_path):
+    action = """trap 'sleep 0.5; touch "$OUT/saved"; exit 0' TERM; touch "$OUT/ready"; while :; do sleep 0.1; done"""
+    container = start_container(tmp_path, action)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "out" / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    container.send_signal(signal.SIGTERM)
+    assert container.wait(30) == 1
+    assert (tmp_path / "out" / "saved").exists()
