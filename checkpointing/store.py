@@ -1,7 +1,7 @@
 """The checkpoints of a run on any number of processes: found, adopted and saved by all of them together."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,41 +16,37 @@ from errors import NoUsableCheckpointError, StorageError
 from files import read_bytes
 
 
-class Saving(threading.Thread):
-    """A save that is under way, which on rank 0 is the thread that writes it.
+class Saving:
+    """A save that is under way: of the run as it is now.
 
     Args:
-        files: rank 0's folder; None on the others.
-        run: the run, whose state is copied: training may go on.
+        files: rank 0's folder; None on the others, which write nothing.
+        run: the run.
     """
 
     def __init__(self, files: CheckpointFolder | None, run: RunState) -> None:
-        super().__init__(daemon=True, name="checkpoint writer")
-        self.step, self.best_now = run.step, run.best_now
-        self.is_written, self._lines, self._failure, self._error = False, [], None, None
-        self._files, self._state = files, None if files is None else copy_to_host(run.state_dict())
-        if files is not None:
-            try:
-                self.start()
-            except RuntimeError:  # no more threads
-                self.run()
+        self.step, self.best_now, self.is_written = run.step, run.best_now, False
+        self._files, self._state = files, None if files is None else run.state_dict()
+        self._thread, self._lines, self._failure, self._error = None, [], None, None
 
-    def run(self) -> None:
-        """Write, with no collective and no line of output."""
+    def start(self, thread: ThreadPoolExecutor) -> None:
+        """Write from a copy of the state, in a thread: training may go on."""
+        self._state = copy_to_host(self._state)
+        self._thread = thread.submit(self.write)
+
+    def write(self) -> None:
+        """Write, with no collective and not a word."""
         try:
             with self._files.heard_by(self._lines.append):
                 self._failure = self._files.save(self._state, self.best_now)
         except BaseException as error:
             self._error = error
-        self._state = None
-        self.is_written = True
+        self._state, self.is_written = None, True
 
     def wait(self) -> str | None:
-        """Wait for the thread; say what it has to say, and return why it failed, if it did."""
-        if self._files is None:
-            return None
-        if self.ident is not None:
-            self.join()
+        """Wait for the thread; say what there is to say, and return why the save failed, if it did."""
+        if self._thread is not None:
+            self._thread.result()
         for line in self._lines:
             self._files.say(line)
         if self._error is not None:
@@ -86,7 +82,7 @@ class CheckpointManager:
         )
         self.folder, self.save_per_node = folder, save_per_node
         self.files = CheckpointFolder(folder, keep_last=keep_last, keep_every=keep_every, say=say)
-        self._writers = Writers()
+        self._writers, self._thread = Writers(), ThreadPoolExecutor(1, "checkpoint writer")
         self._period_s, self._last_s = 60 * minutes, time.monotonic()
         self._found = self._saving = None
         self._num_failures = 0  # in a row
@@ -184,9 +180,20 @@ class CheckpointManager:
             StorageError: as `settle`.
         """
         self.settle()
-        self._saving = Saving(self.files if collectives.is_main_process() else None, run)
-        self._last_s = time.monotonic()
+        saving = Saving(self.files if collectives.is_main_process() else None, run)
+        if collectives.is_main_process():
+            saving.write() if is_last else self._start(saving)
+        self._saving, self._last_s = saving, time.monotonic()
         return is_last and self.settle(is_last=True)
+
+    def _start(self, saving: Saving) -> None:
+        try:
+            saving.start(self._thread)
+        except RuntimeError as error:
+            if "start new thread" not in str(error):
+                raise
+            self._thread = ThreadPoolExecutor(1, "checkpoint writer")  # which has not taken this one up
+            saving.write()
 
     def settle(self, *, is_last: bool = False) -> bool:
         """Wait for the save that is under way, if there is one; return whether it is made.

@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import NamedTuple
 
@@ -182,18 +184,39 @@ def _order_saves(is_late: bool) -> None:
     """Have the thread that writes a save do so at once, or only when it is waited for, while the run stands still."""
     start, wait = Saving.start, Saving.wait
 
-    def start_and_end(saving):
-        start(saving)
-        saving.join()
+    def start_and_end(saving, thread):
+        start(saving, thread)
+        futures.wait([saving._thread])
 
-    def start_and_wait(saving):
-        start(saving)
+    def copy_and_keep(saving, thread):
+        start(saving, held)
+
+    def release_and_wait(saving):
+        held.release(saving)
         return wait(saving)
 
+    held = Held()
+    Saving.start = copy_and_keep if is_late else start_and_end
     if is_late:
-        Saving.start, Saving.wait = lambda saving: None, start_and_wait
-    else:
-        Saving.start = start_and_end
+        Saving.wait = release_and_wait
+
+
+class Held(futures.ThreadPoolExecutor):
+    """A thread that begins what it is given when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.gate = threading.Event()
+
+    def submit(self, work: Callable) -> futures.Future:
+        return super().submit(lambda: (self.gate.wait(), work()))
+
+    def release(self, saving: Saving) -> None:
+        """Have what it was given begin, and wait for its end."""
+        if saving._thread is not None:
+            self.gate.set()
+            futures.wait([saving._thread])
+            self.gate.clear()
 
 
 def _evaluate_as_planned() -> None:
