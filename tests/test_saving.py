@@ -3,18 +3,21 @@
 import errno
 import io
 import os
+import resource
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import collectives
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import copy_to_host
 from checkpointing.store import CheckpointManager
 from tests.endings import Ending, differing, differing_results, flatten
-from tests.ranks import run_ranks, train_rank
+from tests.ranks import run_check, run_ranks, train_rank
 
 # 29 images in 2 shards of 4: 3 steps an epoch, 6 in all; saved after the steps 2, 3, 3, 4, 6 and 6.
 OPTIONS = """
@@ -190,3 +193,25 @@ def test_a_copy_has_the_same_bytes_and_shares_no_memory():
     whole.zero_()
     assert copy["tied"][0].sum() == 23 * 24 / 2
     assert differing(flatten(copy["model"]), flatten(state["model"])) == []
+
+
+def broadcast(rank, world_size, num_bytes, folder):
+    """Give all ranks some bytes, and note by how many more than before this process was at its largest."""
+    torch.zeros(1).add_(1)
+    collectives.broadcast_bytes(bytes(1000) if rank == 0 else None)
+    payload = bytes(range(256)) * (num_bytes // 256) if rank == 0 else None
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    received = collectives.broadcast_bytes(payload)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert type(received) is bytes
+    assert received == bytes(range(256)) * (num_bytes // 256)
+    Path(folder, str(rank)).write_text(str(1024 * (after - before)))
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units elsewhere")
+def test_what_is_broadcast_is_in_memory_once(tmp_path):
+    num_bytes = 200_000_000
+    run_check(2, broadcast, tmp_path, num_bytes, str(tmp_path))
+    assert int((tmp_path / "0").read_text()) < 0.5 * num_bytes
+    assert num_bytes / 2 < int((tmp_path / "1").read_text()) < 1.2 * num_bytes
