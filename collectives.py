@@ -2,12 +2,14 @@
 
 import builtins
 import datetime
+import io
 import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -16,6 +18,9 @@ from launch import Launch, read_launch
 
 # Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
 PATIENCE_MIN = 24 * 60
+
+# Bytes that are broadcast at a time: what that takes beside the payload itself.
+_MOST_AT_ONCE = 1 << 24
 
 _patient_group = None  # all ranks, over gloo, with that patience; set by `join_processes`
 
@@ -79,10 +84,19 @@ def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> b
     dist.broadcast(size, src=src, group=group or _patient_group)
     if size == 0:
         return b""
-    buffer = torch.frombuffer(bytearray(payload if is_source else bytes(int(size))), dtype=torch.uint8)
-    for chunk in buffer.split(1 << 28):  # gloo counts a message's bytes in 32 bits
-        dist.broadcast(chunk, src=src, group=group or _patient_group)
-    return buffer.numpy().tobytes()
+    received, part = io.BytesIO(), numpy.empty(min(int(size), _MOST_AT_ONCE), numpy.uint8)
+    if not is_source:
+        received.seek(int(size) - 1)
+        received.write(b"\0")  # room for all of it, which `getvalue` gives away without a copy
+        received.seek(0)
+    for begin in range(0, int(size), _MOST_AT_ONCE):
+        chunk = part[: min(_MOST_AT_ONCE, int(size) - begin)]
+        if is_source:
+            chunk[:] = numpy.frombuffer(payload, numpy.uint8, len(chunk), begin)
+        dist.broadcast(torch.from_numpy(chunk), src=src, group=group or _patient_group)
+        if not is_source:
+            received.write(chunk)
+    return payload if is_source else received.getvalue()
 
 
 def gather_plain(value: Any) -> list:

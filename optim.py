@@ -445,13 +445,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, i
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether all tensors are finite, by the largest magnitude in each and a single read of each device."""
+    """Tell whether all tensors are finite, by the norm of each and a single read of each device.
+
+    The largest magnitude takes a CPU ten times as long; it decides where a sum of finite squares is infinite.
+    """
     by_device = {}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             by_device.setdefault(tensor.device, []).append(tensor.detach())
-    largest = [torch.stack(torch._foreach_norm(group, ord=math.inf)) for group in by_device.values()]
-    return all(bool(norms.isfinite().all()) for norms in largest)
+    orders = (2, math.inf)
+    return all(
+        any(bool(torch.stack(torch._foreach_norm(group, ord=order)).isfinite().all()) for order in orders)
+        for group in by_device.values()
+    )
 
 
 def find_non_finite(model: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer) -> bytes | None:

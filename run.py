@@ -266,7 +266,7 @@ class Run(BareRun):
         num_profiled = args.profile if collectives.is_main_process() else None
         self.profile = StepProfile(num_profiled, self.folder, is_cuda=device.type == "cuda")
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
-        self.saved = self.position  # nothing to save yet
+        self.saved = self.saving = self.position  # nothing to save yet
         self.line_pace, self.window_pace = Pace(), Pace()
 
     # Begin and end
@@ -290,6 +290,7 @@ class Run(BareRun):
             stack.enter_context(self.profile)
             self.watchdog.start()
             stack.callback(self.watchdog.end)
+            stack.callback(self.manager.close)
             self._contexts = stack.pop_all()
         return self
 
@@ -452,7 +453,9 @@ class Run(BareRun):
         self.state.advance()
         self.watchdog.beat()
         start_s = time.perf_counter()
-        verdict = self.preemption.agree(is_save_due=self.manager.is_due(), bad_step=self.finite.first_bad())
+        verdict = self.preemption.agree(
+            is_save_due=self.manager.is_due(), is_written=self.manager.is_written, bad_step=self.finite.first_bad()
+        )
         self.clock.agreed(start_s)
         if verdict.bad_step is not None:
             raise NonFiniteError(non_finite_loss(verdict.bad_step))
@@ -464,6 +467,8 @@ class Run(BareRun):
             self.log(metric_logger)
         self.clock.end(metric_logger.wait_s, is_read=metric_logger.is_line_due)
         self.profile.step()
+        if verdict.is_written:
+            self.settle()
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if (is_due or verdict.is_save_due) and self.has_steps_left and not verdict.stop:
             self.save()
@@ -485,6 +490,7 @@ class Run(BareRun):
         ranks = f"all {self.args.world_size} ranks" if self.args.world_size > 1 else "the run"
         done = f"{cause}: {ranks} stopped after step {self.state.step}"
         start = time.perf_counter()
+        self.settle()
         if self.saved == self.position:
             raise PreemptedError(f"{done}, which is saved" if self.state.step else f"{done}; nothing to save yet")
         self.save(is_last=True)
@@ -564,10 +570,10 @@ class Run(BareRun):
             )
 
     def save(self, *, is_last: bool = False) -> None:
-        """Save the run, or end it if its weights are not finite. Collective: every rank must call it.
+        """Begin to save the run, or end it if its weights are not finite. Collective: every rank must call it.
 
         Args:
-            is_last: whether nothing comes after, so that a failing save fails the run.
+            is_last: whether nothing comes after: the save is waited for, and if it fails, the run does.
         """
         self.gather()
         # Weights are equal on all ranks, running statistics are not; rank 0's are saved.
@@ -584,8 +590,16 @@ class Run(BareRun):
                 "at every step; the last checkpoint is kept; try --amp-dtype bfloat16 or a lower --lr"
             )
         self.monitor.sync()
+        self.settle()
+        self.saving = self.position
         if self.manager.save(self.state, is_last=is_last):
-            self.saved = self.position
+            self.saved = self.saving
+        self.watchdog.beat()
+
+    def settle(self) -> None:
+        """Wait for the save that is under way, if there is one. Collective: every rank must call it."""
+        if self.manager.settle():
+            self.saved = self.saving
         self.watchdog.beat()
 
 

@@ -1,7 +1,11 @@
 """The state of a run, as checkpoints hold it."""
 
+import copy
 import math
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from checkpointing.schema import FORMAT
 from errors import UserError, counted, duration, in_one_line
@@ -134,3 +138,24 @@ class RunState:
     def is_finished(self, epochs: int) -> bool:
         """Tell whether nothing is left to do."""
         return self.epoch == epochs - 1 and self.is_evaluated
+
+
+def copy_to_host(state: dict) -> dict:
+    """Return a copy of a state in host memory, whose tensors share theirs where the originals do."""
+    memories, copies = {}, {}
+    for tensor in tensors_in(state):
+        memory = tensor.untyped_storage()
+        if memory._cdata not in memories:  # by which torch.save tells them apart, too
+            memories[memory._cdata] = memory.clone() if memory.device.type == "cpu" else memory.cpu()
+        there = tensor.storage_offset(), tensor.size(), tensor.stride()
+        copies[id(tensor)] = torch.empty(0, dtype=tensor.dtype).set_(memories[memory._cdata], *there)
+    return copy.deepcopy(state, copies)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)

@@ -32,6 +32,7 @@ class Verdict(NamedTuple):
 
     stop: str  # such as "SIGTERM on rank 5"; empty to go on
     is_save_due: bool
+    is_written: bool  # whether the save that was under way has been written, or has failed
     bad_step: int | None  # first step known to have a loss that is not finite
 
 
@@ -56,20 +57,20 @@ class PreemptionGuard:
             if is_orphan():
                 raise UserError("the torchrun that started this process is gone; start again")
 
-    def agree(self, *, is_save_due: bool = False, bad_step: int | None = None) -> Verdict:
+    def agree(self, *, is_save_due: bool = False, is_written: bool = False, bad_step: int | None = None) -> Verdict:
         """Join the knowledge of all ranks. Collective: every rank must call it, as often as the others."""
         bad = NEVER if bad_step is None else -bad_step
         number = self.signals.number
-        votes = [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), bad]
+        votes = [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written), bad]
         if collectives.is_dist_avail_and_initialized():
             on_host = torch.tensor(votes)  # over gloo: no device is waited for
             dist.all_reduce(on_host, op=dist.ReduceOp.MAX)
             votes = on_host.tolist()
-        stop, save, bad = votes
+        stop, save, written, bad = votes
         name = signal.Signals(stop >> 32).name if stop else ""
         if stop and collectives.get_world_size() > 1:
             name += f" on rank {stop & 0xFFFFFFFF}"
-        return Verdict(name, bool(save), None if bad == NEVER else -bad)
+        return Verdict(name, bool(save), bool(written), None if bad == NEVER else -bad)
 
 
 def end_with_parent(number: int) -> None:

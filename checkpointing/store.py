@@ -1,6 +1,7 @@
 """The checkpoints of a run on any number of processes: found, adopted and saved by all of them together."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -8,15 +9,55 @@ from typing import Any
 
 import collectives
 from checkpointing.archive import load_checkpoint
-from checkpointing.checkpoint import RunState
+from checkpointing.checkpoint import RunState, copy_to_host
 from checkpointing.copies import Writers, attempt, raise_first
 from checkpointing.folder import CheckpointFolder, Found
 from errors import NoUsableCheckpointError, StorageError
 from files import read_bytes
 
 
+class Saving:
+    """A save that is under way: of the run as it is now.
+
+    Args:
+        files: rank 0's folder; None on the others, which write nothing.
+        run: the run.
+    """
+
+    def __init__(self, files: CheckpointFolder | None, run: RunState) -> None:
+        self.step, self.best_now, self.is_written = run.step, run.best_now, False
+        self._files, self._state = files, None if files is None else run.state_dict()
+        self._thread, self._lines, self._failure, self._error = None, [], None, None
+
+    def start(self, thread: ThreadPoolExecutor) -> None:
+        """Write from a copy of the state, in a thread: training may go on."""
+        self._state = copy_to_host(self._state)
+        self._thread = thread.submit(self.write)
+
+    def write(self) -> None:
+        """Write, with no collective and not a word."""
+        try:
+            with self._files.heard_by(self._lines.append):
+                self._failure = self._files.save(self._state, self.best_now)
+        except BaseException as error:
+            self._error = error
+        self._state, self.is_written = None, True
+
+    def wait(self) -> str | None:
+        """Wait for the thread; say what there is to say, and return why the save failed, if it did."""
+        if self._thread is not None:
+            self._thread.result()
+        for line in self._lines:
+            self._files.say(line)
+        if self._error is not None:
+            raise self._error
+        return self._failure
+
+
 class CheckpointManager:
-    """The checkpoints of a run. Every method is collective but `is_due`, and fails on every rank alike.
+    """The checkpoints of a run. Every method is collective but `is_due` and `close`, and fails on every rank alike.
+
+    A save is written beside the training. It counts as made when `settle` says so, on all ranks after the same step.
 
     Args:
         folder: the output folder, on each node its own one or all the same.
@@ -41,9 +82,9 @@ class CheckpointManager:
         )
         self.folder, self.save_per_node = folder, save_per_node
         self.files = CheckpointFolder(folder, keep_last=keep_last, keep_every=keep_every, say=say)
-        self._writers = Writers()
+        self._writers, self._thread = Writers(), ThreadPoolExecutor(1, "checkpoint writer")
         self._period_s, self._last_s = 60 * minutes, time.monotonic()
-        self._found = None
+        self._found = self._saving = None
         self._num_failures = 0  # in a row
 
     @classmethod
@@ -60,6 +101,11 @@ class CheckpointManager:
     def is_due(self) -> bool:
         """Tell on rank 0 whether the clock asks for a checkpoint; False on others, so that one answer decides."""
         return collectives.is_main_process() and 0 < self._period_s <= time.monotonic() - self._last_s
+
+    @property
+    def is_written(self) -> bool:
+        """Whether rank 0 has written a save that is still to be settled; False on others, as `is_due`."""
+        return self._saving is not None and self._saving.is_written
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends, as `CheckpointFolder.acquire`."""
@@ -126,20 +172,45 @@ class CheckpointManager:
         return None if path is not None else payload
 
     def save(self, run: RunState, *, is_last: bool = False) -> bool:
-        """Save the run after a step that is the same on every rank; return whether it is saved.
+        """Begin to save the run after a step that is the same on every rank, when the save before is settled.
 
-        A failure is printed with its cause, and training goes on with the earlier checkpoints in place.
+        The last one is settled at once. Return whether it is made, which is not known of the others by then.
 
         Raises:
-            StorageError: this one failed, and it was the last, or the one before failed too.
+            StorageError: as `settle`.
         """
-        failure = None
+        self.settle()
+        saving = Saving(self.files if collectives.is_main_process() else None, run)
         if collectives.is_main_process():
-            failure = self.files.save(run.state_dict(), run.best_now)
+            saving.write() if is_last else self._start(saving)
+        self._saving, self._last_s = saving, time.monotonic()
+        return is_last and self.settle(is_last=True)
+
+    def _start(self, saving: Saving) -> None:
+        try:
+            saving.start(self._thread)
+        except RuntimeError as error:
+            if "start new thread" not in str(error):
+                raise
+            self._thread = ThreadPoolExecutor(1, "checkpoint writer")  # which has not taken this one up
+            saving.write()
+
+    def settle(self, *, is_last: bool = False) -> bool:
+        """Wait for the save that is under way, if there is one; return whether it is made.
+
+        A failure is printed with its cause, and training goes on with the earlier checkpoints in place. Copies on other
+        nodes are made here: they need all who write.
+
+        Raises:
+            StorageError: it failed, and it was the last, or the one before failed too.
+        """
+        if self._saving is None:
+            return False
+        failure = self._saving.wait()
         if self._writers.have_me:
-            failure = self._copy(run, failure)
+            failure = self._copy(self._saving, failure)
+        self._saving = None
         failures = collectives.gather_plain(failure)
-        self._last_s = time.monotonic()
         for rank, text in enumerate(failures[1:], 1):
             if text is not None:
                 print(f"warning: the copy that rank {rank} keeps: {text}")
@@ -153,7 +224,14 @@ class CheckpointManager:
         print(f"warning: {failures[0]}; training goes on")
         return False
 
-    def _copy(self, run: RunState, failure: str | None) -> str | None:
+    def close(self) -> None:
+        """Wait for the writer where a run ends by an error, which the other ranks may not share; not collective."""
+        saving, self._saving = self._saving, None
+        failure = saving and saving.wait()
+        if failure is not None:
+            print(f"warning: {failure}")
+
+    def _copy(self, saving: Saving, failure: str | None) -> str | None:
         """Hand rank 0's file to the other writers; return why this process's save failed, if it did."""
         payload = b""
         if collectives.is_main_process() and failure is None and len(self._writers.ranks) > 1:
@@ -162,4 +240,4 @@ class CheckpointManager:
         payload = self._writers.share(payload)
         if collectives.is_main_process() or not payload:
             return failure
-        return self.files.save_copy(payload, run.step, run.best_now)
+        return self.files.save_copy(payload, saving.step, saving.best_now)

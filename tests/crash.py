@@ -12,7 +12,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.calls import CHANGING, Call, Failing, Killed
 from tests.endings import Ending
@@ -33,6 +33,7 @@ class Scenario(NamedTuple):
             `--resume auto` once there is something.
         is_afresh: whether the command begins again each time, by what it says itself.
         num_saves: how many saves to look at; what comes after them is like in other scenarios. None for all.
+        is_late: whether a save is written as late as it can be, and not as early.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Scenario(NamedTuple):
     is_repeatable: bool = True
     is_afresh: bool = False
     num_saves: int | None = 1
+    is_late: bool = False
 
     @property
     def out(self) -> str:
@@ -101,6 +103,9 @@ SCENARIOS = [
     Scenario("new", [*AUTO, "--keep-last", "2"], num_saves=None),
     # The same with an average, of which the last evaluation is not the best.
     Scenario("new with average", [*AUTO, *AVERAGE], num_saves=None),
+    # The same, as far as a run can get before a save that it has begun is on the disk.
+    Scenario("new, saving late", [*AUTO, "--keep-last", "2"], num_saves=None, is_late=True),
+    Scenario("new with average, saving late", [*AUTO, *AVERAGE], num_saves=None, is_late=True),
     Scenario("new without resume", ["--output-dir", "runs/a"], is_repeatable=False),
     Scenario("finished", AUTO, _finished("runs/a"), from_step=6),
     Scenario("interrupted", AUTO, _interrupted("runs/a", 3, False), from_step=3),
@@ -176,10 +181,14 @@ class Trial:
         if scenario.prepare is not None:
             scenario.prepare(self.place)
         copy_tree(self.place.disk, self.template)
-        self.recorded = self.place.start(scenario.command, has_content=True)
+        self.recorded = self.start(scenario.command, has_content=True)
         assert self.recorded.code == 0, self.recorded.output
         self.expected = {same: Ending(self.out, has_same_saves=same) for same in (True, False)}
         self.counts, self.problems = Counter(), []
+
+    def start(self, *args: Any, **options: Any) -> Outcome:
+        """Run a command as `Workplace.start` does, with the scenario's order of calls."""
+        return self.place.start(*args, is_late=self.scenario.is_late, **options)
 
     @property
     def out(self) -> Path:
@@ -206,7 +215,7 @@ class Trial:
     def kill(self, point: Killed) -> None:
         """Kill the run at one point, give the command again, and compare."""
         self.place.reset(self.template)
-        killed = self.place.start(self.scenario.command, point)
+        killed = self.start(self.scenario.command, point)
         calls = self.recorded.calls
         at = str(calls[point.number - 1]) if point.number <= len(calls) else "the end"
         what = f"killed {'half way in' if point.is_half else 'before'} {at}"
@@ -217,7 +226,7 @@ class Trial:
 
     def recover(self, what: str, before: Outcome) -> None:
         """Give the command again after trouble, and report what is lost or different."""
-        again = self.place.start(self.command_again())
+        again = self.start(self.command_again())
         if again.code != 0:
             self.report(what, f"then {' '.join(again.output.splitlines()[-1:])[:300]!r}, exit code {again.code}")
             return
@@ -252,7 +261,7 @@ class Trial:
     def failures(self) -> list[Failing]:
         """Return each call failing in each way, once and from then on."""
         self.place.reset(self.template)
-        calls = self.calls_of_interest(self.place.start(self.scenario.command, counted=COUNTED_WHEN_FAILING))
+        calls = self.calls_of_interest(self.start(self.scenario.command, counted=COUNTED_WHEN_FAILING))
         return [
             Failing(call.number, code, call.name, is_for_good)
             for call in calls
@@ -263,7 +272,7 @@ class Trial:
     def fail(self, point: Failing) -> None:
         """Have one call fail, then give the command again on a disk that works, and compare."""
         self.place.reset(self.template)
-        failed = self.place.start(self.scenario.command, point, counted=COUNTED_WHEN_FAILING)
+        failed = self.start(self.scenario.command, point, counted=COUNTED_WHEN_FAILING)
         until = " and from then on" if point.is_for_good else ""
         what = f"{errno.errorcode[point.code]} of call {point.number} ({self._name(failed, point)}){until}"
         self.counts["failing_calls"] += 1

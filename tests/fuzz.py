@@ -270,7 +270,7 @@ def go_on(bench: Bench, out: Path, opt: str, rng: random.Random) -> None:
     make_step(parts)
     position.advance()
     parts["log_window"].state_dict()
-    assert manager.save(position)
+    assert manager.save(position, is_last=True)
     check_schema(position.state_dict(), "what is saved again")
 
 

@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ import files
 import run
 import train
 from checkpointing.checkpoint import RunState
-from checkpointing.store import CheckpointManager
+from checkpointing.store import CheckpointManager, Saving
 from tests.calls import CHANGING, Call, Watch, read_log, undisturbed
 
 # Three epochs of two steps, each saved.
@@ -89,14 +91,32 @@ class Workplace:
             copy_tree(template, self.disk)
 
     def start(
-        self, command: list[str], trouble: Callable = undisturbed, *, counted=CHANGING, has_content=False, stop_at=None
+        self,
+        command: list[str],
+        trouble: Callable = undisturbed,
+        *,
+        counted=CHANGING,
+        has_content=False,
+        stop_at=None,
+        is_late=False,
     ) -> Outcome:
-        """Run the command line in a child; `stop_at` is a position (step, is_evaluated) at which it kills itself."""
+        """Run the command line in a child.
+
+        Args:
+            command: beside `OPTIONS`.
+            trouble: as of `Watch`.
+            counted: as of `Watch`.
+            has_content: as of `Watch`.
+            stop_at: the position (step, is_evaluated) whose save, once made, ends the child by a kill.
+            is_late: whether each save is written when the run waits for it, and else before the run goes on: so the
+                calls have one order.
+        """
         self.log.unlink(missing_ok=True)
         sys.stdout.flush()
         child = os.fork()
         if not child:
             try:
+                _order_saves(is_late)
                 self._run(command, trouble, counted, has_content, stop_at)
             finally:  # whatever happens, this process must not go on as the parent
                 os._exit(99)
@@ -136,21 +156,67 @@ def _wait(child: int) -> int:
 
 def _take_notes(watch: Watch, stop_at: tuple | None) -> None:
     """Note what the run goes on from, and what it announces as saved."""
-    save, resume = CheckpointManager.save, RunState.resume
+    save, settle, resume = CheckpointManager.save, CheckpointManager.settle, RunState.resume
+    position = None
 
     def noted_save(manager, run, **options):
-        is_saved = save(manager, run, **options)
+        nonlocal position
+        manager.settle()
+        position = run.step, run.is_evaluated
+        return save(manager, run, **options)
+
+    def noted_settle(manager, **options):
+        is_saved = settle(manager, **options)
         if is_saved:
-            watch.note("saved", run.step, run.is_evaluated)
-        if (run.step, run.is_evaluated) == stop_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            watch.note("saved", *position)
+            if position == stop_at:
+                os.kill(os.getpid(), signal.SIGKILL)
         return is_saved
 
     def noted_resume(run, *args):
         resume(run, *args)
         watch.note("resumed", run.step, run.is_evaluated)
 
-    CheckpointManager.save, RunState.resume = noted_save, noted_resume
+    CheckpointManager.save, CheckpointManager.settle, RunState.resume = noted_save, noted_settle, noted_resume
+
+
+def _order_saves(is_late: bool) -> None:
+    """Have the thread that writes a save do so at once, or only when it is waited for, while the run stands still."""
+    start, wait = Saving.start, Saving.wait
+
+    def start_and_end(saving, thread):
+        start(saving, thread)
+        futures.wait([saving._thread])
+
+    def copy_and_keep(saving, thread):
+        start(saving, held)
+
+    def release_and_wait(saving):
+        held.release(saving)
+        return wait(saving)
+
+    held = Held()
+    Saving.start = copy_and_keep if is_late else start_and_end
+    if is_late:
+        Saving.wait = release_and_wait
+
+
+class Held(futures.ThreadPoolExecutor):
+    """A thread that begins what it is given when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.gate = threading.Event()
+
+    def submit(self, work: Callable) -> futures.Future:
+        return super().submit(lambda: (self.gate.wait(), work()))
+
+    def release(self, saving: Saving) -> None:
+        """Have what it was given begin, and wait for its end."""
+        if saving._thread is not None:
+            self.gate.set()
+            futures.wait([saving._thread])
+            self.gate.clear()
 
 
 def _evaluate_as_planned() -> None:

@@ -152,7 +152,7 @@ def test_what_was_read_before_a_preemption_is_noted(begun, tmp_path):
 
 def test_a_fresh_start_forgets_what_the_folder_held(run):
     path = run.images / "train" / "class1" / "image003.jpg"
-    faults = [(0, "torch.optim.SGD.step", 3, "before")]
+    faults = [(0, "checkpointing.store.CheckpointManager.save", 3, "before")]
     add_a_byte(path)
     argv = ["--overwrite", "--checkpoint-steps", 1, "--epochs", 1]
     assert run.start(*argv, faults=faults).codes == [-9]

@@ -298,7 +298,7 @@ def test_test_only_writes_nothing_where_the_newest_is_damaged(started, tmp_path)
 
 def test_an_average_that_is_new_begins_as_the_model(started, tmp_path):
     out = tmp_path / "out"
-    faults = [(0, "train.measure", 1, "before")]
+    faults = [(0, "checkpointing.store.CheckpointManager.save", 4, "before")]  # of the first evaluation
     assert started.go_on(tmp_path, out, faults=faults).codes == [-9]
     outcome = started.go_on(
         tmp_path, out, "--resume", "auto", "--model-ema", "--epochs", 1, "--allow-change", "model-ema,epochs"
@@ -309,7 +309,7 @@ def test_an_average_that_is_new_begins_as_the_model(started, tmp_path):
 
 def test_the_same_command_with_start_epoch_can_be_given_again(started, tmp_path):
     out = tmp_path / "out"
-    for faults in ([(0, "torch.optim.SGD.step", 2, "after")], []):
+    for faults in ([(0, "checkpointing.store.CheckpointManager.save", 2, "before")], []):
         outcome = started.go_on(tmp_path, out, "--start-epoch", 1, "--resume", "auto", faults=faults)
     assert "resumed step 4 (epoch 1, step 1 of 3 in it)" in outcome.check().output
 
@@ -478,7 +478,7 @@ def test_a_run_goes_on_from_a_tar_to_the_same_bits(started, image_folder, tmp_pa
     form(image_folder / "train", tars)
     shutil.copytree(image_folder / "val", tars / "val")
     argv = ["--data-path", tars, "--epochs", 2, "--workers", 1]
-    faults = [(0, "torch.optim.SGD.step", 5, "before")]
+    faults = [(0, "checkpointing.store.CheckpointManager.save", 6, "before")]
     assert started.go_on(tmp_path, out, *argv, faults=faults).codes == [-9]
     assert "resumed step 4 " in started.go_on(tmp_path, out, *argv, "--resume", "auto").check().output
     other = tmp_path / "other"
@@ -546,11 +546,11 @@ def test_a_finished_run_is_finished_in_another_folder_too(started, tmp_path):
 
 @pytest.mark.parametrize("call", range(1, 9))
 def test_a_start_from_elsewhere_that_was_killed_begins_again(started, tmp_path, call):
-    """Killed before each rename of its start, and before its first own save; later, only auto goes on."""
+    """Killed before each rename of its start; after its first own save, only auto goes on."""
     out, resume = tmp_path / "out", ["--resume", started.out / "checkpoint.pth"]
     assert started.go_on(tmp_path, out, *resume, faults=[(0, "os.replace", call, "before")]).codes == [-9]
     assert all(path.stat().st_size for path in out.glob("*.pth"))
-    started.go_on(tmp_path, out, *resume, faults=[(0, "torch.optim.SGD.step", 2, "before")])
+    started.go_on(tmp_path, out, *resume, faults=[(0, "checkpointing.store.CheckpointManager.save", 2, "before")])
     refused(started.go_on(tmp_path, out, *resume), "holds a run already; --resume auto goes on with it")
     assert "resumed step 7 " in started.go_on(tmp_path, out, "--resume", "auto").check().output
 

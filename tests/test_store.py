@@ -50,6 +50,12 @@ def folder(tmp_path):
     return files
 
 
+def save(manager, run):
+    """Save, and wait for it."""
+    manager.save(run)
+    return manager.settle()
+
+
 def numbered_steps(folder):
     return [int(path.name[11:19]) for path in reversed(folder.numbered())]
 
@@ -185,7 +191,7 @@ def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save(tmp_path
     assert not is_due(never, 1000.0)
     manager.open("", FixedRun(0))
     assert [is_due(manager, now_s) for now_s in (1000.0, 1119.0, 1120.0, 1500.0)] == [False, False, True, True]
-    manager.save(FixedRun(1))
+    save(manager, FixedRun(1))
     assert [is_due(manager, now_s) for now_s in (1500.0, 1619.0, 1620.0)] == [False, False, True]
 
 
@@ -371,16 +377,16 @@ def fail_saves(monkeypatch, number, calls):
 def test_one_failing_save_is_a_line_and_two_in_a_row_are_the_end(tmp_path, monkeypatch, capsys):
     manager = CheckpointManager(tmp_path)
     manager.open("", FixedRun(0))
-    manager.save(FixedRun(1))
+    save(manager, FixedRun(1))
     fail_saves(monkeypatch, errno.ENOSPC, {1, 3, 4})
-    manager.save(FixedRun(2))
+    save(manager, FixedRun(2))
     line = capsys.readouterr().out.strip()
     assert line.startswith("warning: checkpoint-00000002.pth was not saved: disk full on /")
     assert line.endswith("MB free); still safe: checkpoint-00000001.pth; training goes on")
-    manager.save(FixedRun(3))
-    manager.save(FixedRun(4))
+    save(manager, FixedRun(3))
+    save(manager, FixedRun(4))
     with pytest.raises(StorageError, match=r"two checkpoints in a row could not be saved: checkpoint-00000005.pth was"):
-        manager.save(FixedRun(5))
+        save(manager, FixedRun(5))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock", "checkpoint-00000001.pth", "checkpoint-00000003.pth", "checkpoint.pth",
     ]  # fmt: skip
@@ -400,11 +406,11 @@ def test_the_last_save_of_a_run_may_not_fail(tmp_path, monkeypatch):
 def test_a_folder_deleted_during_a_run_fails_its_saves_and_leaves_no_traceback(tmp_path, capsys):
     manager = CheckpointManager(tmp_path / "out")
     manager.open("", FixedRun(0))
-    manager.save(FixedRun(1))
+    save(manager, FixedRun(1))
     for path in (tmp_path / "out").iterdir():
         path.unlink()
     (tmp_path / "out").rmdir()
-    manager.save(FixedRun(2))
+    save(manager, FixedRun(2))
     assert f"was not saved: {tmp_path / 'out'} is gone; still safe: nothing in this folder" in capsys.readouterr().out
 
 
@@ -716,7 +722,7 @@ class Nodes:
 @pytest.mark.dist
 def test_each_node_keeps_a_copy_and_the_newest_of_all_is_resumed(started, tmp_path):
     nodes = Nodes(started, tmp_path)
-    kill = [(0, "torch.optim.SGD.step", 5, "before")]
+    kill = [(0, "checkpointing.store.CheckpointManager.save", 6, "before")]  # when the one before is made
     assert nodes.run(faults=kill).codes[0] == -9
     assert nodes.contents(0) == nodes.contents(1)
     assert sorted(nodes.contents(0)) == [
@@ -740,7 +746,7 @@ def test_each_node_keeps_a_copy_and_the_newest_of_all_is_resumed(started, tmp_pa
 @pytest.mark.dist
 def test_a_node_that_lost_everything_gets_it_back(started, tmp_path):
     nodes = Nodes(started, tmp_path)
-    assert nodes.run(faults=[(0, "torch.optim.SGD.step", 5, "before")]).codes[0] == -9
+    assert nodes.run(faults=[(0, "checkpointing.store.CheckpointManager.save", 6, "before")]).codes[0] == -9
     shutil.rmtree(tmp_path / "out0")
     damage_flipped(tmp_path / "out1" / "checkpoint-00000004.pth")
     (tmp_path / "out1" / "checkpoint.pth").unlink()
