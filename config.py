@@ -179,14 +179,14 @@ def list_recipes(word: str = "") -> str:
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     if word in texts:
         return texts[word].rstrip()
-    rows = [("recipe", "Acc@1", "batch", "epochs", "title")]
+    rows = [("recipe", "Acc@1", "batch", "epochs", "source", "title")]
     for path in paths:
         if word.lower() in f"{path.stem}\n{texts[path.stem]}".lower():
             recipe = read_recipe(path)
             options = {key: value for group in GROUPS for key, value in recipe.get(group, {}).items()}
             facts = [recipe.get("expected-acc1"), recipe.get("reference-global-batch"), options.get("epochs")]
-            title = f"{recipe['title']}{'; differs' if 'differs' in recipe.get('notes', '') else ''}"
-            rows.append((path.stem, *("-" if fact is None else str(fact) for fact in facts), title))
+            facts.append("differs" if "differs" in recipe.get("notes", "") else None)
+            rows.append((path.stem, *("-" if fact is None else str(fact) for fact in facts), recipe["title"]))
     if len(rows) == 1:
         raise UserError(f"--list-recipes {word}: no recipe holds this word{did_you_mean(word, texts)}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -119,7 +119,7 @@ def unmatched(args: Any, model: nn.Module) -> list[str]:
     lines = [
         f"{BY_NAME[option].flag} has no effect: {args.model} has none to train of: {what}"
         for option, (matches, what) in found.items()
-        if getattr(args, option) not in (None, False) and not matches
+        if not matches and getattr(args, option) is not None and getattr(args, option) is not False  # 0.0 is a decay
     ]
     if not args.decay_1d and len(exempt_from_decay(model, args.weight_decay)) == 1:
         lines.append(f"--no-decay-1d has no effect: all parameters of {args.model} that train are of one kind")
