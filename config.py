@@ -65,20 +65,22 @@ EFFECTS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] 
     ),
     (("random_erase_fill",), lambda args: args.random_erase, "--random-erase is 0"),
     (("ra_reps",), lambda args: args.ra_sampler, "--ra-sampler is off"),
-    (("model_ema_steps", "model_ema_decay"), lambda args: args.model_ema, "--model-ema is off"),
+    (("model_ema_steps", "model_ema_decay", "model_ema_adjust"), lambda args: args.model_ema, "--model-ema is off"),
     (("momentum",), lambda args: args.opt != "adamw", "adamw has betas instead: --opt-betas"),
     (
-        ("lr_warmup_method", "lr_warmup_decay"), lambda args: args.lr_warmup_epochs,
+        ("lr_warmup_method", "lr_warmup_decay", "lr_warmup_prefix"), lambda args: args.lr_warmup_epochs,
         "there is no warm-up without --lr-warmup-epochs",
     ),
     (("lr_step_size",), lambda args: args.lr_scheduler == "steplr", "it is about --lr-scheduler steplr"),
+    (("lr_milestones",), lambda args: args.lr_scheduler == "multisteplr", "it is about --lr-scheduler multisteplr"),
+    (("lr_cooldown_epochs",), lambda args: args.lr_scheduler == "wsd", "it is about --lr-scheduler wsd"),
     (
-        ("lr_gamma",), lambda args: args.lr_scheduler in ("steplr", "exponentiallr"),
-        "it is about --lr-scheduler steplr and exponentiallr",
+        ("lr_gamma",), lambda args: args.lr_scheduler in ("steplr", "multisteplr", "exponentiallr"),
+        "it is about --lr-scheduler steplr, multisteplr and exponentiallr",
     ),
     (
-        ("lr_min",), lambda args: args.lr_scheduler in ("cosineannealinglr", "linearlr"),
-        "it is about --lr-scheduler cosineannealinglr and linearlr",
+        ("lr_min",), lambda args: args.lr_scheduler in ("cosineannealinglr", "linearlr", "wsd"),
+        "it is about --lr-scheduler cosineannealinglr, linearlr and wsd",
     ),
     (
         ("train_split", "val_split", "val_path", "minival", "limit_train_images", "limit_val_images"),
@@ -177,12 +179,13 @@ def list_recipes(word: str = "") -> str:
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     if word in texts:
         return texts[word].rstrip()
-    rows = [("recipe", "Acc@1", "batch", "epochs", "title")]
+    rows = [("recipe", "Acc@1", "batch", "epochs", "source", "title")]
     for path in paths:
         if word.lower() in f"{path.stem}\n{texts[path.stem]}".lower():
             recipe = read_recipe(path)
             options = {key: value for group in GROUPS for key, value in recipe.get(group, {}).items()}
             facts = [recipe.get("expected-acc1"), recipe.get("reference-global-batch"), options.get("epochs")]
+            facts.append("differs" if "differs" in recipe.get("notes", "") else None)
             rows.append((path.stem, *("-" if fact is None else str(fact) for fact in facts), recipe["title"]))
     if len(rows) == 1:
         raise UserError(f"--list-recipes {word}: no recipe holds this word{did_you_mean(word, texts)}")
@@ -197,10 +200,10 @@ def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str
     if option.is_switch:
         expected, is_right = "true or false", isinstance(value, bool)
         argv = [f"--{key}" if value else f"--no-{key}"]
-    elif isinstance(option.nargs, int):
-        expected = {2: "two numbers", 3: "three numbers"}[option.nargs]
+    elif option.nargs == "+" or isinstance(option.nargs, int):
+        expected = {2: "two numbers", 3: "three numbers", "+": "a list of numbers"}[option.nargs]
         are_numbers = isinstance(value, list) and all(type(item) in (int, float) for item in value)
-        is_right = are_numbers and len(value) == option.nargs
+        is_right = are_numbers and len(value) in (option.nargs, len(value) if option.nargs == "+" and value else -1)
         argv = [f"--{key}", *map(str, value)] if is_right else []
     else:
         kinds = {int: ("an integer", int), float: ("a number", int | float)}
@@ -470,11 +473,7 @@ def validate(args: argparse.Namespace) -> None:
     _validate_resolution(args)
     _validate_optimization(args)
     _validate_precision(args)
-    if args.lr_warmup_epochs >= args.epochs and args.lr_scheduler == "cosineannealinglr":
-        raise UserError(
-            f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine; "
-            f"give fewer, such as --lr-warmup-epochs {args.epochs // 10}, or more --epochs"
-        )
+    _validate_schedule(args)
     if args.output_dir == "":
         raise UserError("--output-dir is empty; name a folder, or leave it out for runs/MODEL")
     out = os.path.realpath(args.output_dir or f"runs/{args.model}")
@@ -591,6 +590,23 @@ def _validate_precision(args: argparse.Namespace) -> None:
         )
 
 
+def _validate_schedule(args: argparse.Namespace) -> None:
+    if args.lr_warmup_epochs >= args.epochs and args.lr_scheduler == "cosineannealinglr":
+        raise UserError(
+            f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine; "
+            f"give fewer, such as --lr-warmup-epochs {args.epochs // 10}, or more --epochs"
+        )
+    if args.lr_scheduler == "multisteplr" and not args.lr_milestones:
+        raise UserError("--lr-scheduler multisteplr needs --lr-milestones, the epochs at which the rate falls")
+    if args.lr_scheduler == "wsd" and args.lr_cooldown_epochs is None:
+        raise UserError("--lr-scheduler wsd needs --lr-cooldown-epochs, in how many of the last epochs the rate falls")
+    if args.lr_scheduler == "wsd" and args.lr_cooldown_epochs > args.epochs - args.lr_warmup_epochs:
+        raise UserError(
+            f"--lr-cooldown-epochs {args.lr_cooldown_epochs}: --epochs {args.epochs} leaves "
+            f"{args.epochs - args.lr_warmup_epochs} after --lr-warmup-epochs {args.lr_warmup_epochs}; give fewer"
+        )
+
+
 def _validate_optimization(args: argparse.Namespace) -> None:
     if args.lr_scaling != "none" and args.reference_global_batch is None:
         raise UserError(
@@ -606,8 +622,18 @@ def _validate_optimization(args: argparse.Namespace) -> None:
         raise UserError(f"--opt-eps: --opt {args.opt} has none")
     if args.bce_target_thresh is not None and not args.bce_loss:
         raise UserError("--bce-target-thresh is about --bce-loss; give that too")
+    _validate_decay(args)
     if args.freeze and args.layer_decay is not None:
         raise UserError("--layer-decay is about the layers that --freeze leaves as they are; give one of them")
+
+
+def _validate_decay(args: argparse.Namespace) -> None:
+    names = ("norm_weight_decay", "bias_weight_decay", "transformer_embedding_decay")
+    others = [BY_NAME[name].flag for name in names if getattr(args, name) is not None]
+    if others and not args.decay_1d:
+        raise UserError(f"--no-decay-1d and {others[0]} are two rules for the same parameters; give one of them")
+    if args.clip_agc is not None and args.clip_grad_norm is not None:
+        raise UserError("--clip-agc and --clip-grad-norm both limit the gradients; give one of them")
 
 
 def _validate_interpolation(args: argparse.Namespace) -> None:

@@ -581,11 +581,12 @@ def build_ema(args: Any, model: nn.Module) -> ExponentialMovingAverage | None:
     """Return the average that `--model-ema` asks for, or None.
 
     torchvision's adjustment: the decay is that of a sample, made independent of batch size and of how often it is
-    applied: alpha = (1 - decay) x (global batch x steps between updates / epochs), at most 1.
+    applied: alpha = (1 - decay) x (global batch x steps between updates / epochs), at most 1. Under
+    `--no-model-ema-adjust` the decay is that of an update.
     """
     if not args.model_ema or args.test_only:
         return None
-    adjust = args.global_batch_size * args.model_ema_steps / args.epochs
+    adjust = args.global_batch_size * args.model_ema_steps / args.epochs if args.model_ema_adjust else 1.0
     decay = 1.0 - min(1.0, (1.0 - args.model_ema_decay) * adjust)
     model_ema = ExponentialMovingAverage(model, decay, device=None)
     compile_model(model_ema.module, args)

@@ -3,7 +3,8 @@
 import importlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -55,18 +56,76 @@ def set_weight_decay(
     return [{"params": groups[name], "weight_decay": decays[name]} for name in groups if groups[name]]
 
 
-def build_parameter_groups(args: Any, model: nn.Module) -> list[dict]:
-    """Return the parameter groups that the weight-decay options and `--layer-decay` ask for."""
-    custom_keys = []
-    if args.bias_weight_decay is not None:
-        custom_keys.append(("bias", args.bias_weight_decay))
-    if args.transformer_embedding_decay is not None:
-        embeddings = ["class_token", "position_embedding", "relative_position_bias_table"]
-        custom_keys += [(key, args.transformer_embedding_decay) for key in embeddings]
-    groups = set_weight_decay(
-        model, args.weight_decay, args.norm_weight_decay, custom_keys_weight_decay=custom_keys or None
-    )
+# Parameters that torchvision's models hold in more dimensions than their sources, or that those exempt by name: what
+# `no_weight_decay()` says of timm's models.
+_UNDECAYED = ("class_token", "layer_scale", "pos_embedding", "relative_position_bias_table")
+
+# What `--transformer-embedding-decay` is about: the names in torchvision's script.
+_EMBEDDINGS = ("class_token", "position_embedding", "relative_position_bias_table")
+
+
+def build_parameter_groups(args: Any, model: nn.Module, say: Callable[[str], None] | None = None) -> list[dict]:
+    """Return the parameter groups that the weight-decay options and `--layer-decay` ask for.
+
+    Args:
+        args: the options.
+        model: whose parameters that are to be trained.
+        say: is called with a line about each option that matches nothing in the model.
+    """
+    if args.decay_1d:
+        keys = [] if args.bias_weight_decay is None else ["bias"]
+        decays = dict.fromkeys(keys, args.bias_weight_decay)
+        if args.transformer_embedding_decay is not None:
+            decays |= dict.fromkeys(_EMBEDDINGS, args.transformer_embedding_decay)
+        keys = list(decays.items()) or None
+        groups = set_weight_decay(model, args.weight_decay, args.norm_weight_decay, custom_keys_weight_decay=keys)
+    else:
+        groups = exempt_from_decay(model, args.weight_decay)
+    for line in [] if say is None else unmatched(args, model):
+        say(line)
     return groups if args.layer_decay is None else split_by_layer(model, groups, args.layer_decay, scaled_lr(args))
+
+
+def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Divide a model's trainable parameters into those that decay and those that timm's common rule exempts.
+
+    Exempt are biases, other parameters with one dimension, and those that the model names: by `no_weight_decay()`, or
+    torchvision's that stand for them.
+    """
+    named = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+    groups = {False: [], True: []}
+    for name, parameter in model.named_parameters():
+        is_named = any(fnmatch(name, pattern) for pattern in named) or name.rpartition(".")[2] in _UNDECAYED
+        if parameter.requires_grad:
+            groups[parameter.ndim <= 1 or name.endswith("bias") or is_named].append(parameter)
+    decays = {False: weight_decay, True: 0.0}
+    return [{"params": groups[key], "weight_decay": decays[key]} for key in groups if groups[key]]
+
+
+def unmatched(args: Any, model: nn.Module) -> list[str]:
+    """Return a line about each option that is about parameters or layers of which this model has none to train."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    last = [name.rpartition(".")[2] for name in names]
+    norms = [
+        module for module in model.modules()
+        if isinstance(module, _NORM_CLASSES) and any(parameter.requires_grad for parameter in module.parameters())
+    ]  # fmt: skip
+    found = {
+        "norm_weight_decay": (norms, "normalisation layers"),
+        "bias_weight_decay": ("bias" in last, "biases"),
+        "transformer_embedding_decay": (set(_EMBEDDINGS) & set(last), ", ".join(_EMBEDDINGS)),
+        "sync_bn": ([norm for norm in norms if isinstance(norm, nn.modules.batchnorm._BatchNorm)], "BatchNorm"),
+    }
+    lines = [
+        f"{BY_NAME[option].flag} has no effect: {args.model} has none to train of: {what}"
+        for option, (matches, what) in found.items()
+        if not matches and getattr(args, option) is not None and getattr(args, option) is not False  # 0.0 is a decay
+    ]
+    if not args.decay_1d and len(exempt_from_decay(model, args.weight_decay)) == 1:
+        lines.append(f"--no-decay-1d has no effect: all parameters of {args.model} that train are of one kind")
+    if args.layer_decay is not None and len(set(layers_of(model).values())) == 1:
+        lines.append(f"--layer-decay has no effect: {args.model} has one layer")
+    return lines
 
 
 # A part of a parameter's name that stands for one of a row of like layers: 3, encoder_layer_3, denseblock2 ...
@@ -93,12 +152,22 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
     return {name: order[blocks[name]] if name in blocks else ends[name] for name in names}
 
 
+def layers_of(model: nn.Module) -> dict[str, int]:
+    """Number the layers of a model's parameters by their names: a model of timm says itself which belong together."""
+    names = [name for name, _ in model.named_parameters()]
+    if not hasattr(model, "group_matcher"):
+        return layer_numbers(names)
+    grouped = importlib.import_module("timm.models").group_parameters
+    numbers = grouped(model, model.group_matcher(coarse=False), reverse=True)
+    return {name: numbers.get(name, max(numbers.values())) for name in names}
+
+
 def split_by_layer(model: nn.Module, groups: list[dict], decay: float, lr: float) -> list[dict]:
     """Give each layer of every group a learning rate of its own, `decay` times that of the layer above it.
 
-    As in BEiT (Bao et al., arXiv 2106.08254) and ConvNeXt's fine-tuning.
+    As in BEiT (Bao et al., arXiv 2106.08254) and ConvNeXt's fine-tuning: `lr_scale` multiplies the scheduled rate.
     """
-    numbers = layer_numbers(name for name, _ in model.named_parameters())
+    numbers = layers_of(model)
     layers = {parameter: numbers[name] for name, parameter in model.named_parameters()}
     top = max(numbers.values())
     width = len(str(top))
@@ -106,9 +175,15 @@ def split_by_layer(model: nn.Module, groups: list[dict], decay: float, lr: float
     for group in groups:
         for layer in sorted({layers[parameter] for parameter in group["params"]}):
             params = [parameter for parameter in group["params"] if layers[parameter] == layer]
-            rate = {"lr": lr * decay ** (top - layer), "name": f"layer{layer:0{width}}"}
+            scale = decay ** (top - layer)
+            rate = {"lr": lr * scale, "lr_scale": scale, "name": f"layer{layer:0{width}}"}
             split.append({**group, "params": params, **rate})
     return split
+
+
+def current_lr(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate of the groups that `--layer-decay` leaves alone, which is the schedule's."""
+    return max(group["lr"] for group in optimizer.param_groups)
 
 
 def scaled_lr(args: Any) -> float:
@@ -169,7 +244,7 @@ def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> t
 
 
 # Keys of a group that options and schedule set; they never come back from a checkpoint.
-_SET_BY_OPTIONS = {"betas", "eps", "lr", "momentum", "name", "weight_decay"}
+_SET_BY_OPTIONS = {"betas", "eps", "lr", "lr_scale", "momentum", "name", "weight_decay"}
 
 
 # State of torch's optimizers for each parameter: keys that are always there, and optional ones.
@@ -343,8 +418,11 @@ def lr_at(
     warmup_epochs: int = 0,
     warmup_method: str = "constant",
     warmup_decay: float = 0.01,
+    warmup_prefix: bool = True,
     step_size: int = 30,
     gamma: float = 0.1,
+    milestones: Sequence[int] | None = None,
+    cooldown_epochs: int | None = None,
     lr_min: float = 0.0,
 ) -> float:
     """Return the learning rate in an epoch: torchvision's schedules in closed form, with nothing to save or restore.
@@ -352,24 +430,31 @@ def lr_at(
     Args:
         epoch: the position, in epochs from 0.
         peak: the rate after the warm-up.
-        epochs: the length of the run; the cosine and the line end there.
-        scheduler: steplr, cosineannealinglr, exponentiallr or linearlr, counted from the end of the warm-up.
+        epochs: the length of the run; the cosine, the line and the cool-down end there.
+        scheduler: steplr, multisteplr, exponentiallr, cosineannealinglr, linearlr or wsd.
         warmup_epochs: the length of the warm-up.
         warmup_method: linear, or constant.
         warmup_decay: the share of `peak` that a warm-up begins with.
+        warmup_prefix: the schedule is counted from the end of the warm-up; else from epoch 0, as timm's.
         step_size: epochs between two steps of steplr.
-        gamma: factor of steplr and exponentiallr.
-        lr_min: where the cosine and the line end.
+        gamma: factor of steplr, multisteplr and exponentiallr.
+        milestones: epochs of multisteplr.
+        cooldown_epochs: epochs of wsd, its last ones, in which the rate falls on a line.
+        lr_min: where the cosine, the line and wsd end.
     """
     if epoch < warmup_epochs:
         progress = epoch / warmup_epochs if warmup_method == "linear" else 0.0
         return peak * (warmup_decay + (1.0 - warmup_decay) * progress)
-    since = epoch - warmup_epochs
+    begin = warmup_epochs if warmup_prefix else 0
+    since = epoch - begin
     if scheduler == "cosineannealinglr":
-        return lr_min + (peak - lr_min) * (1.0 + math.cos(math.pi * since / (epochs - warmup_epochs))) / 2.0
+        return lr_min + (peak - lr_min) * (1.0 + math.cos(math.pi * since / (epochs - begin))) / 2.0
     if scheduler == "linearlr":
-        return peak + (lr_min - peak) * since / (epochs - warmup_epochs)
-    return peak * gamma ** (since // step_size if scheduler == "steplr" else since)
+        return peak + (lr_min - peak) * since / (epochs - begin)
+    if scheduler == "wsd":
+        return peak + (lr_min - peak) * max(0.0, epoch - (epochs - cooldown_epochs)) / cooldown_epochs
+    drops = {"steplr": since // step_size, "multisteplr": sum(milestone <= since for milestone in milestones or [])}
+    return peak * gamma ** drops.get(scheduler, since)
 
 
 class LRScheduler:
@@ -385,13 +470,15 @@ class LRScheduler:
         self.optimizer = optimizer
         self.is_per_step = is_per_step
         self.options = options
-        self.peaks = [group["lr"] for group in optimizer.param_groups]
+        # A group with a scale takes that share of the scheduled rate, its floor included.
+        full = current_lr(optimizer)
+        self.peaks = [full if "lr_scale" in group else group["lr"] for group in optimizer.param_groups]
 
     def set_position(self, epoch: int, step: int, steps_per_epoch: int) -> None:
         """Set the rates of a step of an epoch."""
         position = epoch + step / steps_per_epoch if self.is_per_step else epoch
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = lr_at(position, peak=peak, **self.options)
+            group["lr"] = lr_at(position, peak=peak, **self.options) * group.get("lr_scale", 1.0)
 
 
 def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -406,7 +493,10 @@ def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRSchedul
 
 def schedule(args: Any) -> dict[str, Any]:
     """Return the options of `lr_at` that `args` stands for, but for epoch and peak."""
-    names = ("scheduler", "warmup_epochs", "warmup_method", "warmup_decay", "step_size", "gamma")
+    names = (
+        "scheduler", "warmup_epochs", "warmup_method", "warmup_decay", "warmup_prefix", "step_size", "gamma",
+        "milestones", "cooldown_epochs",
+    )  # fmt: skip
     return {"epochs": args.epochs, "lr_min": args.lr_min, **{name: getattr(args, f"lr_{name}") for name in names}}
 
 
@@ -427,20 +517,28 @@ def check_rates(args: Any) -> None:
         )
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, is_read: bool) -> Tensor | None:
-    """Scale gradients down to a norm of at most `max_norm`, and return the norm that they had.
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, is_read: bool, agc: float | None = None
+) -> Tensor | None:
+    """Limit gradients, and return the norm that they had together.
 
     Args:
-        parameters: whose gradients, unscaled.
-        max_norm: None for no limit.
+        parameters: whose gradients, unscaled; the last two are the classifier's, which `agc` leaves alone.
+        max_norm: to scale them all down to; None for no limit.
         is_read: whether somebody wants the norm where there is no limit; None is returned if not.
+        agc: the largest norm of an output's gradient as a share of its weights' norm: adaptive gradient clipping
+            (Brock et al., arXiv 2102.06171).
     """
-    if max_norm is None and not is_read:
-        return None
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    parameters = list(parameters) if agc is not None or max_norm is not None or is_read else []
+    clipped = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = None
+    if max_norm is not None or is_read:
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in clipped])
     if max_norm is not None:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)
+    if agc is not None:
+        utilities = importlib.import_module(f"{require_timm('--clip-agc', agc).__name__}.utils")
+        utilities.adaptive_clip_grad(parameters[:-2], agc)
     return norm
 
 

@@ -378,6 +378,10 @@ OPTIONS = {
             "--model-ema-decay", metavar="D", default=0.99998, type=float, at_least=0, at_most=1,
             help="decay of the average, as torchvision's: adjusted to global batch, --model-ema-steps and epochs",
         ),
+        Option(
+            "--model-ema-adjust", default=True,
+            help="adjust --model-ema-decay as torchvision does; without, it is the decay of each move, as in timm",
+        ),
     ],
     "optimization": [
         Option(
@@ -441,7 +445,13 @@ OPTIONS = {
         ),
         Option(
             "--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6,
-            help="weight decay of class and position embeddings (default: --weight-decay)",
+            help="weight decay of class and position embeddings, those that torchvision's script names: a ViT's "
+            "pos_embedding is not among them (default: --weight-decay)",
+        ),
+        Option(
+            "--decay-1d", default=True,
+            help="--no-decay-1d: timm's rule, no weight decay of biases, other parameters of one dimension, and of "
+            "embeddings, layer scales and what else the model exempts; instead of the three options above",
         ),
         Option(
             "--label-smoothing", metavar="P", default=0.0, type=float, at_least=0, at_most=1, is_of_checkpoint=True,
@@ -458,6 +468,11 @@ OPTIONS = {
         Option(
             "--clip-grad-norm", metavar="NORM", type=float, at_least=0, at_most=1e12,
             help="scale gradients down whose norm is larger than this (default: no limit)",
+        ),
+        Option(
+            "--clip-agc", metavar="F", type=float, at_least=0, at_most=1e12,
+            help="adaptive clipping (timm's): scale down the gradient of each output of a layer whose norm is above F "
+            "times that of its weights, but for the last layer's (default: none)",
         ),
     ],
     "schedule": [
@@ -477,8 +492,9 @@ OPTIONS = {
         ),
         Option(
             "--lr-scheduler", default="steplr", type=str.lower,
-            choices=["cosineannealinglr", "exponentiallr", "linearlr", "steplr"],
-            help="learning rate schedule after the warm-up; linearlr falls to --lr-min at the end",
+            choices=["cosineannealinglr", "exponentiallr", "linearlr", "multisteplr", "steplr", "wsd"],
+            help="learning rate schedule after the warm-up; linearlr falls to --lr-min at the end, wsd stays at --lr "
+            "until --lr-cooldown-epochs before it",
         ),
         Option(
             "--lr-warmup-epochs", metavar="N", default=0, type=int, at_least=0,
@@ -493,16 +509,30 @@ OPTIONS = {
             help="the warm-up begins at --lr times this",
         ),
         Option(
+            "--lr-warmup-prefix", default=True,
+            help="count the schedule from the end of the warm-up, as torchvision does; without, from epoch 0, and the "
+            "warm-up takes the place of its beginning, as in timm",
+        ),
+        Option(
             "--lr-step-size", metavar="N", default=30, type=int, at_least=1,
             help="multiply the learning rate of --lr-scheduler steplr by --lr-gamma every N epochs",
         ),
         Option(
+            "--lr-milestones", metavar="N", type=int, nargs="+", at_least=0,
+            help="multiply the learning rate of --lr-scheduler multisteplr by --lr-gamma at these epochs",
+        ),
+        Option(
+            "--lr-cooldown-epochs", metavar="N", type=int, at_least=1,
+            help="epochs in which the learning rate of --lr-scheduler wsd falls to --lr-min at the end; a checkpoint "
+            "from before them can go on with other --epochs",
+        ),
+        Option(
             "--lr-gamma", metavar="F", default=0.1, type=float, at_least=0, at_most=1e9,
-            help="factor by which steplr and exponentiallr multiply the rate",
+            help="factor by which steplr, multisteplr and exponentiallr multiply the rate",
         ),
         Option(
             "--lr-min", metavar="LR", default=0.0, type=float, at_least=0, at_most=1e30,
-            help="learning rate at which cosineannealinglr and linearlr end",
+            help="learning rate at which cosineannealinglr, linearlr and wsd end; --layer-decay scales it too",
         ),
         Option(
             "--lr-per-step", default=False,

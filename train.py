@@ -78,7 +78,7 @@ def train_one_epoch(
         run.finish_gradients()
 
         scaler.unscale_(optimizer)
-        grad_norm = optim.clip_gradients(model.parameters(), args.clip_grad_norm, run.is_record_due)
+        grad_norm = optim.clip_gradients(model.parameters(), args.clip_grad_norm, run.is_record_due, args.clip_agc)
         scaler.step(optimizer)
         scaler.update()
 
@@ -86,7 +86,7 @@ def train_one_epoch(
             model_ema.update_parameters(model)
             if epoch < args.lr_warmup_epochs:
                 model_ema.reset()  # until the warm-up is over, the average is a copy of the weights
-        metric_logger.update(lr=optimizer.param_groups[0]["lr"])
+        metric_logger.update(lr=optim.current_lr(optimizer))
         run.end_step(metric_logger, grad_norm)
 
 
@@ -218,7 +218,7 @@ def main(args):
             evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return
 
-    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
+    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp, print))
     scaler = models.build_scaler(args, device)
     model = gradients.wrap_model(model_without_ddp, args)
     run = Run(

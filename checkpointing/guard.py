@@ -255,7 +255,7 @@ def _is_free(name: str, args: Any) -> bool:
 
 
 def _why_epochs_matter(args: Any) -> str | None:
-    if args.lr_scheduler in ("cosineannealinglr", "linearlr"):
+    if args.lr_scheduler in ("cosineannealinglr", "linearlr", "wsd"):
         return f"{args.lr_scheduler} spreads its learning rates over all epochs"
     return "the decay of --model-ema follows from the epochs" if args.model_ema else None
 

@@ -112,7 +112,7 @@ class Gauges:
         with torch.no_grad():
             norms = {"grad_norm": grad_norm, "weight_norm": nn.utils.get_total_norm(self.parameters)}
             scale = {} if self.scaler is None else {"loss_scale": self.scaler.scale(self.one)}
-        return {"lr": self.groups[0]["lr"], **rates, **norms, **scale}
+        return {"lr": max(group["lr"] for group in self.groups), **rates, **norms, **scale}
 
     def rates(self, steps: int, train_s: float, wait_s: float) -> dict[str, float]:
         """Return how fast so many steps were, and what they took: all that the machine decides."""

@@ -50,7 +50,8 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
     model = estimate.build_without_memory(args, num_classes)
-    groups = optim.build_parameter_groups(args, model)
+    lacking = []
+    groups = optim.build_parameter_groups(args, model, lacking.append)
     optimizer = optim.build_optimizer(args, groups)
     scheduler = optim.build_lr_scheduler(args, optimizer)
     steps_per_epoch = num_images // args.global_batch_size
@@ -68,6 +69,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
         f"# {steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
         f"{num_images % args.global_batch_size} images left out of each epoch, others each time",
         *([f"# --sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
+        *(f"# {line}" for line in lacking),
         *reference_lines(args),
         f"# learning rate at the start of epoch {', '.join(rates)}",
     ]
@@ -115,4 +117,4 @@ def learning_rate(
 ) -> float:
     """Return the largest rate of any parameter group at the start of an epoch."""
     scheduler.set_position(epoch, 0, steps_per_epoch)
-    return max(group["lr"] for group in optimizer.param_groups)
+    return optim.current_lr(optimizer)

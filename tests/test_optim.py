@@ -357,6 +357,138 @@ def test_layer_decay_lowers_the_rate_from_each_layer_to_the_one_below():
     assert by_parameter[model.conv1.weight]["weight_decay"] == 1e-4
 
 
+def test_the_floor_follows_the_layer_and_the_logged_rate_is_the_schedules():
+    with torch.device("meta"):
+        model = torchvision.models.vit_b_16()
+    args = schedule_options(
+        layer_decay=0.65, lr=5e-4, lr_min=1e-5, lr_scheduler="cosineannealinglr", epochs=10, opt="adamw"
+    )
+    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    lr_scheduler = optim.build_lr_scheduler(args, optimizer)
+    cosine = CosineAnnealingLR(sgd(5e-4), T_max=10, eta_min=1e-5)
+    for epoch in range(10):
+        lr_scheduler.set_position(epoch, 0, 10)
+        full = cosine.get_last_lr()[0]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([full * 0.65 ** (13 - layer) for layer in range(14)], rel=1e-12)
+        assert optim.current_lr(optimizer) == pytest.approx(full, rel=1e-12)
+        cosine.optimizer.step()
+        cosine.step()
+
+
+TIMM_MODELS = ["deit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224", "resnet18", "efficientnet_b0",
+               "mobilenetv4_conv_small", "beit_base_patch16_224", "convmixer_768_32"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIMM_MODELS)
+@pytest.mark.parametrize("decay", [None, 0.7])
+def test_no_decay_1d_groups_as_timm_does(name, decay):
+    timm, factory = pytest.importorskip("timm"), pytest.importorskip("timm.optim._param_groups")
+    with torch.device("meta" if name != "swin_tiny_patch4_window7_224" else "cpu"):
+        model = timm.create_model(name)
+    args = options_of(decay_1d=False, weight_decay=0.3, layer_decay=decay, lr=0.5)
+    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    if decay is None:
+        theirs = factory.param_groups_weight_decay(model, 0.3, no_weight_decay_list=exempt)
+    else:
+        theirs = factory.param_groups_layer_decay(model, 0.3, no_weight_decay_list=exempt, layer_decay=decay)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def by_name(groups):
+        return {
+            names[parameter]: (group["weight_decay"], pytest.approx(group.get("lr_scale", 1.0)))
+            for group in groups for parameter in group["params"]
+        }  # fmt: skip
+
+    groups = optim.build_parameter_groups(args, model)
+    assert by_name(groups) == by_name(theirs)
+    assert len(by_name(groups)) == len(names)
+
+
+@pytest.mark.parametrize(("name", "exempt"), [
+    ("convnext_tiny", {"layer_scale"}), ("vit_b_16", {"class_token", "pos_embedding"}),
+    ("swin_t", {"relative_position_bias_table"}),
+])  # fmt: skip
+def test_no_decay_1d_exempts_in_torchvisions_models_what_their_sources_do(name, exempt):
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name)
+    decayed, rest = optim.build_parameter_groups(options_of(decay_1d=False, weight_decay=0.3), model)
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert all(names[parameter].endswith("weight") and parameter.ndim > 1 for parameter in decayed["params"])
+    wide = {names[parameter].rpartition(".")[2] for parameter in rest["params"] if parameter.ndim > 1}
+    assert wide == exempt
+    assert {p for p in names if p.ndim <= 1} <= set(rest["params"])
+
+
+@pytest.mark.parametrize(("model", "changes", "flags"), [
+    ("alexnet", {"norm_weight_decay": 0.0}, ["--norm-weight-decay"]),
+    ("resnet18", {"norm_weight_decay": 0.0, "bias_weight_decay": 0.0}, []),
+    ("resnet18", {"transformer_embedding_decay": 0.0}, ["--transformer-embedding-decay"]),
+    ("vit_b_16", {"transformer_embedding_decay": 0.0, "sync_bn": True}, ["--sync-bn"]),
+    ("timm/deit_tiny_patch16_224", {"transformer_embedding_decay": 0.0}, ["--transformer-embedding-decay"]),
+    ("resnet18", {"sync_bn": True, "layer_decay": 0.5, "decay_1d": False}, []),
+])  # fmt: skip
+def test_an_option_that_matches_nothing_says_so(model, changes, flags):
+    args = options_of(model=model, **changes)
+    with torch.device("meta"):
+        if model.startswith("timm/"):
+            built = pytest.importorskip("timm").create_model(model[5:])
+        else:
+            built = torchvision.models.get_model(model)
+    lines = []
+    optim.build_parameter_groups(args, built, lines.append)
+    assert [line.split()[0] for line in lines] == flags
+    assert all(" has no effect: " in line and "\n" not in line for line in lines)
+
+
+def test_adaptive_clipping_bounds_each_output_but_the_classifiers():
+    pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * 10
+    model[0].weight.grad[2] *= 1e-6
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    assert optim.clip_gradients(model.parameters(), None, False, agc=0.01) is None
+    weight, kept = model[0].weight, [0.01 * model[0].weight[i].norm() for i in range(4)]
+    for output in range(4):
+        expected = before[0][output]
+        if output != 2:
+            expected = expected / expected.norm() * kept[output]
+        assert torch.allclose(weight.grad[output], expected, rtol=1e-5)
+    limit = 0.01 * max(float(model[0].bias.detach().norm()), 1e-3)
+    assert float(model[0].bias.grad.norm()) == pytest.approx(limit, rel=1e-5)
+    assert torch.equal(model[2].weight.grad, before[2])
+    assert torch.equal(model[2].bias.grad, before[3])
+
+
+def test_milestones_are_torchs_and_a_cool_down_can_be_moved():
+    optimizer = sgd(0.5)
+    theirs = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 7, 7], gamma=0.2)
+    options = {"peak": 0.5, "scheduler": "multisteplr", "milestones": [3, 7, 7], "gamma": 0.2}
+    for epoch in range(12):
+        assert optim.lr_at(epoch, epochs=12, **options) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        optimizer.step()
+        theirs.step()
+    wsd = {"peak": 0.5, "scheduler": "wsd", "warmup_epochs": 2, "warmup_method": "linear", "lr_min": 0.1}
+    short, long = (
+        [optim.lr_at(epoch, epochs=epochs, cooldown_epochs=4, **wsd) for epoch in range(13)] for epochs in (10, 20)
+    )
+    assert short[:7] == long[:7]  # a checkpoint from before epoch 6 belongs to both
+    assert short[6:11] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1])
+    assert set(long[2:]) == {0.5}
+
+
+@pytest.mark.parametrize("changes", [
+    {"lr_scheduler": "multisteplr"}, {"lr_scheduler": "wsd"}, {"lr_scheduler": "wsd", "lr_cooldown_epochs": 91},
+    {"decay_1d": False, "norm_weight_decay": 0.0}, {"clip_agc": 0.01, "clip_grad_norm": 1.0},
+])  # fmt: skip
+def test_options_that_exclude_or_need_each_other_are_refused(changes):
+    with pytest.raises(UserError, match=r"give|needs"):
+        config.validate(options_of(**changes))
+
+
 def test_betas_and_eps_reach_the_optimizer():
     parameters = [{"params": [nn.Parameter(torch.zeros(1))]}]
     adamw = optim.build_optimizer(options_of(opt="adamw", opt_betas=[0.8, 0.95], opt_eps=1e-6), parameters)

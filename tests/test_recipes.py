@@ -1,12 +1,17 @@
 """Recipes and torchvision's published commands: each resolves, and builds what it means."""
 
+import math
 import shlex
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torchvision
+from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialLR, LinearLR, MultiStepLR, StepLR
 from torchvision.transforms import autoaugment
 
 import config
@@ -150,11 +155,13 @@ def test_torchvisions_published_commands_build_what_they_mean(command):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_resolves_and_says_where_it_is_from(name):
     recipe = config.read_recipe(config.find_recipe(name))
-    assert {"title", "source", "expected-acc1", "tolerance", "evaluation", "reproduced"} <= recipe.keys()
+    facts = set() if "an experiment" in recipe.get("notes", "") else {"expected-acc1", "tolerance"}
+    assert {"title", "source", "evaluation", "reproduced"} | facts <= recipe.keys()
     if any(table.get("model", "").startswith("timm/") for table in recipe.values() if isinstance(table, dict)):
         pytest.importorskip("timm")
     text = preview.preview(config.parse_args(["--recipe", name, "--dry-run"]))
     assert "learning rate at the start of epoch 0: " in text
+    assert "has no effect" not in text
     if name != "digits":
         assert recipe["reproduced"] is False
         assert "assuming 1,281,167 images of 1,000 classes" in text
@@ -183,6 +190,8 @@ def test_the_list_of_recipes_names_each_once(capsys):
     lines = config.list_recipes().splitlines()
     assert [line.split()[0] for line in lines[1:-2]] == RECIPES
     assert "80.858" in next(line for line in lines if line.startswith("resnet50-v2"))
+    assert next(line for line in lines if line.startswith("resnet50-fast16")).split()[4] == "differs"
+    assert next(line for line in lines if line.startswith("resnet50-v2")).split()[4] == "-"
 
 
 def test_the_list_of_recipes_fits_the_terminal_and_is_filtered(monkeypatch):
@@ -288,3 +297,213 @@ def test_a_dry_run_refuses_an_augmentation_that_is_not_there(tmp_path):
 
 def test_recipes_are_no_larger_than_what_they_say():
     assert all(Path(config.find_recipe(name)).stat().st_size < 2000 for name in RECIPES)
+
+
+def options_by_name(name):
+    """Return a recipe's options as a run on one process has them."""
+    args = config.parse_args(["--recipe", name, "--dry-run"])
+    args.distributed, args.device, args.global_batch_size = False, "cpu", args.global_batch_size or args.batch_size
+    if any(str(value).startswith("timm/") for value in vars(args).values()):
+        pytest.importorskip("timm")
+    return args
+
+
+def decays_by_torchvisions_rules(args, model):
+    """{parameter's name: its decay}, by the words of torchvision's three options."""
+    decays = {}
+    for name, _ in model.named_parameters():
+        owner, _, last = name.rpartition(".")
+        kind = type(model.get_submodule(owner)).__name__
+        decays[name] = args.weight_decay
+        if args.norm_weight_decay is not None and ("BatchNorm" in kind or "LayerNorm" in kind):
+            decays[name] = args.norm_weight_decay
+        if args.bias_weight_decay is not None and last == "bias":
+            decays[name] = args.bias_weight_decay
+        embeddings = ("class_token", "position_embedding", "relative_position_bias_table")
+        if args.transformer_embedding_decay is not None and last in embeddings:
+            decays[name] = args.transformer_embedding_decay
+    return decays
+
+
+def decays_by_timm(args, model):
+    """{parameter's name: its decay}, as timm groups them; torchvision's models do not name what they exempt."""
+    factory = pytest.importorskip("timm.optim._param_groups")
+    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ("*layer_scale", "*_token", "*pos_*")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = factory.param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=exempt)
+    return {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
+
+
+# The large RegNets have the parts of the smallest and take seconds to build.
+@pytest.mark.parametrize("name", [name for name in RECIPES if "regnet" not in name or "_400mf" in name])
+def test_each_parameter_decays_as_the_source_says(name):
+    args = options_by_name(name)
+    model = estimate.build_without_memory(args, 1000)
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups = optim.build_parameter_groups(args, model)
+    found = {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
+    expected = (decays_by_torchvisions_rules if args.decay_1d else decays_by_timm)(args, model)
+    assert found == {name: expected[name] for name in names.values()}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_option_of_a_recipe_is_without_effect(name):
+    args = options_by_name(name)
+    for names, has_effect, reason in config.EFFECTS:
+        assert not set(names) & set(args.given) or has_effect(args), f"{names}: {reason}"
+
+
+def torchs_rates(args):
+    """Yield the rate of each epoch, by torch's schedulers put together as in torchvision's script."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
+    main = {
+        "steplr": lambda: StepLR(optimizer, step_size=args.lr_step_size, gamma=args.lr_gamma),
+        "multisteplr": lambda: MultiStepLR(optimizer, milestones=args.lr_milestones, gamma=args.lr_gamma),
+        "exponentiallr": lambda: ExponentialLR(optimizer, gamma=args.lr_gamma),
+        "cosineannealinglr": lambda: CosineAnnealingLR(
+            optimizer, T_max=args.epochs - args.lr_warmup_epochs, eta_min=args.lr_min
+        ),
+    }
+    first = None
+    if args.lr_warmup_epochs:
+        start = args.lr_warmup_decay or 1e-12  # torch takes no 0
+        kinds = {"linear": (LinearLR, "start_factor"), "constant": (ConstantLR, "factor")}
+        kind, word = kinds[args.lr_warmup_method]
+        first = kind(optimizer, total_iters=args.lr_warmup_epochs, **{word: start})
+    scheduler = main[args.lr_scheduler]() if first is None else None
+    for epoch in range(args.epochs):
+        if epoch == args.lr_warmup_epochs and scheduler is None:
+            optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
+            scheduler = main[args.lr_scheduler]()
+        yield optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        (scheduler or first).step()
+
+
+def timms_rates(args):
+    """Yield the rate of each epoch, by timm's schedulers as its script builds them."""
+    schedulers = pytest.importorskip("timm.scheduler")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
+    warmup = {"warmup_t": args.lr_warmup_epochs, "warmup_lr_init": args.lr * args.lr_warmup_decay}
+    if args.lr_scheduler == "cosineannealinglr":
+        scheduler = schedulers.CosineLRScheduler(optimizer, args.epochs, lr_min=args.lr_min, **warmup)
+    else:
+        scheduler = schedulers.StepLRScheduler(optimizer, decay_t=1, decay_rate=args.lr_gamma, warmup_prefix=False,
+                                               **warmup)  # fmt: skip
+    for epoch in range(args.epochs):
+        scheduler.step(epoch)
+        yield optimizer.param_groups[0]["lr"]
+
+
+def sources_rates(args):
+    """Yield the rate of each epoch: a triangle as ffcv's, a trapezium for a cool-down."""
+    if args.lr_scheduler == "wsd":
+        peak, low = args.lr, args.lr * args.lr_warmup_decay
+        corners = [0, args.lr_warmup_epochs, args.epochs - args.lr_cooldown_epochs, args.epochs]
+        return np.interp(range(args.epochs), corners, [low, peak, peak, args.lr_min])
+    return np.interp(range(args.epochs), [0, 2, args.epochs], [1e-4 * args.lr, args.lr, 0.0])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_learning_rates_are_the_sources(name):
+    args = options_by_name(name)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
+    lr_scheduler = optim.build_lr_scheduler(args, optimizer)
+    rates = []
+    for epoch in range(args.epochs):
+        lr_scheduler.set_position(epoch, 0, 10)
+        rates.append(optimizer.param_groups[0]["lr"])
+    is_line = args.lr_scheduler in ("linearlr", "wsd")
+    reference = sources_rates if is_line else torchs_rates if args.lr_warmup_prefix else timms_rates
+    assert rates == pytest.approx(list(reference(args)), rel=1e-9, abs=1e-11)
+    if not args.lr_per_step:
+        return
+    # Between two epochs the rate goes from one to the other.
+    for epoch in range(args.epochs - 1):
+        lr_scheduler.set_position(epoch, 5, 10)
+        low, high = sorted(rates[epoch : epoch + 2])
+        assert low <= optimizer.param_groups[0]["lr"] <= high
+
+
+def test_convnexts_rates_are_those_of_its_own_code():
+    args, per_epoch = options_by_name("convnext_tiny-paper"), 312
+    warmup = np.linspace(0, args.lr, 20 * per_epoch)
+    steps = np.arange(280 * per_epoch)
+    cosine = 1e-6 + 0.5 * (args.lr - 1e-6) * (1 + np.cos(math.pi * steps / len(steps)))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
+    lr_scheduler = optim.build_lr_scheduler(args, optimizer)
+    for number, rate in enumerate(np.concatenate((warmup, cosine))):
+        if number % 97:
+            continue
+        lr_scheduler.set_position(*divmod(number, per_epoch), per_epoch)
+        # Its warm-up reaches the peak one step earlier.
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-9, abs=args.lr / len(warmup))
+
+
+def test_the_stairs_of_efficientnet_are_never_far_from_their_slope():
+    args = options_by_name("efficientnet_b0-ra")
+    for epoch in range(3, 450):
+        rate = optim.lr_at(epoch, peak=args.lr, **optim.schedule(args))
+        assert 1.0 <= 0.048 * 0.97 ** (epoch // 2.4) / rate * 1.005 <= 1.05
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "model-ema = true" in config.list_recipes(name)])
+def test_averages_move_as_the_source_says(name):
+    args = options_by_name(name)
+    model = nn.Linear(3, 2)
+    ours = models.build_ema(args, model)
+    if args.model_ema_adjust:
+        share = 2e-5 * args.global_batch_size * 32 / args.epochs  # torchvision's defaults, which all its recipes have
+        expected = 1 - min(1, share)
+        assert ours.decay == pytest.approx(expected, abs=1e-12)
+        return
+    theirs = pytest.importorskip("timm.utils").ModelEmaV2(model, decay=args.model_ema_decay)
+    ours.update_parameters(model)
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.add_(torch.randn(2, 3) * 1e4)
+        ours.update_parameters(model)
+        theirs.update(model)
+    assert torch.allclose(ours.module.weight, theirs.module.weight, rtol=1e-4)
+    assert not torch.allclose(ours.module.weight, model.weight, rtol=0.1)
+
+
+def references_loss(args, output, target, share):
+    """Return the loss that a recipe's source computes for images mixed with those in front of them in the batch."""
+    if not (args.bce_loss or "timm/" in f"{args.model}{args.opt}{args.auto_augment}"):
+        mixed = share * nn.functional.one_hot(target, 10) + (1 - share) * nn.functional.one_hot(target.roll(1), 10)
+        return nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)(output, mixed)
+    loss, mixing = pytest.importorskip("timm.loss"), pytest.importorskip("timm.data.mixup")
+    # timm mixes with the images in their opposite order.
+    parts = [
+        weight * mixing.mixup_target(hard, 10, 1.0, args.label_smoothing)
+        for weight, hard in [(share, target), (1 - share, target.roll(1))]
+    ]
+    if args.bce_loss:
+        return loss.BinaryCrossEntropy(target_threshold=args.bce_target_thresh)(output, sum(parts))
+    return loss.SoftTargetCrossEntropy()(output, sum(parts))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.15])
+def test_losses_are_the_sources(name, share):
+    args = options_by_name(name)
+    generator = torch.Generator().manual_seed(0)
+    output, target = torch.randn(6, 10, generator=generator) * 3, torch.tensor([3, 1, 4, 1, 5, 9])
+    criterion = metrics.build_criterion(SimpleNamespace(**{**vars(args), "model": "resnet18"}))
+    mixed = share * nn.functional.one_hot(target, 10) + (1 - share) * nn.functional.one_hot(target.roll(1), 10)
+    expected = references_loss(args, output, target, share)
+    assert float(criterion(output, mixed)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_fast_crops_grow_as_in_ffcv():
+    """Its sizes, by the rule of its script."""
+    for epochs, (first, last) in {16: (11, 13), 24: (17, 20), 32: (23, 27), 40: (29, 34), 56: (41, 48),
+                                  88: (65, 76)}.items():  # fmt: skip
+        for model in ("resnet18", "resnet50"):
+            train, evaluation = presets.build_presets(options_by_name(f"{model}-fast{epochs}"))
+            between = [int(np.round(np.interp(epoch, [first, last], [160, 192]) / 32)) * 32 for epoch in range(epochs)]
+            assert [train.size_at(epoch) for epoch in range(epochs)] == between
+            assert (between[0], between[-1]) == (160, 192)
+            # ffcv cuts out 224 / 256 of the shorter side, and resizes that.
+            assert round(256 * 256 / 224) == evaluation.resize_size
