@@ -27,6 +27,8 @@ class Started:
         self.out = out
         self.argv = ["--data-path", images, *SMALL, "--batch-size", "8", "--print-freq", "2", "--lr", "0.05"]
         self.argv += ["--checkpoint-steps", "1", "--use-deterministic-algorithms"]
+        # With which its first epoch is its best, as with no other numbers that were tried.
+        self.argv += "--mean 0.485 0.456 0.406 --std 0.229 0.224 0.225".split()
 
     def copy(self, folder):
         shutil.copytree(self.out, folder, symlinks=True)

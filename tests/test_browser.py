@@ -93,17 +93,22 @@ def tensorboard(started, tmp_path):
 def test_tensorboard_shows_the_run(tensorboard, started, tmp_path):
     records = [json.loads(line) for line in (started.out / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
-    dom, asked = open_page(f"{tensorboard}#timeseries", tmp_path)
     tags = read_json(f"{tensorboard}data/plugin/scalars/tags")
     (name,) = tags
     assert {"train/loss", "train/acc1", "train/lr", "val/loss", "val/acc1", "val/acc5"} <= set(tags[name])
     scalars = read_json(f"{tensorboard}data/plugin/scalars/scalars?run={name}&tag=train%2Floss")
     assert {step: pytest.approx(value) for _, step, value in scalars} == losses
-    assert all(url.startswith(tensorboard) for url in asked)
-    shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", dom))
     num_tags = sum(tag.startswith("train/") for tag in tags[name])
-    assert f" train {num_tags} cards " in shown
-    assert " view 4 cards " in shown  # of the evaluations; the first batch is that of another start
+    # Those of the evaluations; the first batch is that of another start.
+    expected = {f" train {num_tags} cards ", " view 4 cards "}
+    missing = expected
+    for _ in range(3):  # a page that is asked for its text on a busy machine may not have all of it yet
+        if missing:
+            dom, asked = open_page(f"{tensorboard}#timeseries", tmp_path)
+            assert all(url.startswith(tensorboard) for url in asked)
+            shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", dom))
+            missing = {words for words in expected if words not in shown}
+    assert not missing
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,11 @@ def test_tensorboard_shows_the_run(tensorboard, started, tmp_path):
         ("hparams", ["hparams/session_groups"]),
         (
             "custom_scalars",
-            ["custom_scalars/layout", "%28val%2Floss%24%29%7C%28val_ema%2Floss%24%29", "tag=train%2Flr"],
+            [
+                "custom_scalars/layout",
+                "%28%28mini%29%3Fval%2Floss%24%29%7C%28%28mini%29%3Fval_ema%2Floss%24%29",
+                "tag=train%2Flr",
+            ],
         ),
     ],
 )

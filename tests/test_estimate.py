@@ -64,7 +64,7 @@ def test_accumulation_holds_sums_of_gradients(more, copies):
 )
 def test_operations_are_three_times_those_that_torchvision_documents(model, gflop):
     args = peaks.resolve(["--model", model, "--batch-size", "2"])
-    assert estimate.count_flops(args, 1000) / 1e9 == pytest.approx(gflop, rel=0.02)
+    assert estimate.count_flops(args, 1000) / 1e9 == pytest.approx(gflop, rel=0.03)  # without the images' own gradient
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not():
