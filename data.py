@@ -22,6 +22,7 @@ import collectives
 import config
 import transforms
 from checkpointing.preemption import start_worker
+from checkpointing.startup import phases
 from checkpointing.weights import HUB
 from errors import BadImageError, ImageError, UserError, counted
 from files import read_bytes
@@ -421,7 +422,9 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Batch
             f"{len(dataset)} training and {len(dataset_test)} validation images of "
             f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
-    return sets, start_loaders(sets, args)
+    started = start_loaders(sets, args)
+    phases.end("data")
+    return sets, started
 
 
 def eval_batch_size(args: Any) -> int:
@@ -637,7 +640,9 @@ def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: to
     """Return `build_device_loader`'s of the training set and of the validation set."""
     num_classes = len(datasets[1].classes)
     each = zip(datasets, samplers, started, strict=True)
-    return [build_device_loader(args, images, sampler, device, num_classes, loader) for images, sampler, loader in each]
+    loaders = [build_device_loader(args, images, sampler, device, num_classes, own) for images, sampler, own in each]
+    phases.end("data")
+    return loaders
 
 
 def report_images(data_loader: DeviceLoader, epoch: int) -> None:

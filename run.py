@@ -24,6 +24,7 @@ import optim
 from checkpointing.checkpoint import RunState
 from checkpointing.guard import check_classes, check_options, run_facts
 from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
+from checkpointing.startup import phases
 from checkpointing.store import CheckpointManager
 from checkpointing.weights import HUB, fetch_from_hub, load_weights
 from errors import (
@@ -66,10 +67,12 @@ def read_resumed(
     Raises:
         UserError: it cannot be used, or the output folder holds a run that the options do not speak of.
     """
+    phases.end("processes")
     if not args.test_only:
         manager.lock()
         args = go_on_after_restart(args, manager)
     state = manager.read(args.resume)
+    phases.end("checkpoint")
     if args.test_only:
         if args.resume and state is None:
             raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
@@ -239,6 +242,7 @@ class Run(BareRun):
         parts: dict[str, Any],
         metrics: list[Metric],
     ) -> None:
+        phases.end("model")
         self.args, self.manager, self.preemption, self.seen = args, manager, preemption, seen
         self.sampler, self.model, self.folder = sampler, parts["model"], manager.folder
         device = next(self.model.parameters()).device
@@ -280,7 +284,9 @@ class Run(BareRun):
         self.manager.open(self.args.resume, self.state, overwrite=self.args.overwrite)
         collectives.call_on_master(self.write_description, start)
         log.open(self.folder)
-        print(*first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder), sep="\n")
+        phases.end("run")
+        lines = first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder)
+        print(*lines, phases.read(), sep="\n")
         with ExitStack() as stack:
             stack.push(lambda kind, error, trace: log.close(error))
             stack.enter_context(self.seen)

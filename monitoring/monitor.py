@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from checkpointing.checkpoint import RunState
+from checkpointing.startup import phases
 from errors import PreemptedError, StorageError
 from files import explain_failure, open_regular, open_to_read, read_bytes, sync_folder, write_atomically
 from monitoring.console import log
@@ -38,6 +39,7 @@ def begin_log(args: Any) -> None:
     Raises:
         UserError: one is not known, or its package is missing.
     """
+    phases.end("import")
     check_mirrors(args)
     if args.rank == 0 and not args.test_only:
         log.keep()

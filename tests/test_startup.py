@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.checkpoint import RunState
+from checkpointing.startup import Phases
 from run import StatusFile
 from tests.ranks import REPOSITORY
 
@@ -224,3 +226,17 @@ def test_no_more_processes_is_said_in_one_line(started, tmp_path):
     assert outcome.returncode == 2, outcome.stderr
     assert outcome.stderr.count("train.py: error: cannot start 2 loader processes") == 1
     assert "Traceback" not in outcome.stderr
+
+
+def test_phases_are_those_since_the_beginning_once():
+    phases = Phases()
+    phases.end("import")  # of a script that calls `main`: nobody knows when it began
+    time.sleep(0.1)
+    phases.end("data")
+    phases.end("model")
+    time.sleep(0.2)
+    phases.end("data")
+    assert re.fullmatch(r"ready in 0\.[34] s: data 0\.[34], model 0\.0", phases.read())
+    phases.begin()
+    phases.end("import")
+    assert re.fullmatch(r"ready in 0\.0 s: import 0\.0", phases.read())
