@@ -21,7 +21,7 @@ $(READY): requirements.txt requirements-dev.txt
 
 setup: $(READY)  ## make .venv with everything that is needed (5.5 GB, one to two minutes)
 
-demo: $(READY)  ## train on real data, on two processes and without a GPU: about 80 s on two cores
+demo: $(READY)  ## train on real data, on two processes and without a GPU: about a minute on two cores
 	$(BIN)/python -m scripts.make_digits data/digits
 	$(DIGITS) --overwrite
 	$(BIN)/python -m scripts.plot_curves runs/digits
