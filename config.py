@@ -25,9 +25,13 @@ from options import (
     OPTIONS,
     POLICIES,
     REMOVED,
+    WHY_TYPED,
     Option,
     build_parser,
     parse_allowed,
+    parse_kwargs,
+    short_name,
+    split_custom,
 )
 
 RECIPES_DIR = Path(__file__).parent / "recipes"
@@ -205,6 +209,11 @@ def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str
         are_numbers = isinstance(value, list) and all(type(item) in (int, float) for item in value)
         is_right = are_numbers and len(value) in (option.nargs, len(value) if option.nargs == "+" and value else -1)
         argv = [f"--{key}", *map(str, value)] if is_right else []
+    elif option.nargs == "*":
+        expected = "a list of strings, such as ['width=8']"
+        # None of which may be taken for an option.
+        is_right = isinstance(value, list) and all(isinstance(item, str) and item[:1] != "-" for item in value)
+        argv = [f"--{key}", *value] if is_right else []
     else:
         kinds = {int: ("an integer", int), float: ("a number", int | float)}
         expected, kind = kinds.get(option.type, ("a string", str))
@@ -284,6 +293,11 @@ def split_dirs(args: argparse.Namespace) -> tuple[str, str]:
     return os.path.join(path, args.train_split), args.val_path or os.path.join(path, args.val_split)
 
 
+def default_folder(args: argparse.Namespace) -> str:
+    """Return the output folder of a run that was given none."""
+    return f"runs/{short_name(args.model)}"
+
+
 def evaluated_set(args: argparse.Namespace) -> str:
     """Return the name of the set that a run is evaluated on, in its log and records."""
     return "minival" if args.minival and args.synthetic is None else "val"
@@ -336,6 +350,9 @@ def complete(
     )
     # timm's own are taken when timm is there: see `models.take_statistics`.
     args.mean, args.std = list(args.mean or IMAGENET_MEAN), list(args.std or IMAGENET_STD)
+    args.model_kwargs = sorted(args.model_kwargs or ()) or None
+    # The one file of a model that is run: see `models.load_custom`.
+    args.trusted_model = args.model if "model" in args.typed and split_custom(args.model) else None
     if args.list_recipes is None:
         validate(args)
     return args
@@ -377,7 +394,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
             "node, at most 16"
         )
     if args.output_dir is None:
-        changes["output_dir"] = f"runs/{args.model}"
+        changes["output_dir"] = default_folder(args)
         lines.append(f"--output-dir {changes['output_dir']}")
     if args.sync_bn and kind == "cpu":
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
@@ -425,6 +442,8 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
         if option.is_of_checkpoint and name not in args.given and trained.get(name, ours) != ours:
             if not option.is_value(trained[name]):
                 raise UserError(f"{option.flag} {trained[name]!r} in the checkpoint is no value of this option")
+            if name == "model" and split_custom(trained[name]):
+                raise UserError(f"the checkpoint is of {trained[name]}, {WHY_TYPED}")
             changes[name] = trained[name]
             lines.append(f"{option.flag} {trained[name]}: as in the checkpoint")
     args = args.replaced(**changes)
@@ -476,7 +495,7 @@ def validate(args: argparse.Namespace) -> None:
     _validate_schedule(args)
     if args.output_dir == "":
         raise UserError("--output-dir is empty; name a folder, or leave it out for runs/MODEL")
-    out = os.path.realpath(args.output_dir or f"runs/{args.model}")
+    out = os.path.realpath(args.output_dir or default_folder(args))
     for root in split_dirs(args) if args.data_path and not (args.test_only or args.dry_run) else ():
         if Path(out).is_relative_to(os.path.realpath(root)):
             raise UserError(
@@ -492,7 +511,8 @@ def validate(args: argparse.Namespace) -> None:
 def _validate_texts(args: argparse.Namespace) -> None:
     """Refuse names that are not one line of UTF-8, which no recipe and no message could repeat."""
     for name, value in vars(args).items():
-        if isinstance(value, str) and not is_printable(value):
+        texts = value if name == "model_kwargs" and value else [value]
+        if not all(is_printable(text) for text in texts if isinstance(text, str)):
             raise UserError(
                 f"--{name.replace('_', '-')} {value!a}: expected one line of UTF-8; rename it, or give a link to it"
             )
@@ -546,6 +566,7 @@ def _validate_bad_images(args: argparse.Namespace) -> None:
 
 def _validate_names(args: argparse.Namespace) -> None:
     """Check names of optimizers and policies; models and timm's names are looked up when they are built."""
+    parse_kwargs(args.model_kwargs)
     for option, given, known, what in [
         ("--opt", args.opt, OPTIMIZERS, "optimizer"),
         ("--auto-augment", args.auto_augment, POLICIES, "augmentation policy"),

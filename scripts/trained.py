@@ -12,7 +12,7 @@ from checkpointing.weights import Weights, load_weights
 from data import options_of_weights
 from errors import UserError, did_you_mean
 from models import build_model, count_classes, take_statistics
-from options import BY_NAME
+from options import BY_NAME, WHY_TYPED, is_same_model, split_custom
 from presets import ClassificationPresetEval, build_presets
 from run import fetch_published
 from scripts.exported import describe_weights
@@ -45,7 +45,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which weights of a file are meant, and of which model a bare state dict is."""
     parser.add_argument("--ema", action="store_true", help="take the averaged weights, not the raw ones")
     parser.add_argument(
-        "--model", metavar="NAME", help="the model, where the file does not say it: a torchvision name, or timm/NAME"
+        "--model",
+        metavar="NAME",
+        help="the model, where the file does not say it: a torchvision name, timm/NAME, or "
+        "FILE.py:FUNCTION, which is needed where the file says it too",
     )
 
 
@@ -67,11 +70,13 @@ def open_trained(source: str, *, model: str | None = None, is_average: bool = Fa
     weights = load_weights(Path(source), is_average=is_average, name=source)
     describe_weights(weights, Path(source))
     name = weights.options.get("model")
-    if model is not None and name not in (None, model):
+    if model is not None and name is not None and not is_same_model(name, model):
         raise UserError(f"{source} holds {weights.kind}, and --model is {model}; leave --model out")
     if model is None and name is None:
         raise UserError(f"{source} does not say of which model it is; give --model NAME")
-    return build_trained(source, model or name, weights)
+    if model is None and split_custom(name):
+        raise UserError(f"{source} is of {name}, {WHY_TYPED}")
+    return build_trained(source, model or name, weights, is_typed=model is not None)
 
 
 def find_published(source: str) -> tuple[str, Any] | None:
@@ -102,13 +107,20 @@ def _open_published(source: str) -> Trained:
     return build_trained(source, name, weights)
 
 
-def build_trained(source: str, name: str, weights: Weights) -> Trained:
-    """Return the model with its weights, and the options that it is evaluated with."""
+def build_trained(source: str, name: str, weights: Weights, *, is_typed: bool = False) -> Trained:
+    """Return the model with its weights, and the options that it is evaluated with.
+
+    Args:
+        source: what to call the weights in a message.
+        name: of the model.
+        weights: its weights.
+        is_typed: whether the command line names the model, so that its own file may be run.
+    """
     given = argparse.Namespace(model=name, test_only=True, resume=source, synthetic=1)
     options = {key: value for key, value in weights.options.items() if _is_value(key, value)}
     if "val_crop_size" in options:  # ViTs are of one size, and published ones do not say that of training
         given.train_crop_size = given.val_crop_size = options["val_crop_size"]
-    args, _ = take_statistics(config.Record(**vars(config.complete(given))))
+    args, _ = take_statistics(config.Record(**vars(config.complete(given, typed=["model"] * is_typed))))
     args, _ = config.as_trained(args, options)
     if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
         args = args.replaced(weights=options["weights"])
