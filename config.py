@@ -91,6 +91,11 @@ EFFECTS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] 
         lambda args: args.synthetic is None, "--synthetic says how many images are made up",
     ),
     (("val_split", "val_path"), lambda args: not args.minival, "--minival evaluates on held-out training images"),
+    (("distillation", "distillation_alpha"), lambda args: args.teacher, "there is no --teacher"),
+    (
+        ("distillation_temperature",), lambda args: args.teacher and args.distillation == "soft",
+        "it is about --teacher and --distillation soft",
+    ),
     (
         ("early_stop",), lambda args: args.early_stop * args.eval_every < args.epochs,
         "the run has no more evaluations than that",
@@ -644,6 +649,7 @@ def _validate_optimization(args: argparse.Namespace) -> None:
     if args.bce_target_thresh is not None and not args.bce_loss:
         raise UserError("--bce-target-thresh is about --bce-loss; give that too")
     _validate_decay(args)
+    _validate_teacher(args)
     if args.freeze and args.layer_decay is not None:
         raise UserError("--layer-decay is about the layers that --freeze leaves as they are; give one of them")
 
@@ -655,6 +661,16 @@ def _validate_decay(args: argparse.Namespace) -> None:
         raise UserError(f"--no-decay-1d and {others[0]} are two rules for the same parameters; give one of them")
     if args.clip_agc is not None and args.clip_grad_norm is not None:
         raise UserError("--clip-agc and --clip-grad-norm both limit the gradients; give one of them")
+
+
+def _validate_teacher(args: argparse.Namespace) -> None:
+    """Refuse a file that is not there before the images are looked for; names are looked up when it is built."""
+    if args.teacher is None or args.teacher.startswith("timm/"):
+        return
+    path = Path(args.teacher)
+    is_path = len(path.parts) != 1 or path.suffix in (".pth", ".pt", ".tar", ".safetensors")
+    if is_path and not path.is_file():
+        raise UserError(f"--teacher {args.teacher}: there is no such file")
 
 
 def _validate_interpolation(args: argparse.Namespace) -> None:

@@ -301,7 +301,7 @@ def check_sizes(model: nn.Module, args: Any) -> None:
     cases = [("train", size, args.batch_size) for size in training] + [("val", args.val_crop_size, 2)]
     for split, size, batch_size in cases:
         set_training_mode(model) if split == "train" else model.eval()
-        obstacle = _find_obstacle(model, (min(batch_size, 2), 3, size, size))
+        obstacle = find_obstacle(model, (min(batch_size, 2), 3, size, size))
         if obstacle is not None:
             images = f"a --batch-size of 1 and --{split}-crop-size" if batch_size == 1 else f"--{split}-crop-size"
             raise UserError(
@@ -326,7 +326,7 @@ def _fitting_size(args: Any, split: str, size: int) -> str:
     return f"give one that it is made for, as --{split}-crop-size {native}"
 
 
-def _find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
+def find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
     """Return why a model cannot take images of a shape, or None."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     obstacle = None
@@ -722,6 +722,31 @@ def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> Exponenti
         model_ema.load_state_dict(state["model_ema"])
     compile_model(model_ema.module, args)
     return model_ema
+
+
+def find_published(source: str) -> tuple[str, Any] | None:
+    """Return the model and the weights that a name means: a model's default ones without `.WEIGHTS`; None if none."""
+    owner, _, member = source.rpartition(".")
+    names = torchvision.models.list_models(module=torchvision.models)
+    if source in names:
+        return source, torchvision.models.get_model_weights(source).DEFAULT
+    for name in names:
+        known = torchvision.models.get_model_weights(name)
+        if owner in (name, known.__name__) and member in known.__members__:
+            return name, known[member]
+    return None
+
+
+def options_of_weights(weights: Any) -> dict[str, Any]:
+    """Return what published weights are evaluated with, by the names of our options."""
+    preset = weights.transforms()
+    return {
+        "mean": list(preset.mean),
+        "std": list(preset.std),
+        "val_resize_size": preset.resize_size[0],
+        "val_crop_size": preset.crop_size[0],
+        "interpolation": preset.interpolation.value,
+    }
 
 
 def resolve_weights(args: Any) -> Any:

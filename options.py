@@ -476,6 +476,23 @@ OPTIONS = {
             help="with --bce-loss: a mixed target above this counts as 1, any other as 0",
         ),
         Option(
+            "--teacher", metavar="NAME|FILE",
+            help="learn from this model's scores too: a checkpoint, weights of torchvision's such as "
+            "regnet_y_16gf.IMAGENET1K_V2, or timm/NAME.TAG from the Hugging Face hub",
+        ),
+        Option(
+            "--distillation", default="hard", choices=["hard", "soft"],
+            help="learn the class that --teacher scores highest (hard), or its probabilities (soft)",
+        ),
+        Option(
+            "--distillation-alpha", metavar="A", default=0.5, type=float, at_least=0, at_most=1,
+            help="share of --teacher in the loss; the rest is that of the targets",
+        ),
+        Option(
+            "--distillation-temperature", metavar="T", default=3.0, type=float, at_least=0.01, at_most=1000,
+            help="divide both models' scores by this in --distillation soft, and multiply its loss by the square",
+        ),
+        Option(
             "--clip-grad-norm", metavar="NORM", type=float, at_least=0, at_most=1e12,
             help="scale gradients down whose norm is larger than this (default: no limit)",
         ),

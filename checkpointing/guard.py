@@ -146,7 +146,7 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
             f"{source} {theirs['num_classes']} classes but {args.data_path} has {num_classes}; pass it to --weights to "
             "fine-tune instead"
         )
-    differences, notes = _compare_classes(theirs["classes"], val.classes), []
+    differences, notes = compare_classes(theirs["classes"], val.classes), []
     if train is not None:
         if theirs["num_images"] != len(train):
             raise UserError(
@@ -168,7 +168,7 @@ def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
     # For another number of classes see `models.load_matching`.
     if classes is None or len(classes) != len(val.classes):
         return
-    differences = _compare_classes(classes, val.classes)
+    differences = compare_classes(classes, val.classes)
     if differences and args.test_only:
         _refuse_data(args, f"--weights {args.weights} is of other classes", differences)
     elif differences:
@@ -187,7 +187,8 @@ def _say_if(begin: str, texts: list[str], end: str = "") -> None:
         print(begin + "; ".join(texts) + end)
 
 
-def _compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
+def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
+    """Say how the names of as many classes differ, the checkpoint's and the data's; nothing where they do not."""
     labels = [label for label, names in enumerate(zip(theirs, ours, strict=True)) if names[0] != names[1]]
     if not labels:
         return []

@@ -249,6 +249,8 @@ def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
         f"a step: {flops * args.global_batch_size / 1e12:,.3g} TFLOP, {flops / 1e9:,.3g} GFLOP an image, forward and "
         "backward",
     ]
+    if args.teacher is not None:
+        lines.append(f"--teacher {args.teacher} comes on top: its weights, and the memory and work of a forward pass")
     folder = Path(args.output_dir or config.default_folder(args))
     return [*lines, *_time_lines(args, folder, steps_per_epoch), *_disk_lines(args, needs, folder, steps_per_epoch)]
 
