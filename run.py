@@ -257,7 +257,8 @@ def _find_teacher(args: config.Record, source: str) -> tuple[str, Weights, bool]
         path = fetch_from_hub(f"{HUB}{found.hf_hub_id}", source)
         return args.teacher, load_weights(path, name=source), False
     if not Path(args.teacher).is_file():
-        return *fetch_by_name(args.teacher), False
+        with in_one_line("--teacher"):
+            return *fetch_by_name(args.teacher), False
     weights = load_weights(Path(args.teacher), name=source)
     name = weights.options.get("model")
     if name is None:
