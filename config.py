@@ -184,7 +184,7 @@ def list_recipes(word: str = "") -> str:
     Raises:
         UserError: no recipe holds the word.
     """
-    paths = sorted(RECIPES_DIR.glob("*.toml"))
+    paths = sorted(RECIPES_DIR.glob("*.toml"), key=lambda path: path.stem)
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     if word in texts:
         return texts[word].rstrip()
@@ -594,7 +594,8 @@ def _validate_resolution(args: argparse.Namespace) -> None:
             raise UserError(
                 f"--train-crop-size-min {args.train_crop_size_min} is above --train-crop-size {args.train_crop_size}"
             )
-    if args.model.startswith("vit_") and not args.test_only and args.train_crop_size != args.val_crop_size:
+    is_vit = args.model.startswith("vit_") and not split_custom(args.model)
+    if is_vit and not args.test_only and args.train_crop_size != args.val_crop_size:
         raise UserError(
             f"--model {args.model} takes images of one size; --train-crop-size {args.train_crop_size} and "
             f"--val-crop-size {args.val_crop_size} differ"

@@ -139,6 +139,13 @@ def test_the_model_is_its_functions(net):
     assert torch.equal(model[0].weight, nn.Conv2d(3, 6, 3, 4).weight)
 
 
+def test_the_files_name_is_no_models(net, monkeypatch):
+    file = net.rename(net.with_name("vit_mine.py"))
+    monkeypatch.chdir(file.parent)
+    build("--model", "vit_mine.py:tiny", "--val-crop-size", "48")
+    config.parse_args(["--synthetic", "--model", "vit_mine.py:tiny", "--train-crop-size", "32"])
+
+
 def test_the_output_folder_bears_the_functions_name():
     assert config.default_folder(config.parse_args(["--synthetic", "--model", "mine/net.py:tiny"])) == "runs/tiny"
 
