@@ -25,9 +25,13 @@ from options import (
     OPTIONS,
     POLICIES,
     REMOVED,
+    WHY_TYPED,
     Option,
     build_parser,
     parse_allowed,
+    parse_kwargs,
+    short_name,
+    split_custom,
 )
 
 RECIPES_DIR = Path(__file__).parent / "recipes"
@@ -87,6 +91,11 @@ EFFECTS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] 
         lambda args: args.synthetic is None, "--synthetic says how many images are made up",
     ),
     (("val_split", "val_path"), lambda args: not args.minival, "--minival evaluates on held-out training images"),
+    (("distillation", "distillation_alpha"), lambda args: args.teacher, "there is no --teacher"),
+    (
+        ("distillation_temperature",), lambda args: args.teacher and args.distillation == "soft",
+        "it is about --teacher and --distillation soft",
+    ),
     (
         ("early_stop",), lambda args: args.early_stop * args.eval_every < args.epochs,
         "the run has no more evaluations than that",
@@ -175,7 +184,7 @@ def list_recipes(word: str = "") -> str:
     Raises:
         UserError: no recipe holds the word.
     """
-    paths = sorted(RECIPES_DIR.glob("*.toml"))
+    paths = sorted(RECIPES_DIR.glob("*.toml"), key=lambda path: path.stem)
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     if word in texts:
         return texts[word].rstrip()
@@ -205,6 +214,11 @@ def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str
         are_numbers = isinstance(value, list) and all(type(item) in (int, float) for item in value)
         is_right = are_numbers and len(value) in (option.nargs, len(value) if option.nargs == "+" and value else -1)
         argv = [f"--{key}", *map(str, value)] if is_right else []
+    elif option.nargs == "*":
+        expected = "a list of strings, such as ['width=8']"
+        # None of which may be taken for an option.
+        is_right = isinstance(value, list) and all(isinstance(item, str) and item[:1] != "-" for item in value)
+        argv = [f"--{key}", *value] if is_right else []
     else:
         kinds = {int: ("an integer", int), float: ("a number", int | float)}
         expected, kind = kinds.get(option.type, ("a string", str))
@@ -284,6 +298,11 @@ def split_dirs(args: argparse.Namespace) -> tuple[str, str]:
     return os.path.join(path, args.train_split), args.val_path or os.path.join(path, args.val_split)
 
 
+def default_folder(args: argparse.Namespace) -> str:
+    """Return the output folder of a run that was given none."""
+    return f"runs/{short_name(args.model)}"
+
+
 def evaluated_set(args: argparse.Namespace) -> str:
     """Return the name of the set that a run is evaluated on, in its log and records."""
     return "minival" if args.minival and args.synthetic is None else "val"
@@ -336,6 +355,9 @@ def complete(
     )
     # timm's own are taken when timm is there: see `models.take_statistics`.
     args.mean, args.std = list(args.mean or IMAGENET_MEAN), list(args.std or IMAGENET_STD)
+    args.model_kwargs = sorted(args.model_kwargs or ()) or None
+    # The one file of a model that is run: see `models.load_custom`.
+    args.trusted_model = args.model if "model" in args.typed and split_custom(args.model) else None
     if args.list_recipes is None:
         validate(args)
     return args
@@ -377,7 +399,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
             "node, at most 16"
         )
     if args.output_dir is None:
-        changes["output_dir"] = f"runs/{args.model}"
+        changes["output_dir"] = default_folder(args)
         lines.append(f"--output-dir {changes['output_dir']}")
     if args.sync_bn and kind == "cpu":
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
@@ -425,6 +447,8 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
         if option.is_of_checkpoint and name not in args.given and trained.get(name, ours) != ours:
             if not option.is_value(trained[name]):
                 raise UserError(f"{option.flag} {trained[name]!r} in the checkpoint is no value of this option")
+            if name == "model" and split_custom(trained[name]):
+                raise UserError(f"the checkpoint is of {trained[name]}, {WHY_TYPED}")
             changes[name] = trained[name]
             lines.append(f"{option.flag} {trained[name]}: as in the checkpoint")
     args = args.replaced(**changes)
@@ -476,7 +500,7 @@ def validate(args: argparse.Namespace) -> None:
     _validate_schedule(args)
     if args.output_dir == "":
         raise UserError("--output-dir is empty; name a folder, or leave it out for runs/MODEL")
-    out = os.path.realpath(args.output_dir or f"runs/{args.model}")
+    out = os.path.realpath(args.output_dir or default_folder(args))
     for root in split_dirs(args) if args.data_path and not (args.test_only or args.dry_run) else ():
         if Path(out).is_relative_to(os.path.realpath(root)):
             raise UserError(
@@ -492,7 +516,8 @@ def validate(args: argparse.Namespace) -> None:
 def _validate_texts(args: argparse.Namespace) -> None:
     """Refuse names that are not one line of UTF-8, which no recipe and no message could repeat."""
     for name, value in vars(args).items():
-        if isinstance(value, str) and not is_printable(value):
+        texts = value if name == "model_kwargs" and value else [value]
+        if not all(is_printable(text) for text in texts if isinstance(text, str)):
             raise UserError(
                 f"--{name.replace('_', '-')} {value!a}: expected one line of UTF-8; rename it, or give a link to it"
             )
@@ -546,6 +571,7 @@ def _validate_bad_images(args: argparse.Namespace) -> None:
 
 def _validate_names(args: argparse.Namespace) -> None:
     """Check names of optimizers and policies; models and timm's names are looked up when they are built."""
+    parse_kwargs(args.model_kwargs)
     for option, given, known, what in [
         ("--opt", args.opt, OPTIMIZERS, "optimizer"),
         ("--auto-augment", args.auto_augment, POLICIES, "augmentation policy"),
@@ -568,7 +594,8 @@ def _validate_resolution(args: argparse.Namespace) -> None:
             raise UserError(
                 f"--train-crop-size-min {args.train_crop_size_min} is above --train-crop-size {args.train_crop_size}"
             )
-    if args.model.startswith("vit_") and not args.test_only and args.train_crop_size != args.val_crop_size:
+    is_vit = args.model.startswith("vit_") and not split_custom(args.model)
+    if is_vit and not args.test_only and args.train_crop_size != args.val_crop_size:
         raise UserError(
             f"--model {args.model} takes images of one size; --train-crop-size {args.train_crop_size} and "
             f"--val-crop-size {args.val_crop_size} differ"
@@ -623,6 +650,7 @@ def _validate_optimization(args: argparse.Namespace) -> None:
     if args.bce_target_thresh is not None and not args.bce_loss:
         raise UserError("--bce-target-thresh is about --bce-loss; give that too")
     _validate_decay(args)
+    _validate_teacher(args)
     if args.freeze and args.layer_decay is not None:
         raise UserError("--layer-decay is about the layers that --freeze leaves as they are; give one of them")
 
@@ -634,6 +662,16 @@ def _validate_decay(args: argparse.Namespace) -> None:
         raise UserError(f"--no-decay-1d and {others[0]} are two rules for the same parameters; give one of them")
     if args.clip_agc is not None and args.clip_grad_norm is not None:
         raise UserError("--clip-agc and --clip-grad-norm both limit the gradients; give one of them")
+
+
+def _validate_teacher(args: argparse.Namespace) -> None:
+    """Refuse a file that is not there before the images are looked for; names are looked up when it is built."""
+    if args.teacher is None or args.teacher.startswith("timm/"):
+        return
+    path = Path(args.teacher)
+    is_path = len(path.parts) != 1 or path.suffix in (".pth", ".pt", ".tar", ".safetensors")
+    if is_path and not path.is_file():
+        raise UserError(f"--teacher {args.teacher}: there is no such file")
 
 
 def _validate_interpolation(args: argparse.Namespace) -> None:

@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.models import WeightsEnum
 
 import collectives
 import config
@@ -34,7 +33,7 @@ from loading.loader import BatchLoader, check_workers, collate, largest_batch_by
 from loading.source import Source
 from loading.subset import Subset, first_of_each_class, minival_numbers, without
 from loading.synthetic import SyntheticSource
-from models import resolve_weights, take_statistics
+from models import options_of_weights, resolve_weights, take_statistics
 from options import BY_NAME
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
@@ -362,18 +361,6 @@ def waits_for_checkpoint(args: Any) -> bool:
     """Tell whether images are transformed by options that the checkpoint of `--resume` has yet to tell."""
     is_filled = (args.auto_augment or "").startswith("timm/") and "mean" not in args.given  # by the mean
     return bool(args.resume) and (args.test_only or is_filled)
-
-
-def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:
-    """Return what published weights are evaluated with, by the names of our options."""
-    preset = weights.transforms()
-    return {
-        "mean": list(preset.mean),
-        "std": list(preset.std),
-        "val_resize_size": preset.resize_size[0],
-        "val_crop_size": preset.crop_size[0],
-        "interpolation": preset.interpolation.value,
-    }
 
 
 def collate_lenient(

@@ -68,6 +68,78 @@ class AuxiliaryLoss(nn.Module):
         return self.criterion(main, target) + self.weight * torch.stack(losses).sum()
 
 
+class Distillation(nn.Module):
+    """Learn from a teacher beside the targets (Touvron et al., arXiv 2012.12877, section 4).
+
+    The loss is (1 - alpha) x that of the targets + alpha x that of the teacher's scores: the cross-entropy with its
+    best class, or temperature squared x the divergence of both models' softened probabilities, a mean over images
+    (DeiT's own code divides it by the number of classes too). A student with a head for its distillation token learns
+    the targets by the one and the teacher by the other; the teacher sees the student's images, mixed and all.
+
+    Args:
+        criterion: of the targets, and all there is in evaluation.
+        teacher: from the student's images to scores, in evaluation mode.
+        student: the bare model, whose images in training are noted.
+        is_soft: learn probabilities, not the best class.
+        alpha: share of the teacher.
+        temperature: of the probabilities.
+    """
+
+    def __init__(
+        self, criterion: nn.Module, teacher: nn.Module, student: nn.Module, *,
+        is_soft: bool = False, alpha: float = 0.5, temperature: float = 3.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.criterion, self.teacher = criterion, teacher
+        self.is_soft, self.alpha, self.temperature = is_soft, alpha, temperature
+        self.has_token = hasattr(student, "set_distilled_training")
+        if self.has_token:
+            student.set_distilled_training(True)  # return both heads' scores in training; their mean otherwise
+        self._image = None
+        student.register_forward_pre_hook(self._note)
+
+    def _note(self, student: nn.Module, inputs: tuple[Tensor]) -> None:
+        if student.training:
+            self._image = inputs[0]
+
+    def forward(self, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """Return the loss of the images that the student has just seen."""
+        if not torch.is_grad_enabled():  # in evaluation
+            return self.criterion(output, target)
+        image, self._image = self._image, None
+        with torch.no_grad():  # not inference mode, whose tensors take part in no gradient
+            taught = self.teacher(image).float()
+        if self.has_token:
+            output, learned = output
+        else:
+            learned = output if isinstance(output, Tensor) else output[0]
+        if self.is_soft:
+            ours, theirs = (F.log_softmax(each / self.temperature, dim=1) for each in (learned.float(), taught))
+            loss = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * self.temperature**2
+        else:
+            loss = F.cross_entropy(learned.float(), taught.argmax(dim=1))
+        return (1 - self.alpha) * self.criterion(output, target) + self.alpha * loss
+
+
+class Renormalize(nn.Module):
+    """Turn images normalised by one mean and standard deviation into those by another.
+
+    Args:
+        before: mean and standard deviation of each channel that the images have been normalised by.
+        after: those that they are to be normalised by.
+    """
+
+    def __init__(self, before: tuple[list[float], list[float]], after: tuple[list[float], list[float]]) -> None:
+        super().__init__()
+        (mean, std), (own_mean, own_std) = (torch.tensor(pair, dtype=torch.float64) for pair in (before, after))
+        self.register_buffer("scale", (std / own_std).float().view(3, 1, 1))
+        self.register_buffer("shift", ((mean - own_mean) / own_std).float().view(3, 1, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return (B, 3, H, W) images, normalised by the other numbers."""
+        return image * self.scale + self.shift
+
+
 def build_criterion(args: Any) -> nn.Module:
     """Return the loss that the options ask for."""
     if args.bce_loss:

@@ -1,11 +1,17 @@
 """Build a model, load weights into it, compile it, average its weights, choose its precision."""
 
 import importlib
+import importlib.util
+import inspect
 import os
+import sys
+import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError, counted, did_you_mean, in_one_line, require_timm
+from options import WHY_TYPED, parse_kwargs, split_custom
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -24,15 +31,25 @@ AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
 
 
 def check_name(name: str) -> None:
-    """Refuse a model that torchvision does not have; timm's are looked up when they are built.
+    """Refuse a model that torchvision does not have, or a file that is not there; others are looked up when built.
 
     Raises:
-        UserError: torchvision has no such classifier.
+        UserError: torchvision has no such classifier, or there is no such file.
     """
+    custom = split_custom(name)
+    if custom is not None:
+        path, function = custom
+        if not Path(path).is_file() or not function.isidentifier():
+            wrong = "there is no such file" if function.isidentifier() else f"{function!r} is no name of a function"
+            raise UserError(f"--model {name}: {wrong}; give FILE.py:FUNCTION")
+        return
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known and not name.startswith("timm/"):
         hint = did_you_mean(name, known) or f" (there are {', '.join(known)})"
-        raise UserError(f"--model {name} is no classification model of torchvision{hint}; timm's are written timm/NAME")
+        raise UserError(
+            f"--model {name} is no classification model of torchvision{hint}; timm's are written timm/NAME, "
+            "your own FILE.py:FUNCTION"
+        )
 
 
 def take_statistics(args: Any) -> tuple[Any, list[str]]:
@@ -94,7 +111,7 @@ def build_model(
     # The same first weights on every rank and at every start, whatever was drawn before.
     torch.manual_seed(args.seed)
     check_name(args.model)
-    build = partial(_build_timm if args.model.startswith("timm/") else _build_torchvision, args)
+    build = partial(_find_builder(args.model), args)
     model = build(num_classes)
     if weights is not None:
         source = source or f"--weights {args.weights}"
@@ -107,6 +124,95 @@ def build_model(
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
 
 
+def _find_builder(name: str) -> Callable[[Any, int], nn.Module]:
+    """Return who builds a model, from the options and a number of classes."""
+    if split_custom(name) is not None:
+        return _build_custom
+    return _build_timm if name.startswith("timm/") else _build_torchvision
+
+
+# Keyword arguments that say which weights are loaded, or what another option says.
+_NOT_FOR_KWARGS = {
+    "weights": "--weights", "weights_backbone": "--weights", "pretrained": "--weights", "pretrained_cfg": "--weights",
+    "pretrained_cfg_overlay": "--weights", "checkpoint_path": "--weights", "cache_dir": "--weights",
+    "num_classes": "the data", "model_name": "--model", "img_size": "--val-crop-size", "image_size": "--val-crop-size",
+    "drop_rate": "--dropout", "drop_path_rate": "--stochastic-depth",
+}  # fmt: skip
+
+
+def _call_builder(args: Any, build: Callable[..., nn.Module], options: Mapping[str, Any]) -> nn.Module:
+    """Build a library's model from options of ours and the keyword arguments of `--model-kwargs`.
+
+    Raises:
+        UserError: one is for another option to say, or cannot be taken.
+    """
+    given = parse_kwargs(args.model_kwargs)
+    for key in given.keys() & _NOT_FOR_KWARGS.keys():
+        raise UserError(f"--model-kwargs {key}: {_NOT_FOR_KWARGS[key]} says that; leave it out")
+    try:
+        return build(**{**options, **given})
+    except Exception as error:
+        # Some models compute while they are built, which those without memory cannot.
+        if not given or (isinstance(error, RuntimeError) and torch.get_default_device().type == "meta"):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
+        raise UserError(
+            f"--model-kwargs {' '.join(args.model_kwargs)}: {args.model} cannot be built with that: {reason}"
+        ) from error
+
+
+def _build_custom(args: Any, num_classes: int) -> nn.Module:
+    """Call a function of the user's own; an error in it is his to read, with its traceback."""
+    function = load_custom(args)
+    given = parse_kwargs(args.model_kwargs)
+    try:
+        inspect.signature(function).bind(num_classes=num_classes, **given)
+    except TypeError as error:
+        raise UserError(
+            f"--model {args.model} takes {inspect.signature(function)}, and is given num_classes"
+            f"{''.join(f', {key}' for key in given)}: {error}"
+        ) from error
+    model = function(num_classes=num_classes, **given)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--model {args.model} returned a {type(model).__name__}, expected a torch.nn.Module")
+    _set_rates(model, args)
+    return model
+
+
+def load_custom(args: Any) -> Callable[..., nn.Module]:
+    """Return the function of `--model FILE.py:FUNCTION`, whose file is run: if the command line itself names it.
+
+    Raises:
+        UserError: it does not, or the file cannot be run, or has no such function.
+    """
+    if args.model != getattr(args, "trusted_model", None):
+        raise UserError(f"a recipe or a checkpoint names {args.model}, {WHY_TYPED}")
+    path, name = split_custom(args.model)
+    module = _run_file(os.path.realpath(path))
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(f"--model {args.model}: {path} has no function {name}{did_you_mean(name, known)}")
+    return function
+
+
+@cache
+def _run_file(path: str) -> ModuleType:
+    """Run a file of Python once in this process, and return its module."""
+    spec = importlib.util.spec_from_file_location(f"model_of_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(Path(path).parent))  # behind our own modules
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = frames[-1].lineno if frames else getattr(error, "lineno", None)
+        where = path if line is None else f"{path}, line {line}"
+        raise UserError(f"--model {path} cannot be run ({where}): {type(error).__name__}: {error}") from error
+    return module
+
+
 def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
     options = {}
     if args.model in AUXILIARY_WEIGHTS:
@@ -117,7 +223,8 @@ def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
     elif args.model.startswith("vit_"):
         options = {"image_size": args.val_crop_size}
     try:
-        model = torchvision.models.get_model(args.model, weights=None, num_classes=num_classes, **options)
+        build = partial(torchvision.models.get_model, args.model, weights=None, num_classes=num_classes)
+        model = _call_builder(args, build, options)
     except AssertionError as error:  # of the ViTs
         patch_px = int(args.model.rpartition("_")[2])
         fitting = max(round(args.val_crop_size / patch_px), 1) * patch_px
@@ -125,6 +232,12 @@ def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
             f"--model {args.model} takes no --val-crop-size {args.val_crop_size}: its patches have {patch_px} "
             f"pixels; give a multiple, such as --train-crop-size {fitting} --val-crop-size {fitting}"
         ) from error
+    _set_rates(model, args)
+    return model
+
+
+def _set_rates(model: nn.Module, args: Any) -> None:
+    """Set `--stochastic-depth` and `--dropout` in torchvision's and torch's layers."""
     if args.stochastic_depth is not None:
         _set_stochastic_depth(model, args)
     if args.dropout is not None:
@@ -133,7 +246,6 @@ def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
             raise UserError(f"--dropout {args.dropout}: {args.model} has no dropout layer")
         for layer in layers:
             layer.p = args.dropout
-    return model
 
 
 def _set_stochastic_depth(model: nn.Module, args: Any) -> None:
@@ -164,7 +276,7 @@ def _build_timm(args: Any, num_classes: int) -> nn.Module:
     }  # fmt: skip
     given = {option: value for option, value in wanted.items() if value is not None}
     try:
-        return timm.create_model(name, num_classes=num_classes, **given)
+        return _call_builder(args, partial(timm.create_model, name, num_classes=num_classes), given)
     except (AssertionError, TypeError, ValueError) as error:
         if is_other:
             native = config.input_size[-1]
@@ -189,7 +301,7 @@ def check_sizes(model: nn.Module, args: Any) -> None:
     cases = [("train", size, args.batch_size) for size in training] + [("val", args.val_crop_size, 2)]
     for split, size, batch_size in cases:
         set_training_mode(model) if split == "train" else model.eval()
-        obstacle = _find_obstacle(model, (min(batch_size, 2), 3, size, size))
+        obstacle = find_obstacle(model, (min(batch_size, 2), 3, size, size))
         if obstacle is not None:
             images = f"a --batch-size of 1 and --{split}-crop-size" if batch_size == 1 else f"--{split}-crop-size"
             raise UserError(
@@ -205,6 +317,8 @@ def _fitting_size(args: Any, split: str, size: int) -> str:
         native = None if config is None else config.input_size[-1]
         if config is not None and config.fixed_input_size and split == "train":
             native = args.val_crop_size  # with which it was built
+    elif split_custom(args.model) is not None:
+        native = None
     else:
         native = torchvision.models.get_model_weights(args.model).DEFAULT.transforms().crop_size[0]
     if native in (None, size):
@@ -212,7 +326,7 @@ def _fitting_size(args: Any, split: str, size: int) -> str:
     return f"give one that it is made for, as --{split}-crop-size {native}"
 
 
-def _find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
+def find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
     """Return why a model cannot take images of a shape, or None."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     obstacle = None
@@ -363,12 +477,14 @@ def resize_positions(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[M
         if any(word in name for word in positions) and tensor.shape != shapes.get(name, tensor.shape)
     ]
     home = importlib.import_module(type(model).__module__)
-    if not others or not (isinstance(model, torchvision.models.VisionTransformer) or _has_filter(home)):
+    is_vit = isinstance(model, torchvision.models.VisionTransformer)
+    if not others or not (is_vit or _has_filter(home)):
         return weights, []
     if _has_filter(home):
         found = home.checkpoint_filter_fn(dict(weights), model)
     else:
-        found = home.interpolate_embeddings(model.image_size, model.patch_size, OrderedDict(weights))
+        resize = torchvision.models.vision_transformer.interpolate_embeddings
+        found = resize(model.image_size, model.patch_size, OrderedDict(weights))
     found = OrderedDict(found)
     found._metadata = getattr(weights, "_metadata", {})
     sizes = {name: [tuple(each[name].shape) for each in (weights, found)] for name in others if name in found}
@@ -608,13 +724,38 @@ def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> Exponenti
     return model_ema
 
 
+def find_published(source: str) -> tuple[str, Any] | None:
+    """Return the model and the weights that a name means: a model's default ones without `.WEIGHTS`; None if none."""
+    owner, _, member = source.rpartition(".")
+    names = torchvision.models.list_models(module=torchvision.models)
+    if source in names:
+        return source, torchvision.models.get_model_weights(source).DEFAULT
+    for name in names:
+        known = torchvision.models.get_model_weights(name)
+        if owner in (name, known.__name__) and member in known.__members__:
+            return name, known[member]
+    return None
+
+
+def options_of_weights(weights: Any) -> dict[str, Any]:
+    """Return what published weights are evaluated with, by the names of our options."""
+    preset = weights.transforms()
+    return {
+        "mean": list(preset.mean),
+        "std": list(preset.std),
+        "val_resize_size": preset.resize_size[0],
+        "val_crop_size": preset.crop_size[0],
+        "interpolation": preset.interpolation.value,
+    }
+
+
 def resolve_weights(args: Any) -> Any:
     """Return the member of torchvision's weights enumeration that `args.weights` names.
 
     Raises:
         UserError: there is none of that name for the model.
     """
-    if args.model.startswith("timm/"):
+    if args.model.startswith("timm/") or split_custom(args.model) is not None:
         raise UserError(f"--weights {args.weights} is not a file; for {args.model}, give a file with a state dict")
     enum = torchvision.models.get_model_weights(args.model)
     owner, _, name = args.weights.rpartition(".")

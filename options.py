@@ -4,7 +4,9 @@ Nothing here imports torch, since help and errors come before that.
 """
 
 import argparse
+import ast
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -141,6 +143,8 @@ class Option:
         """Tell whether a plain value has the type and is among the choices of this option."""
         if value is None or (value == self.default and type(value) is type(self.default)):
             return value == self.default
+        if self.nargs == "*":
+            return isinstance(value, list) and all(type(item) is self.type for item in value)
         if isinstance(self.nargs, int):
             return isinstance(value, list) and [type(item) for item in value] == [self.type] * self.nargs
         kind = bool if self.is_switch else self.type if isinstance(self.type, type) else str
@@ -338,7 +342,13 @@ OPTIONS = {
     "model": [
         Option(
             "--model", metavar="NAME", default="resnet18", resume="its weights fit no other", is_of_checkpoint=True,
-            help="model to train: any of torchvision's classifiers, or timm/NAME",
+            help="model to train: any of torchvision's classifiers, timm/NAME, or FILE.py:FUNCTION, a function of your "
+            "own that takes num_classes and returns the model",
+        ),
+        Option(
+            "--model-kwargs", metavar="KEY=VALUE", nargs="*", resume="they are the model's", is_of_checkpoint=True,
+            help="keyword arguments for the function that builds the model, such as width=8 or act_layer=gelu; values "
+            "are Python literals, else text",
         ),
         Option(
             "--weights", metavar="NAME|FILE", resume=FREE, is_of_checkpoint=True,
@@ -464,6 +474,23 @@ OPTIONS = {
         Option(
             "--bce-target-thresh", metavar="T", type=float, at_least=0, at_most=1, is_of_checkpoint=True,
             help="with --bce-loss: a mixed target above this counts as 1, any other as 0",
+        ),
+        Option(
+            "--teacher", metavar="NAME|FILE",
+            help="learn from this model's scores too: a checkpoint, weights of torchvision's such as "
+            "regnet_y_16gf.IMAGENET1K_V2, or timm/NAME.TAG from the Hugging Face hub",
+        ),
+        Option(
+            "--distillation", default="hard", choices=["hard", "soft"],
+            help="learn the class that --teacher scores highest (hard), or its probabilities (soft)",
+        ),
+        Option(
+            "--distillation-alpha", metavar="A", default=0.5, type=float, at_least=0, at_most=1,
+            help="share of --teacher in the loss; the rest is that of the targets",
+        ),
+        Option(
+            "--distillation-temperature", metavar="T", default=3.0, type=float, at_least=0.01, at_most=1000,
+            help="divide both models' scores by this in --distillation soft, and multiply its loss by the square",
         ),
         Option(
             "--clip-grad-norm", metavar="NORM", type=float, at_least=0, at_most=1e12,
@@ -687,6 +714,50 @@ OTHER_NAMES = {
 
 # Options of earlier versions; the records of checkpoints may hold them.
 REMOVED = {"worker-type"}
+
+
+# Ends a refusal of code that a file names.
+WHY_TYPED = "which is code and is run only where the command line names it: give --model FILE.py:FUNCTION"
+
+
+def split_custom(model: str) -> tuple[str, str] | None:
+    """Return the file and the function of a `--model FILE.py:FUNCTION`, or None for a name of a library's model."""
+    path, colon, function = model.rpartition(":")
+    return (path, function) if colon and path.endswith(".py") else None
+
+
+def short_name(model: str) -> str:
+    """Return a model's name without the file that a custom one is in."""
+    custom = split_custom(model)
+    return model if custom is None else custom[1]
+
+
+def is_same_model(one: str, other: str) -> bool:
+    """Tell whether two names mean the same model: custom ones do in any folder, since files move."""
+    places = [split_custom(model) for model in (one, other)]
+    if None in places:
+        return one == other
+    return len({(os.path.basename(path), function) for path, function in places}) == 1
+
+
+def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:
+    """Return the keyword arguments in `--model-kwargs`; a value that is no Python literal is text.
+
+    Raises:
+        UserError: one is not KEY=VALUE, or is given twice.
+    """
+    found = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(f"--model-kwargs {text}: expected KEY=VALUE, such as width=8")
+        if key in found:
+            raise UserError(f"--model-kwargs {key} is given twice; give it once")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            found[key] = value
+    return found
 
 
 # Names in `--allow-change` that are no options.

@@ -32,7 +32,7 @@ from monitoring.monitor import begin_log
 from monitoring.preview import preview
 from options import get_args_parser
 from presets import build_presets
-from run import BareRun, Run, read_resumed, start_weights
+from run import BareRun, Run, distil, read_resumed, start_weights
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
 
@@ -210,7 +210,7 @@ def main(args):
     weights = None if state else start_weights(args, datasets[1])
     model_without_ddp = models.place_model(models.build_model(args, num_classes, weights), args, device)
     model_ema = models.build_ema(args, model_without_ddp)
-    criterion = build_criterion(args)
+    criterion = distil(build_criterion(args), args, model_without_ddp, datasets[1])
     metrics = build_metrics(num_classes)
     if args.test_only:
         model_ema = models.load_evaluated(args, model_without_ddp, state)

@@ -12,12 +12,14 @@ import torch
 import torchvision
 
 from errors import UserError, counted
-from options import BY_NAME, FREE, SILENT, parse_allowed
+from options import BY_NAME, FREE, SILENT, is_same_model, parse_allowed
 
 _ALLOWED = "changed as --allow-change says: "
 
 # Set by the script, not by the user.
-_DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "typed"}
+_DERIVED = {
+    "distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted_model", "typed",
+}  # fmt: skip
 
 
 def describe_data(train: Any, val: Any) -> dict:
@@ -135,7 +137,7 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
         return
     theirs, num_classes = state["data"], len(val.classes)
     source = f"the checkpoint of --resume {args.resume} holds"
-    if state["args"]["model"] != args.model:
+    if not is_same_model(state["args"]["model"], args.model):
         raise UserError(
             f"{source} a {state['args']['model']}, but --model is {args.model}; give that one, or another file"
         )
@@ -144,7 +146,7 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
             f"{source} {theirs['num_classes']} classes but {args.data_path} has {num_classes}; pass it to --weights to "
             "fine-tune instead"
         )
-    differences, notes = _compare_classes(theirs["classes"], val.classes), []
+    differences, notes = compare_classes(theirs["classes"], val.classes), []
     if train is not None:
         if theirs["num_images"] != len(train):
             raise UserError(
@@ -166,7 +168,7 @@ def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
     # For another number of classes see `models.load_matching`.
     if classes is None or len(classes) != len(val.classes):
         return
-    differences = _compare_classes(classes, val.classes)
+    differences = compare_classes(classes, val.classes)
     if differences and args.test_only:
         _refuse_data(args, f"--weights {args.weights} is of other classes", differences)
     elif differences:
@@ -185,7 +187,8 @@ def _say_if(begin: str, texts: list[str], end: str = "") -> None:
         print(begin + "; ".join(texts) + end)
 
 
-def _compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
+def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
+    """Say how the names of as many classes differ, the checkpoint's and the data's; nothing where they do not."""
     labels = [label for label, names in enumerate(zip(theirs, ours, strict=True)) if names[0] != names[1]]
     if not labels:
         return []
@@ -232,7 +235,8 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
         known = theirs.get(name, "unknown")
         if name == "device" and known is not None and value is not None:
             known, value = (str(device).split(":")[0] for device in (known, value))
-        if known != value:
+        is_same = is_same_model(known, value) if name == "model" else known == value
+        if not is_same:
             differing[name] = (known, value)
     batches = theirs["reference_global_batch"], args.reference_global_batch
     if args.lr_scaling != "none" and batches[0] != batches[1]:

@@ -92,16 +92,17 @@ def take_weights(content: dict, name: str, *, is_average: bool = False) -> Weigh
     return weights
 
 
-def fetch_from_hub(name: str) -> Path:
+def fetch_from_hub(name: str, source: str | None = None) -> Path:
     """Return the path of a file of weights of the Hugging Face hub, in its cache.
 
     Args:
         name: hf-hub:ORG/NAME, which means model.safetensors there, or hf-hub:ORG/NAME/FILE.
+        source: what to call it in a message; by default as an argument of `--weights`.
 
     Raises:
         UserError: it cannot be fetched, or the hub's package is not installed.
     """
-    source = f"--weights {name}"
+    source = source or f"--weights {name}"
     owner, _, rest = name.removeprefix(HUB).partition("/")
     repository, _, file = rest.partition("/")
     if not owner or not repository:

@@ -19,7 +19,7 @@ from checkpointing.checkpoint import RunState
 from errors import counted, duration, one_line
 from files import open_regular, open_to_read, write_atomically
 from loading.progress import LiveLine, Tap, without_escapes
-from options import BY_NAME
+from options import BY_NAME, split_custom
 
 # Text that waits for a folder, or for a disk that is full, and seconds between two tries.
 _MAX_WAITING, _RETRY_S = 1 << 16, 10.0
@@ -219,6 +219,7 @@ def last_lines(args: Any, state: RunState, folder: Path, records: Iterable[dict]
     changed = [name for name in names if getattr(args, name) != BY_NAME[name].default]
     data += [word for name in changed for word in (BY_NAME[name].flag, str(getattr(args, name)))]
     data += ["--device", str(args.device)] if "device" in args.given else []
+    data += ["--model", args.model] if split_custom(args.model) else []  # without which no file is run
     commands = {
         "curves": ["-m", "tensorboard.main", "--logdir", str(folder)],
         "evaluate": [sys.argv[0], "--test-only", "--resume", str(folder / f"{best}.pth"), *data],

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 import collectives
+import config
 import models
 import optim
 from errors import LimitError
@@ -248,7 +249,9 @@ def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
         f"a step: {flops * args.global_batch_size / 1e12:,.3g} TFLOP, {flops / 1e9:,.3g} GFLOP an image, forward and "
         "backward",
     ]
-    folder = Path(args.output_dir or f"runs/{args.model}")
+    if args.teacher is not None:
+        lines.append(f"--teacher {args.teacher} comes on top: its weights, and the memory and work of a forward pass")
+    folder = Path(args.output_dir or config.default_folder(args))
     return [*lines, *_time_lines(args, folder, steps_per_epoch), *_disk_lines(args, needs, folder, steps_per_epoch)]
 
 

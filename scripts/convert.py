@@ -24,7 +24,7 @@ from checkpointing.weights import (
     write_weights,
 )
 from errors import UserError, in_one_line, require_timm
-from options import BY_NAME
+from options import BY_NAME, is_same_model
 from scripts.tool import build_parser, run
 from scripts.trained import Trained, add_options, build_trained
 
@@ -174,7 +174,7 @@ def find_model(path: Path, script: str, weights: Weights, model: str | None) -> 
         UserError: it is not known, or the weights do not fit it.
     """
     name = weights.options.get("model")
-    if name is not None and model not in (None, name, f"timm/{name}"):
+    if None not in (name, model) and model != f"timm/{name}" and not is_same_model(name, model):
         raise UserError(f"{path} holds {weights.kind}, and --model is {model}; leave --model out")
     if name is None and model is None:
         raise UserError(f"{path} does not say of which model it is; give --model NAME")
@@ -183,7 +183,9 @@ def find_model(path: Path, script: str, weights: Weights, model: str | None) -> 
     for each in names:
         try:
             own = evaluation_of_timm(each, weights.options) if script == "timm" and each.startswith("timm/") else {}
-            trained = build_trained(str(path), each, _with_options(weights, {**weights.options, **own}))
+            trained = build_trained(
+                str(path), each, _with_options(weights, {**weights.options, **own}), is_typed=each == model
+            )
         except UserError as error:
             first = first or error
             continue

@@ -21,6 +21,7 @@ from files import explain_failure, make_folder, read_json, write_atomically
 from loading.decode import decode_plainly
 from loading.forms import open_source
 from loading.progress import Progress, size_text
+from options import short_name
 from scripts.exported import FORMAT, OPTIONS, TOLERANCE, checked, extra_files, open_graph, own_stdout, packed
 from scripts.model_card import write_card
 from scripts.predict import batches_of, find_images, load_images
@@ -85,7 +86,7 @@ class Export:
 
     def __init__(self, trained: Trained, folder: Path, *, is_average: bool, images: "Measure | None") -> None:
         self.trained, self.model, self.folder, self.images = trained, trained.model, folder, images
-        self.name = trained.args.model.rpartition("/")[2] + ("-ema" if is_average else "")
+        self.name = short_name(trained.args.model).rpartition("/")[2] + ("-ema" if is_average else "")
         size = trained.args.val_crop_size
         self.probe = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
         self.expected = {number: logits_of(self.model, self.probe[:number]) for number in _PROBES}

@@ -239,11 +239,12 @@ def test_compiled_and_quantized_graphs_predict(made, tmp_path, form):
 @pytest.mark.parametrize(("name", "size"), [("vit_b_16.IMAGENET1K_SWAG_E2E_V1", 384), ("googlenet", 224)])
 def test_published_models_of_their_own_input_are_built_as_published(name, size, monkeypatch):
     """A ViT of 384 px; and GoogLeNet, which rescales its inputs for published weights."""
+    import run
     from scripts import trained
 
     options = {"image_size": 384} if size == 384 else {"init_weights": False, "aux_logits": True}
     model = torchvision.models.get_model(name.partition(".")[0], **options)
-    monkeypatch.setattr(trained, "fetch_published", lambda *_: model.state_dict())
+    monkeypatch.setattr(run, "fetch_published", lambda *_: model.state_dict())
     opened = trained.open_trained(name)
     assert opened.preset.crop_size == size
     assert getattr(opened.model, "transform_input", True)

@@ -1,0 +1,202 @@
+"""A user's own model: run where the command line names it, and never because a file does."""
+
+import ast
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import config
+import models
+import options
+from checkpointing.archive import load_checkpoint
+from errors import UserError
+from scripts.trained import open_trained
+from tests.images import write_images
+from tests.ranks import REPOSITORY
+from tests.started import refused, run_train
+
+SOURCES = [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("[!.t]*/*.py")]  # but those of tests
+
+SIZES = "--train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0 --batch-size 4".split()
+
+# It leaves a mark each time that it is run.
+SOURCE = """
+from pathlib import Path
+from torch import nn
+import parts
+
+with Path(__file__).with_name("ran").open("a") as file:
+    file.write("x")
+
+def tiny(num_classes, width=4, *, act="relu"):
+    layers = [nn.Conv2d(3, width, 3, 4), parts.ACTS[act](), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Dropout(0.0), nn.Linear(width, num_classes))
+
+def number(num_classes):
+    return num_classes
+"""
+
+
+@pytest.fixture
+def net(tmp_path):
+    """Return the file of a model, with another one beside it that it imports."""
+    home = tmp_path / "mine"
+    home.mkdir()
+    (home / "parts.py").write_text("from torch import nn\nACTS = {'relu': nn.ReLU, 'gelu': nn.GELU}\n")
+    (home / "net.py").write_text(SOURCE)
+    return home / "net.py"
+
+
+@pytest.fixture
+def trained(net, tmp_path):
+    """Return the folder of a finished run of such a model, and how it was started."""
+    images = write_images(tmp_path / "images", {"train": [4, 4], "val": [2, 2]})
+    argv = ["--data-path", images, "--output-dir", tmp_path / "out", *SIZES]
+    model = ["--model", f"{net}:tiny", "--model-kwargs", "width=8", "act=gelu"]
+    run_train(tmp_path, *argv, *model, "--epochs", 1).check()
+    (net.parent / "ran").unlink()
+    return tmp_path / "out", argv, model
+
+
+def build(*argv, num_classes=3):
+    args = config.parse_args(["--synthetic", *SIZES, *map(str, argv)])
+    args.distributed = False
+    return models.build_model(args, num_classes)
+
+
+def test_keyword_arguments_are_python_literals_or_text():
+    texts = ["a=1", "b=1e-3", "c=(1, 2)", "d=None", "e=gelu", "f='None'", "g=", "h=x=y", "i=[True]"]
+    assert options.parse_kwargs(texts) == {
+        "a": 1, "b": 1e-3, "c": (1, 2), "d": None, "e": "gelu", "f": "None", "g": "", "h": "x=y", "i": [True],
+    }  # fmt: skip
+    for text in ("a", "=1", "a b=1", "--lr=1", "a=1 a=2"):
+        with pytest.raises(UserError, match=r"expected KEY=VALUE|given twice"):
+            options.parse_kwargs(text.split(" ") if "=" in text[:2] else [text])
+
+
+def test_they_reach_the_function_that_builds():
+    wide = build("--model", "resnet18", "--model-kwargs", "norm_layer=None", "zero_init_residual=True")
+    assert not any(block.bn2.weight.any() for block in wide.modules() if hasattr(block, "bn2"))
+    model = build("--model", "timm/vit_tiny_patch16_224", "--model-kwargs", "depth=2", "act_layer=relu", *VIT)
+    assert len(model.blocks) == 2
+    assert isinstance(model.blocks[0].mlp.act, nn.ReLU)
+    same = timm.create_model("vit_tiny_patch16_224", num_classes=3, depth=2, act_layer="relu")
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in same.named_parameters()}
+
+
+VIT = ["--train-crop-size", "224", "--val-crop-size", "224"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["--model", "resnet18", "--model-kwargs", "foo=1"],
+            "--model-kwargs foo=1: resnet18 cannot be built with that",
+        ),
+        (["--model", "timm/test_resnet", "--model-kwargs", "foo=1"], "unexpected keyword argument 'foo'"),
+        (["--model", "regnet_y_400mf", "--model-kwargs", "foo=1"], "unexpected keyword argument 'foo'"),
+        (["--model", "resnet18", "--model-kwargs", "groups=3"], "BasicBlock only supports groups=1"),
+        (["--model", "resnet18", "--model-kwargs", "width_per_group"], "expected KEY=VALUE"),
+        (["--model", "resnet18", "--model-kwargs", "weights=DEFAULT"], "--model-kwargs weights: --weights says that"),
+        (["--model", "timm/test_resnet", "--model-kwargs", "checkpoint_path=x"], "--weights says that"),
+        (["--model", "none.py:tiny"], "there is no such file; give FILE.py:FUNCTION"),
+        (["--model", "NET:"], "'' is no name of a function"),
+        (["--model", "NET:tinny"], "has no function tinny; did you mean tiny?"),
+        (["--model", "NET:number"], "returned a int, expected a torch.nn.Module"),
+        (["--model", "NET:tiny", "--model-kwargs", "wide=8"], "(num_classes, width=4, *, act='relu'), and is given"),
+        (["--model", "NET:tiny", "--stochastic-depth", "0.1"], "has none"),
+    ],
+)
+def test_mistakes_are_one_line(net, argv, words):
+    with pytest.raises(UserError) as refusal:
+        build(*[word.replace("NET", str(net)) for word in argv])
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("line", "words"), [("import nothing_there", "line 2): ModuleNotFound"), ("def (", "line 2")])
+def test_a_file_that_cannot_be_run_is_named_with_its_line(tmp_path, line, words):
+    (tmp_path / "broken.py").write_text(f"\n{line}\n")
+    with pytest.raises(UserError, match="cannot be run") as refusal:
+        build("--model", f"{tmp_path}/broken.py:tiny")
+    assert words in str(refusal.value)
+
+
+def test_an_error_in_the_function_is_its_authors(net):
+    with pytest.raises(KeyError):
+        build("--model", f"{net}:tiny", "--model-kwargs", "act=none")
+
+
+def test_the_model_is_its_functions(net):
+    torch.manual_seed(0)
+    model = build("--model", f"{net}:tiny", "--model-kwargs", "width=6", "--dropout", "0.25", num_classes=5)
+    assert [type(layer).__name__ for layer in model][1] == "ReLU"
+    assert (model[4].p, model[5].in_features, model[5].out_features) == (0.25, 6, 5)
+    torch.manual_seed(0)  # the first weights are those of --seed
+    assert torch.equal(model[0].weight, nn.Conv2d(3, 6, 3, 4).weight)
+
+
+def test_the_files_name_is_no_models(net, monkeypatch):
+    file = net.rename(net.with_name("vit_mine.py"))
+    monkeypatch.chdir(file.parent)
+    build("--model", "vit_mine.py:tiny", "--val-crop-size", "48")
+    config.parse_args(["--synthetic", "--model", "vit_mine.py:tiny", "--train-crop-size", "32"])
+
+
+def test_the_output_folder_bears_the_functions_name():
+    assert config.default_folder(config.parse_args(["--synthetic", "--model", "mine/net.py:tiny"])) == "runs/tiny"
+
+
+def test_a_run_trains_goes_on_and_is_evaluated(net, trained, tmp_path):
+    out, argv, _ = trained
+    state = load_checkpoint(out / "checkpoint.pth", "it")
+    assert state["model"]["0.weight"].shape[0] == 8
+    assert state["args"]["model_kwargs"] == ["act=gelu", "width=8"]
+    # From a folder to which the file was moved, and its keyword arguments in another order.
+    moved = net.parent.rename(tmp_path / "moved") / "net.py"
+    again = ["--model", f"{moved}:tiny", "--model-kwargs", "act=gelu", "width=8"]
+    finished = run_train(tmp_path, *argv, *again, "--resume", "auto", "--epochs", 2).check()
+    assert "finished 2 epochs" in finished.output
+    assert finished.output.splitlines()[-1].endswith(f"--model {moved}:tiny")  # of the command that evaluates
+    evaluated = run_train(tmp_path, *argv, *again[:2], "--test-only", "--resume", out / "checkpoint.pth").check()
+    assert "--model-kwargs ['act=gelu', 'width=8']: as in the checkpoint" in evaluated.output
+    tool = open_trained(str(out / "checkpoint.pth"), model=f"{moved}:tiny").model
+    assert isinstance(tool[1], nn.GELU)
+    other = run_train(tmp_path, *argv, "--model", f"{moved}:tiny", "--resume", "auto", "--epochs", 3)
+    refused(other, "model-kwargs", "give the checkpoint's")
+
+
+def test_no_file_has_code_run(net, trained, tmp_path):
+    """Neither an evaluation nor a tool nor a recipe runs a file that the command line does not name."""
+    out, argv, _ = trained
+    words = "is run only where the command line names it"
+    refused(run_train(tmp_path, *argv, "--test-only", "--resume", out / "checkpoint.pth"), words)
+    refused(run_train(tmp_path, *argv, "--recipe", out / "recipe.toml", "--overwrite"), words)
+    for other in ("resnet18", f"{REPOSITORY}/models.py:tiny"):
+        ran = run_train(tmp_path, *argv, "--model", other, "--test-only", "--resume", out / "checkpoint.pth")
+        refused(ran, "--model is", "tiny")
+    with pytest.raises(UserError, match=words):
+        open_trained(str(out / "checkpoint.pth"))
+    with pytest.raises(UserError, match="and --model is resnet18"):
+        open_trained(str(out / "checkpoint.pth"), model="resnet18")
+    assert not (net.parent / "ran").exists()
+    recipe = ["--recipe", out / "recipe.toml", "--model", f"{net}:tiny"]
+    run_train(tmp_path, *argv, *recipe, "--overwrite", "--epochs", 1).check()
+    assert (net.parent / "ran").exists()
+
+
+def test_a_recipes_arguments_cannot_be_options(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\nmodel-kwargs = ["a=1", "--overwrite"]\n')
+    with pytest.raises(UserError, match="model-kwargs takes a list of strings"):
+        config.parse_args(["--recipe", str(path), "--synthetic"])
+
+
+def test_files_are_run_in_one_place():
+    trees = {str(path.relative_to(REPOSITORY)): ast.parse(path.read_text()) for path in SOURCES}
+    names = ("exec_module", "run_path", "run_module", "load_module", "SourceFileLoader")
+    calls = [name for name, tree in trees.items() for node in ast.walk(tree) if getattr(node, "attr", None) in names]
+    assert calls == ["models.py"]

@@ -1,0 +1,270 @@
+"""Learning from a teacher: DeiT's formulas, both heads, and the same bits whatever happens."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import config
+import metrics
+import models
+import train
+from checkpointing.archive import load_checkpoint
+from errors import UserError
+from monitoring import preview
+from run import build_teacher, distil
+from tests.endings import differing
+from tests.images import write_images
+from tests.ranks import REPOSITORY
+from tests.runs import FLAG, Runs, assert_same
+from tests.started import SMALL, refused, run_train
+
+NUM_CLASSES = 5
+
+
+def softmax(scores):
+    exponents = [math.exp(score) for score in scores]
+    return [each / sum(exponents) for each in exponents]
+
+
+def expected_loss(first, second, taught, target, *, is_soft, alpha, temperature, smoothing):
+    """Return DeiT's loss, image by image and in plain numbers.
+
+    (1 - alpha) CE(first, target) + alpha CE(second, argmax taught), or alpha T^2 KL(taught / T || second / T).
+    """
+    total = 0.0
+    for scores, others, theirs, label in zip(first.tolist(), second.tolist(), taught.tolist(), target, strict=True):
+        shares = label.tolist() if label.ndim else [float(k == int(label)) for k in range(len(scores))]
+        shares = [share * (1 - smoothing) + smoothing / len(scores) for share in shares]
+        base = -sum(share * math.log(p) for share, p in zip(shares, softmax(scores), strict=True))
+        if is_soft:
+            p, q = (softmax([score / temperature for score in each]) for each in (others, theirs))
+            extra = temperature**2 * sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
+        else:
+            extra = -math.log(softmax(others)[theirs.index(max(theirs))])
+        total += (1 - alpha) * base + alpha * extra
+    return total / len(target)
+
+
+class TwoHeads(nn.Module):
+    """Scores images twice in training, as timm's distilled models do once they are told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.head_dist = nn.Linear(12, NUM_CLASSES), nn.Linear(12, NUM_CLASSES)
+        self.is_told = False
+
+    def set_distilled_training(self, enable=True):
+        self.is_told = enable
+
+    def forward(self, image):
+        scores = self.head(image.flatten(1)), self.head_dist(image.flatten(1))
+        return scores if self.training and self.is_told else sum(scores) / 2
+
+
+def one_head():
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, NUM_CLASSES))
+
+
+def mixed_targets(num_images):
+    shares = torch.rand(num_images, 1)
+    labels = torch.arange(num_images)
+    one_hot = nn.functional.one_hot
+    return one_hot(labels % NUM_CLASSES, NUM_CLASSES) * shares + one_hot((labels + 1) % NUM_CLASSES) * (1 - shares)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("has_token", [False, True])
+@pytest.mark.parametrize(("is_soft", "alpha", "temperature"), [(False, 0.5, 3.0), (True, 0.1, 3.0), (True, 0.7, 1.0)])
+def test_the_loss_is_deits(is_soft, alpha, temperature, has_token, is_mixed, smoothing):
+    torch.manual_seed(0)
+    student, teacher = (TwoHeads() if has_token else one_head()), one_head().eval()
+    base = nn.CrossEntropyLoss(label_smoothing=smoothing)
+    rule = {"is_soft": is_soft, "alpha": alpha, "temperature": temperature}
+    criterion = metrics.Distillation(base, teacher, student, **rule)
+    image = torch.randn(6, 3, 2, 2)
+    target = mixed_targets(6) if is_mixed else torch.tensor([0, 1, 2, 3, 4, 0])
+    output = student(image)
+    first, second = output if has_token else (output, output)
+    expected = expected_loss(first, second, teacher(image), target, **rule, smoothing=smoothing)
+    loss = criterion(output, target)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in student.parameters())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_an_evaluation_knows_no_teacher():
+    torch.manual_seed(0)
+    student, teacher = TwoHeads(), one_head()
+    calls = []
+    teacher.register_forward_hook(lambda *_: calls.append(1))
+    criterion = metrics.Distillation(nn.CrossEntropyLoss(), teacher, student.eval())
+    image, target = torch.randn(4, 3, 2, 2), torch.tensor([0, 1, 2, 3])
+    with torch.inference_mode():
+        output = student(image)
+        assert torch.equal(criterion(output, target), nn.functional.cross_entropy(output, target))
+    assert torch.equal(output, (student.head(image.flatten(1)) + student.head_dist(image.flatten(1))) / 2)
+    assert not calls
+
+
+def test_a_compiled_student_is_taught_on_its_own_images(monkeypatch):
+    torch.manual_seed(0)
+    student, teacher = one_head(), one_head().eval()
+    criterion = metrics.Distillation(nn.CrossEntropyLoss(), teacher, student)
+    student.compile(backend="eager", dynamic=False)
+    for number in range(3):
+        monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", number > 0)
+        image, target = torch.randn(4, 3, 2, 2), torch.tensor([0, 1, 2, 3])
+        output = student(image)
+        expected = (nn.functional.cross_entropy(output, target)
+                    + nn.functional.cross_entropy(output, teacher(image).argmax(1))) / 2  # fmt: skip
+        torch.testing.assert_close(criterion(output, target), expected)
+
+
+def test_an_auxiliary_classifier_learns_the_targets_alone():
+    torch.manual_seed(0)
+    main, auxiliary, image = torch.randn(4, NUM_CLASSES), torch.randn(4, NUM_CLASSES), torch.randn(4, 3, 2, 2)
+    teacher, target, student = one_head().eval(), torch.tensor([0, 1, 2, 3]), nn.Identity()
+    cross_entropy = nn.functional.cross_entropy
+    criterion = metrics.Distillation(metrics.AuxiliaryLoss(nn.CrossEntropyLoss(), 0.3), teacher, student, alpha=0.25)
+    student(image)
+    expected = 0.75 * (cross_entropy(main, target) + 0.3 * cross_entropy(auxiliary, target))
+    expected += 0.25 * cross_entropy(main, teacher(image).argmax(1))
+    torch.testing.assert_close(criterion((main, auxiliary), target), expected)
+
+
+def test_images_are_normalised_anew():
+    pixels = torch.rand(2, 3, 4, 4)
+    one, other = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), ([0.5, 0.4, 0.3], [0.5, 0.25, 0.125])
+    by_one, by_other = ((pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+                        for mean, std in (one, other))  # fmt: skip
+    torch.testing.assert_close(metrics.Renormalize(one, other)(by_one), by_other)
+
+
+# Two blocks of DeiT's tiny one, on images of four patches.
+DISTILLED = ["--model", "timm/deit_tiny_distilled_patch16_224", "--model-kwargs", "depth=1", "embed_dim=48"]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """Return runs whose teacher has been trained, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("runs")
+    images = write_images(folder / "images", {"train": [10, 10, 9], "val": [2, 2, 3]})
+    runs = Runs(images, folder)
+    # Its mean and standard deviation are others than the student's.
+    runs.run("teacher", 1, "--model", "timm/test_resnet", "--epochs", 2, "--mean", 0.4, 0.4, 0.4).check()
+    runs.teacher = folder / "teacher" / "best.pth"
+    runs.run("undisturbed", 2, FLAG, "--teacher", runs.teacher).check()
+    return runs
+
+
+def test_the_teacher_changes_the_weights_and_not_what_a_checkpoint_holds(taught):
+    taught.run("alone", 2, FLAG).check()
+    assert differing(taught.final("alone"), taught.final("undisturbed")) != []
+    state = load_checkpoint(taught.folder / "undisturbed" / "checkpoint.pth", "it")
+    assert state["model"].keys() == timm.create_model("test_efficientnet", num_classes=3).state_dict().keys()
+    output = (taught.folder / "undisturbed-logs" / "rank0.log").read_text()
+    assert f"--teacher {taught.teacher}: the raw weights of timm/test_resnet" in output
+    assert "normalised by its own mean [0.4, 0.4, 0.4] and std [0.5, 0.5, 0.5]" in output
+
+
+def test_other_world_size_same_bits(taught):
+    taught.run("world1", 1, FLAG, "--teacher", taught.teacher).check()
+    assert_same(taught, "world1")
+
+
+@pytest.mark.parametrize("call", [2, 5])
+def test_killed_and_resumed_same_bits(taught, call):
+    argv = [FLAG, "--teacher", taught.teacher]
+    killed = taught.run(f"kill{call}", 2, *argv, faults=[(0, "torch.optim.SGD.step", call, "after")])
+    assert killed.codes[0] == -9, killed.output
+    taught.run(f"kill{call}", 2, *argv, "--resume", "auto").check()
+    assert_same(taught, f"kill{call}")
+
+
+def test_another_teacher_is_another_run(taught):
+    outcome = taught.run("undisturbed", 2, FLAG, "--resume", "auto", "--epochs", 4)
+    refused(outcome, "teacher", "in the checkpoint, None now", "--allow-change teacher,epochs")
+
+
+def test_both_heads_of_a_distilled_student_are_trained(taught):
+    sizes = ["--train-crop-size", "32", "--val-crop-size", "32", "--val-resize-size", "32"]
+    args = config.parse_args(["--synthetic", *DISTILLED, *sizes, "--teacher", str(taught.teacher)])
+    args = config.Record(**{**vars(args), "distributed": False})
+    student = models.build_model(args, 3)
+    before = {name: value.clone() for name, value in student.state_dict().items() if name.startswith("head")}
+    val = type("Images", (), {"classes": ["class0", "class1", "class2"]})
+    criterion = distil(metrics.build_criterion(args), args, student, val)
+    image, target = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    train.train_one_epoch(student, criterion, optimizer, [(image, target)], torch.device("cpu"), 0, args)
+    assert all(not torch.equal(value, before[name]) for name, value in student.state_dict().items() if name in before)
+    # timm's distilled model in training gives (class head, distillation head); in evaluation their mean.
+    student.train()
+    first, second = student(image)
+    student.eval()
+    torch.testing.assert_close(student(image), (first + second) / 2)
+
+
+@pytest.fixture
+def refuse(taught, tmp_path):
+    def run(*argv, words):
+        where = ["--data-path", taught.images, "--output-dir", tmp_path / "out"]
+        refused(run_train(tmp_path, *where, *SMALL, "--batch-size", 8, *argv), *words)
+        assert not (tmp_path / "out" / "checkpoint.pth").exists()
+
+    return run
+
+
+def test_a_teacher_that_cannot_be_used_is_one_line(taught, refuse, tmp_path):
+    refuse("--teacher", tmp_path / "none.pth", words=["none.pth: there is no such file"])
+    refuse("--teacher", "resnet5O", words=["--teacher: resnet5O: no such file", "did you mean resnet50?"])
+    refuse("--teacher", "timm/nothing", words=["timm knows no weights of that name"])
+    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "bare.pth")
+    refuse("--teacher", tmp_path / "bare.pth", words=["does not say of which model it is", "scripts.convert"])
+    (tmp_path / "text.pth").write_text("no weights")
+    refuse("--teacher", tmp_path / "text.pth", words=["text.pth"])
+
+    state = torch.load(taught.teacher, weights_only=True)
+    torch.save({**state, "data": {"classes": ["class0", "class2", "class1"]}}, tmp_path / "swapped.pth")
+    refuse("--teacher", tmp_path / "swapped.pth", words=["of other classes", "class 1 is class2 in the checkpoint"])
+    own = {"args": {"model": f"{REPOSITORY}/models.py:build"}}
+    torch.save({**state, **own}, tmp_path / "code.pth")
+    refuse("--teacher", tmp_path / "code.pth", words=["is run only where the command line names it"])
+    seven = {"model": timm.create_model("test_resnet", num_classes=7).state_dict(), "arch": "timm/test_resnet"}
+    torch.save(seven, tmp_path / "seven.pth")
+    refuse("--teacher", tmp_path / "seven.pth", words=["scores 7 classes and the images are of 3"])
+
+
+def test_a_vit_teaches_at_the_size_of_the_students_images_only(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, depth=1)
+    options = {"model": "timm/vit_tiny_patch16_224", "model_kwargs": ["depth=1"]}
+    torch.save({"model": model.state_dict(), "args": options}, tmp_path / "vit.pth")
+    sizes = ["--train-crop-size", "160", "--crop-ramp-epochs", "0", "4", "--train-crop-size-min"]
+    for size, words in ((96, "cannot take --train-crop-size-min 96"), (160, None)):
+        args = config.parse_args(
+            ["--data-path", "d", "--teacher", str(tmp_path / "vit.pth"), "--epochs", "9", *sizes, str(size)]
+        )
+        args = config.Record(**vars(args))
+        if words is None:
+            build_teacher(args, ["a", "b", "c"])
+        else:
+            with pytest.raises(UserError, match=words):
+                build_teacher(args, ["a", "b", "c"])
+
+
+def test_a_dry_run_says_that_the_teacher_comes_on_top():
+    args = config.parse_args(["--recipe", "deit-s-distilled", "--dry-run", "--batch-size", "2", "--device", "cpu"])
+    text = preview.preview(args, is_estimated=True)
+    assert "# --teacher timm/regnety_160.deit_in1k comes on top" in text
+
+
+def test_an_option_without_a_teacher_has_no_effect_and_is_said(tmp_path):
+    argv = ["--synthetic", 16, *SMALL, "--batch-size", 8, "--epochs", 1, "--output-dir", tmp_path / "out"]
+    ran = run_train(tmp_path, *argv, "--distillation-alpha", 0.5, "--distillation-temperature", 2).check()
+    assert "--distillation-alpha has no effect: there is no --teacher" in ran.output
+    assert "--distillation-temperature has no effect: it is about --teacher and --distillation soft" in ran.output
