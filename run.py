@@ -27,6 +27,7 @@ from checkpointing.checkpoint import RunState
 from checkpointing.guard import check_classes, check_options, compare_classes, run_facts
 from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
 from checkpointing.startup import phases
+from checkpointing.status import MOST_STARTS, StatusFile
 from checkpointing.store import CheckpointManager
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from errors import (
@@ -40,7 +41,7 @@ from errors import (
     did_you_mean,
     in_one_line,
 )
-from files import explain_failure, read_json, retry, write_atomically
+from files import explain_failure, read_json, write_atomically
 from gradients import ShardedStep
 from launch import read_launch
 from loading.encoded import settle_decode_device
@@ -57,9 +58,6 @@ from monitoring.verdict import StepClock, as_record, describe_limit, find_shares
 from options import BY_NAME, WHY_TYPED, is_same_model, split_custom
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
-
-# Starts in a row from one and the same step after which nothing starts a run again by itself.
-MOST_STARTS = 3
 
 
 def read_resumed(
@@ -747,123 +745,10 @@ class Run(BareRun):
         self.watchdog.beat()
 
 
-class StatusFile:
-    """Writes status.json, which tells how a run ended, or that it is running: torchrun turns every exit code into 1.
-
-    Args:
-        folder: the output folder; None to write nothing.
-        state: the position of the run.
-    """
-
-    def __init__(self, folder: Path | None, state: RunState) -> None:
-        self.folder, self.state = folder, state
-        self._is_warned = False
-
-    def _last(self) -> dict:
-        return read_json(self.folder / "status.json") if self.folder else {}
-
-    def _last_start(self) -> dict | None:
-        start = self._last().get("start")
-        return start if is_start(start) else None
-
-    def count_start(self, records: list[dict]) -> dict:
-        """Return a record of this start: its position, the number of consecutive starts there, and its time.
-
-        And how long earlier starts ran, by the last `records` that they left; None if that is not known.
-        """
-        position, before = [self.state.step, self.state.is_evaluated], self._last_start()
-        count = before["count"] + 1 if before and before["position"] == position else 1
-        last_s = [record["time"] for record in records[-1:]] + [self._last().get("time")]
-        ran_s = time_run_s(before, last_s) if self.state.is_resumed else 0.0
-        return {"position": position, "count": count, "began": time.time(), "ran_s": ran_s}
-
-    def ran_s(self) -> float | None:
-        """Return how long all starts of the run have run; None if that is not known."""
-        return time_run_s(self._last_start(), [time.time()])
-
-    def replace(self, state: str, reason: str = "", start: dict | None = None) -> None:
-        """Replace the file.
-
-        `requeue` tells a job script whether to start the run again: if it was preempted, except time and again at the
-        same step.
-
-        Args:
-            state: running, preempted, finished or failed.
-            reason: why it stopped.
-            start: of `count_start`; by default, the file's own.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        step = self.state.step
-        start = start or self._last_start() or {"position": [step, False], "count": 1}
-        is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
-        status = {
-            "state": state,
-            "reason": reason,
-            "step": step,
-            "requeue": state == "preempted" and not is_stuck,
-            "start": start,
-            "time": round(time.time(), 3),
-        }
-        write_atomically(self.folder / "status.json", lambda file: file.write(json.dumps(status).encode() + b"\n"))
-
-    def write(self, state: str, reason: str = "") -> None:
-        """Replace the file; a failure is printed once and ends no run."""
-        try:
-            self._replace_patiently(state, reason)
-        except OSError as error:
-            if not self._is_warned:
-                self._is_warned = True
-                why = error.strerror or error
-                print(f"warning: status.json in {self.folder} is not written: {why}; training goes on")
-
-    def _replace_patiently(self, state: str, reason: str = "") -> None:
-        if self.folder:
-            retry(partial(self.replace, state, reason))
-
-    def finish(self, reason: str = "") -> None:
-        """Record that the run has finished, and why if that was early.
-
-        Raises:
-            StorageError: the file cannot be written, so that nobody could know.
-        """
-        try:
-            self._replace_patiently("finished", reason)
-        except OSError as error:
-            why = explain_failure(error, self.folder, 0)
-            raise StorageError(
-                f"all is saved, but status.json was not written: {why}; the same command ends it"
-            ) from error
-
-
 def is_evaluated_after(epoch: int, args: Any) -> bool:
     """Tell whether `--eval-every` has an epoch evaluated; the last one always is."""
     every, num_done = args.eval_every, epoch + 1
     return num_done == args.epochs or (every > 0 and num_done % every == 0)
-
-
-def is_start(value: Any) -> bool:
-    """Tell whether the start that a status.json records can be believed."""
-    return (
-        isinstance(value, dict)
-        and type(value.get("count")) is int
-        and 0 < value["count"] < 1 << 53
-        and isinstance(value.get("position"), list)
-        and [type(item) for item in value["position"]] == [int, bool]
-    )
-
-
-def time_run_s(start: dict | None, seen_s: list) -> float | None:
-    """Return how long a run had run when a start of it was last seen; None if what is recorded does not tell.
-
-    Args:
-        start: as a status.json records it, or None.
-        seen_s: times at which the start was there, or anything.
-    """
-    began_s, earlier_s = ((start or {}).get(name) for name in ("began", "ran_s"))
-    known_s = [time_s for time_s in [*seen_s, began_s, earlier_s] if type(time_s) is float and 0 <= time_s < 1e11]
-    return None if began_s not in known_s or earlier_s not in known_s else earlier_s + max(known_s) - began_s
 
 
 def non_finite_loss(step: int) -> str:

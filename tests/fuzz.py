@@ -45,6 +45,7 @@ import sampler
 from checkpointing import guard
 from checkpointing.checkpoint import RunState
 from checkpointing.schema import check_schema
+from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
 from checkpointing.weights import load_weights
 from launch import read_launch
@@ -375,7 +376,7 @@ def case_status(bench: Bench, folder: Path, rng: random.Random) -> None:
     write_json(folder / "run.json", {"launch": read_launch().agent, "command": ["train.py"], "pid": 1}, rng)
     args = bench.args("--output-dir", str(folder))
     run.go_on_after_restart(args, CheckpointManager(folder))
-    status_file = run.StatusFile(folder, state)
+    status_file = StatusFile(folder, state)
     found = status_file.count_start([])
     assert type(found["count"]) is int
     assert found["count"] >= 1

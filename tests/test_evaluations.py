@@ -92,7 +92,7 @@ def test_a_run_ends_after_evaluations_without_a_new_best(early):
 
 @pytest.mark.parametrize(
     "fault",
-    [("train.evaluate_all", 3, "before"), ("run.StatusFile.finish", 1, "before")],
+    [("train.evaluate_all", 3, "before"), ("checkpointing.status.StatusFile.finish", 1, "before")],
     ids=["before the evaluation that ends it", "when all is saved"],
 )
 def test_evaluations_are_counted_over_restarts(started, early, tmp_path, fault):

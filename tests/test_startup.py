@@ -14,7 +14,7 @@ import pytest
 
 from checkpointing.checkpoint import RunState
 from checkpointing.startup import Phases
-from run import StatusFile
+from checkpointing.status import StatusFile
 from tests.ranks import REPOSITORY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

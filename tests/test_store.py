@@ -31,12 +31,12 @@ from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import RunState
 from checkpointing.folder import CheckpointFolder
 from checkpointing.schema import check_schema
+from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
 from errors import StorageError, UserError
 from files import explain_failure, find_os_error
 from metrics import Accuracy, Tally
 from monitoring.monitor import Monitor
-from run import StatusFile
 from tests.endings import differing, differing_results, flatten
 from tests.ranks import run_ranks, torchrun_environment, train_rank
 from tests.runs import FixedRun, state_at
