@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.nn import functional as F
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode, autoaugment
@@ -326,6 +326,11 @@ def _policy(
     return autoaugment.AutoAugment(policy=autoaugment.AutoAugmentPolicy(name), interpolation=interpolation)
 
 
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """Keep so many bits of each channel. timm's own asks for 0 of them too, which Pillow refuses from version 13 on."""
+    return Image.new(image.mode, image.size) if bits < 1 else ImageOps.posterize(image, min(bits, 8))
+
+
 class TimmPolicy:
     """One of timm's augmentation policies, such as rand-m7-mstd0.5-inc1, drawing from the process's CPU generators.
 
@@ -357,6 +362,10 @@ class TimmPolicy:
             self.policy = build(specification, options)
         except (AssertionError, KeyError, ValueError) as error:
             raise UserError(f"--auto-augment {name}: timm does not know this specification ({error})") from error
+        ops = getattr(self.policy, "ops", None) or [op for ops in getattr(self.policy, "policy", []) for op in ops]
+        for op in ops:
+            if getattr(op, "aug_fn", None) is auto_augment.posterize:
+                op.aug_fn = _posterize
 
     def __call__(self, image: Image.Image) -> Image.Image:
         """Augment one image. timm draws from numpy's generator as well, so that is seeded from torch's."""

@@ -16,7 +16,7 @@ from torchvision.transforms.functional import to_pil_image
 import config
 import data
 import transforms
-from presets import ClassificationPresetTrain, build_presets
+from presets import ClassificationPresetTrain, TimmPolicy, build_presets
 from randomness import AUGMENTATION, seed_host
 
 COUNT = 10_000
@@ -172,3 +172,22 @@ def test_the_gpu_leaves_images_that_are_jittered():
     args, notes = config.on_machine(args)
     assert args.decode_device == "cpu"
     assert "--decode-device cuda has no effect: --color-jitter 0.4 works on images on the CPU" in notes
+
+
+@pytest.mark.parametrize(
+    "specification", ["rand-m10-inc1", "rand-m10-mstd2-inc1", "original-mstd9", "augmix-m10-mstd9"]
+)
+def test_timms_policies_take_their_strongest_levels(specification):
+    """Pillow 13 refuses to keep none of the bits, which timm asks for at level 10: then each channel is 0."""
+    policy = TimmPolicy(f"timm/{specification}", 32, tv.InterpolationMode.BICUBIC).policy
+    image = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=numpy.uint8))
+    ops = getattr(policy, "ops", None) or [op for ops in policy.policy for op in ops]
+    posterize = [op for op in ops if "Posterize" in op.name]
+    assert posterize
+    for op in posterize:
+        for bits in range(9):
+            kept = numpy.asarray(image) & (0xFF00 >> bits & 0xFF)
+            assert numpy.array_equal(op.aug_fn(image, bits), kept), bits
+    for seed in range(300):
+        seed_host(AUGMENTATION, seed)
+        policy(image)
