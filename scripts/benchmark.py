@@ -26,7 +26,7 @@ from loading.decode import ImageFile, decode_plainly
 from presets import ClassificationPresetEval, ClassificationPresetTrain, resize
 from randomness import Draws
 from sampler import SampleKey, TrainSampler, VirtualShards
-from scripts import step_benchmark
+from scripts import monitoring_benchmark, step_benchmark
 
 # What is done of a way before it is another's turn. Other users of the cores come and go within seconds, and would
 # otherwise be measured too.
@@ -349,6 +349,7 @@ def main() -> None:
     command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     command.set_defaults(run=benchmark_loader)
     step_benchmark.add_commands(commands)
+    monitoring_benchmark.add_commands(commands)
     options = parser.parse_args()
     try:
         figures = options.run(options)

@@ -1,0 +1,123 @@
+"""Measure what it costs to watch a run: host time of the run around a step, and of the pictures of an evaluation."""
+
+import argparse
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import config
+import data
+import run
+import train
+from monitoring.pictures import Pictures
+
+# What the costs are compared with: a step of this length, and an evaluation of ImageNet's 50,000 images.
+STEP_S = 0.05
+NUM_CLASSES, BATCH_SIZE = 1000, 256
+
+
+class TimedRun(run.Run):
+    """A run that takes down how long each step spends in it, its log lines and records included."""
+
+    steps_s: list[float] = []  # noqa: RUF012 - of the process's one run
+
+    def begin_step(self, epoch: int, step: int) -> None:
+        """Begin to count."""
+        self._spent_s = 0.0
+        self._timed(super().begin_step, epoch, step)
+
+    def measure(self, *results: Any) -> None:
+        """Count the metrics of a shard."""
+        self._timed(super().measure, *results)
+
+    def end_step(self, *results: Any) -> None:
+        """Count what comes after the step."""
+        self._timed(super().end_step, *results)
+        self.steps_s.append(self._spent_s)
+
+    def _timed(self, work: Callable[..., None], *args: Any) -> None:
+        start_s = time.perf_counter()
+        work(*args)
+        self._spent_s += time.perf_counter() - start_s
+
+
+def time_steps(num_steps: int) -> dict[str, float]:
+    """Train a small model for an epoch with everything at its default; return seconds of a step outside the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = ["--synthetic", str(2 * num_steps), "--batch-size", "2", "--model", "squeezenet1_1", "--epochs", "1"]
+        argv += [
+            "--train-crop-size",
+            "32",
+            "--val-crop-size",
+            "32",
+            "--device",
+            "cpu",
+            "--workers",
+            "0",
+            "--lr",
+            "0.001",
+        ]
+        timed, train.Run = TimedRun, TimedRun
+        try:
+            with redirect_stdout(io.StringIO()):
+                train.main(config.parse_args([*argv, "--output-dir", folder]))
+        finally:
+            train.Run = run.Run
+    steps = timed.steps_s[num_steps // 10 :]  # the first ones meet cold caches
+    timed.steps_s.clear()
+    return {"mean_s": statistics.fmean(steps), "median_s": statistics.median(steps), "largest_s": max(steps)}
+
+
+def time_evaluation(num_images: int) -> dict[str, float]:
+    """Show an evaluation's outputs to the pictures of a run, and draw them; return the seconds of both."""
+    images = data.SyntheticImages(num_images, 224, NUM_CLASSES)
+    images.index.form = "folder"  # made-up images have no pictures
+    images.classes = [f"class {number}" for number in range(NUM_CLASSES)]
+    state = SimpleNamespace(parts={}, is_resumed=False, step=100, steps_per_epoch=100, bests={"best": None})
+    args = SimpleNamespace(mean=config.IMAGENET_MEAN, std=config.IMAGENET_STD)
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(BATCH_SIZE, NUM_CLASSES, generator=generator)
+    observe_s = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        pictures = Pictures(Path(folder), state, args, images)
+        for first in range(0, num_images, BATCH_SIZE):
+            index = torch.arange(first, min(first + BATCH_SIZE, num_images))
+            start_s = time.perf_counter()
+            pictures.observe("val", output[: len(index)], index % NUM_CLASSES, index)
+            observe_s += time.perf_counter() - start_s
+        start_s = time.perf_counter()
+        pictures.draw()
+        draw_s = time.perf_counter() - start_s
+        num_pictures = len(list(Path(folder).glob("picture-*.png")))
+    return {"observe_s": observe_s, "draw_s": draw_s, "pictures": num_pictures}
+
+
+def benchmark_monitoring(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure both, and print their shares of a step of 50 ms and of an evaluation."""
+    step, evaluation = time_steps(options.steps), time_evaluation(options.images)
+    share = step["mean_s"] / STEP_S
+    print(
+        f"a step: {1e3 * step['mean_s']:.3f} ms of host time around the model (median {1e3 * step['median_s']:.3f}, "
+        f"largest {1e3 * step['largest_s']:.1f}), {share:.2%} of a step of {1e3 * STEP_S:.0f} ms\n"
+        f"an evaluation of {options.images:,} images: {evaluation['observe_s']:.2f} s of looking at outputs and "
+        f"{evaluation['draw_s']:.2f} s of drawing {evaluation['pictures']} pictures"
+    )
+    total_s = evaluation["observe_s"] + evaluation["draw_s"]
+    return {"step": step, "evaluation": evaluation, "ratios": {"step_of_50_ms": share}, "evaluation_s": total_s}
+
+
+def add_commands(commands: Any) -> None:
+    """Register `monitoring` with the subparsers of scripts/benchmark.py; `options.run` is what to call."""
+    command = commands.add_parser("monitoring", help="what it costs to watch a run: a step, an evaluation's pictures")
+    command.add_argument("--steps", metavar="N", type=int, default=1000, help="default: 1000")
+    command.add_argument("--images", metavar="N", type=int, default=50_000, help="of the evaluation (default: 50000)")
+    command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
+    command.set_defaults(run=benchmark_monitoring)
