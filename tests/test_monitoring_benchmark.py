@@ -20,6 +20,8 @@ def test_costs_of_watching_are_measured(tmp_path):
     assert 0 < step["median_s"] <= step["largest_s"]
     assert step["mean_s"] <= step["largest_s"]
     assert figures["ratios"]["step_of_50_ms"] == step["mean_s"] / 0.05
+    assert 0 < step["log_s"] < step["mean_s"]
+    assert figures["ratios"]["log_of_50_ms"] == step["log_s"] / 0.05
     assert evaluation["pictures"] == 4
     assert figures["evaluation_s"] == evaluation["observe_s"] + evaluation["draw_s"] > 0
     assert sorted(tmp_path.iterdir()) == [path]  # the run's folder is gone
