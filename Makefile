@@ -47,7 +47,7 @@ test-dist: $(READY)  ## run the tests that start several processes
 test-slow: $(READY)  ## run the tests that take long
 	$(BIN)/python -m pytest -m slow
 
-chaos: $(READY)  ## break runs on purpose, some 4,500 times, and count what is lost: half an hour
+chaos: $(READY)  ## break runs on purpose, some 5,700 times, and count what is lost: most of an hour
 	$(BIN)/python -m tests.chaos
 
 fuzz: $(READY)  ## mutate what is read from disk, 10,000 times: some ten minutes
