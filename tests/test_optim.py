@@ -759,7 +759,7 @@ def test_a_run_with_lamb_ends_in_the_same_bits_after_a_kill(started, tmp_path):
     faults = [(0, "timm.optim.lamb.Lamb.step", 6, "before")]
     assert started.go_on(tmp_path, tmp_path / "killed", *argv, faults=faults).codes == [-9]
     outcome = started.go_on(tmp_path, tmp_path / "killed", *argv, "--resume", "auto").check()
-    assert "resumed step 5 " in outcome.output
+    assert re.search(r"resumed step [45] ", outcome.output)  # the save of step 5 may not have been made yet
     ours, theirs = (torch.load(tmp_path / name / "checkpoint.pth", weights_only=True) for name in ("killed", "whole"))
     for part in ("model", "optimizer", "step", "best"):
         assert unlike(ours[part], theirs[part]) == []

@@ -585,7 +585,7 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
         monitor.write("train", 1, 0, loss=1.0)
         with monkeypatch.context() as patch:
             patch.setattr("monitoring.events.write_all", refuse)
-            patch.setattr("run.write_atomically", refuse)
+            patch.setattr("checkpointing.status.write_atomically", refuse)
             monitor.write("train", 2, 0, loss=2.0)
             monitor.write("train", 3, 0, loss=3.0)
             status = StatusFile(tmp_path, state)
