@@ -212,7 +212,7 @@ def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str
     elif option.nargs == "+" or isinstance(option.nargs, int):
         expected = {2: "two numbers", 3: "three numbers", "+": "a list of numbers"}[option.nargs]
         are_numbers = isinstance(value, list) and all(type(item) in (int, float) for item in value)
-        is_right = are_numbers and len(value) in (option.nargs, len(value) if option.nargs == "+" and value else -1)
+        is_right = are_numbers and (bool(value) if option.nargs == "+" else len(value) == option.nargs)
         argv = [f"--{key}", *map(str, value)] if is_right else []
     elif option.nargs == "*":
         expected = "a list of strings, such as ['width=8']"

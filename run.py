@@ -171,9 +171,8 @@ def build_evaluated(
     """
     given = Namespace(model=name, test_only=True, resume=source, synthetic=1)
     options = {key: value for key, value in weights.options.items() if _is_value(key, value)}
-    size = options.get("val_crop_size") if size is None else size
-    if size is not None:  # ViTs are of one size, and published ones do not say that of training
-        given.train_crop_size = given.val_crop_size = size
+    if size is not None:
+        given.val_crop_size = size
     typed = ["model"] if is_typed else []
     args, _ = models.take_statistics(config.Record(**vars(config.complete(given, typed=typed))))
     args, _ = config.as_trained(args, options)

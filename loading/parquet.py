@@ -1,9 +1,12 @@
 """Images in parquet files as Hugging Face publishes them, read where they lie."""
 
 import functools
+import importlib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -54,7 +57,8 @@ class ParquetIndex(ImageIndex):
         Raises:
             UserError: pyarrow is not installed, or a file is missing, damaged or has other columns.
         """
-        check_shards(self.files)
+        _import_parquet(self.where)
+        check_names(self.files)
         return super().open()
 
     def scan(self, scan: Scan) -> list[str]:
@@ -77,13 +81,14 @@ class ParquetIndex(ImageIndex):
                     number += 1
             progress.update()
         progress.close()
-        classes = [self._class_of(label, images[label]) for label in sorted(images)]
+        by_label = sorted(images.items())
+        classes = [self._class_of(label, own) for label, own in by_label]
         self.check_classes(classes, 0)
         if sorted(set(classes)) != classes:
             raise UserError(f"{self.where}: the labels do not number the classes in alphabetical order")
-        for label, (name, found) in enumerate(zip(classes, (images[label] for label in sorted(images)), strict=True)):
-            found.sort(key=lambda image: image[1])
-            names, places = [image[1] for image in found], [image[2] for image in found]
+        for label, (name, (_, own)) in enumerate(zip(classes, by_label, strict=True)):
+            own.sort(key=lambda image: image[1])
+            names, places = [image[1] for image in own], [image[2] for image in own]
             if len(set(names)) < len(names):
                 raise UserError(f"{self.where}: class {name} has two images of one name")
             scan.add(name, label, names, numpy.array(places, dtype=numpy.int64))
@@ -129,11 +134,11 @@ def find_synset(path: str | None) -> tuple[str, str] | None:
     return (found["synset"], f"{found['stem']}.{found['ending']}") if found else None
 
 
-def check_shards(files: tuple[Path, ...] | list[Path]) -> None:
-    """Refuse a set that lacks a file, or holds one that is damaged or has other columns.
+def check_names(files: Sequence[Path]) -> None:
+    """Refuse a set that lacks a file.
 
     Raises:
-        UserError: it is so.
+        UserError: it does.
     """
     found = [(path, _SHARD.fullmatch(path.name)) for path in files]
     there = {(match["split"], int(match["number"])) for _, match in found if match}
@@ -143,7 +148,13 @@ def check_shards(files: tuple[Path, ...] | list[Path]) -> None:
                 name = f"{match['split']}-{number:05d}-of-{match['count']}.parquet"
                 count = int(match["count"])
                 raise UserError(f"{path.with_name(name)} is missing; all {count} files of the set are needed")
-        open_parquet(path)
+
+
+def _import_parquet(files: str) -> ModuleType:
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise UserError(f"{files} needs pyarrow, which is not installed: pip install pyarrow") from error
 
 
 def open_parquet(path: Path) -> Any:
@@ -152,10 +163,7 @@ def open_parquet(path: Path) -> Any:
     Raises:
         UserError: pyarrow is not installed; the file is damaged, or has other columns.
     """
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from error
+    parquet = _import_parquet(str(path))
     with in_one_line(f"{path} is torn, or no parquet file; get it anew"):
         table = parquet.ParquetFile(path)
         columns = {field.name: str(field.type) for field in table.schema_arrow}

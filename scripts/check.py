@@ -14,14 +14,13 @@ from PIL import Image
 
 import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
-from files import write_atomically
 from loading.decode import load_image
 from loading.forms import open_source
 from loading.index import with_retries
 from loading.progress import Progress, size_text
 from loading.source import Source
 from scripts.pack import in_order
-from scripts.tool import build_parser, positive, run
+from scripts.tool import build_parser, positive, run, write_output
 
 PROG = "python -m scripts.check"
 
@@ -183,10 +182,7 @@ class Report:
             if found
         ]
         content = {**facts, "healthy": self.is_healthy, "splits": self.splits, "findings": findings}
-        try:
-            write_atomically(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
-        except OSError as error:
-            raise UserError(f"--json {path} cannot be written: {error.strerror}; name another file") from error
+        write_output("--json", path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
 
 
 def open_splits(data_path: Path, report: Report) -> dict[str, Source]:

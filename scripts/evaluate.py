@@ -22,7 +22,6 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 import collectives
-import config
 import data
 import models
 from errors import (
@@ -37,11 +36,10 @@ from errors import (
     one_line,
     require_timm,
 )
-from files import open_to_read, read_bytes, write_atomically
+from files import open_to_read, read_bytes
 from launch import read_launch
 from loading.forms import find_sources, open_source
 from loading.index import check_num_bytes
-from loading.loader import check_memory, check_workers
 from loading.progress import Progress
 from loading.source import Source, list_folder
 from loading.subset import labels_of
@@ -51,8 +49,8 @@ from options import INTERPOLATIONS
 from presets import build_presets
 from sampler import EvalSampler
 from scripts.check import NUM_VAL
-from scripts.tool import build_parser, positive, run
-from scripts.trained import Trained, add_options, open_trained
+from scripts.tool import build_parser, positive, run, write_output
+from scripts.trained import Trained, add_machine_options, add_options, open_trained, settle
 
 PROG = "python -m scripts.evaluate"
 
@@ -533,16 +531,9 @@ def prediction_lines(each: ImageSet, scored: Scored, names: list[str]) -> Iterat
         yield [each.name, each.source.name(number), names[label] if label >= 0 else "", *words]
 
 
-def write(option: str, path: Path, text: str) -> None:
-    """Write a file of results.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        write_atomically(path, lambda file: file.write(text.encode("utf-8", "surrogateescape")))
-    except OSError as error:
-        raise UserError(f"{option} {path} cannot be written: {error.strerror}; name another file") from error
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write a file of results; raises as `write_output`."""
+    write_output(option, path, lambda file: file.write(text.encode("utf-8", "surrogateescape")))
 
 
 def csv_text(header: list[str], lines: Iterator[list]) -> str:
@@ -628,11 +619,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--limit", metavar="N", type=positive, help="only N images of each set, the first of each class in turn"
     )
-    parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
-    parser.add_argument(
-        "--workers", metavar="N", type=int, choices=range(1025), help="loader processes (default: as train.py)"
-    )
-    parser.add_argument("--device", help="cuda, cpu ... (default: the accelerator of this machine, else cpu)")
+    add_machine_options(parser)
     for name in ("--val-resize-size", "--val-crop-size"):
         parser.add_argument(name, metavar="PX", type=positive, help="in place of the checkpoint's own")
     parser.add_argument("--interpolation", choices=INTERPOLATIONS, help="in place of the checkpoint's own")
@@ -656,25 +643,6 @@ def check_outputs(options: argparse.Namespace) -> None:
             raise UserError(f"{option} {path}: {'is no file' if path.exists() else 'its folder is not there'}")
     if len({os.path.abspath(path) for path in given.values()}) < len(given):
         raise UserError(f"{' and '.join(given)} name one file; give each its own")
-
-
-def settle(trained: Trained, options: argparse.Namespace) -> config.Record:
-    """Return the options that the model is evaluated with here.
-
-    Raises:
-        UserError: the model cannot take them, or this machine has no such device.
-    """
-    names = ("val_resize_size", "val_crop_size", "interpolation", "device", "workers", "batch_size")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    args = trained.args.replaced(**given, test_only=True, compile=None, decode_device="cpu", eval_batch_size=None)
-    config.validate(args)
-    if options.val_crop_size is not None:
-        models.check_sizes(trained.model, args)
-        trained.model.eval()
-    args, _ = config.on_machine(args)
-    check_workers(args.workers)
-    check_memory(args)
-    return args
 
 
 def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -> tuple[list[ImageSet], list[str]]:
@@ -751,12 +719,12 @@ def write_files(options: argparse.Namespace, report: dict, per_class: list, pred
     """Write the files that were asked for, the report last: if it is there, so are the others."""
     if options.per_class:
         header = ["set", "class", "name", "images", *(f"acc{each}" for each in options.topk)]
-        write("--per-class", options.per_class, csv_text(header, per_class))
+        write_text("--per-class", options.per_class, csv_text(header, per_class))
     if options.predictions:
         header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
-        write("--predictions", options.predictions, csv_text(header, predictions))
+        write_text("--predictions", options.predictions, csv_text(header, predictions))
     if options.json not in (None, "-"):
-        write("--json", Path(options.json), json.dumps(report, indent=1) + "\n")
+        write_text("--json", Path(options.json), json.dumps(report, indent=1) + "\n")
 
 
 def work() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from files import write_atomically
 from monitoring.monitor import read_records
+from scripts.report import KINDS
 
-KINDS = {"train": "training", "val": "validation", "val_ema": "validation, averaged weights"}
 PANELS = {"loss": "loss", "acc1": "accuracy, %", "lr": "learning rate"}
 AXES = ["step", "images", "hours"]
 

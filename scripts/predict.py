@@ -21,12 +21,11 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 import collectives
 from errors import BadImageError, UserError, counted, in_one_line, one_line
-from files import write_atomically
 from loading.decode import decode_plainly
 from loading.progress import Progress
 from presets import ClassificationPresetEval
 from scripts.exported import build_preset, is_graph, open_graph, own_stdout
-from scripts.tool import build_parser, positive, run
+from scripts.tool import build_parser, positive, run, write_output
 from scripts.trained import add_options, open_trained
 
 T = TypeVar("T")
@@ -258,10 +257,7 @@ def write_page(path: Path, predictions: list[Prediction], kind: str) -> None:
         caption = f"<figcaption>{escape(each.file)}<ol>{lines}</ol></figcaption>"
         parts.append(f'<figure><img alt="" src="data:image/jpeg;base64,{picture}">{caption}</figure>\n')
     page = "".join([*parts, "</main></body></html>\n"]).encode(errors="backslashreplace")
-    try:
-        write_atomically(path, lambda file: file.write(page))
-    except OSError as error:
-        raise UserError(f"--html {path} cannot be written: {error.strerror}; name another file") from error
+    write_output("--html", path, lambda file: file.write(page))
 
 
 def get_args_parser() -> argparse.ArgumentParser:

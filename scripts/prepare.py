@@ -21,7 +21,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import StorageError, UserError, counted, in_one_line
 from files import explain_failure, free_bytes, locked, open_to_read, read_json, sync_folder, write_atomically
-from loading.parquet import check_shards, find_synset, open_parquet
+from loading.parquet import check_names, find_synset, open_parquet
 from loading.progress import Progress, size_text
 from loading.tars import tar_members
 from scripts.tool import build_parser, run
@@ -397,7 +397,9 @@ class Given:
         prefixes = ("train-",) if split == "train" else ("validation-", "val-")
         files = [path for name, path in sorted(self.files.items()) if name.startswith(prefixes)]
         if files:
-            check_shards(files)
+            check_names(files)
+            for path in files:  # before hours are spent on those ahead of a damaged one
+                open_parquet(path)
             num_bytes = sum(path.stat().st_size for path in files)
             return Source(files, num_bytes, functools.partial(parquet_images, files, self._synsets()))
         folders = [folder / split for folder in self.folders if (folder / split).is_dir()]

@@ -15,10 +15,9 @@ import models
 from checkpointing.weights import Weights, as_checkpoint, check_output, write_weights
 from errors import UserError, counted
 from loading.forms import check_source
-from loading.loader import check_memory, check_workers
 from loading.progress import Progress
 from scripts.tool import build_parser, positive, run
-from scripts.trained import Trained, add_options, open_trained
+from scripts.trained import Trained, add_machine_options, add_options, open_trained, settle
 
 PROG = "python -m scripts.reestimate_bn"
 
@@ -90,30 +89,6 @@ def reestimate(model: nn.Module, batches: Iterable[Tensor], autocast: AbstractCo
         if not layer.num_batches_tracked:
             for name, buffer in layer.named_buffers():
                 buffer.copy_(buffers[name])
-
-
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how images are loaded and where the model is computed."""
-    parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
-    parser.add_argument(
-        "--workers", metavar="N", type=int, choices=range(1025), help="loader processes (default: as train.py)"
-    )
-    parser.add_argument("--device", help="cuda, cpu ... (default: the accelerator of this machine, else cpu)")
-
-
-def settle(trained: Trained, options: argparse.Namespace) -> config.Record:
-    """Return the options that a model is computed with on this machine.
-
-    Raises:
-        UserError: the machine has no such device, or not the memory.
-    """
-    given = {name: getattr(options, name) for name in ("device", "workers", "batch_size", "data_path")}
-    args = trained.args.replaced(**given, synthetic=None, test_only=True, compile=None, decode_device="cpu")
-    config.validate(args)
-    args, _ = config.on_machine(args)
-    check_workers(args.workers)
-    check_memory(args)
-    return args
 
 
 def load_images(trained: Trained, args: config.Record, number: int) -> tuple[data.IndexedImageFolder, SomeImages]:

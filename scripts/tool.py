@@ -5,8 +5,11 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from errors import ImageError, UserError
+from files import write_atomically
 from options import OneLineParser
 
 
@@ -28,6 +31,23 @@ def positive(text: str) -> int:
     if number < 1:
         raise ValueError
     return number
+
+
+def write_output(option: str, path: Path, save: Callable[[BinaryIO], Any]) -> None:
+    """Write a file that an option names, whole or not at all.
+
+    Args:
+        option: as --json.
+        path: of the file.
+        save: writes it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        write_atomically(path, save)
+    except OSError as error:
+        raise UserError(f"{option} {path} cannot be written: {error.strerror or error}; name another file") from error
 
 
 def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_killed: str = "") -> None:

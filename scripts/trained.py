@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 from torch import nn
 
 import config
+import models
 from checkpointing.weights import Weights, load_weights
 from errors import UserError
+from loading.loader import check_memory, check_workers
 from options import WHY_TYPED, is_same_model, split_custom
 from presets import ClassificationPresetEval, build_presets
 from run import build_evaluated, fetch_by_name
 from scripts.exported import describe_weights
+from scripts.tool import positive
 
 
 class Trained(NamedTuple):
@@ -47,6 +50,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the model, where the file does not say it: a torchvision name, timm/NAME, or "
         "FILE.py:FUNCTION, which is needed where the file says it too",
     )
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how images are loaded and where the model is computed."""
+    parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
+    parser.add_argument(
+        "--workers", metavar="N", type=int, choices=range(1025), help="loader processes (default: as train.py)"
+    )
+    parser.add_argument("--device", help="cuda, cpu ... (default: the accelerator of this machine, else cpu)")
+
+
+# Options of the tools that take the place of the checkpoint's own.
+_OWN_OPTIONS = (
+    "batch_size", "data_path", "device", "interpolation", "val_crop_size", "val_resize_size", "workers",
+)  # fmt: skip
+
+
+def settle(trained: Trained, options: argparse.Namespace) -> config.Record:
+    """Return the options that a model is computed with on this machine.
+
+    Args:
+        trained: the model and the options of its training.
+        options: of the tool; those that take the place of the checkpoint's have our names.
+
+    Raises:
+        UserError: the model cannot take them, or the machine has no such device, or not the memory.
+    """
+    given = {name: value for name in _OWN_OPTIONS if (value := getattr(options, name, None)) is not None}
+    given |= {"synthetic": None} if "data_path" in given else {}
+    args = trained.args.replaced(**given, test_only=True, compile=None, decode_device="cpu")
+    config.validate(args)
+    if "val_crop_size" in given:
+        models.check_sizes(trained.model, args)
+        trained.model.eval()
+    args, _ = config.on_machine(args)
+    check_workers(args.workers)
+    check_memory(args)
+    return args
 
 
 def open_trained(source: str, *, model: str | None = None, is_average: bool = False) -> Trained:

@@ -1,7 +1,6 @@
 """Find the sizes at which a model is evaluated best: `python -m scripts.tune_resize CHECKPOINT --data-path DIR`."""
 
 import argparse
-import importlib
 import io
 import json
 import os
@@ -16,17 +15,15 @@ from torch import Tensor
 import config
 import data
 import models
-from errors import UserError
-from files import write_atomically
+from errors import UserError, require_package
 from loading.forms import check_source
 from loading.progress import Progress
 from metrics import build_criterion, build_metrics
 from options import BY_NAME
 from presets import ClassificationPresetEval, build_presets
 from sampler import EvalSampler
-from scripts.reestimate_bn import add_machine_options, settle
-from scripts.tool import build_parser, run
-from scripts.trained import Trained, add_options, open_trained
+from scripts.tool import build_parser, run, write_output
+from scripts.trained import Trained, add_machine_options, add_options, open_trained, settle
 from train import measure
 
 PROG = "python -m scripts.tune_resize"
@@ -187,20 +184,8 @@ def draw(results: list[dict], title: str, path: Path) -> None:
     axis.set(xlabel="shorter side, px", ylabel="Acc@1, %", title=title)
     axis.grid(alpha=0.3)
     axis.legend()
-    write(path, "--picture", lambda file: figure.savefig(file, format=path.suffix[1:].lower(), dpi=100))
+    write_output("--picture", path, lambda file: figure.savefig(file, format=path.suffix[1:].lower(), dpi=100))
     pyplot.close(figure)
-
-
-def write(path: Path, option: str, save: Any) -> None:
-    """Write a file that an option names.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        write_atomically(path, save)
-    except OSError as error:
-        raise UserError(f"{option} {path} cannot be written: {error.strerror or error}; name another file") from error
 
 
 def check_files(options: argparse.Namespace) -> None:
@@ -217,10 +202,7 @@ def check_files(options: argparse.Namespace) -> None:
         return
     if options.picture.suffix.lower() not in _PICTURES:
         raise UserError(f"--picture {options.picture}: expected a name that ends in {', '.join(_PICTURES)}")
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise UserError("--picture needs matplotlib, which is not installed: pip install matplotlib") from error
+    require_package("matplotlib", "--picture")
 
 
 def work(options: argparse.Namespace) -> None:
@@ -241,7 +223,7 @@ def work(options: argparse.Namespace) -> None:
     best = best_of(results)
     if options.json:
         content = {"checkpoint": options.checkpoint, "weights": trained.kind, "best": best, "results": results}
-        write(options.json, "--json", lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
+        write_output("--json", options.json, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
     if options.picture:
         draw(results, options.checkpoint, options.picture)
     print(table(results))

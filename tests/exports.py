@@ -1,7 +1,5 @@
 """A checkpoint of a small model, what plain torchvision makes of it, and the export and prediction tools run on it."""
 
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -9,7 +7,7 @@ import torchvision
 from PIL import Image
 from torchvision import transforms
 
-from tests.ranks import Outcome, run_ranks, strike_at
+from tests.ranks import Outcome, run_ranks, tool_rank
 
 MODEL = "squeezenet1_1"
 CLASSES = ['a "quoted" name', "class\\1", "<b>\u00e9</b>", "d"]
@@ -60,32 +58,10 @@ def plain_probabilities(model: torch.nn.Module, path: Path) -> torch.Tensor:
         return model(image[None]).double().softmax(dim=1)[0]
 
 
-def tool_process(name: str, argv: list, stdout: str, fault: tuple | None, largest_file: int | None) -> None:
-    """Run a tool's command line in this process, its standard output in a file of its own."""
-    import importlib
-    import resource
-
-    module = importlib.import_module(f"scripts.{name}")
-    descriptor = os.open(stdout, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    sys.stdout.flush()
-    os.dup2(descriptor, 1)
-    if fault:
-        strike_at(*fault)
-    if largest_file:
-        import signal
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    sys.argv = [name, *map(str, argv)]
-    module.main()
-
-
 def run_tool(tmp_path: Path, name: str, *argv, fault=None, largest_file=None, code=0) -> tuple[Outcome, str]:
     """Run a tool in a process of its own; return what became of it, with its standard error, and its output."""
     stdout = tmp_path / "stdout"
-    outcome = run_ranks(
-        tool_process, 1, name, argv, str(stdout), fault, largest_file, log_folder=tmp_path, timeout_s=300
-    )
+    outcome = run_ranks(tool_rank, 1, name, argv, stdout, fault, largest_file, log_folder=tmp_path, timeout_s=300)
     assert outcome.codes == [code], outcome.output
     assert "Traceback" not in outcome.output, outcome.output
     return outcome, stdout.read_text()

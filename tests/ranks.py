@@ -4,11 +4,13 @@ A rank that ends badly ends the others, as torchrun does. Faults are put into th
 knows of them.
 """
 
+import importlib
 import io
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -156,6 +158,26 @@ def module_rank(name: str, argv: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def tool_rank(
+    name: str,
+    argv: list,
+    stdout: str | Path | None = None,
+    fault: tuple | None = None,
+    largest_file: int | None = None,
+) -> None:
+    """Run a tool's command line, perhaps with its standard output in a file, a fault, or a bound on files' sizes."""
+    tool = importlib.import_module(f"scripts.{name}")
+    if stdout is not None:
+        sys.stdout.flush()
+        os.dup2(os.open(stdout, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    if fault:
+        strike_at(*fault)
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    sys.argv = [name, *map(str, argv)]
+    tool.main()
+
+
 def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:
     """Run train.py's command line with faults: (rank, dotted name of a function, its n-th call, when[, signal]).
 
@@ -174,8 +196,6 @@ def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:
 
 def strike_at(name: str, call: int, when: str, number: int = signal.SIGKILL) -> None:
     """Send this process a signal before, after or in the middle of the n-th call of a function."""
-    import importlib
-
     owner_name, attribute = name.rsplit(".", 1)
     try:
         owner = importlib.import_module(owner_name)

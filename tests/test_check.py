@@ -4,7 +4,6 @@ import io
 import json
 import shlex
 import shutil
-import sys
 import tarfile
 from pathlib import Path
 
@@ -13,22 +12,14 @@ from PIL import Image
 
 from scripts import check, prepare
 from tests.images import write_images
-from tests.ranks import Outcome, run_ranks, strike_at
+from tests.ranks import Outcome, run_ranks, tool_rank
 
 COUNTS = ["--expect-train", 29, "--expect-val", 7, "--expect-classes", 3, "--workers", 2]
 
 
-def check_process(argv, has_killed_worker=False):
-    """Run the tool's command line in this process."""
-    if has_killed_worker:
-        strike_at("scripts.check.look_at", 3, "before")
-    sys.argv = ["check", *map(str, argv)]
-    check.main()
-
-
 def run(tmp_path: Path, *argv) -> Outcome:
     """Run the tool in a process of its own, and return what became of it."""
-    outcome = run_ranks(check_process, 1, argv, log_folder=tmp_path, timeout_s=60)
+    outcome = run_ranks(tool_rank, 1, "check", argv, log_folder=tmp_path, timeout_s=60)
     assert "Traceback" not in outcome.output, outcome.output
     return outcome
 
@@ -250,7 +241,8 @@ def test_an_image_of_too_many_pixels_is_a_problem(images, tmp_path):
 
 def test_a_worker_that_is_killed_is_one_line(images, tmp_path):
     """As the system does where memory is short."""
-    outcome = run_ranks(check_process, 1, [images, *COUNTS], True, log_folder=tmp_path, timeout_s=60)
+    fault = "scripts.check.look_at", 3, "before"
+    outcome = run_ranks(tool_rank, 1, "check", [images, *COUNTS], None, fault, log_folder=tmp_path, timeout_s=60)
     assert outcome.codes == [1]
     assert "Traceback" not in outcome.output, outcome.output
     assert "error: a worker process ended unexpectedly" in outcome.output

@@ -4,10 +4,8 @@ import argparse
 import csv
 import json
 import math
-import os
 import re
 import shutil
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -25,27 +23,17 @@ from scripts.evaluate import ClassNumbers, ImageSet, ListedImages
 from scripts.trained import open_trained
 from tests.endings import read_metrics
 from tests.images import pack_whole, write_images
-from tests.ranks import Outcome, run_ranks, strike_at
+from tests.ranks import Outcome, run_ranks, tool_rank
 from tests.started import SMALL, run_train
 
 COUNTS, BATCH = [13, 12, 9], 4
 NAMES = [f"class{number}" for number in range(5)]
 
 
-def evaluate_process(argv, fault=None, stdout=None):
-    """Run the tool's command line in this process."""
-    if stdout:
-        os.dup2(os.open(stdout, os.O_WRONLY | os.O_CREAT), 1)
-    if fault:
-        strike_at(*fault)
-    sys.argv = ["evaluate", *map(str, argv)]
-    evaluate.main()
-
-
 def run(tmp_path: Path, *argv, world_size: int = 1, workers: int = 0, fault=None, stdout=None) -> Outcome:
     """Run the tool in processes of its own, and return what became of them."""
     argv = [*argv, "--batch-size", BATCH, "--workers", workers, "--device", "cpu"]
-    return run_ranks(evaluate_process, world_size, argv, fault, stdout, log_folder=tmp_path, timeout_s=60)
+    return run_ranks(tool_rank, world_size, "evaluate", argv, stdout, fault, log_folder=tmp_path, timeout_s=60)
 
 
 def results(tmp_path: Path, *argv, **options) -> dict:
@@ -411,7 +399,7 @@ def test_mistakes_and_bad_images_end_in_one_line(checkpoint, images, tmp_path, w
     "fault",
     [
         ("scripts.evaluate.rank_classes", 3, "before"),
-        ("scripts.evaluate.write_atomically", 2, "before"),
+        ("scripts.tool.write_atomically", 2, "before"),
         ("os.replace", 2, "before"),
         ("os.replace", 3, "after"),
     ],
