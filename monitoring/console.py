@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpointing.checkpoint import RunState
+from checkpointing.checkpoint import BEST_NAMES, RunState
 from errors import counted, duration, one_line
 from files import open_regular, open_to_read, write_atomically
 from loading.progress import LiveLine, Tap, without_escapes
@@ -251,7 +251,7 @@ def epoch_table(records: Iterable[dict], epochs: int, num_rows: int = 5) -> list
             losses, begin_s = [], _number(before.get("time"))
         if record["kind"] == "train":
             losses.append((_number(record.get("loss")), record["step"] - before.get("step", 0)))
-        if record["kind"] in ("val", "minival"):
+        if BEST_NAMES.get(record["kind"]) == "best":
             loss = sum(loss * steps for loss, steps in losses) / max(sum(steps for _, steps in losses), 1)
             values = loss if losses else math.nan, _number(record.get("acc1")), _number(record.get("loss"))
             rows[record["epoch"]] = *values, _number(record["time"]) - begin_s

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from checkpointing.checkpoint import BEST_NAMES
 from checkpointing.finder import CheckpointFinder, step_in, step_of
 from checkpointing.weights import (
     as_checkpoint,
@@ -84,7 +85,7 @@ def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> l
         UserError: there are fewer, or none was evaluated by this metric.
     """
     try:
-        records = [record for record in read_records(folder) if record["kind"] == "val"]
+        records = [record for record in read_records(folder) if BEST_NAMES.get(record["kind"]) == "best"]
     except FileNotFoundError as error:
         raise UserError(f"{folder} holds no metrics.jsonl, which --best reads; give the files themselves") from error
     values = {record["step"]: record[metric] for record in records if isinstance(record.get(metric), float | int)}

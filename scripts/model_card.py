@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.archive import load_checkpoint
+from checkpointing.checkpoint import BEST_NAMES
 from errors import UserError, counted
 from files import read_bytes
 from loading.progress import size_text
@@ -73,7 +74,7 @@ def _preprocessing(named: dict[str, Any]) -> list[str]:
 def _accuracy(path: Path, checkpoint: dict, *, is_average: bool, results: Any) -> list[str]:
     """Return the results of the run's own evaluation of these weights, and those that were given."""
     lines = []
-    record = _find_record(path.parent / "metrics.jsonl", checkpoint.get("step"), "val_ema" if is_average else "val")
+    record = _find_record(path.parent / "metrics.jsonl", checkpoint.get("step"), "best_ema" if is_average else "best")
     for name, key in (("Acc@1", "acc1"), ("Acc@5", "acc5")):
         value, n = (record.get(each) for each in (key, "n"))
         if isinstance(value, float | int) and 0 <= value <= 100:
@@ -94,8 +95,14 @@ def _num_images(checkpoint: dict) -> Any:
     return val.get("num_images") if isinstance(val, dict) else None
 
 
-def _find_record(path: Path, step: Any, kind: str) -> dict:
-    """Return the line of a run's log about the evaluation at a step; an empty one where there is none."""
+def _find_record(path: Path, step: Any, best: str) -> dict:
+    """Return the line of a run's log about the evaluation at a step; an empty one where there is none.
+
+    Args:
+        path: of metrics.jsonl.
+        step: of the checkpoint.
+        best: of `BEST_NAMES`: whether the weights were evaluated, or their average.
+    """
     try:
         lines = read_bytes(path, _LARGEST_LOG).decode(errors="replace").splitlines()
     except (OSError, ValueError):
@@ -105,7 +112,7 @@ def _find_record(path: Path, step: Any, kind: str) -> dict:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and (record.get("kind"), record.get("step")) == (kind, step):
+        if isinstance(record, dict) and (BEST_NAMES.get(record.get("kind")), record.get("step")) == (best, step):
             return record
     return {}
 

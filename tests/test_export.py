@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchvision
 
+from scripts import model_card
 from tests.exports import CLASSES, MODEL, plain_model, plain_probabilities, refused, run_tool, write_checkpoint
 from tests.images import write_images
 from tests.ranks import run_ranks
@@ -276,3 +277,13 @@ def test_int8_is_measured_on_val(exported, tmp_path):
     _, output = run_tool(tmp_path, "export", *argv)
     assert f"Acc@1 {100 * sum(hits) / len(hits):.3f} before and " in output, output
     assert Path(tmp_path / "out" / f"{MODEL}-int8.pt2").exists()
+
+
+@pytest.mark.parametrize(("kind", "is_average", "is_found"), [
+    ("minival", False, True), ("minival_ema", True, True), ("val", False, True), ("val_ema", False, False),
+])  # fmt: skip
+def test_card_knows_the_accuracy_of_these_weights_on_the_set_of_the_run(tmp_path, kind, is_average, is_found):
+    record = {"kind": kind, "step": 30, "acc1": 75.0, "acc5": 100.0, "n": 400}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    lines = model_card._accuracy(tmp_path / "best.pth", {"step": 30}, is_average=is_average, results=None)
+    assert any("Acc@1 75.000%" in line for line in lines) == is_found

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import sys
 import tomllib
@@ -24,25 +23,14 @@ from scripts import convert as convert_module
 from scripts import models, reestimate_bn, tune_resize
 from scripts.trained import open_trained
 from tests.images import write_images
-from tests.ranks import REPOSITORY, Outcome, run_ranks
+from tests.ranks import REPOSITORY, Outcome, run_ranks, tool_rank
 from tests.runs import state_at
 from tests.started import Hostile, refused, run_train
 
 
-def tool_process(name, argv, largest_file=None):
-    """Run a tool's command line in this process."""
-    import importlib
-
-    tool = importlib.import_module(f"scripts.{name}")
-    if largest_file:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    sys.argv = [name, *map(str, argv)]
-    tool.main()
-
-
 def run(tmp_path: Path, name: str, *argv, largest_file=None) -> Outcome:
     """Run a tool in a process of its own, and return what became of it."""
-    return run_ranks(tool_process, 1, name, argv, largest_file, log_folder=tmp_path, timeout_s=60)
+    return run_ranks(tool_rank, 1, name, argv, None, None, largest_file, log_folder=tmp_path, timeout_s=60)
 
 
 def error_line(outcome: Outcome, name: str) -> str:
@@ -164,8 +152,8 @@ def test_a_runs_last_checkpoints_are_averaged(started, tmp_path):
     refused(resumed, "it lacks", "pass it to --weights")
 
 
-@pytest.fixture
-def evaluated(tmp_path):
+@pytest.fixture(params=["val", "minival"])
+def evaluated(tmp_path, request):
     """A run's folder with checkpoints after steps 2, 4 ... 10, of which that after step 6 is only there as the best."""
     folder = tmp_path / "evaluated"
     folder.mkdir()
@@ -173,7 +161,8 @@ def evaluated(tmp_path):
     records = []
     for step, (acc1, loss) in values.items():
         record = {"step": step, "epoch": step // 2 - 1, "time": 1.0}
-        records += [{"kind": "val", "acc1": acc1, "loss": loss, **record}, {"kind": "val_ema", "acc1": 99.0, **record}]
+        records += [{"kind": request.param, "acc1": acc1, "loss": loss, **record}]
+        records += [{"kind": f"{request.param}_ema", "acc1": 99.0, **record}]
         if step <= 10:
             torch.save(state_at(step, float(step)), folder / f"checkpoint-{step:08d}.pth")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
