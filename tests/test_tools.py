@@ -515,3 +515,38 @@ def test_checkpoints_that_cannot_be_converted(started, tmp_path):
     full = run(tmp_path, "convert", run_of_ours, "--to", "timm", "--output", output, largest_file=100_000)
     assert "new.pth cannot be written: the ulimit" in error_line(full, "convert")
     assert not list(tmp_path.glob("new.pth*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "argv"),
+    [
+        ("average", "RUN --last 2 --output FILE"),
+        ("reestimate_bn", "CHECKPOINT --data-path IMAGES --batch-size 8 --workers 0 --device cpu --output FILE"),
+        ("tune_resize", "CHECKPOINT --data-path IMAGES --resize 32,40 --workers 0 --device cpu --json FILE"),
+        ("convert", "CHECKPOINT --to timm --output FILE"),
+    ],
+)
+def test_a_tool_that_was_killed_gives_the_same_file_when_it_is_started_again(
+    started, image_folder, tmp_path, name, argv
+):
+    places = {"RUN": started.out, "CHECKPOINT": started.out / "checkpoint.pth", "IMAGES": image_folder}
+
+    def command(file):
+        return [places.get(word, file if word == "FILE" else word) for word in argv.split()]
+
+    run(tmp_path, name, *command(tmp_path / "whole")).check()
+    for when in ("before", "after"):
+        file = tmp_path / when
+        fault = "os.replace", 1, when
+        assert run_ranks(tool_rank, 1, name, command(file), None, fault, log_folder=tmp_path).codes == [-9]
+        assert file.exists() == (when == "after")
+        run(tmp_path, name, *command(file)).check()
+        assert file.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_sweep_for_whose_picture_there_is_no_room(started, image_folder, tmp_path):
+    argv = [started.out / "checkpoint.pth", "--data-path", image_folder, "--resize", "32", "--workers", 0]
+    argv += ["--device", "cpu", "--picture", tmp_path / "sweep.png"]
+    line = error_line(run(tmp_path, "tune_resize", *argv, largest_file=5000), "tune_resize")  # its log fits
+    assert "sweep.png cannot be written: File too large; name another file" in line
+    assert not list(tmp_path.glob("sweep*"))
