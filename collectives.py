@@ -16,10 +16,10 @@ import torch.distributed as dist
 from errors import UserError, counted
 from launch import Launch, read_launch
 
-# Minutes that bookkeeping may wait, for rank 0 to save to a slow disk, say. The stall watchdog ends what hangs.
+# Minutes that bookkeeping may wait, as for rank 0 to save to a slow disk. The stall watchdog ends a run that hangs.
 PATIENCE_MIN = 24 * 60
 
-# Bytes that are broadcast at a time: what that takes beside the payload itself.
+# Bytes that are broadcast at a time, for which there is a buffer beside the payload itself.
 _MOST_AT_ONCE = 1 << 24
 
 _patient_group = None  # all ranks, over gloo, with that patience; set by `join_processes`
@@ -63,8 +63,24 @@ def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
     return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
 
 
+def begin_largest(values: list[int]) -> Callable[[], list[int]]:
+    """Begin to find the largest integers of all ranks, place by place. Collective: every rank must call it.
+
+    Returns:
+        Waits for them, and returns them.
+    """
+    on_host = torch.tensor(values)  # over gloo: no device is waited for
+    work = dist.all_reduce(on_host, op=dist.ReduceOp.MAX, async_op=True)
+
+    def wait() -> list[int]:
+        work.wait()
+        return on_host.tolist()
+
+    return wait
+
+
 def interleave(parts: list[torch.Tensor], size: int = 1) -> torch.Tensor:
-    """Put back in order what was dealt round-robin, `size` rows at a time; with 1, row j of part r is j * parts + r."""
+    """Undo a dealing of rows round-robin, `size` rows at a time; with 1, row j of part r is j * parts + r."""
     order = sorted((row // size, part, row) for part, rows in enumerate(parts) for row in range(len(rows)))
     return torch.stack([parts[part][row] for _, part, row in order]) if order else parts[0]
 
@@ -106,7 +122,7 @@ def gather_plain(value: Any) -> list:
 
 
 def call_on_master(function: Callable[..., bytes | None], *args: Any) -> bytes | None:
-    """Call a function on rank 0 alone and give what it returns to every rank. Collective: every rank must call it.
+    """Call a function on rank 0 alone and give its result to every rank. Collective: every rank must call it.
 
     For work on files, which ranks on other machines may not even see.
 

@@ -1,8 +1,9 @@
-"""Recipes, and the final record of options, resolved from command line, recipe, machine and checkpoint."""
+"""Resolve command line, recipe, machine and checkpoint into the final record of options; read and write recipes."""
 
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import tomllib
@@ -46,65 +47,124 @@ RECIPE_FACTS = {
     "reference-global-batch", "hardware", "hours", "reproduced", "notes",
 }  # fmt: skip
 
-# Options that may have no effect: their names, when they have one, and why they have none otherwise.
-EFFECTS: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] = [
-    (
-        ("use_v2",), lambda args: not args.use_v2,
-        "version 1 of torchvision's transforms is used, whose distributions are those of version 2",
-    ),
-    (
-        ("cache_dataset",), lambda args: not args.cache_dataset,
-        "which images there are is cached anyway, and checked at every start",
-    ),
-    (("prefetch_factor",), lambda args: args.workers != 0, "--workers 0 loads in the training process"),
-    (("ra_magnitude",), lambda args: args.auto_augment == "ra", "it is about --auto-augment ra"),
-    (("augmix_severity",), lambda args: args.auto_augment == "augmix", "it is about --auto-augment augmix"),
-    (
-        ("mixup_prob", "mixup_off_epoch"), lambda args: args.mixup_alpha or args.cutmix_alpha,
-        "neither --mixup-alpha nor --cutmix-alpha is above 0",
-    ),
-    (
-        ("mixup_switch_prob",), lambda args: args.mixup_alpha and args.cutmix_alpha,
-        "--mixup-alpha and --cutmix-alpha are not both above 0",
-    ),
-    (("random_erase_fill",), lambda args: args.random_erase, "--random-erase is 0"),
-    (("ra_reps",), lambda args: args.ra_sampler, "--ra-sampler is off"),
-    (("model_ema_steps", "model_ema_decay", "model_ema_adjust"), lambda args: args.model_ema, "--model-ema is off"),
-    (("momentum",), lambda args: args.opt != "adamw", "adamw has betas instead: --opt-betas"),
-    (
-        ("lr_warmup_method", "lr_warmup_decay", "lr_warmup_prefix"), lambda args: args.lr_warmup_epochs,
-        "there is no warm-up without --lr-warmup-epochs",
-    ),
-    (("lr_step_size",), lambda args: args.lr_scheduler == "steplr", "it is about --lr-scheduler steplr"),
-    (("lr_milestones",), lambda args: args.lr_scheduler == "multisteplr", "it is about --lr-scheduler multisteplr"),
-    (("lr_cooldown_epochs",), lambda args: args.lr_scheduler == "wsd", "it is about --lr-scheduler wsd"),
-    (
-        ("lr_gamma",), lambda args: args.lr_scheduler in ("steplr", "multisteplr", "exponentiallr"),
-        "it is about --lr-scheduler steplr, multisteplr and exponentiallr",
-    ),
-    (
-        ("lr_min",), lambda args: args.lr_scheduler in ("cosineannealinglr", "linearlr", "wsd"),
-        "it is about --lr-scheduler cosineannealinglr, linearlr and wsd",
-    ),
-    (
-        ("train_split", "val_split", "val_path", "minival", "limit_train_images", "limit_val_images"),
-        lambda args: args.synthetic is None, "--synthetic says how many images are made up",
-    ),
-    (("val_split", "val_path"), lambda args: not args.minival, "--minival evaluates on held-out training images"),
-    (("distillation", "distillation_alpha"), lambda args: args.teacher, "there is no --teacher"),
-    (
-        ("distillation_temperature",), lambda args: args.teacher and args.distillation == "soft",
-        "it is about --teacher and --distillation soft",
-    ),
-    (
-        ("early_stop",), lambda args: args.early_stop * args.eval_every < args.epochs,
-        "the run has no more evaluations than that",
-    ),
+# Options that may have no effect, beside those whose entry names the option they are about: a condition, and why.
+IDLE: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] = [
+    (("use_v2",), lambda args: args.use_v2,
+     "version 1 of torchvision's transforms is used, whose distributions are those of version 2"),
+    (("cache_dataset",), lambda args: args.cache_dataset,
+     "the list of images is always cached, and checked at every start"),
+    (("prefetch_factor",), lambda args: args.workers == 0, "--workers 0 loads in the training process"),
+    (("mixup_prob", "mixup_mode", "mixup_off_epoch"), lambda args: not (args.mixup_alpha or args.cutmix_alpha),
+     "neither --mixup-alpha nor --cutmix-alpha is above 0"),
+    (("mixup_off_epoch",), lambda args: (args.mixup_off_epoch or 0) >= args.epochs, "the run ends before it"),
+    (("mixup_switch_prob",), lambda args: not (args.mixup_alpha and args.cutmix_alpha),
+     "--mixup-alpha and --cutmix-alpha are not both above 0"),
+    (("momentum",), lambda args: args.opt == "adamw", "adamw has betas instead: --opt-betas"),
+    (("lr_warmup_prefix",), lambda args: args.lr_scheduler == "wsd", "wsd stays at --lr until its cool-down"),
+    (("lr_per_step",), lambda args: args.lr_scheduler in ("steplr", "multisteplr")
+     and not (args.lr_warmup_epochs and args.lr_warmup_method == "linear"), "the rate falls at whole epochs alone"),
+    (("auto_augment", "color_jitter", "crop_scale", "hflip_prob"), lambda args: args.synthetic is not None,
+     "--synthetic images are made up as they are"),
+    (("data_path", "train_split", "val_split", "val_path", "minival", "limit_train_images", "limit_val_images"),
+     lambda args: args.synthetic is not None, "--synthetic makes up the images, as many as it says"),
+    (("val_split", "val_path"), lambda args: args.minival, "--minival evaluates on held-out training images"),
+    (("early_stop",), lambda args: args.early_stop * args.eval_every >= args.epochs,
+     "the run has no more evaluations than that"),
+]  # fmt: skip
+
+# Contradictions between options, in the order of their checks: a condition, and a message that may quote any option's
+# value, and the condition's as `found`.
+CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
+    (lambda args: args.data_path is None and args.synthetic is None and not args.dry_run
+     and not (args.test_only and args.val_path is not None and not args.minival),
+     "--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data"),
+    (lambda args: args.global_batch_size is not None and args.global_batch_size % args.batch_size,
+     "--global-batch-size {global_batch_size} is not a multiple of --batch-size {batch_size}; make it {found} smaller"),
+    (lambda args: args.val_path is not None and args.val_split != BY_NAME["val_split"].default,
+     "--val-path {val_path} and --val-split {val_split} both say where; give one of them"),
+    (lambda args: args.val_path == "", "--val-path is empty; name a folder, or leave it out for val/ in --data-path"),
+    (lambda args: args.minival is not None and not 0 < args.minival <= 0.5,
+     "--minival {minival}: expected a fraction above 0 and up to 0.5, such as 0.02"),
+    (lambda args: args.early_stop is not None and args.eval_every == 0,
+     "--early-stop counts evaluations, and --eval-every 0 has one at the end; give one of them"),
+    (lambda args: (args.train_crop_size_min is None) != (args.crop_ramp_epochs is None),
+     "--train-crop-size-min and --crop-ramp-epochs go together: from which size, and when it grows"),
+    (lambda args: args.crop_ramp_epochs and not 0 <= args.crop_ramp_epochs[0] < args.crop_ramp_epochs[1],
+     "--crop-ramp-epochs {crop_ramp_epochs[0]} {crop_ramp_epochs[1]}: expected two epochs, the first before the last"),
+    (lambda args: args.crop_ramp_epochs and args.synthetic is not None,
+     "--train-crop-size-min has no effect on --synthetic images; leave it out"),
+    (lambda args: args.crop_ramp_epochs and args.train_crop_size_min > args.train_crop_size,
+     "--train-crop-size-min {train_crop_size_min} is above --train-crop-size {train_crop_size}"),
+    (lambda args: args.model.startswith("vit_") and not split_custom(args.model) and not args.test_only
+     and args.train_crop_size != args.val_crop_size,
+     "--model {model} takes images of one size; --train-crop-size {train_crop_size} and --val-crop-size "
+     "{val_crop_size} differ"),
+    (lambda args: args.lr_scaling != "none" and args.reference_global_batch is None,
+     "--lr-scaling {lr_scaling} needs a --recipe with a reference-global-batch, which --lr is for"),
+    (lambda args: args.opt == "sgd_nesterov" and args.momentum == 0,
+     "--opt sgd_nesterov needs a --momentum above 0"),
+    (lambda args: args.opt_betas and not all(0 <= beta < 1 for beta in args.opt_betas),
+     "--opt-betas {opt_betas[0]} {opt_betas[1]}: expected two numbers from 0 to below 1"),
+    (lambda args: args.opt_betas and args.opt in ("rmsprop", "sgd", "sgd_nesterov"),
+     "--opt-betas: --opt {opt} has none"),
+    (lambda args: args.opt_eps is not None and args.opt in ("sgd", "sgd_nesterov"), "--opt-eps: --opt {opt} has none"),
+    (lambda args: args.bce_target_thresh is not None and not args.bce_loss,
+     "--bce-target-thresh is about --bce-loss; give that too"),
+    (lambda args: not args.decay_1d
+     and {args.norm_weight_decay, args.bias_weight_decay, args.transformer_embedding_decay} != {None},
+     "--no-decay-1d is another rule for the parameters of --norm-weight-decay, --bias-weight-decay and "
+     "--transformer-embedding-decay; give one of them"),
+    (lambda args: args.clip_agc is not None and args.clip_grad_norm is not None,
+     "--clip-agc and --clip-grad-norm both limit the gradients; give one of them"),
+    (lambda args: _is_missing_file(args.teacher), "--teacher {teacher}: there is no such file"),
+    (lambda args: args.freeze and args.layer_decay is not None,
+     "--layer-decay is about the layers that --freeze leaves as they are; give one of them"),
+    (lambda args: args.amp_dtype is not None and not args.amp,
+     "--amp-dtype {amp_dtype} has an effect under --amp only; add --amp, or leave it out"),
+    (lambda args: args.use_deterministic_algorithms and args.compile in MEASURED_MODES,
+     "--compile {compile} chooses kernels by how fast they are on the day, which --use-deterministic-algorithms "
+     "excludes; use --compile default"),
+    (lambda args: args.use_deterministic_algorithms and args.grad_compression != "none",
+     "--grad-compression {grad_compression} is about DDP's all-reduce, which --use-deterministic-algorithms does "
+     "without; leave one of them out"),
+    (lambda args: args.lr_scheduler == "cosineannealinglr" and args.lr_warmup_epochs >= args.epochs,
+     "--lr-warmup-epochs {lr_warmup_epochs} leaves nothing of --epochs {epochs} for the cosine; give fewer, or more "
+     "--epochs"),
+    (lambda args: args.lr_scheduler == "multisteplr" and not args.lr_milestones,
+     "--lr-scheduler multisteplr needs --lr-milestones, the epochs at which the rate falls"),
+    (lambda args: args.lr_scheduler == "wsd" and args.lr_cooldown_epochs is None,
+     "--lr-scheduler wsd needs --lr-cooldown-epochs, in how many of the last epochs the rate falls"),
+    (lambda args: args.lr_scheduler == "wsd" and args.lr_cooldown_epochs > args.epochs - args.lr_warmup_epochs,
+     "--lr-cooldown-epochs {lr_cooldown_epochs} and --lr-warmup-epochs {lr_warmup_epochs} are more than --epochs "
+     "{epochs}; give fewer"),
+    (lambda args: args.output_dir == "", "--output-dir is empty; name a folder, or leave it out for runs/MODEL"),
+    (lambda args: args.start_epoch >= args.epochs,
+     "--start-epoch {start_epoch}: expected less than --epochs {epochs}; epochs count from 0"),
+    (lambda args: args.overwrite and args.resume == "auto",
+     "--overwrite starts over and --resume auto goes on; give one of them"),
+    (lambda args: args.test_only and not (args.weights or args.resume),
+     "--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH"),
+    (lambda args: args.ema
+     and not (args.weights and (args.weights.startswith("hf-hub:") or os.path.isfile(args.weights))),
+     "--ema is about --weights FILE, and there is no such file; give one, or leave it out"),
+    (lambda args: args.bad_images == "skip" and args.test_only,
+     "--bad-images skip is about training; in evaluation give --bad-images error, or leave it out"),
+    (lambda args: args.bad_images == "skip" and args.decode_device != "cpu" and not _needs_pixels(args),
+     "--bad-images skip: with --decode-device {decode_device} an image is found bad when it is too late to take "
+     "another one; give one of them"),
+    (lambda args: args.bad_images == "skip" and args.synthetic is not None,
+     "--bad-images skip has no effect on --synthetic images; leave it out"),
+    (lambda args: args.test_only and args.resume == "auto" and args.output_dir is None,
+     "--test-only --resume auto needs --output-dir, the folder to look in"),
+    (lambda args: args.keep_last < 2,
+     "--keep-last {keep_last}: expected 2 or more, so that one is left where the newest is damaged"),
+    (lambda args: args.allow_change is not None and not args.resume and not args.test_only,
+     "--allow-change is about what --resume may find changed; give that too, or neither"),
 ]  # fmt: skip
 
 
 class Record(argparse.Namespace):
-    """Options that cannot be written to; `replaced` returns a changed copy."""
+    """Options that nobody can change; `replaced` returns a changed copy."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
@@ -120,13 +180,9 @@ class Record(argparse.Namespace):
 
 
 def find_recipe(name: str) -> Path:
-    """Return the path of a recipe given by name or by path.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the path of a recipe given by name or by path; UserError if there is none."""
     path = Path(name) if name.endswith(".toml") else RECIPES_DIR / f"{name}.toml"
-    if not path.is_file():
+    if not os.path.isfile(path):  # which also takes a name that is too long
         known = sorted(recipe.stem for recipe in RECIPES_DIR.glob("*.toml"))
         raise UserError(f"--recipe {name}: no such recipe{did_you_mean(name, known)} (--list-recipes names all)")
     return path
@@ -144,15 +200,14 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of too many digits
         raise UserError(f"recipe {path} is not valid TOML: {error}") from error
-    groups = GROUPS
     for name, value in recipe.items():
-        if name in groups and not isinstance(value, dict):
+        if name in GROUPS and not isinstance(value, dict):
             raise UserError(f"recipe {path}: {name} must be a table, [{name}], with options in it")
-        if isinstance(value, dict) and name not in groups:
-            known = ", ".join(sorted(groups))
-            raise UserError(f"recipe {path}: unknown table [{name}]{did_you_mean(name, groups)} (known: {known})")
-        if name not in groups and name not in RECIPE_FACTS:
-            known = sorted(RECIPE_FACTS) + sorted(groups)
+        if isinstance(value, dict) and name not in GROUPS:
+            known = ", ".join(sorted(GROUPS))
+            raise UserError(f"recipe {path}: unknown table [{name}]{did_you_mean(name, GROUPS)} (known: {known})")
+        if name not in {*GROUPS, *RECIPE_FACTS}:
+            known = sorted(RECIPE_FACTS) + sorted(GROUPS)
             raise UserError(f"recipe {path}: unknown fact {name}{did_you_mean(name, known)}")
     batch = recipe.get("reference-global-batch")
     if batch is not None and (type(batch) is not int or not 1 <= batch < MOST_COUNT):
@@ -161,7 +216,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
-    """Return the command line that a recipe stands for: its tables are option groups, its keys long options.
+    """Return a recipe as a command line: its tables are option groups, its keys long options.
 
     Raises:
         UserError: a group has no such option, or the option takes values of another type.
@@ -179,7 +234,7 @@ def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
 
 
 def list_recipes(word: str = "") -> str:
-    """Return a recipe's whole text, or a table of all whose text holds the word, as wide as the terminal.
+    """Return the text of the recipe of this name, or a table of the recipes whose text holds the word.
 
     Raises:
         UserError: no recipe holds the word.
@@ -205,20 +260,20 @@ def list_recipes(word: str = "") -> str:
 
 
 def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str]:
-    """Write one key of a recipe as it would stand on a command line."""
+    """Return one key of a recipe as words of a command line."""
     if option.is_switch:
         expected, is_right = "true or false", isinstance(value, bool)
         argv = [f"--{key}" if value else f"--no-{key}"]
-    elif option.nargs == "+" or isinstance(option.nargs, int):
+    elif option.nargs == "*":
+        expected = "a list of strings, such as ['width=8']"
+        # The parser would take a string that begins with a dash for an option.
+        is_right = isinstance(value, list) and all(isinstance(item, str) and item[:1] != "-" for item in value)
+        argv = [f"--{key}", *value] if is_right else []
+    elif option.nargs in (2, 3, "+"):
         expected = {2: "two numbers", 3: "three numbers", "+": "a list of numbers"}[option.nargs]
         are_numbers = isinstance(value, list) and all(type(item) in (int, float) for item in value)
         is_right = are_numbers and (bool(value) if option.nargs == "+" else len(value) == option.nargs)
         argv = [f"--{key}", *map(str, value)] if is_right else []
-    elif option.nargs == "*":
-        expected = "a list of strings, such as ['width=8']"
-        # None of which may be taken for an option.
-        is_right = isinstance(value, list) and all(isinstance(item, str) and item[:1] != "-" for item in value)
-        argv = [f"--{key}", *value] if is_right else []
     else:
         kinds = {int: ("an integer", int), float: ("a number", int | float)}
         expected, kind = kinds.get(option.type, ("a string", str))
@@ -232,8 +287,8 @@ def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str
 def write_recipe(args: argparse.Namespace) -> str:
     """Return the TOML text of a recipe that repeats this run on any machine.
 
-    It holds defaults too, so that a later change of a default cannot change the run. It leaves out options that say
-    where and how this run was started, and those that were derived from this machine.
+    It holds defaults too, so that a later change of a default cannot change the run. It leaves out where and how this
+    run was started, and options derived from this machine.
     """
     lines = [f"title = {json.dumps(f'{args.model}, as resolved by train.py')}"]
     if args.reference_global_batch is not None:
@@ -251,18 +306,14 @@ def write_recipe(args: argparse.Namespace) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Write a plain value as TOML: JSON but for floats, characters beyond the first 65,536 and DEL."""
+    """Return a plain value as TOML, which differs from JSON in floats, characters beyond the first 65,536 and DEL."""
     if isinstance(value, float):
         return repr(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and validate a command line, with its recipe ahead of it.
-
-    Raises:
-        UserError: the command line or its recipe cannot be used; one line.
-    """
+    """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
     parser = build_parser(add_help=True, has_defaults=False)
     typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if "recipe" not in typed:
@@ -275,14 +326,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def read_command_line() -> argparse.Namespace:
-    """Parse the script's command line; for help, a list and a mistake answer at once and leave, without torch."""
+    """Parse the script's command line; answer help, a list or a mistake at once, and leave, without torch."""
     launch = read_launch()
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if launch.rank else sys.stdout):
             args = parse_args()
             if args.list_recipes is not None:
                 text = list_recipes(args.list_recipes)
-                with suppress(OSError):  # nobody reads to the end
+                with suppress(OSError):  # the reader has left
                     print(text)
                 end_process(0)
         if args.synthetic is None and not args.dry_run:
@@ -293,7 +344,7 @@ def read_command_line() -> argparse.Namespace:
 
 
 def split_dirs(args: argparse.Namespace) -> tuple[str, str]:
-    """Return where the training and the validation images are."""
+    """Return the folders of the training and of the validation images."""
     path = args.data_path or ""
     return os.path.join(path, args.train_split), args.val_path or os.path.join(path, args.val_split)
 
@@ -304,12 +355,12 @@ def default_folder(args: argparse.Namespace) -> str:
 
 
 def evaluated_set(args: argparse.Namespace) -> str:
-    """Return the name of the set that a run is evaluated on, in its log and records."""
+    """Return the name of the evaluation set in logs and records."""
     return "minival" if args.minival and args.synthetic is None else "val"
 
 
 def _check_data_paths(args: argparse.Namespace) -> None:
-    """Refuse folders that cannot hold the images; `loading.forms` looks closer when torch is there."""
+    """Refuse folders without images; `loading.forms` looks closer, with torch."""
     path = args.data_path
     if path is not None and not os.path.isdir(path):
         hint = f"; {sys.executable} -m scripts.make_digits {path} makes it" if path.endswith("data/digits") else ""
@@ -318,7 +369,7 @@ def _check_data_paths(args: argparse.Namespace) -> None:
     for root in [traindir] if args.minival else [valdir] if args.test_only else [traindir, valdir]:
         folder, split = os.path.split(os.path.abspath(root))
         names = [split] if os.path.isdir(folder) else []
-        with suppress(OSError):  # which is said when it is read
+        with suppress(OSError):  # the loader will say so
             names = os.listdir(folder)
         if not any(split in name for name in names):
             where = f"--val-path {root}: there is" if root == args.val_path else f"--data-path {path} has"
@@ -333,8 +384,8 @@ def complete(
 
     Args:
         given: the options that a parser found, with or without defaults.
-        reference_global_batch: global batch that the recipe's learning rate belongs to.
-        typed: those of the command line itself; by default all that are given.
+        reference_global_batch: global batch of the recipe's learning rate.
+        typed: the options of the command line itself; by default all given ones.
 
     Raises:
         UserError: the first option that cannot be used.
@@ -353,10 +404,10 @@ def complete(
         typed=sorted(names) if typed is None else typed,
         reference_global_batch=reference_global_batch,
     )
-    # timm's own are taken when timm is there: see `models.take_statistics`.
+    # For models of timm, `models.take_statistics` replaces these.
     args.mean, args.std = list(args.mean or IMAGENET_MEAN), list(args.std or IMAGENET_STD)
     args.model_kwargs = sorted(args.model_kwargs or ()) or None
-    # The one file of a model that is run: see `models.load_custom`.
+    # Code runs only from a file that the command line names: see `models.load_custom`.
     args.trusted_model = args.model if "model" in args.typed and split_custom(args.model) else None
     if args.list_recipes is None:
         validate(args)
@@ -364,7 +415,7 @@ def complete(
 
 
 def filled(args: argparse.Namespace, **others: Any) -> argparse.Namespace:
-    """Return the options of somebody's own script, which may lack some: those are `others`, or have their defaults."""
+    """Return the options of somebody's own script; `others` and the defaults fill in those that it lacks."""
     defaults = {name: option.default for name, option in BY_NAME.items()}
     return argparse.Namespace(**{**defaults, **others, **vars(args)})
 
@@ -375,7 +426,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     Raises:
         UserError: the device is not there, or the launcher's variables are incomplete.
     """
-    import torch  # not above: whoever only wants help need not wait for it
+    import torch  # not above: help need not wait for it
 
     import collectives
 
@@ -413,28 +464,35 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
         lines.append(f"--compile {args.compile}: compiling takes a minute or so, in the first step and evaluation")
     changes |= {"rank": launch.rank, "world_size": launch.world_size, "distributed": launch.is_launched}
     changes["gpu"] = collectives.choose_gpu(launch, device)
-    return Record(**{**vars(args), **changes}), lines + _without_effect(args)
+    return Record(**{**vars(args), **changes}), lines + idle_options(args, args.typed)
 
 
-def _without_effect(args: argparse.Namespace) -> list[str]:
-    """Return a line about each given option that has no effect in this run."""
-    lines = [
-        f"--{name.replace('_', '-')} has no effect: {reason}"
-        for names, has_effect, reason in EFFECTS
-        for name in names
-        if name in args.typed and not has_effect(args)
-    ]
+def idle_options(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return a line about each of the named options that has no effect in this run."""
+    reasons = {name: f"it is about {option.about}" for name, option in BY_NAME.items() if _is_idle(name, args)}
+    for others, is_idle, reason in IDLE:
+        reasons |= {name: reason for name in others if name in names and is_idle(args)}
+    idle = [option for option in BY_NAME.values() if option.dest in reasons and option.dest in names]
+    lines = [f"{option.flag} has no effect: {reasons[option.dest]}" for option in idle]
     if args.batch_size == 1 and (args.mixup_alpha or args.cutmix_alpha):
         lines.append(
             "--mixup-alpha and --cutmix-alpha have no effect: --batch-size 1 leaves no other image to mix with"
         )
-    if args.synthetic is not None and args.data_path is not None:
-        lines.append(f"--synthetic: --data-path {args.data_path} is not read")
     return lines
 
 
+def _is_idle(name: str, args: argparse.Namespace) -> bool:
+    """Tell whether an option is about another one that is off, has another value, or is idle itself."""
+    flag, _, values = BY_NAME[name].about.partition(" ")
+    if not flag:
+        return False
+    other = flag[2:].replace("-", "_")
+    value = getattr(args, other)
+    return (value not in values.split("|") if values else not value) or _is_idle(other, args)
+
+
 def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
-    """Take options of evaluation from the checkpoint's run, unless the command line gives them; and a line about each.
+    """Take evaluation options that were not given from the checkpoint's run; return all, and a line about each.
 
     Raises:
         UserError: the checkpoint holds an impossible value of an option.
@@ -457,7 +515,7 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
 
 
 def with_shards(args: Record, state: dict | None) -> Record:
-    """Settle the global batch and its shards: those of the resumed run, else from --batch-size and processes."""
+    """Settle the global batch and its shards: the resumed run's, else by --batch-size and number of processes."""
     if state is None:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         return args.replaced(global_batch_size=global_batch_size, num_shards=global_batch_size // args.batch_size)
@@ -484,212 +542,70 @@ def validate(args: argparse.Namespace) -> None:
     for name, option in BY_NAME.items():
         option.check(getattr(args, name))
     _validate_names(args)
-    has_data = args.data_path is not None or (args.test_only and args.val_path is not None and not args.minival)
-    if not has_data and args.synthetic is None and not args.dry_run:
-        raise UserError("--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data")
-    if args.global_batch_size is not None and args.global_batch_size % args.batch_size:
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of --batch-size {args.batch_size}; "
-            f"the nearest below is {args.global_batch_size // args.batch_size * args.batch_size}"
-        )
-    _validate_sets(args)
+    for condition, message in CONTRADICTIONS:
+        if found := condition(args):
+            raise UserError(message.format(**vars(args), found=found))
     _validate_interpolation(args)
-    _validate_resolution(args)
-    _validate_optimization(args)
-    _validate_precision(args)
-    _validate_schedule(args)
-    if args.output_dir == "":
-        raise UserError("--output-dir is empty; name a folder, or leave it out for runs/MODEL")
     out = os.path.realpath(args.output_dir or default_folder(args))
     for root in split_dirs(args) if args.data_path and not (args.test_only or args.dry_run) else ():
         if Path(out).is_relative_to(os.path.realpath(root)):
             raise UserError(
                 f"--output-dir {out} lies inside {Path(root).name}/ of the images, where it would count as a class"
             )
-    if args.start_epoch >= args.epochs:
-        raise UserError(
-            f"--start-epoch {args.start_epoch}: expected less than --epochs {args.epochs}; epochs count from 0"
-        )
-    _validate_checkpoint(args)
+    parse_allowed(args.allow_change)
 
 
 def _validate_texts(args: argparse.Namespace) -> None:
-    """Refuse names that are not one line of UTF-8, which no recipe and no message could repeat."""
+    """Refuse names that are not one line of UTF-8: no recipe and no message could repeat them."""
     for name, value in vars(args).items():
         texts = value if name == "model_kwargs" and value else [value]
         if not all(is_printable(text) for text in texts if isinstance(text, str)):
             raise UserError(
                 f"--{name.replace('_', '-')} {value!a}: expected one line of UTF-8; rename it, or give a link to it"
             )
-
-
-def _validate_sets(args: argparse.Namespace) -> None:
-    for flag, name in [("--train-split", args.train_split), ("--val-split", args.val_split)]:
-        if name in ("", ".", "..") or os.path.basename(name) != name:
-            raise UserError(f"{flag} {name!r}: expected the name of a folder in --data-path; --val-path takes a path")
-    if args.val_path is not None and args.val_split != BY_NAME["val_split"].default:
-        raise UserError(f"--val-path {args.val_path} and --val-split {args.val_split} both say where; give one of them")
-    if args.val_path == "":
-        raise UserError("--val-path is empty; name a folder, or leave it out for val/ in --data-path")
-    if args.minival is not None and not 0 < args.minival <= 0.5:
-        raise UserError(f"--minival {args.minival}: expected a fraction above 0 and up to 0.5, such as 0.02")
-    if args.early_stop is not None and args.eval_every == 0:
-        raise UserError("--early-stop counts evaluations, and --eval-every 0 has one at the end; give one of them")
-
-
-def _validate_checkpoint(args: argparse.Namespace) -> None:
-    if args.overwrite and args.resume == "auto":
-        raise UserError("--overwrite starts over and --resume auto goes on; give one of them")
-    if args.test_only and not (args.weights or args.resume):
-        raise UserError("--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH")
-    is_file = args.weights and (args.weights.startswith("hf-hub:") or Path(args.weights).is_file())
-    if args.ema and not is_file:
-        raise UserError("--ema is about --weights FILE, and there is no such file; give one, or leave it out")
-    _validate_bad_images(args)
-    if args.test_only and args.resume == "auto" and args.output_dir is None:
-        raise UserError("--test-only --resume auto needs --output-dir, the folder to look in")
-    if args.keep_last < 2:
-        raise UserError(
-            f"--keep-last {args.keep_last}: expected 2 or more, so that one is left where the newest is damaged"
-        )
-    parse_allowed(args.allow_change)
-    if args.allow_change is not None and not args.resume and not args.test_only:
-        raise UserError("--allow-change is about what --resume may find changed; give that too, or neither")
-
-
-def _validate_bad_images(args: argparse.Namespace) -> None:
-    if args.bad_images == "skip" and args.test_only:
-        raise UserError("--bad-images skip is about training; in evaluation give --bad-images error, or leave it out")
-    if args.bad_images == "skip" and args.decode_device != "cpu" and not _needs_pixels(args):
-        raise UserError(
-            f"--bad-images skip: with --decode-device {args.decode_device} an image is found bad when it is too late "
-            "to take another one; give one of them"
-        )
-    if args.bad_images == "skip" and args.synthetic is not None:
-        raise UserError("--bad-images skip has no effect on --synthetic images; leave it out")
+        if isinstance(value, str) and max(map(len, re.split("[/,]", value))) > 255:
+            raise UserError(f"--{name.replace('_', '-')} {value[:20]}...: a name in it has more than 255 characters")
 
 
 def _validate_names(args: argparse.Namespace) -> None:
-    """Check names of optimizers and policies; models and timm's names are looked up when they are built."""
+    """Check names of splits, optimizers and policies; those of models are looked up when they are built."""
     parse_kwargs(args.model_kwargs)
-    for option, given, known, what in [
+    for flag, name in [("--train-split", args.train_split), ("--val-split", args.val_split)]:
+        if name in ("", ".", "..") or os.path.basename(name) != name:
+            raise UserError(f"{flag} {name!r}: expected the name of a folder in --data-path; --val-path takes a path")
+    for option, given, known, kind in [
         ("--opt", args.opt, OPTIMIZERS, "optimizer"),
         ("--auto-augment", args.auto_augment, POLICIES, "augmentation policy"),
     ]:
         if given is not None and given not in known and not given.startswith("timm/"):
             hint = did_you_mean(given, known) or f" (there are {', '.join(known)})"
-            raise UserError(f"{option} {given} is no {what}{hint}; timm's are written timm/NAME")
-
-
-def _validate_resolution(args: argparse.Namespace) -> None:
-    if (args.train_crop_size_min is None) != (args.crop_ramp_epochs is None):
-        raise UserError("--train-crop-size-min and --crop-ramp-epochs go together: from which size, and when it grows")
-    if args.crop_ramp_epochs is not None:
-        first, last = args.crop_ramp_epochs
-        if not 0 <= first < last:
-            raise UserError(f"--crop-ramp-epochs {first} {last}: expected two epochs, the first before the last")
-        if args.synthetic is not None:
-            raise UserError("--train-crop-size-min has no effect on --synthetic images; leave it out")
-        if args.train_crop_size_min > args.train_crop_size:
-            raise UserError(
-                f"--train-crop-size-min {args.train_crop_size_min} is above --train-crop-size {args.train_crop_size}"
-            )
-    is_vit = args.model.startswith("vit_") and not split_custom(args.model)
-    if is_vit and not args.test_only and args.train_crop_size != args.val_crop_size:
-        raise UserError(
-            f"--model {args.model} takes images of one size; --train-crop-size {args.train_crop_size} and "
-            f"--val-crop-size {args.val_crop_size} differ"
-        )
-
-
-def _validate_precision(args: argparse.Namespace) -> None:
-    if args.amp_dtype is not None and not args.amp:
-        raise UserError(f"--amp-dtype {args.amp_dtype} has an effect under --amp only; add --amp, or leave it out")
-    if args.use_deterministic_algorithms and args.compile in MEASURED_MODES:
-        raise UserError(
-            f"--compile {args.compile} chooses kernels by how fast they are on the day, which "
-            "--use-deterministic-algorithms excludes; use --compile default"
-        )
-    if args.use_deterministic_algorithms and args.grad_compression != "none":
-        raise UserError(
-            f"--grad-compression {args.grad_compression} is about DDP's all-reduce, which "
-            "--use-deterministic-algorithms does without; leave one of them out"
-        )
-
-
-def _validate_schedule(args: argparse.Namespace) -> None:
-    if args.lr_warmup_epochs >= args.epochs and args.lr_scheduler == "cosineannealinglr":
-        raise UserError(
-            f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves nothing of --epochs {args.epochs} for the cosine; "
-            f"give fewer, such as --lr-warmup-epochs {args.epochs // 10}, or more --epochs"
-        )
-    if args.lr_scheduler == "multisteplr" and not args.lr_milestones:
-        raise UserError("--lr-scheduler multisteplr needs --lr-milestones, the epochs at which the rate falls")
-    if args.lr_scheduler == "wsd" and args.lr_cooldown_epochs is None:
-        raise UserError("--lr-scheduler wsd needs --lr-cooldown-epochs, in how many of the last epochs the rate falls")
-    if args.lr_scheduler == "wsd" and args.lr_cooldown_epochs > args.epochs - args.lr_warmup_epochs:
-        raise UserError(
-            f"--lr-cooldown-epochs {args.lr_cooldown_epochs}: --epochs {args.epochs} leaves "
-            f"{args.epochs - args.lr_warmup_epochs} after --lr-warmup-epochs {args.lr_warmup_epochs}; give fewer"
-        )
-
-
-def _validate_optimization(args: argparse.Namespace) -> None:
-    if args.lr_scaling != "none" and args.reference_global_batch is None:
-        raise UserError(
-            f"--lr-scaling {args.lr_scaling} needs a --recipe with a reference-global-batch, which --lr is for"
-        )
-    if args.opt == "sgd_nesterov" and args.momentum == 0:
-        raise UserError("--opt sgd_nesterov needs a --momentum above 0")
-    if args.opt_betas is not None and not all(0 <= beta < 1 for beta in args.opt_betas):
-        raise UserError(f"--opt-betas {args.opt_betas[0]} {args.opt_betas[1]}: expected two numbers from 0 to below 1")
-    if args.opt_betas is not None and args.opt in ("rmsprop", "sgd", "sgd_nesterov"):
-        raise UserError(f"--opt-betas: --opt {args.opt} has none")
-    if args.opt_eps is not None and args.opt in ("sgd", "sgd_nesterov"):
-        raise UserError(f"--opt-eps: --opt {args.opt} has none")
-    if args.bce_target_thresh is not None and not args.bce_loss:
-        raise UserError("--bce-target-thresh is about --bce-loss; give that too")
-    _validate_decay(args)
-    _validate_teacher(args)
-    if args.freeze and args.layer_decay is not None:
-        raise UserError("--layer-decay is about the layers that --freeze leaves as they are; give one of them")
-
-
-def _validate_decay(args: argparse.Namespace) -> None:
-    names = ("norm_weight_decay", "bias_weight_decay", "transformer_embedding_decay")
-    others = [BY_NAME[name].flag for name in names if getattr(args, name) is not None]
-    if others and not args.decay_1d:
-        raise UserError(f"--no-decay-1d and {others[0]} are two rules for the same parameters; give one of them")
-    if args.clip_agc is not None and args.clip_grad_norm is not None:
-        raise UserError("--clip-agc and --clip-grad-norm both limit the gradients; give one of them")
-
-
-def _validate_teacher(args: argparse.Namespace) -> None:
-    """Refuse a file that is not there before the images are looked for; names are looked up when it is built."""
-    if args.teacher is None or args.teacher.startswith("timm/"):
-        return
-    path = Path(args.teacher)
-    is_path = len(path.parts) != 1 or path.suffix in (".pth", ".pt", ".tar", ".safetensors")
-    if is_path and not path.is_file():
-        raise UserError(f"--teacher {args.teacher}: there is no such file")
+            raise UserError(f"{option} {given} is no {kind}{hint}; timm's are written timm/NAME")
 
 
 def _validate_interpolation(args: argparse.Namespace) -> None:
     """Refuse interpolations that torchvision's transforms would refuse at the first image that needs them."""
+    on_images, on_tensors = {"nearest", "nearest-exact", "bilinear", "bicubic"}, {"nearest", "bilinear"}
     known, needed_by = set(INTERPOLATIONS), ""
     if args.backend == "tensor":
-        known, needed_by = {"nearest", "nearest-exact", "bilinear", "bicubic"}, "--backend tensor"
+        known, needed_by = on_images, "--backend tensor"
     if args.auto_augment is not None and not args.auto_augment.startswith("timm/"):
-        # Of a policy's rotations and shears; AugMix works on tensors with either backend.
-        is_tensor = args.backend == "tensor" or args.auto_augment == "augmix"
-        known = {"nearest", "bilinear"} if is_tensor else {"nearest", "nearest-exact", "bilinear", "bicubic"}
+        # A policy rotates and shears; AugMix works on tensors with either backend.
+        known = on_tensors if args.backend == "tensor" or args.auto_augment == "augmix" else on_images
         needed_by = f"--auto-augment {args.auto_augment}"
     if args.interpolation not in known:
         raise UserError(f"--interpolation {args.interpolation}: {needed_by} takes {', '.join(sorted(known))}")
 
 
+def _is_missing_file(name: str | None) -> bool:
+    """Tell whether a name of weights can only be a file's, and there is none; others are looked up when built."""
+    if name is None or name.startswith("timm/"):
+        return False
+    path = Path(name)
+    return (len(path.parts) != 1 or path.suffix in (".pth", ".pt", ".tar", ".safetensors")) and not os.path.isfile(path)
+
+
 def _is_fast(args: argparse.Namespace) -> bool:
-    """Tell whether images are loaded the fast way: by --decoder, with addressed random draws."""
+    """Tell whether images are loaded the fast way, by --decoder and with addressed random draws."""
     return args.backend is None and args.interpolation in ("bilinear", "bicubic")
 
 

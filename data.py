@@ -21,6 +21,7 @@ import collectives
 import config
 import transforms
 from checkpointing.preemption import start_worker
+from checkpointing.published import options_of_weights, resolve_weights
 from checkpointing.startup import phases
 from checkpointing.weights import HUB
 from errors import BadImageError, ImageError, UserError, counted
@@ -33,7 +34,7 @@ from loading.loader import BatchLoader, check_workers, collate, largest_batch_by
 from loading.source import Source
 from loading.subset import Subset, first_of_each_class, minival_numbers, without
 from loading.synthetic import SyntheticSource
-from models import options_of_weights, resolve_weights, take_statistics
+from models import take_statistics
 from options import BY_NAME
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
@@ -358,7 +359,9 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
 
 
 def waits_for_checkpoint(args: Any) -> bool:
-    """Tell whether images are transformed by options that the checkpoint of `--resume` has yet to tell."""
+    """Tell whether images are decoded or transformed as only the device or the checkpoint of `--resume` can tell."""
+    if args.decode_device != "cpu":
+        return True
     is_filled = (args.auto_augment or "").startswith("timm/") and "mean" not in args.given  # by the mean
     return bool(args.resume) and (args.test_only or is_filled)
 
@@ -471,6 +474,7 @@ def build_batch_transforms(
         num_classes=num_classes,
         prob=args.mixup_prob,
         switch_prob=args.mixup_switch_prob,
+        mode=args.mixup_mode,
     )
     fill = {"is_noisy": args.random_erase_fill == "pixel"}
     erase = transforms.RandomErasing(args.random_erase, **fill) if args.random_erase > 0 else None
@@ -525,6 +529,7 @@ class DeviceLoader:
         self.seed = seed
         self.is_encoded = is_encoded
         self.replaced, self.refused = [], []
+        self._ahead = None, None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -540,9 +545,16 @@ class DeviceLoader:
         for keys in self.loader.batch_sampler:
             yield torch.tensor(keys)
 
+    def load_ahead(self, epoch: int, step: int) -> None:
+        """Have loader processes begin with an epoch from a step on; a pass over just that takes their batches."""
+        self.loader.sampler.set_epoch(epoch, step)
+        self._ahead = (epoch, step), iter(self.loader)
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        sampler, (place, ahead), self._ahead = self.loader.sampler, self._ahead, (None, None)
+        is_ahead = place is not None and place == (sampler.epoch, sampler.start_step)
         # Here and not in the thread that decodes: loader processes end with the thread that has started them.
-        batches = self._batches(iter(self.loader))
+        batches = self._batches(ahead if is_ahead else iter(self.loader))
         return batches if self.stream is None and not self.is_encoded else self._one_ahead(batches)
 
     def _batches(self, loaded: Iterator[tuple]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -630,6 +642,25 @@ def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: to
     loaders = [build_device_loader(args, images, sampler, device, num_classes, own) for images, sampler, own in each]
     phases.end("data")
     return loaders
+
+
+def load_ahead(data_loader: DeviceLoader | None, args: Any, state: dict | None) -> None:
+    """Have loader processes begin with the images that a run trains on first, while it gets its model ready.
+
+    Args:
+        data_loader: of the training images; None for no set.
+        args: the options.
+        state: the checkpoint that the run goes on from, or None.
+    """
+    if data_loader is None:
+        return
+    epoch, step = args.start_epoch, 0
+    if state is not None:
+        epoch, step = state["position"]["epoch"], state["position"]["steps"]
+    if step >= data_loader.loader.sampler.steps_per_epoch:
+        epoch, step = epoch + 1, 0
+    if epoch < args.epochs:
+        data_loader.load_ahead(epoch, step)
 
 
 def report_images(data_loader: DeviceLoader, epoch: int) -> None:

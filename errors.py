@@ -1,4 +1,4 @@
-"""Errors that a user can act on, how they end a process, and packages that are good to have and never needed."""
+"""Errors that a user can act on, how they end a process, and optional packages."""
 
 import errno
 import importlib
@@ -53,7 +53,7 @@ def one_line(text: str) -> str:
 
 
 def say(line: str) -> None:
-    """Write a line to standard error, over a live line that may be there; safe even in a signal handler."""
+    """Write a line to standard error, over a live line if there is one; safe even in a signal handler."""
     with suppress(OSError):  # the terminal may be gone
         clear = "\x1b[J" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
         os.write(2, f"{clear}{line}\n".encode(errors="backslashreplace"))
@@ -70,10 +70,7 @@ class UserError(Exception):
 
 @contextmanager
 def in_one_line(begin: str) -> Iterator[None]:
-    """Turn any error, as of a library about a user's content, into a `UserError` of one line.
-
-    The line is `begin` and the last line of the error's text.
-    """
+    """Turn any error into a `UserError` of one line: `begin` and the last line of the error's text."""
     try:
         yield
     except UserError as error:
@@ -153,7 +150,7 @@ class BadImageError(Exception):
 class ImageError(Exception):
     """An image of the data set cannot be used; the message names its path.
 
-    One string argument, so that it comes back from a loader process with its own type.
+    Its one string argument lets it come back from a loader process with its own type.
     """
 
     exit_code = 1
@@ -164,11 +161,8 @@ class ImageError(Exception):
 
 
 def require_timm(option: str, value: str) -> ModuleType:
-    """Return timm for an option that needs it; UserError if it is not installed."""
-    try:
-        return importlib.import_module("timm")
-    except ImportError as error:
-        raise UserError(f"{option} {value} comes from timm, which is not installed: pip install timm") from error
+    """Return timm for an option that needs it; UserError if it cannot be used."""
+    return require_package("timm", f"{option} {value}")
 
 
 def require_package(package: str, needed_by: str) -> ModuleType:
@@ -209,7 +203,7 @@ def require_torchcodec(option: str) -> ModuleType:
 
 
 def explain_limit(error: BaseException) -> LimitError | None:
-    """Return a line about an error that means that the machine gives this process no more of something, or None."""
+    """Return a line about an error by which the machine refuses more memory, files or the like; None for others."""
     if isinstance(error, MemoryError):
         return LimitError(f"out of memory ({error or 'no more is given'}); use fewer --workers, or raise `ulimit -v`")
     number = getattr(error, "errno", None)
@@ -219,7 +213,7 @@ def explain_limit(error: BaseException) -> LimitError | None:
         errno.EAGAIN: "no more processes: raise `ulimit -u`, or use fewer --workers",
         errno.ENOMEM: "use fewer --workers, or raise `ulimit -v`",
     }.items():
-        # Torch turns the system's errors into texts.
+        # Torch turns errors of the system into text.
         if limit == number or (isinstance(error, RuntimeError) and os.strerror(limit) in str(error)):
             return LimitError(f"{os.strerror(limit)}; {advice}")
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
@@ -240,7 +234,7 @@ def end_process(exit_code: int) -> None:
 
 
 def _report(reason: str, error_file: str | None) -> None:
-    """Tell torchrun the reason, with which its own report of some thirty lines then ends."""
+    """Tell torchrun the reason; its own report of some thirty lines then ends with it."""
     if error_file is None:
         return
     import json  # see above
@@ -253,14 +247,14 @@ def _report(reason: str, error_file: str | None) -> None:
 def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
     """End this process for an error: a user's mistake is one line with an exit code, ours a traceback.
 
-    A launcher ends the other processes as soon as one has left; so, where all ranks meet the same error, which is all
-    but those of loading, the others stay until rank 0 has printed it. Where some are still there after ten seconds,
-    rank 0 may not have met it, or nobody ends them: then the first of each node says it too.
+    A launcher ends the other processes as soon as one has left. All ranks meet the same error, except in loading; so
+    the others wait for rank 0 to print it. If they are still there after ten seconds, rank 0 may not have met it, or
+    nobody ends them: then the first rank of each node prints it too. (torchrun turns any exit code into 1.)
 
     Args:
-        error: why; torchrun turns any exit code into 1.
-        launch: this process among the others, a `Launch`.
-        prog: the command, which the line begins with.
+        error: the reason.
+        launch: a `Launch`.
+        prog: the command, with which the line begins.
     """
     if isinstance(error, SystemExit):  # of the parser
         end_process(error.code or 0)
@@ -276,13 +270,12 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
         with suppress(OSError):  # the terminal may be gone
             traceback.print_exception(error)
         end_process(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a launcher ends this process now
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that a launcher can end this process now
     is_silent = False
     if launch.rank != 0 and not isinstance(error, ImageError | LoaderKilledError):
         time.sleep(10)
-        is_silent = launch.local_rank != 0 and not isinstance(error, LimitError)  # which one rank may meet alone
+        is_silent = launch.local_rank != 0 and not isinstance(error, LimitError)  # one rank may meet that alone
     where = f" on rank {launch.rank}" if launch.rank != 0 else ""
-    # Not print, which is silent on this rank.
-    if not is_silent:
+    if not is_silent:  # by `say`, since print is silent on this rank
         say(f"{prog}: error{where}: {one_line(reason)}")
     end_process(exit_code)

@@ -1,4 +1,4 @@
-"""Files that cannot be torn, tries that are repeated, locks, and reasons why a file could not be read or written."""
+"""Atomic writes, repeated tries, locks, and reasons why a file could not be read or written."""
 
 import errno
 import fcntl
@@ -18,13 +18,13 @@ from errors import StorageError
 
 T = TypeVar("T")
 
-# Between two tries of a read, and of a lock.
+# Time between two tries of a read, and of a lock.
 RETRY_S, LOCK_POLL_S = 1.0, 0.2
 
 # Errors that another try would not change.
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
-# Answers of a file system that cannot sync a folder; its renames are as durable as it makes them.
+# Answers of a file system that cannot sync a folder.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 # A status or a description of a run is smaller.
@@ -32,12 +32,12 @@ _LARGEST_JSON = 1 << 24
 
 
 def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
-    """Return a descriptor of a regular file; a pipe or a device is refused, and never waited for.
+    """Return a descriptor of a regular file; refuse a pipe or a device, and never wait for one.
 
-    The last part of the path may be a link only to read: a write through it would leave the folder.
+    Only a reader may follow a link in the last part of the path: a write through it would leave the folder.
 
     Raises:
-        IsADirectoryError: it is there and no regular file.
+        IsADirectoryError: it is there, but is no regular file.
         OSError: it cannot be opened, or is a link.
     """
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
@@ -63,14 +63,14 @@ def open_to_read(path: str | Path, *, buffering: int = -1, follows_links: bool =
 def write_atomically(
     path: Path, write: Callable[[BinaryIO], None], verify: Callable[[Path], None] | None = None
 ) -> None:
-    """Write a file so that after a kill at any moment the old content or the new one is there, whole.
+    """Write a file so that a kill at any moment leaves the old content or the new one, whole.
 
-    A temporary file beside it is written first; `verify` gets its path, and raises if it is not good.
+    A temporary file beside it is written first; `verify` gets its path, and raises if the content is not good.
     """
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as file:  # made anew: one that is there could be a link
+        with open(temporary, "xb") as file:  # a new one, since an old one could be a link
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -78,7 +78,7 @@ def write_atomically(
             verify(temporary)
         os.replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # the first error is the one to tell
+        with suppress(OSError):  # which would hide the first error
             temporary.unlink(missing_ok=True)  # half a file keeps a full disk full
         raise
     sync_folder(path.parent)
@@ -98,7 +98,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, notice: str, wait_s: float = math.inf) -> Iterator[None]:
-    """Hold the lock of `lock_file`, whose file is removed with it; print the notice if it has to be waited for."""
+    """Hold the lock of `lock_file`, and remove its file afterwards; print the notice before waiting."""
     descriptor = lock_file(path, wait_s, lambda: print(notice, flush=True))
     try:
         yield
@@ -144,10 +144,9 @@ def lock_file(path: Path, wait_s: float, say_waiting: Callable[[], None]) -> int
 def retry(
     work: Callable[[], T], waits_s: Sequence[float] | None = None, not_again: tuple[type[OSError], ...] = ()
 ) -> T:
-    """Return the result of `work`; where the system fails it, wait and try again, since network disks have hiccups.
+    """Return the result of `work`; after an OSError or MemoryError wait and try again, as network disks have hiccups.
 
-    The waits are twice `RETRY_S` by default. The last try raises its OSError or MemoryError, and every try an error of
-    `not_again`, which another try would not change.
+    The waits are twice `RETRY_S` by default. The last try raises its error; every try raises those of `not_again`.
     """
     for wait_s in waits_s or [RETRY_S] * 2:
         try:
@@ -178,7 +177,7 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, if they are not there, and make that durable."""
+    """Make a folder and its parents if they are missing, and make that durable."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):
@@ -199,7 +198,7 @@ def read_bytes(path: Path, largest: int | None = None) -> bytes:
 
 
 def read_json(path: Path) -> dict:
-    """Return the JSON object in a small file; an empty one where there is none that can be read."""
+    """Return the JSON object in a small file, or an empty one if none can be read."""
     try:
         content = json.loads(read_bytes(path, _LARGEST_JSON))
     except (OSError, ValueError, RecursionError, StorageError):
@@ -229,21 +228,17 @@ def explain_failure(error: OSError, folder: Path, num_bytes: int) -> str:
         return f"no permission to write in {folder}"
     if error.errno == errno.EROFS:
         return f"{mount_point(folder)} can only be read"
-    if error.errno == errno.ENOENT and not folder.exists():
-        return f"{folder} is gone"
-    return f"{error.strerror or error} in {folder}"
+    return f"{folder} is gone" if not folder.exists() else f"{error.strerror or error} in {folder}"
 
 
 def mount_point(path: Path) -> Path:
     """Return where the file system of a path is mounted."""
     path = path.absolute()
-    while not os.path.ismount(path) and path != path.parent:
-        path = path.parent
-    return path
+    return next(each for each in (path, *path.parents) if os.path.ismount(each))
 
 
 def free_bytes(folder: Path) -> float:
-    """Return the space that is left for this user; NaN where it is unknown."""
+    """Return the space left for this user; NaN if unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

@@ -22,7 +22,7 @@ def wrap_model(model: nn.Module, args: Any) -> nn.Module:
         print(f"--grad-compression {args.grad_compression} has no effect: one process sends no gradients")
     if not args.distributed:
         return model
-    # Nothing reads a buffer in training but what shard 0 writes, so no step needs them broadcast; `evaluate`
+    # In training only buffers that shard 0 writes are read, so no step needs them broadcast; `evaluate`
     # does it. torch 2.13 renamed the switch.
     parameters = inspect.signature(DistributedDataParallel).parameters
     no_buffers = {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
@@ -177,7 +177,7 @@ class ShardedStep:
     """The infrastructure around the forward and backward passes of one optimizer step.
 
     Args:
-        model: what `wrap_model` returned.
+        model: as `wrap_model` returns it.
         shards: this process's part of the step.
         device: where the model is.
         seed: the run's.
@@ -198,8 +198,8 @@ class ShardedStep:
         self.seed = seed
         self.device = device
         self.gradient_sum = PairwiseGradientSum(model, shards) if is_deterministic else None
-        # What DDP (a mean over processes) and accumulation (a sum over local shards) make of the shards' mean losses is
-        # to be their mean; 1 in torchvision's case of one shard a process, and so nothing is rounded there.
+        # DDP takes a mean over processes, and accumulation a sum over local shards: this makes them the mean of the
+        # shards' losses. It is 1 in torchvision's case of one shard a process, and so nothing is rounded there.
         self.loss_scale = 1.0 if is_deterministic else 1.0 / shards.num_local
         self._buffers = list(model.buffers())
 

@@ -1,4 +1,4 @@
-"""This process as its launcher describes it: torchrun, srun, or RANK set by hand. No other module reads that."""
+"""This process as torchrun, srun or variables set by hand describe it. No other module reads these variables."""
 
 import os
 import re
@@ -7,37 +7,21 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """This process among the others that its launcher started.
+    """This process among the others that its launcher started."""
 
-    Attributes:
-        rank: this process's number, from 0.
-        world_size: processes in all.
-        local_rank: its number on its machine.
-        num_local: processes on its machine.
-        is_launched: a launcher started it; else it is alone.
-        is_torchrun: the launcher is torchrun.
-        agent: name of the torchrun that starts and restarts it; None without torchrun.
-        attempt: how often torchrun has started them again.
-        num_nodes: machines that torchrun uses.
-        is_restart: the launcher has restarted this run by itself.
-        job: Slurm's number of the job, or None.
-        error_file: where torchrun looks for the reason of a failure, or None.
-        address: MASTER_ADDR and MASTER_PORT, where the processes meet; empty if not set.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    num_local: int = 1
-    is_launched: bool = False
+    rank: int = 0  # this process's number, from 0
+    world_size: int = 1  # number of processes
+    local_rank: int = 0  # its number on its machine
+    num_local: int = 1  # processes on its machine
+    is_launched: bool = False  # else it is alone
     is_torchrun: bool = False
-    agent: str | None = None
-    attempt: int = 0
-    num_nodes: int = 1
-    is_restart: bool = False
-    job: str | None = None
-    error_file: str | None = None
-    address: Mapping[str, str] = {}
+    agent: str | None = None  # name of the torchrun that starts and restarts it
+    attempt: int = 0  # how often torchrun has restarted the processes
+    num_nodes: int = 1  # machines that torchrun uses
+    is_restart: bool = False  # the launcher has restarted this run by itself
+    job: str | None = None  # Slurm's number
+    error_file: str | None = None  # where torchrun looks for the reason of a failure
+    address: Mapping[str, str] = {}  # MASTER_ADDR and MASTER_PORT, where the processes meet, if set
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which torch finds the other processes."""
@@ -74,7 +58,7 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
         rank = int(environ["RANK"])
         size, local_rank = int(environ.get("WORLD_SIZE", world_size)), int(environ.get("LOCAL_RANK", rank))
         return Launch(rank, size, local_rank, is_launched=True, address=address, **common)
-    # SLURM_PROCID alone is also set in a batch script, where nobody started the other tasks: only srun sets the step's.
+    # A batch script has SLURM_PROCID too, though nobody started its other tasks; only srun sets the step's variables.
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         rank, size, local_rank = (int(environ[f"SLURM_{name}"]) for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
         if not address.get("MASTER_ADDR"):
@@ -84,7 +68,7 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
 
 
 def _slurm_address(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the address at which the tasks of a Slurm step meet, with a port for each step."""
+    """Return the address at which the tasks of a Slurm step meet; each step has a port of its own."""
     import hashlib  # see above
 
     step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
@@ -95,5 +79,5 @@ def _slurm_address(environ: Mapping[str, str]) -> dict[str, str]:
 
 def first_slurm_host(nodelist: str) -> str:
     """Return the first host of a Slurm node list such as `gpu[007-010,12],login1`."""
-    # Each bracket stands for its first number; what follows a comma outside brackets is another host.
+    # Each bracket stands for its first number; a comma outside brackets begins another host.
     return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", nodelist).split(",")[0]

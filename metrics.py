@@ -1,17 +1,26 @@
-"""Losses, and the metrics that training lines and evaluations show."""
+"""Losses, that of a teacher too, and the metrics that training lines and evaluations show."""
 
 import copy
 import itertools
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
+import config
+import models
+from checkpointing.guard import compare_classes
+from checkpointing.published import fetch_by_name
+from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from collectives import all_gather, interleave
-from models import AUXILIARY_WEIGHTS
+from errors import UserError, in_one_line
+from options import BY_NAME, WHY_TYPED, is_same_model, split_custom
 from transforms import one_hot
 
 
@@ -25,8 +34,7 @@ class BinaryCrossEntropy(nn.Module):
 
     def __init__(self, label_smoothing: float = 0.0, target_threshold: float | None = None) -> None:
         super().__init__()
-        self.label_smoothing = label_smoothing
-        self.target_threshold = target_threshold
+        self.label_smoothing, self.target_threshold = label_smoothing, target_threshold
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean over images and classes.
@@ -56,8 +64,7 @@ class AuxiliaryLoss(nn.Module):
 
     def __init__(self, criterion: nn.Module, weight: float) -> None:
         super().__init__()
-        self.criterion = criterion
-        self.weight = weight
+        self.criterion, self.weight = criterion, weight
 
     def forward(self, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
         """Return the loss of an output, or of a tuple that begins with the main one."""
@@ -146,8 +153,118 @@ def build_criterion(args: Any) -> nn.Module:
         criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh)
     else:
         criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    weight = AUXILIARY_WEIGHTS.get(args.model)
+    weight = models.AUXILIARY_WEIGHTS.get(args.model)
     return criterion if weight is None else AuxiliaryLoss(criterion, weight)
+
+
+def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: Dataset) -> nn.Module:
+    """Return the criterion, which in training learns from `--teacher` too if there is one.
+
+    Args:
+        criterion: of the targets.
+        args: the options.
+        student: the bare model on its device.
+        val: the validation set, which has the classes' names.
+
+    Raises:
+        UserError: the teacher cannot be used for these classes or sizes of images.
+    """
+    if args.teacher is None or args.test_only:
+        return criterion
+    device = next(student.parameters()).device
+    teacher = build_teacher(args, list(val.classes)).to(device)
+    if args.channels_last:
+        teacher = teacher.to(memory_format=torch.channels_last)
+    return Distillation(
+        criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha,
+        temperature=args.distillation_temperature,
+    )  # fmt: skip
+
+
+def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
+    """Return the model of `--teacher` on the CPU, which scores images that are normalised for the student.
+
+    Args:
+        args: the options.
+        classes: the names of the data's classes.
+
+    Raises:
+        UserError: there is none, or it is of other classes or sizes of images.
+    """
+    source, size = f"--teacher {args.teacher}", args.train_crop_size
+    name, weights, is_typed = _find_teacher(args, source)
+    with in_one_line(source):
+        model, own = build_evaluated(args.teacher, name, weights, size=size, is_typed=is_typed)
+    num_classes = model(torch.zeros(2, 3, size, size)).shape[1]
+    if num_classes != len(classes):
+        raise UserError(
+            f"{source} scores {num_classes} classes and the images are of {len(classes)}; give a teacher of these"
+        )
+    # Published weights call the same classes by other names.
+    is_file = Path(args.teacher).is_file() and weights.classes is not None
+    if is_file and (differences := compare_classes(weights.classes, classes)):
+        raise UserError(f"{source} is of other classes: {differences[0]}; give a teacher of these")
+    smallest = args.train_crop_size_min or size
+    if obstacle := models.find_obstacle(model, (2, 3, smallest, smallest)):
+        raise UserError(f"{source} cannot take --train-crop-size-min {smallest}: {obstacle}; leave that out")
+    print(f"{source}: {weights.kind}")
+    if (own.mean, own.std) != (args.mean, args.std):
+        print(f"{source}: its images are normalised by its own mean {own.mean} and std {own.std}")
+        model = nn.Sequential(Renormalize((args.mean, args.std), (own.mean, own.std)), model)
+    return model.eval().requires_grad_(False)
+
+
+def _find_teacher(args: config.Record, source: str) -> tuple[str, Weights, bool]:
+    """Return a teacher's model, its weights, and whether the command line names the file of its model."""
+    if args.teacher.startswith("timm/"):
+        found = models.find_timm_config(args.teacher)
+        if found is None or not found.hf_hub_id:
+            raise UserError(f"{source}: timm knows no weights of that name; give timm/NAME.TAG, or a checkpoint")
+        path = fetch_from_hub(f"{HUB}{found.hf_hub_id}", source)
+        return args.teacher, load_weights(path, name=source), False
+    if not Path(args.teacher).is_file():
+        with in_one_line("--teacher"):
+            return *fetch_by_name(args.teacher), False
+    weights = load_weights(Path(args.teacher), name=source)
+    name = weights.options.get("model")
+    if name is None:
+        raise UserError(f"{source} does not say of which model it is; scripts.convert writes a checkpoint that does")
+    if split_custom(name) and not is_same_model(name, args.trusted_model or ""):
+        raise UserError(f"{source} is of {name}, {WHY_TYPED}")
+    return (args.trusted_model, weights, True) if split_custom(name) else (name, weights, False)
+
+
+def build_evaluated(
+    source: str, name: str, weights: Weights, *, size: int | None = None, is_typed: bool = False
+) -> tuple[nn.Module, config.Record]:
+    """Return a trained model in evaluation mode on the CPU, and the options that it is evaluated with.
+
+    Args:
+        source: what to call the weights in a message.
+        name: of the model.
+        weights: its weights, with the options that they were trained or published with.
+        size: of the images, in pixels; by default that of these options.
+        is_typed: whether the command line names the model, so that its own file may be run.
+    """
+    given = Namespace(model=name, test_only=True, resume=source, synthetic=1)
+    if weights.script == "timm" and name.startswith("timm/"):
+        weights.options |= models.options_of_timm(name, weights.options)
+    options = {key: value for key, value in weights.options.items() if _is_value(key, value)}
+    if size is not None:
+        given.val_crop_size = size
+    typed = ["model"] if is_typed else []
+    args, _ = models.take_statistics(config.Record(**vars(config.complete(given, typed=typed))))
+    args, _ = config.as_trained(args, options)
+    if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
+        args = args.replaced(weights=options["weights"])
+    args = args.replaced(distributed=False)
+    num_classes = len(weights.classes or ()) or models.count_classes(models.build_model(args, 1000), weights, 1000)
+    return models.build_model(args, num_classes, weights, source).eval().requires_grad_(False), args
+
+
+def _is_value(name: str, value: Any) -> bool:
+    """Tell whether an option of a checkpoint, perhaps of another script's, is one of ours."""
+    return name in BY_NAME and name != "decode_device" and (value is None or BY_NAME[name].is_value(value))
 
 
 def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tuple[int, ...] = (1,)) -> list[Tensor]:
@@ -172,12 +289,12 @@ def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tup
 
 
 def rank_classes(output: Tensor | tuple[Tensor, ...], target: Tensor, k: int) -> Tensor:
-    """Return for each image all that a report of an evaluation needs, in float64; nothing is read of a GPU.
+    """Return for each image the float64 numbers that a report of an evaluation needs; nothing is read of a GPU.
 
     Args:
         output: as the model returns it.
         target: (B,) class indices on the same device.
-        k: how many of the best classes.
+        k: number of best classes.
 
     Returns:
         (B, 2 + 2k): the target's place among the classes, from 0; the negative logarithm of its probability; the k best
@@ -212,37 +329,30 @@ def calibration_error(confidence: numpy.ndarray, is_hit: numpy.ndarray, num_bins
 def bootstrap_interval(num_hits: int, num_images: int, num_resamples: int = 10_000) -> list[float]:
     """Return the 95% interval of the share of hits, by percentiles of a bootstrap over the images with a fixed seed.
 
-    The hits of a resample are binomial, so that their number is drawn at once.
+    The number of hits in a resample is binomial, and drawn at once.
     """
     draws = numpy.random.default_rng(0).binomial(num_images, num_hits / num_images, num_resamples)
     return (numpy.percentile(draws, [2.5, 97.5]) / num_images).tolist()
 
 
 class Metric:
-    """A measure that is made of sums over images; each is a class of its own with `update` and `compute`.
+    """A measure made of `num_sums` sums over images; each is a class of its own with `update` and `compute`."""
 
-    Args:
-        num_sums: how many numbers `update` adds to.
-
-    Attributes:
-        sums: the sums over all images that `compute` is to look at, as floats.
-        count: the number of these images, or 1 where there are none.
-    """
-
-    is_mean = False  # whether `update` adds means over a batch, which are to be multiplied by its number of images
+    is_mean = False  # `update` adds means over a batch, which its number of images must multiply
 
     def __init__(self, num_sums: int) -> None:
         self.num_sums = num_sums
-        self.sums, self.count = [0.0] * num_sums, 0
+        self.sums = [0.0] * num_sums  # for `compute`, over all images
+        self.count = 0  # of these images, or 1 if there are none
         self.unread = []
 
     def update(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
-        """Call `add` with the sums over a batch; reads nothing of the device.
+        """Call `add` with the sums over a batch; read nothing of the device.
 
         Args:
             output: as the model returns it.
             target: (B,) class indices or (B, num_classes) soft targets.
-            index: (B,) the images' numbers in the set, on the CPU; None where a plain loader does not tell.
+            index: (B,) the images' numbers in the set, on the CPU; None if a plain loader does not tell.
         """
         raise NotImplementedError
 
@@ -251,12 +361,12 @@ class Metric:
         self.unread.append(sums)
 
     def compute(self) -> dict[str, float | list[float]]:
-        """Return values by their names, made of `sums` and `count`. A name is all that a log needs to know."""
+        """Return values by their names, made of `sums` and `count`. Logs take any name."""
         raise NotImplementedError
 
 
 class Loss(Metric):
-    """The mean loss of an image: `loss`. The loop has computed it, and `Tally.update` says it."""
+    """The mean loss of an image: `loss`. The loop computes it, and `Tally.update` passes it on."""
 
     is_mean = True
     batch_mean: Tensor  # of the batch at hand
@@ -274,11 +384,7 @@ class Loss(Metric):
 
 
 class Accuracy(Metric):
-    """The percentage of images whose target is among the k highest scores: `acc1`, `acc5`.
-
-    Args:
-        topk: each k.
-    """
+    """The percentage of images whose target is among the k highest scores, for each k: `acc1`, `acc5`."""
 
     def __init__(self, topk: tuple[int, ...] = (1, 5)) -> None:
         super().__init__(len(topk))
@@ -294,10 +400,9 @@ class Accuracy(Metric):
 
 
 def build_metrics(num_classes: int) -> list[Metric]:
-    """Return the metrics beside the loss, for training lines and evaluations: a new metric is added here.
+    """Return the metrics beside the loss, for training lines and evaluations; add a new metric here.
 
-    Args:
-        num_classes: of the model, for metrics that keep a sum for each class.
+    A metric may need `num_classes`, the model's, for a sum for each class.
     """
     return [Accuracy()]
 
@@ -306,12 +411,12 @@ class Tally:
     """Sums of a loss and of metrics, exact, and in one order however many processes there are.
 
     Each batch's numbers stay on the device until somebody asks. They are then gathered and added in float64 in the
-    order of (step, shard), or in an evaluation in that of the batches. So the values are the same in every bit at any
-    world size and, since the sums are part of a checkpoint, after any restart.
+    order of (step, shard), or of the batches in an evaluation. So the values are the same in every bit at any world
+    size and, since a checkpoint holds the sums, after any restart.
 
     Args:
-        metrics: the metrics to add up; they are copied.
-        num_local_shards: batches that this process adds a step; one in an evaluation.
+        metrics: are copied.
+        num_local_shards: batches that this process adds in a step; one in an evaluation.
     """
 
     def __init__(self, metrics: Iterable[Metric], num_local_shards: int = 1) -> None:
@@ -327,7 +432,7 @@ class Tally:
         self._sums = torch.zeros(self._width, dtype=torch.float64)
 
     def update(self, loss: Tensor, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
-        """Take a batch, on the device and unread: its mean loss, and what `Metric.update` takes."""
+        """Take a batch, on the device and unread: its mean loss, and the arguments of `Metric.update`."""
         self.loss.batch_mean = loss.detach()
         self._counts.append(len(target))
         with torch.inference_mode():
@@ -335,7 +440,7 @@ class Tally:
                 metric.update(output, target, index)
 
     def _read(self) -> Tensor:
-        """Return (batches, width) float64: the sums of each batch since the last call; waits for the device."""
+        """Return (batches, width) float64: the sums of each batch since the last call; wait for the device."""
         if not self._counts:
             return torch.zeros(0, self._width, dtype=torch.float64)
         counts = torch.tensor(self._counts, dtype=torch.float64)[:, None]
@@ -366,7 +471,7 @@ class Tally:
         """Add up the batches since the last call. Collective: every rank must call it.
 
         Returns:
-            (batches, width): the sums of each batch of all processes in their order, that of losses first.
+            (batches, width): the sums of each batch of all processes in order, the loss first.
         """
         rows = torch.cat([*self._local, self._read()])
         self._local = []
@@ -375,8 +480,8 @@ class Tally:
         return rows
 
     def add(self, rows: Tensor) -> None:
-        """Add batches that were gathered here or by another tally of the same metrics."""
-        for row in rows:  # one after the other: torch's own sums are formed in another order
+        """Add batches that this tally or another one of the same metrics has gathered."""
+        for row in rows:  # one after the other: torch would sum in another order
             self._sums += row
 
     def read(self) -> tuple[dict[str, Any], int]:
@@ -390,7 +495,7 @@ class Tally:
         return {"sums": self._sums.tolist()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore the sums, or begin anew where other metrics were measured."""
+        """Restore the sums, or begin anew if the checkpoint's are of other metrics."""
         if len(state["sums"]) == self._width:
             self._sums = torch.tensor(state["sums"], dtype=torch.float64)
         else:
@@ -406,6 +511,6 @@ def result_lines(values: dict[str, Any], n: int) -> list[str]:
 
 
 def numbers_of(data_loader: Any) -> Iterator[Tensor | None]:
-    """Return an iterator over the images' numbers of each batch; over None if the loader does not know them."""
+    """Return an iterator over the image numbers of each batch, or over None if the loader has none."""
     numbers = getattr(data_loader, "numbers", None)
     return itertools.repeat(None) if numbers is None else numbers()

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -21,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError, counted, did_you_mean, in_one_line, require_timm
-from options import WHY_TYPED, parse_kwargs, split_custom
+from options import BY_NAME, WHY_TYPED, parse_kwargs, split_custom
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -55,7 +56,7 @@ def check_name(name: str) -> None:
 def take_statistics(args: Any) -> tuple[Any, list[str]]:
     """Return the options with the mean and standard deviation of timm's config of the model, and a line about them.
 
-    Those that were given stay, and of torchvision's models all do.
+    Nothing changes where they were given, or for a model of torchvision's.
     """
     if not args.model.startswith("timm/"):
         return args, []
@@ -74,9 +75,9 @@ def find_timm_config(model: str) -> Any:
 
 
 def check_model(args: Any) -> None:
-    """Build the model without memory, to learn of its mistakes before images are looked for.
+    """Build the model without memory, so that its mistakes are said before the run looks for images.
 
-    Not that of a checkpoint to evaluate, which has yet to say its options.
+    A checkpoint to evaluate has yet to say its options: its model is not built here.
 
     Raises:
         UserError: as of `build_model`.
@@ -93,6 +94,15 @@ def check_model(args: Any) -> None:
         return
 
 
+# Options that decide whether a model takes its images, and the values that were found to fit: a start builds its model
+# twice, first without memory, and needs to find out once.
+_FITTING = (
+    "model", "model_kwargs", "dropout", "stochastic_depth", "freeze", "train_crop_size", "train_crop_size_min",
+    "val_crop_size", "test_only",
+)  # fmt: skip
+_found_to_fit = set()
+
+
 def build_model(
     args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None, source: str | None = None
 ) -> nn.Module:
@@ -102,7 +112,7 @@ def build_model(
         args: the options.
         num_classes: outputs of the classifier.
         weights: a state dict to start from; a classifier of another size in it is left out, which is said.
-        source: what to call the weights in a message; by default as an argument of `--weights`.
+        source: the name of the weights in a message; by default that of the argument of `--weights`.
 
     Raises:
         UserError: the weights belong to another model, an option is about layers that this one does not have, or its
@@ -111,27 +121,24 @@ def build_model(
     # The same first weights on every rank and at every start, whatever was drawn before.
     torch.manual_seed(args.seed)
     check_name(args.model)
-    build = partial(_find_builder(args.model), args)
+    kind = _build_timm if args.model.startswith("timm/") else _build_torchvision
+    build = partial(_build_custom if split_custom(args.model) else kind, args)
     model = build(num_classes)
     if weights is not None:
         source = source or f"--weights {args.weights}"
         load_matching(model, weights, source, build, num_classes, needs_classifier=args.test_only)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
-    check_sizes(model, args)
+    values = (*(str(getattr(args, name)) for name in _FITTING), args.batch_size == 1)
+    if values not in _found_to_fit:
+        check_sizes(model, args)
+        _found_to_fit.add(values)
     if args.grad_checkpointing:
         recompute_blocks(model, args.model, is_compiled=args.compile is not None)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
 
 
-def _find_builder(name: str) -> Callable[[Any, int], nn.Module]:
-    """Return who builds a model, from the options and a number of classes."""
-    if split_custom(name) is not None:
-        return _build_custom
-    return _build_timm if name.startswith("timm/") else _build_torchvision
-
-
-# Keyword arguments that say which weights are loaded, or what another option says.
+# Keyword arguments that choose the weights, or that another option sets.
 _NOT_FOR_KWARGS = {
     "weights": "--weights", "weights_backbone": "--weights", "pretrained": "--weights", "pretrained_cfg": "--weights",
     "pretrained_cfg_overlay": "--weights", "checkpoint_path": "--weights", "cache_dir": "--weights",
@@ -237,25 +244,20 @@ def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
 
 
 def _set_rates(model: nn.Module, args: Any) -> None:
-    """Set `--stochastic-depth` and `--dropout` in torchvision's and torch's layers."""
+    """Set `--dropout` in torch's layers, and scale torchvision's so that `--stochastic-depth` is the deepest one's."""
     if args.stochastic_depth is not None:
-        _set_stochastic_depth(model, args)
+        layers = [module for module in model.modules() if isinstance(module, torchvision.ops.StochasticDepth)]
+        deepest = max((layer.p for layer in layers), default=0.0)
+        if not deepest:
+            raise UserError(f"--stochastic-depth {args.stochastic_depth}: {args.model} has none")
+        for layer in layers:
+            layer.p *= args.stochastic_depth / deepest
     if args.dropout is not None:
         layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
         if not layers:
             raise UserError(f"--dropout {args.dropout}: {args.model} has no dropout layer")
         for layer in layers:
             layer.p = args.dropout
-
-
-def _set_stochastic_depth(model: nn.Module, args: Any) -> None:
-    """Scale the odds of every layer so that the deepest one's are `--stochastic-depth`."""
-    layers = [module for module in model.modules() if isinstance(module, torchvision.ops.StochasticDepth)]
-    deepest = max((layer.p for layer in layers), default=0.0)
-    if not deepest:
-        raise UserError(f"--stochastic-depth {args.stochastic_depth}: {args.model} has none")
-    for layer in layers:
-        layer.p *= args.stochastic_depth / deepest
 
 
 def _build_timm(args: Any, num_classes: int) -> nn.Module:
@@ -388,7 +390,7 @@ def freeze_all_but_classifier(model: nn.Module, num_classes: int) -> None:
     """Keep every parameter but the classifier's from being trained."""
     ends = classifier_layers(model, num_classes)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.rsplit(".", 1)[0] in ends)
+        parameter.requires_grad_(name.rpartition(".")[0] in ends)
 
 
 def set_training_mode(model: nn.Module) -> None:
@@ -414,15 +416,14 @@ def load_matching(
 ) -> None:
     """Load a state dict that fits the model, apart perhaps from a classifier for another number of classes.
 
-    It is loaded into a model of its own number of classes first, so that modules can translate what older versions of
-    them saved.
+    A model of its own number of classes loads it first, so that modules can translate a file of an older version.
 
     Args:
-        model: what to load into.
+        model: takes the weights.
         weights: the state dict.
-        source: what to call it in a message.
+        source: its name in a message.
         build: makes a model of a number of classes.
-        num_classes: that of `model`.
+        num_classes: of `model`.
         needs_classifier: whether it must have one for that number of classes, since nothing is going to train one.
 
     Raises:
@@ -440,8 +441,7 @@ def load_matching(
         misfit += f"; it {verb} {', '.join(names[:3])} ({len(names)} in all)" if names else ""
     if missing or unexpected:
         raise UserError(misfit)
-    if resized:
-        print(f"{source}: made for images of another size; resized {'; '.join(resized)}")
+    _say_resized(source, resized)
     if reader is model:
         return
     if needs_classifier:
@@ -449,7 +449,7 @@ def load_matching(
             f"{source} holds a classifier of {theirs} classes and the images are of {num_classes}; --test-only needs "
             "images of the classes that it was trained on"
         )
-    body = {name: tensor for name, tensor in reader.state_dict().items() if name.rsplit(".", 1)[0] not in ends}
+    body = {name: tensor for name, tensor in reader.state_dict().items() if name.rpartition(".")[0] not in ends}
     model.load_state_dict(body, strict=False)
     print(
         f"{source}: classifier of {counted(theirs, 'class')} left out, starting a new one of {num_classes} "
@@ -470,36 +470,31 @@ def resize_positions(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[M
         The state dict, the given one where nothing is to be resized, and words about each tensor that was resized.
     """
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    positions = ("pos_embed", "relative_position", "rel_pos")
-    others = [
-        name
-        for name, tensor in weights.items()
-        if any(word in name for word in positions) and tensor.shape != shapes.get(name, tensor.shape)
-    ]
+    words = ("pos_embed", "relative_position", "rel_pos")
+    positions = [name for name in weights if any(word in name for word in words)]
+    others = [name for name in positions if weights[name].shape != shapes.get(name, weights[name].shape)]
     home = importlib.import_module(type(model).__module__)
-    is_vit = isinstance(model, torchvision.models.VisionTransformer)
-    if not others or not (is_vit or _has_filter(home)):
-        return weights, []
-    if _has_filter(home):
-        found = home.checkpoint_filter_fn(dict(weights), model)
-    else:
+    if others and home.__name__.startswith("timm.") and hasattr(home, "checkpoint_filter_fn"):
+        found = OrderedDict(home.checkpoint_filter_fn(dict(weights), model))
+    elif others and isinstance(model, torchvision.models.VisionTransformer):
         resize = torchvision.models.vision_transformer.interpolate_embeddings
         found = resize(model.image_size, model.patch_size, OrderedDict(weights))
-    found = OrderedDict(found)
+    else:
+        return weights, []
     found._metadata = getattr(weights, "_metadata", {})
-    sizes = {name: [tuple(each[name].shape) for each in (weights, found)] for name in others if name in found}
     groups = {}
-    for name, (before, after) in sizes.items():
-        groups.setdefault((before, after), []).append(name)
+    for name in others:
+        if name in found and found[name].shape != weights[name].shape:
+            groups.setdefault((tuple(weights[name].shape), tuple(found[name].shape)), []).append(name)
     return found, [
         f"{names[0]}{f' and {len(names) - 1} like it' if names[1:] else ''} from {before} to {after}"
         for (before, after), names in groups.items()
-        if before != after
     ]
 
 
-def _has_filter(home: Any) -> bool:
-    return home.__name__.startswith("timm.") and hasattr(home, "checkpoint_filter_fn")
+def _say_resized(source: str, resized: list[str]) -> None:
+    if resized:
+        print(f"{source}: made for images of another size; resized {'; '.join(resized)}")
 
 
 def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) -> None:
@@ -508,13 +503,8 @@ def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) 
     A block is a module with a forward pass of its own whose class occurs at least twice: a residual block, a
     transformer's encoder layer, an inception. Of nested ones the outermost counts.
 
-    Args:
-        model: whose blocks.
-        name: what to call it in a message.
-        is_compiled: whether the model is going to be compiled.
-
     Raises:
-        UserError: it has none, or some that cannot be compiled this way.
+        UserError: the model has none, or some that cannot be compiled this way.
     """
     blocks = list(_blocks(model, Counter(map(type, model.modules()))))
     if not blocks:
@@ -527,7 +517,8 @@ def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) 
             )
         # torch restores the generators for the second pass; running statistics are ours to keep from moving twice.
         has_buffers = any(True for _ in block.buffers())
-        keep = {"context_fn": partial(_recompute_contexts, block)} if has_buffers and not is_compiled else {}
+        contexts = lambda block=block: (nullcontext(), _unmoved(block))  # noqa: E731
+        keep = {"context_fn": contexts} if has_buffers and not is_compiled else {}
         again = partial(checkpoint, block.forward, use_reentrant=False, **keep)
         block.forward = partial(_recomputed, block.forward, again)
 
@@ -545,10 +536,6 @@ def _blocks(module: nn.Module, counts: Mapping[type, int]) -> Iterator[nn.Module
 
 def _recomputed(forward: Callable[..., Any], again: Callable[..., Any], *args: Any) -> Any:
     return (again if torch.is_grad_enabled() else forward)(*args)
-
-
-def _recompute_contexts(block: nn.Module) -> tuple[Any, Any]:
-    return nullcontext(), _unmoved(block)
 
 
 @contextmanager
@@ -649,7 +636,7 @@ class ExponentialMovingAverage(AveragedModel):
     the CPU, where reading it makes nobody wait, and integer buffers are copied: an average of counts means nothing.
 
     Args:
-        model: what to average; copied.
+        model: its copy is the first average.
         decay: the weight of the average at each update.
         device: where to keep the average; None: where the model is.
     """
@@ -679,7 +666,7 @@ class ExponentialMovingAverage(AveragedModel):
     def reset(self) -> None:
         """Forget: the next update starts the average anew. torchvision does so throughout the warm-up."""
         self.n_averaged.zero_()
-        # What `n_averaged == 0` says, without a tensor to read, and the changes of the tensor that it takes account of.
+        # Whether `n_averaged` is 0, for which no tensor is read, as of this version of the tensor.
         self._is_empty, self._version = True, self.n_averaged._version
 
     def restart(self, model: nn.Module) -> None:
@@ -710,62 +697,52 @@ def build_ema(args: Any, model: nn.Module) -> ExponentialMovingAverage | None:
 
 
 def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> ExponentialMovingAverage | None:
-    """Load the weights of a checkpoint to evaluate, if there is one, and return the average that it holds, if any."""
+    """Load the weights of a checkpoint to evaluate, if there is one, and return the average that it holds, if any.
+
+    Position embeddings and windows are resized to the images, as those of `--weights`.
+    """
     if state is None:
         return None
     with in_one_line(f"the checkpoint of --resume {args.resume} does not fit --model {args.model}"):
-        model.load_state_dict(state["model"])
+        weights, resized = resize_positions(model, state["model"])
+        model.load_state_dict(weights)
+    _say_resized(f"--resume {args.resume}", resized)
     if "model_ema" not in state:
         return None
     model_ema = ExponentialMovingAverage(model, decay=0.0, device=None)
+    averaged = {name.removeprefix("module."): each for name, each in state["model_ema"].items() if name != "n_averaged"}
     with in_one_line(f"the average in the checkpoint of --resume {args.resume} does not fit --model {args.model}"):
-        model_ema.load_state_dict(state["model_ema"])
+        model_ema.module.load_state_dict(resize_positions(model, averaged)[0])
     compile_model(model_ema.module, args)
     return model_ema
 
 
-def find_published(source: str) -> tuple[str, Any] | None:
-    """Return the model and the weights that a name means: a model's default ones without `.WEIGHTS`; None if none."""
-    owner, _, member = source.rpartition(".")
-    names = torchvision.models.list_models(module=torchvision.models)
-    if source in names:
-        return source, torchvision.models.get_model_weights(source).DEFAULT
-    for name in names:
-        known = torchvision.models.get_model_weights(name)
-        if owner in (name, known.__name__) and member in known.__members__:
-            return name, known[member]
-    return None
+def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how timm's script builds and evaluates a model, by the names of our options.
 
-
-def options_of_weights(weights: Any) -> dict[str, Any]:
-    """Return what published weights are evaluated with, by the names of our options."""
-    preset = weights.transforms()
-    return {
-        "mean": list(preset.mean),
-        "std": list(preset.std),
-        "val_resize_size": preset.resize_size[0],
-        "val_crop_size": preset.crop_size[0],
-        "interpolation": preset.interpolation.value,
-    }
-
-
-def resolve_weights(args: Any) -> Any:
-    """Return the member of torchvision's weights enumeration that `args.weights` names.
+    Args:
+        name: of the model, with timm/.
+        trained: the script's own options.
 
     Raises:
-        UserError: there is none of that name for the model.
+        UserError: the sizes of its images cannot be used.
     """
-    if args.model.startswith("timm/") or split_custom(args.model) is not None:
-        raise UserError(f"--weights {args.weights} is not a file; for {args.model}, give a file with a state dict")
-    enum = torchvision.models.get_model_weights(args.model)
-    owner, _, name = args.weights.rpartition(".")
-    if owner not in ("", enum.__name__) or name not in enum.__members__:
-        known = ", ".join(enum.__members__)
-        hint = did_you_mean(name, enum.__members__)
-        raise UserError(
-            f"--weights {args.weights}: neither a file nor weights of {args.model}{hint} (there are {known})"
-        )
-    return enum[name]
+    known = find_timm_config(name)
+    names = ("img_size", "input_size", "crop_pct", "interpolation", "mean", "std")
+    with in_one_line(f"{name}: the sizes of its images cannot be used"):
+        resolve = importlib.import_module("timm.data").resolve_data_config
+        found = resolve({each: trained.get(each) for each in names}, known.to_dict() if known else {})
+        crop = int(found["input_size"][-1])
+        options = {"val_crop_size": crop, "val_resize_size": math.floor(crop / float(found["crop_pct"]))}
+        options |= {each: [float(value) for value in found[each]] for each in ("mean", "std")}
+    if BY_NAME["interpolation"].is_value(found["interpolation"]):
+        options["interpolation"] = found["interpolation"]
+    kwargs = trained.get("model_kwargs")
+    if not isinstance(kwargs, list):  # else they are ours
+        flags = {"global_pool": trained.get("gp"), **{each: trained.get(each) for each in ("bn_eps", "bn_momentum")}}
+        kwargs = (kwargs or {}) | {key: value for key, value in flags.items() if value is not None}
+        options["model_kwargs"] = sorted(f"{key}={value!r}" for key, value in kwargs.items()) or None
+    return options
 
 
 def set_up_threads(args: Any) -> None:
@@ -773,7 +750,7 @@ def set_up_threads(args: Any) -> None:
     if args.use_deterministic_algorithms:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if "OMP_NUM_THREADS" not in os.environ:
-            # What torchrun sets for several processes; another number of threads sums in another order.
+            # As torchrun has it for several processes; another number of threads sums in another order.
             torch.set_num_threads(1)
 
 

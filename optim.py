@@ -56,11 +56,11 @@ def set_weight_decay(
     return [{"params": groups[name], "weight_decay": decays[name]} for name in groups if groups[name]]
 
 
-# Parameters that torchvision's models hold in more dimensions than their sources, or that those exempt by name: what
-# `no_weight_decay()` says of timm's models.
+# Parameters of torchvision's models that their sources hold in one dimension, or exempt by name as `no_weight_decay()`
+# of timm's models does.
 _UNDECAYED = ("class_token", "layer_scale", "pos_embedding", "relative_position_bias_table")
 
-# What `--transformer-embedding-decay` is about: the names in torchvision's script.
+# The parameters of `--transformer-embedding-decay`: the names in torchvision's script.
 _EMBEDDINGS = ("class_token", "position_embedding", "relative_position_bias_table")
 
 
@@ -73,11 +73,8 @@ def build_parameter_groups(args: Any, model: nn.Module, say: Callable[[str], Non
         say: is called with a line about each option that matches nothing in the model.
     """
     if args.decay_1d:
-        keys = [] if args.bias_weight_decay is None else ["bias"]
-        decays = dict.fromkeys(keys, args.bias_weight_decay)
-        if args.transformer_embedding_decay is not None:
-            decays |= dict.fromkeys(_EMBEDDINGS, args.transformer_embedding_decay)
-        keys = list(decays.items()) or None
+        decays = {"bias": args.bias_weight_decay, **dict.fromkeys(_EMBEDDINGS, args.transformer_embedding_decay)}
+        keys = [(name, decay) for name, decay in decays.items() if decay is not None]
         groups = set_weight_decay(model, args.weight_decay, args.norm_weight_decay, custom_keys_weight_decay=keys)
     else:
         groups = exempt_from_decay(model, args.weight_decay)
@@ -98,8 +95,7 @@ def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
         is_named = any(fnmatch(name, pattern) for pattern in named) or name.rpartition(".")[2] in _UNDECAYED
         if parameter.requires_grad:
             groups[parameter.ndim <= 1 or name.endswith("bias") or is_named].append(parameter)
-    decays = {False: weight_decay, True: 0.0}
-    return [{"params": groups[key], "weight_decay": decays[key]} for key in groups if groups[key]]
+    return [{"params": groups[key], "weight_decay": 0.0 if key else weight_decay} for key in groups if groups[key]]
 
 
 def unmatched(args: Any, model: nn.Module) -> list[str]:
@@ -117,14 +113,22 @@ def unmatched(args: Any, model: nn.Module) -> list[str]:
         "sync_bn": ([norm for norm in norms if isinstance(norm, nn.modules.batchnorm._BatchNorm)], "BatchNorm"),
     }
     lines = [
-        f"{BY_NAME[option].flag} has no effect: {args.model} has none to train of: {what}"
-        for option, (matches, what) in found.items()
+        f"{BY_NAME[option].flag} has no effect: {args.model} has none to train of: {parts}"
+        for option, (matches, parts) in found.items()
         if not matches and getattr(args, option) is not None and getattr(args, option) is not False  # 0.0 is a decay
     ]
     if not args.decay_1d and len(exempt_from_decay(model, args.weight_decay)) == 1:
         lines.append(f"--no-decay-1d has no effect: all parameters of {args.model} that train are of one kind")
     if args.layer_decay is not None and len(set(layers_of(model).values())) == 1:
         lines.append(f"--layer-decay has no effect: {args.model} has one layer")
+    parameters = list(model.parameters())
+    if args.freeze and len(names) == len(parameters):
+        lines.append(f"--freeze has no effect: {args.model} is a classifier alone")
+    if args.clip_agc is not None and not any(parameter.requires_grad for parameter in parameters[:-2]):
+        lines.append(f"--clip-agc has no effect: the last layer of {args.model}, which alone trains, is not clipped")
+    is_timms = args.opt.startswith("timm/")
+    if is_timms and "momentum" in args.given and not find_timm_optimizer(args)[1].has_momentum:
+        lines.append(f"--momentum has no effect: --opt {args.opt} has none of that name")
     return lines
 
 
@@ -224,14 +228,28 @@ def _build_torch_optimizer(args: Any, parameters: list[dict], options: dict) -> 
     return torch.optim.SGD(parameters, momentum=args.momentum, nesterov=nesterov, **options, **kernels)
 
 
-def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> torch.optim.Optimizer:
+def find_timm_optimizer(args: Any) -> tuple[Any, Any]:
+    """Return timm's module of optimizers, and its facts on the one that `--opt` names.
+
+    Raises:
+        UserError: there is no such optimizer.
+    """
     optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
     name = args.opt.removeprefix("timm/")
     if name not in optimizers.list_optimizers():
         hint = did_you_mean(name, optimizers.list_optimizers(), prefix="timm/")
         raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
+    return optimizers, optimizers.get_optimizer_info(name)
+
+
+def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> torch.optim.Optimizer:
+    optimizers, facts = find_timm_optimizer(args)
+    # timm would leave them out without a word.
+    for name, is_taken in (("betas", facts.has_betas), ("eps", facts.has_eps)):
+        if name in options and not is_taken:
+            raise UserError(f"--opt-{name}: --opt {args.opt} does not take that; leave it out")
     try:
-        optimizer = optimizers.create_optimizer_v2(parameters, opt=name, momentum=args.momentum, **options)
+        optimizer = optimizers.create_optimizer_v2(parameters, opt=facts.name, momentum=args.momentum, **options)
     except Exception as error:  # bad options, a missing package or a missing GPU
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"--opt {args.opt} cannot be had with these options on this machine: {reason}") from error
@@ -256,9 +274,9 @@ _MOMENTS = {
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Check what torch's optimizers are to restore for each parameter: a misfit would show in the middle of a step.
+    """Check the state of each parameter for torch's optimizers: a misfit would show in the middle of a step.
 
-    timm's keep more, such as means of a matrix's rows; of those nothing is known here.
+    timm's keep more, such as means of a matrix's rows, of which nothing is known here.
 
     Raises:
         UserError: a name, a shape or a type is not this optimizer's.
@@ -297,11 +315,10 @@ def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 class OptimizerState:
-    """An optimizer whose restored state does not bring back old hyper-parameters: those are the command line's.
+    """An optimizer that restores its state without old hyper-parameters: those are the command line's.
 
-    Optimizers keep state for each parameter, and some also in their groups (timm's LAMB
-    counts its steps there) and beside both (timm's Kron has a generator). Of a group's entries it is those that the
-    optimizer has added or changed since it was built.
+    Optimizers keep state for each parameter; some also in their groups (timm's LAMB counts its steps there) and beside
+    both (timm's Kron has a generator). The state in a group is all that the optimizer has added or changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -318,7 +335,7 @@ class OptimizerState:
         kept = [{name: value for name, value in group.items() if self._is_state(name, value)} for group in groups]
         return {
             **to_plain(state),
-            # An option of the optimizer that is no plain value, such as a dtype, is that of the one which goes on.
+            # An option that is no plain value, such as a dtype, is left out: the next optimizer has its own.
             "param_groups": [
                 {name: to_plain(group[name]) for name in group if is_plain(group[name])} for group in groups
             ],
@@ -390,7 +407,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _as_saved(loaded: Any, saved: Any) -> Any:
-    """Return a loaded value in the dtype that it was saved in; torch gives it that of its parameter."""
+    """Return a loaded value in the dtype that it was saved in; torch gives it its parameter's."""
     if isinstance(saved, list | tuple):
         return type(saved)(map(_as_saved, loaded, saved))
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:

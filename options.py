@@ -1,6 +1,6 @@
-"""Every option, declared once: parser, recipes, checks and the rules of resuming are made of this table.
+"""Every option, declared once: parser, recipes, checks and the rules of resuming are made from this table.
 
-Nothing here imports torch, since help and errors come before that.
+Nothing here imports torch, so that help and errors need not wait for it.
 """
 
 import argparse
@@ -14,15 +14,15 @@ from typing import Any
 from errors import UserError, did_you_mean
 
 # How a resumed run treats an option that differs from the checkpoint's: FREE options change no result, and the change
-# is printed; SILENT ones differ at every restart; ON_REQUEST ones must be named by --allow-change. Any other text is
-# the reason why the option cannot be changed.
+# is printed; SILENT ones differ at every restart; --allow-change must name ON_REQUEST ones. Any other text says why
+# the option cannot be changed.
 FREE, SILENT, ON_REQUEST = "free", "silent", "on request"
 
-# Whether the recipe that a run writes holds an option: NEVER for where the run is and how it was started, IF_GIVEN for
-# options that are otherwise derived from the machine.
+# Whether the recipe that a run writes holds an option: NEVER if it says where the run is or how it was started,
+# IF_GIVEN if it is otherwise derived from the machine.
 ALWAYS, NEVER, IF_GIVEN = "always", "never", "if given"
 
-# Largest number of steps, epochs and the like: beyond it a float no longer counts in ones.
+# Largest number of steps, epochs and the like: a float counts no further in ones.
 MOST_COUNT = 1 << 53
 
 # Names that torchvision and torch know, listed so that neither has to be imported.
@@ -35,38 +35,23 @@ MEASURED_MODES = {"max-autotune", "max-autotune-no-cudagraphs"}  # choose kernel
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its flags, bounds, default and help, and how resumed runs, recipes and evaluations treat it.
+    """One option, and how resumed runs, recipes and evaluations treat it; `--help` shows its default."""
 
-    Args:
-        flag: its long name.
-        aliases: other spellings of it.
-        help: meaning and unit; --help adds the default.
-        default: its value if it is not given. A bool makes the option a switch with a --no-NAME.
-        is_switch: it is a switch; needed only if its default is no bool.
-        is_action: it prints something and exits, without a --no-NAME.
-        type: of its value, or of each of `nargs` values.
-        at_least: smallest value.
-        at_most: largest value.
-        resume: FREE, SILENT, ON_REQUEST, or the reason why a resumed run cannot change it.
-        recipe: ALWAYS, NEVER or IF_GIVEN.
-        is_of_checkpoint: an evaluation of a checkpoint uses the value of the training run unless it is given.
-        metavar: as of argparse; as are choices, nargs and const.
-    """
-
-    flag: str
+    flag: str  # its long name
     _: KW_ONLY
-    help: str
+    help: str  # meaning and unit
     aliases: Sequence[str] = ()
-    default: Any = None
-    is_switch: bool = False
-    is_action: bool = False
-    type: Callable[[str], Any] = str
+    default: Any = None  # a bool makes the option a switch with a --no-NAME
+    is_switch: bool = False  # needed only if the default is no bool
+    is_action: bool = False  # a switch without a --no-NAME
+    type: Callable[[str], Any] | None = None  # of each value; by default that of the default, else str
     at_least: float | None = None
     at_most: float | None = None
-    resume: str = ON_REQUEST
-    recipe: str = ALWAYS
-    is_of_checkpoint: bool = False
-    metavar: str | tuple[str, ...] | None = None
+    resume: str = ON_REQUEST  # FREE, SILENT, ON_REQUEST, or the reason why a resumed run cannot change it
+    recipe: str = ALWAYS  # or NEVER, or IF_GIVEN
+    is_of_checkpoint: bool = False  # an evaluation takes it from the checkpoint's run unless it is given
+    about: str = ""  # the option without which it has no effect, and the values that needs: `--opt adamw|sgd`
+    metavar: str | tuple[str, ...] | None = None  # this and the rest as of argparse; by default N for an integer
     choices: Sequence[str] | None = None
     nargs: int | str | None = None
     const: Any = None
@@ -74,8 +59,10 @@ class Option:
     def __post_init__(self) -> None:
         if isinstance(self.default, bool):
             object.__setattr__(self, "is_switch", True)
-        if self.is_action:
-            object.__setattr__(self, "default", False)
+        if self.type is None:
+            object.__setattr__(self, "type", str if self.default is None else type(self.default))
+        if self.metavar is None and self.type is int:
+            object.__setattr__(self, "metavar", "N")
 
     @property
     def name(self) -> str:
@@ -98,19 +85,11 @@ class Option:
         return None if self.resume in (FREE, SILENT, ON_REQUEST) else self.resume
 
     def add_to(self, group: Any, *, has_default: bool) -> None:
-        """Add it to a group of a parser.
-
-        Args:
-            group: of `argparse`.
-            has_default: fill in the default if the option is not given; else leave it out of the result.
-        """
+        """Add it to a group of a parser, which then fills in the default or leaves out an option that is not given."""
         settings = {"default": self.default if has_default else argparse.SUPPRESS, "help": self.help}
-        if self.is_action:
-            settings["default"] = False if has_default else argparse.SUPPRESS
-            group.add_argument(self.flag, action="store_true", **settings)
-            return
         if self.is_switch:
-            group.add_argument(self.flag, action=argparse.BooleanOptionalAction, **settings)
+            action = "store_true" if self.is_action else argparse.BooleanOptionalAction
+            group.add_argument(self.flag, action=action, **settings)
             return
         given = {"choices": self.choices, "nargs": self.nargs, "const": self.const, "metavar": self.metavar}
         given = {name: value for name, value in given.items() if value is not None}
@@ -120,7 +99,7 @@ class Option:
         """Check a value against its bounds.
 
         Raises:
-            UserError: it lies beyond them, or is no finite number.
+            UserError: it lies outside, or is not finite.
         """
         for number in value if isinstance(value, list | tuple) else [value]:
             if type(number) in (int, float):
@@ -151,7 +130,7 @@ class Option:
         return type(value) is kind and (self.choices is None or value in self.choices)
 
 
-# By group, in the order of --help; a recipe's tables bear the groups' names.
+# By group, in the order of --help; a recipe's tables have the groups' names.
 OPTIONS = {
     "options": [
         Option(
@@ -163,7 +142,7 @@ OPTIONS = {
             help="print the recipes, or those whose text holds this word, or one whole recipe by its name, and exit",
         ),
         Option(
-            "--dry-run", is_action=True, resume=FREE,
+            "--dry-run", default=False, is_action=True, resume=FREE,
             help="print the data, model, batches, steps and learning rates of the run, the memory, time and disk that "
             "it needs, and its whole recipe, and exit",
         ),
@@ -193,12 +172,12 @@ OPTIONS = {
             "them in place of val/, which is not looked at and need not be there; from 0 to 0.5",
         ),
         Option(
-            "--limit-train-images", metavar="N", type=int, at_least=1,
+            "--limit-train-images", type=int, at_least=1,
             resume="a position is counted in steps of its images",
             help="for a trial: train on N images only, the first of each class in turn",
         ),
         Option(
-            "--limit-val-images", metavar="N", type=int, at_least=1,
+            "--limit-val-images", type=int, at_least=1,
             help="for a trial: evaluate on N images only, the first of each class in turn",
         ),
         Option(
@@ -212,11 +191,11 @@ OPTIONS = {
             help="train on this many made-up images (12800 if no number is given) of 1000 classes; needs no data",
         ),
         Option(
-            "--workers", aliases=["-j"], metavar="N", type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
+            "--workers", aliases=["-j"], type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
             help="loader processes for each training process (default: up to 16, as many as there are cores)",
         ),
         Option(
-            "--prefetch-factor", metavar="N", default=2, type=int, at_least=1, at_most=4096, resume=FREE,
+            "--prefetch-factor", default=2, at_least=1, at_most=4096, resume=FREE,
             help="batches that each loader process prepares ahead",
         ),
         Option(
@@ -242,7 +221,7 @@ OPTIONS = {
     ],
     "augmentation": [
         Option(
-            "--train-crop-size", metavar="PX", default=224, type=int, at_least=1, at_most=16384,
+            "--train-crop-size", metavar="PX", default=224, at_least=1, at_most=16384,
             help="side of a training image after random cropping, in pixels",
         ),
         Option(
@@ -255,11 +234,11 @@ OPTIONS = {
             help="epochs between which the crop size of --train-crop-size-min grows, by 32 pixels at a time",
         ),
         Option(
-            "--val-resize-size", metavar="PX", default=256, type=int, at_least=1, at_most=16384, is_of_checkpoint=True,
+            "--val-resize-size", metavar="PX", default=256, at_least=1, at_most=16384, is_of_checkpoint=True,
             help="shorter side of an image in evaluation before its centre is cropped, in pixels",
         ),
         Option(
-            "--val-crop-size", metavar="PX", default=224, type=int, at_least=1, at_most=16384, is_of_checkpoint=True,
+            "--val-crop-size", metavar="PX", default=224, at_least=1, at_most=16384, is_of_checkpoint=True,
             help="side of the central crop in evaluation, in pixels",
         ),
         Option(
@@ -276,11 +255,11 @@ OPTIONS = {
             help="standard deviation of each channel, likewise (default: likewise, 0.229 0.224 0.225)",
         ),
         Option(
-            "--crop-scale", metavar="SHARE", default=0.08, type=float, at_least=0, at_most=1,
+            "--crop-scale", metavar="SHARE", default=0.08, at_least=0, at_most=1,
             help="smallest share of an image's area that a training crop shows",
         ),
         Option(
-            "--hflip-prob", metavar="P", default=0.5, type=float, at_least=0, at_most=1,
+            "--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1,
             help="probability that a training image is mirrored",
         ),
         Option(
@@ -289,53 +268,54 @@ OPTIONS = {
             "timm/rand-m7-mstd0.5-inc1 (default: none)",
         ),
         Option(
-            "--ra-magnitude", metavar="M", default=9, type=int, at_least=0, at_most=30,
+            "--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30, about="--auto-augment ra",
             help="strength of the changes that --auto-augment ra makes, from 0 to 30",
         ),
         Option(
-            "--augmix-severity", metavar="S", default=3, type=int, at_least=1, at_most=10,
+            "--augmix-severity", metavar="S", default=3, at_least=1, at_most=10, about="--auto-augment augmix",
             help="strength of the changes that --auto-augment augmix makes, from 1 to 10",
         ),
         Option(
-            "--color-jitter", metavar="F", default=0.0, type=float, at_least=0, at_most=1,
+            "--color-jitter", metavar="F", default=0.0, at_least=0, at_most=1,
             help="change brightness, contrast and saturation of a training image by factors from 1 - F to 1 + F, after "
             "--auto-augment",
         ),
         Option(
-            "--random-erase", metavar="P", default=0.0, type=float, at_least=0, at_most=1,
+            "--random-erase", metavar="P", default=0.0, at_least=0, at_most=1,
             help="probability that a random rectangle of a training image is erased",
         ),
         Option(
-            "--random-erase-fill", default="zero", choices=["pixel", "zero"],
+            "--random-erase-fill", default="zero", choices=["pixel", "zero"], about="--random-erase",
             help="fill the rectangle of --random-erase with zero, which is the mean colour, or with normal noise in "
             "each channel of each pixel (timm's mode pixel)",
         ),
         Option(
-            "--mixup-alpha", metavar="A", default=0.0, type=float, at_least=0, at_most=1e9,
+            "--mixup-alpha", metavar="A", default=0.0, at_least=0, at_most=1e9,
             help="mix images by mixup, its shares drawn from Beta(A, A); 0 = off",
         ),
         Option(
-            "--cutmix-alpha", metavar="A", default=0.0, type=float, at_least=0, at_most=1e9,
+            "--cutmix-alpha", metavar="A", default=0.0, at_least=0, at_most=1e9,
             help="mix images by cutmix, its shares drawn from Beta(A, A); 0 = off",
         ),
         Option(
-            "--mixup-prob", metavar="P", default=1.0, type=float, at_least=0, at_most=1,
+            "--mixup-prob", metavar="P", default=1.0, at_least=0, at_most=1,
             help="probability that a batch is mixed (mixup or cutmix)",
         ),
         Option(
-            "--mixup-switch-prob", metavar="P", default=0.5, type=float, at_least=0, at_most=1,
+            "--mixup-switch-prob", metavar="P", default=0.5, at_least=0, at_most=1,
             help="probability of cutmix rather than mixup, if both are on",
         ),
         Option(
-            "--mixup-off-epoch", metavar="N", type=int, at_least=0,
-            help="stop mixup and cutmix at this epoch (default: never)",
+            "--mixup-mode", default="batch", choices=["batch", "elem"],
+            help="mixup, cutmix and their shares are drawn for each batch, or for each image of it (timm's elem)",
         ),
+        Option("--mixup-off-epoch", type=int, at_least=0, help="stop mixup and cutmix at this epoch (default: never)"),
         Option(
             "--ra-sampler", default=False,
             help="repeated augmentation: train on each image --ra-reps times in a step, in different micro-batches",
         ),
         Option(
-            "--ra-reps", metavar="N", default=3, type=int, at_least=1,
+            "--ra-reps", default=3, at_least=1, about="--ra-sampler",
             help="number of times that --ra-sampler repeats an image",
         ),
     ],
@@ -381,36 +361,36 @@ OPTIONS = {
         ),
         Option("--model-ema", default=False, help="keep and evaluate an exponential moving average of the weights"),
         Option(
-            "--model-ema-steps", metavar="N", default=32, type=int, at_least=1,
+            "--model-ema-steps", default=32, at_least=1, about="--model-ema",
             help="move the average of --model-ema every N steps",
         ),
         Option(
-            "--model-ema-decay", metavar="D", default=0.99998, type=float, at_least=0, at_most=1,
+            "--model-ema-decay", metavar="D", default=0.99998, at_least=0, at_most=1, about="--model-ema",
             help="decay of the average, as torchvision's: adjusted to global batch, --model-ema-steps and epochs",
         ),
         Option(
-            "--model-ema-adjust", default=True,
+            "--model-ema-adjust", default=True, about="--model-ema",
             help="adjust --model-ema-decay as torchvision does; without, it is the decay of each move, as in timm",
         ),
     ],
     "optimization": [
         Option(
-            "--batch-size", aliases=["-b"], metavar="N", default=32, type=int, at_least=1, at_most=1 << 24,
+            "--batch-size", aliases=["-b"], default=32, at_least=1, at_most=1 << 24,
             resume="a step is made of its shards",
             help="images that a process takes through the model at once",
         ),
         Option(
-            "--global-batch-size", metavar="N", type=int, at_least=1, at_most=1 << 31,
+            "--global-batch-size", type=int, at_least=1, at_most=1 << 31,
             resume="a position is counted in its steps",
             help="images per step over all processes, a multiple of --batch-size; fewer processes accumulate "
             "gradients (default: --batch-size x processes of the first start)",
         ),
         Option(
-            "--eval-batch-size", metavar="N", type=int, at_least=1, at_most=1 << 24,
+            "--eval-batch-size", type=int, at_least=1, at_most=1 << 24,
             help="images that a process evaluates at once; results differ by rounding (default: --batch-size)",
         ),
         Option(
-            "--seed", metavar="N", default=0, type=int, at_least=0, at_most=(1 << 32) - 1,
+            "--seed", default=0, at_least=0, at_most=(1 << 32) - 1,
             help="seed of every random number: weights, order, augmentation, mixing, dropout",
         ),
         Option(
@@ -426,7 +406,7 @@ OPTIONS = {
             help="epsilon of --opt adamw and rmsprop (default: 1e-8 and 0.0316)",
         ),
         Option(
-            "--lr", default=0.1, type=float, at_least=0, at_most=1e30,
+            "--lr", default=0.1, at_least=0, at_most=1e30,
             help="peak learning rate; does not follow the batch size unless --lr-scaling is given",
         ),
         Option(
@@ -438,11 +418,11 @@ OPTIONS = {
             help="layer-wise learning rates: factor from each layer to the one below it (default: one rate for all)",
         ),
         Option(
-            "--momentum", metavar="M", default=0.9, type=float, at_least=0, at_most=1e12,
+            "--momentum", metavar="M", default=0.9, at_least=0, at_most=1e12,
             help="momentum of --opt sgd, sgd_nesterov and rmsprop",
         ),
         Option(
-            "--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, type=float, at_least=0, at_most=1e6,
+            "--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, at_least=0, at_most=1e6,
             help="weight decay of all parameters that no option below names",
         ),
         Option(
@@ -464,7 +444,7 @@ OPTIONS = {
             "embeddings, layer scales and what else the model exempts; instead of the three options above",
         ),
         Option(
-            "--label-smoothing", metavar="P", default=0.0, type=float, at_least=0, at_most=1, is_of_checkpoint=True,
+            "--label-smoothing", metavar="P", default=0.0, at_least=0, at_most=1, is_of_checkpoint=True,
             help="label smoothing: share of each target that is spread over all classes",
         ),
         Option(
@@ -481,15 +461,16 @@ OPTIONS = {
             "regnet_y_16gf.IMAGENET1K_V2, or timm/NAME.TAG from the Hugging Face hub",
         ),
         Option(
-            "--distillation", default="hard", choices=["hard", "soft"],
+            "--distillation", default="hard", choices=["hard", "soft"], about="--teacher",
             help="learn the class that --teacher scores highest (hard), or its probabilities (soft)",
         ),
         Option(
-            "--distillation-alpha", metavar="A", default=0.5, type=float, at_least=0, at_most=1,
+            "--distillation-alpha", metavar="A", default=0.5, at_least=0, at_most=1, about="--teacher",
             help="share of --teacher in the loss; the rest is that of the targets",
         ),
         Option(
-            "--distillation-temperature", metavar="T", default=3.0, type=float, at_least=0.01, at_most=1000,
+            "--distillation-temperature", metavar="T", default=3.0, at_least=0.01, at_most=1000,
+            about="--distillation soft",
             help="divide both models' scores by this in --distillation soft, and multiply its loss by the square",
         ),
         Option(
@@ -503,18 +484,18 @@ OPTIONS = {
         ),
     ],
     "schedule": [
-        Option("--epochs", metavar="N", default=90, type=int, at_least=1, at_most=10**9, help="number of epochs"),
+        Option("--epochs", default=90, at_least=1, at_most=10**9, help="number of epochs"),
         Option(
-            "--eval-every", metavar="N", default=1, type=int, at_least=0, resume=FREE,
+            "--eval-every", default=1, at_least=0, resume=FREE,
             help="evaluate after every N epochs, and after the last one; 0 = after the last one only",
         ),
         Option(
-            "--early-stop", metavar="N", type=int, at_least=1, resume=FREE,
+            "--early-stop", type=int, at_least=1, resume=FREE,
             help="end the run when N evaluations in a row brought no new best by --best-metric, neither of the weights "
             "nor of their average (default: train all --epochs)",
         ),
         Option(
-            "--start-epoch", metavar="N", default=0, type=int, at_least=0, resume=SILENT, recipe=NEVER,
+            "--start-epoch", default=0, at_least=0, resume=SILENT, recipe=NEVER,
             help="begin at this epoch without a checkpoint",
         ),
         Option(
@@ -524,41 +505,44 @@ OPTIONS = {
             "until --lr-cooldown-epochs before it",
         ),
         Option(
-            "--lr-warmup-epochs", metavar="N", default=0, type=int, at_least=0,
+            "--lr-warmup-epochs", default=0, at_least=0,
             help="let the learning rate warm up during the first N epochs",
         ),
         Option(
             "--lr-warmup-method", default="constant", type=str.lower, choices=["constant", "linear"],
+            about="--lr-warmup-epochs",
             help="warm up at a constant low learning rate, or by a linear rise to --lr",
         ),
         Option(
-            "--lr-warmup-decay", metavar="F", default=0.01, type=float, at_least=0, at_most=1,
+            "--lr-warmup-decay", metavar="F", default=0.01, at_least=0, at_most=1, about="--lr-warmup-epochs",
             help="the warm-up begins at --lr times this",
         ),
         Option(
-            "--lr-warmup-prefix", default=True,
+            "--lr-warmup-prefix", default=True, about="--lr-warmup-epochs",
             help="count the schedule from the end of the warm-up, as torchvision does; without, from epoch 0, and the "
             "warm-up takes the place of its beginning, as in timm",
         ),
         Option(
-            "--lr-step-size", metavar="N", default=30, type=int, at_least=1,
+            "--lr-step-size", default=30, at_least=1, about="--lr-scheduler steplr",
             help="multiply the learning rate of --lr-scheduler steplr by --lr-gamma every N epochs",
         ),
         Option(
-            "--lr-milestones", metavar="N", type=int, nargs="+", at_least=0,
+            "--lr-milestones", type=int, nargs="+", at_least=0, about="--lr-scheduler multisteplr",
             help="multiply the learning rate of --lr-scheduler multisteplr by --lr-gamma at these epochs",
         ),
         Option(
-            "--lr-cooldown-epochs", metavar="N", type=int, at_least=1,
+            "--lr-cooldown-epochs", type=int, at_least=1, about="--lr-scheduler wsd",
             help="epochs in which the learning rate of --lr-scheduler wsd falls to --lr-min at the end; a checkpoint "
             "from before them can go on with other --epochs",
         ),
         Option(
-            "--lr-gamma", metavar="F", default=0.1, type=float, at_least=0, at_most=1e9,
+            "--lr-gamma", metavar="F", default=0.1, at_least=0, at_most=1e9,
+            about="--lr-scheduler steplr|multisteplr|exponentiallr",
             help="factor by which steplr, multisteplr and exponentiallr multiply the rate",
         ),
         Option(
-            "--lr-min", metavar="LR", default=0.0, type=float, at_least=0, at_most=1e30,
+            "--lr-min", metavar="LR", default=0.0, at_least=0, at_most=1e30,
+            about="--lr-scheduler cosineannealinglr|linearlr|wsd",
             help="learning rate at which cosineannealinglr, linearlr and wsd end; --layer-decay scales it too",
         ),
         Option(
@@ -620,14 +604,14 @@ OPTIONS = {
             "such as lr,epochs; data allows other images",
         ),
         Option(
-            "--checkpoint-steps", metavar="N", type=int, at_least=1, resume=FREE,
+            "--checkpoint-steps", type=int, at_least=1, resume=FREE,
             help="save a checkpoint every N steps, besides those around each evaluation",
         ),
         Option(
-            "--checkpoint-minutes", metavar="MIN", default=10.0, type=float, at_least=0, at_most=1e9, resume=FREE,
+            "--checkpoint-minutes", metavar="MIN", default=10.0, at_least=0, at_most=1e9, resume=FREE,
             help="save a checkpoint when the last one is this many minutes old; 0 = never",
         ),
-        Option("--keep-last", metavar="N", default=3, type=int, resume=FREE, help="numbered checkpoints to keep"),
+        Option("--keep-last", default=3, resume=FREE, help="numbered checkpoints to keep"),
         Option(
             "--keep-every", metavar="K", type=int, at_least=1, resume=FREE,
             help="keep the checkpoint of every K-th epoch for good",
@@ -647,10 +631,7 @@ OPTIONS = {
         ),
     ],
     "monitoring": [
-        Option(
-            "--print-freq", metavar="N", default=10, type=int, at_least=1, resume=FREE,
-            help="print a log line every N steps",
-        ),
+        Option("--print-freq", default=10, at_least=1, resume=FREE, help="print a log line every N steps"),
         Option(
             "--log-to", metavar="NAMES", resume=FREE, recipe=NEVER,
             help="services that the records are sent to besides metrics.jsonl and TensorBoard, separated by commas: "
@@ -674,7 +655,7 @@ OPTIONS = {
             help="device to train on: cuda, cpu, mps ... (default: the accelerator of this machine, else cpu)",
         ),
         Option(
-            "--world-size", metavar="N", default=1, type=int, at_least=1, at_most=1 << 20, resume=SILENT, recipe=NEVER,
+            "--world-size", default=1, at_least=1, at_most=1 << 20, resume=SILENT, recipe=NEVER,
             help="number of processes, if the launcher sets RANK but not WORLD_SIZE",
         ),
         Option(
@@ -696,7 +677,7 @@ OPTIONS = {
 GROUPS = [group for group in OPTIONS if group != "options"]
 BY_NAME = {option.dest: option for options in OPTIONS.values() for option in options}
 
-# Options of other scripts, and of torchvision's earlier ones, and the one to use here.
+# Options of other scripts and of torchvision's earlier ones, and advice for each.
 OTHER_NAMES = {
     "--pretrained": "write --weights DEFAULT",
     "--gpu": "write --device cuda:N",
@@ -715,8 +696,7 @@ OTHER_NAMES = {
 # Options of earlier versions; the records of checkpoints may hold them.
 REMOVED = {"worker-type"}
 
-
-# Ends a refusal of code that a file names.
+# End of a refusal of code that a file names.
 WHY_TYPED = "which is code and is run only where the command line names it: give --model FILE.py:FUNCTION"
 
 
@@ -733,7 +713,7 @@ def short_name(model: str) -> str:
 
 
 def is_same_model(one: str, other: str) -> bool:
-    """Tell whether two names mean the same model: custom ones do in any folder, since files move."""
+    """Tell whether two names mean the same model; the folder of a custom one does not matter, since files move."""
     places = [split_custom(model) for model in (one, other)]
     if None in places:
         return one == other
@@ -744,7 +724,7 @@ def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:
     """Return the keyword arguments in `--model-kwargs`; a value that is no Python literal is text.
 
     Raises:
-        UserError: one is not KEY=VALUE, or is given twice.
+        UserError: one of them is not KEY=VALUE, or is given twice.
     """
     found = {}
     for text in texts or ():
@@ -760,21 +740,14 @@ def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:
     return found
 
 
-# Names in `--allow-change` that are no options.
-FACTS = {"data", "threads"}
-
-
 def parse_allowed(text: str | None) -> set[str]:
-    """Return the names in `--allow-change`.
-
-    Args:
-        text: option names with commas between them, with or without their dashes, or None.
+    """Return the names in `--allow-change`: options, with or without their dashes, `data` and `threads`.
 
     Raises:
-        UserError: one of them is no option, or may not be changed.
+        UserError: one of them is no option, or cannot be changed.
     """
     aliases = {key.replace("-", "_"): name for name, option in BY_NAME.items() for key in option.keys}
-    known = {fact: fact for fact in FACTS} | aliases
+    known = {"data": "data", "threads": "threads"} | aliases
     names = {word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")} - {""}
     for name in sorted(names):
         shown = name.replace("_", "-")
@@ -794,8 +767,14 @@ def parse_allowed(text: str | None) -> set[str]:
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the word that was probably meant."""
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Refuse --, which argparse would drop, and leave a list in place of the value."""
+        if "--" in arg_strings:
+            raise argparse.ArgumentError(action, "expected a value, not --")
+        return super()._get_values(action, arg_strings)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is none of the choices, and name the nearest."""
+        """Refuse a value outside the choices, and name the nearest one."""
         if action.choices is not None and value not in action.choices:
             known = f" (choose from {', '.join(action.choices)})"
             message = f"invalid choice: {value!r}{did_you_mean(value, action.choices)}{known}"
@@ -806,7 +785,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the options)")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        """Parse all of `args`; an unknown option is an error that names the nearest one."""
+        """Parse all of `args`; refuse an unknown option, and name the nearest one."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if not unknown:
             return parsed
@@ -834,7 +813,7 @@ most used: --recipe, --data-path, --model, --epochs, --batch-size, --lr, --amp,
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Append each option's default, unless it is empty or off; the epilog stands as it is."""
+    """Append each option's default, unless it is empty or off; leave the epilog as it is."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         default = BY_NAME[action.dest].default if action.dest in BY_NAME else None

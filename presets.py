@@ -1,7 +1,7 @@
 """Transforms of one image: torchvision's presets, and a faster way to their pixels.
 
-Called on an image, a preset ends in normalised floats, as torchvision's. Its `load` ends in uint8: normalisation and
-random erasing are cheaper on whole batches on the device, where `transforms.BatchTransform` does them.
+Called on an image, a preset returns normalised floats, as torchvision's does. Its `load` returns uint8: normalisation
+and random erasing are cheaper on whole batches on the device, where `transforms.BatchTransform` does them.
 """
 
 import importlib
@@ -25,12 +25,12 @@ from loading.decode import DECODERS, ImageFile, check_num_pixels, decode_plainly
 from loading.encoded import EncodedCrop
 from randomness import Draws, TorchDraws, unit
 
-# What torch resizes in uint8 with antialiasing; Pillow does the others.
+# Torch resizes uint8 with antialiasing in these; Pillow does the others.
 _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
 
 
 def get_module(use_v2: bool) -> Any:
-    """Return torchvision's transforms of a version, for scripts of one's own."""
+    """Return torchvision's transforms of a version, for people's own scripts."""
     return importlib.import_module("torchvision.transforms.v2" if use_v2 else "torchvision.transforms")
 
 
@@ -44,25 +44,22 @@ def resize(image: torch.Tensor, height: int, width: int, mode: str) -> torch.Ten
 
 
 def _as_batch(image: torch.Tensor) -> torch.Tensor:
-    """Return (1, 3, H, W). The stride of the first dimension, of no other use, tells torch the memory format."""
+    """Return (1, 3, H, W). The stride of the first dimension is there only to tell torch the memory format."""
     strides = image.stride()
     return image.as_strided((1, *image.shape), (image.shape[1] * strides[1], *strides))
 
 
 def _scale(size: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Return what height and width are multiplied by.
-
-    With a little more, which keeps a whole number of pixels from being rounded down to the next.
-    """
+    """Return the factors of height and width, a little larger lest a whole number of pixels is rounded down."""
     return (resized[0] + 1e-6) / size[0], (resized[1] + 1e-6) / size[1]
 
 
 class CropBox:
     """Draw the box of torchvision's `RandomResizedCrop`: from a torch generator the same one, and as many numbers.
 
-    But for one box in 10,000 to 300,000, of large images more often: torchvision rounds to float32 on the way, as the
-    processor at hand does it, and where a side is rounded to another pixel the box lies elsewhere. It draws from the
-    process's generator only, and takes several times as long.
+    One box in 10,000 to 300,000 differs, of large images more often: torchvision rounds to float32 on the way, as the
+    processor at hand does it, and where that gives a side another pixel the box lies elsewhere. torchvision draws from
+    the process's generator only, and takes several times as long.
 
     Args:
         scale: smallest and largest share of the image's area.
@@ -70,9 +67,7 @@ class CropBox:
     """
 
     def __init__(self, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3)) -> None:
-        self.scale = scale
-        self.ratio = ratio
-        self.log_ratio = (math.log(ratio[0]), math.log(ratio[1]))
+        self.scale, self.ratio, self.log_ratio = scale, ratio, (math.log(ratio[0]), math.log(ratio[1]))
 
     def draw(self, height: int, width: int, draws: Draws | TorchDraws) -> tuple[int, int, int, int]:
         """Return (top, left, height, width) of a box in an image, px."""
@@ -115,11 +110,11 @@ class _Preset:
         random_erase_prob: float = 0.0,
         random_erase_fill: str = "zero",
     ) -> None:
-        if backend is not None and backend.lower() not in ("pil", "tensor"):
+        backend = backend and backend.lower()
+        if backend not in ("pil", "tensor", None):
             raise ValueError(f"backend {backend!r}: expected 'pil', 'tensor' or None")
         to_tensor = transforms.PILToTensor()
-        is_tensor = backend is not None and backend.lower() == "tensor"
-        steps = [to_tensor, *steps] if is_tensor else [*steps, to_tensor]
+        steps = [to_tensor, *steps] if backend == "tensor" else [*steps, to_tensor]
         finish = [transforms.ConvertImageDtype(torch.float), transforms.Normalize(mean, std)]
         if random_erase_prob > 0:
             fill = "random" if random_erase_fill == "pixel" else 0
@@ -129,8 +124,7 @@ class _Preset:
         self.random_erase_prob = random_erase_prob
         self.fast_mode = _RESIZABLE.get(interpolation) if backend is None else None
         self.decoder = DECODERS[decoder]()
-        self.mean = mean
-        self.std = std
+        self.mean, self.std = mean, std
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Return an image as torchvision's preset does: (3, crop_size, crop_size) float32, normalised.
@@ -152,7 +146,7 @@ class _Preset:
 
         Args:
             payload: the file's bytes.
-            draws: what box and flip are drawn from, where `takes_draws`; by default torch's process-wide generator.
+            draws: source of box and flip, where `takes_draws`; by default torch's process-wide generator.
 
         Returns:
             The pixels; if the device decodes the file, its bytes and crop instead.
@@ -189,13 +183,13 @@ class _Preset:
 class ClassificationPresetTrain(_Preset):
     """Random crop and flip, then the augmentation policy, with torchvision's defaults, boxes and flips.
 
-    Draws in torchvision's order from torch's process-wide generator, or from what `load` is given; policies draw from
-    the process-wide ones only. `data.py` seeds either for each image.
+    It draws in torchvision's order from torch's process-wide generator, or from the `draws` of `load`; policies draw
+    from the process-wide generators only. `data.py` seeds either for each image.
 
     Args:
         crop_size: side of the square that comes out, px.
         mean: of each channel, of values from 0 to 1.
-        std: of each channel, likewise.
+        std: likewise.
         interpolation: of the resize, and of the policy's geometric operations.
         hflip_prob: odds of a mirrored image.
         crop_scale: smallest share of the image's area that a crop shows.
@@ -206,11 +200,11 @@ class ClassificationPresetTrain(_Preset):
         random_erase_prob: odds of an erased rectangle.
         random_erase_fill: zero, or pixel for normal noise.
         color_jitter: brightness, contrast and saturation change by factors from 1 minus this to 1 plus this.
-        backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
+        backend: pil (resize by Pillow), tensor (by torchvision, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's.
-        decoder: what decodes JPEGs in that way: pillow or torchcodec.
-        leaves_decoding: `load` leaves it to the device, and returns what `loading/encoded.py` needs for it.
-        use_v2: accepted as torchvision's; both its versions draw and compute the same here.
+        decoder: library that decodes JPEGs in the fast way: pillow or torchcodec.
+        leaves_decoding: `load` leaves it to the device, and returns an `EncodedCrop`.
+        use_v2: torchvision's; no effect, since both its versions draw and compute the same.
     """
 
     def __init__(
@@ -315,15 +309,15 @@ def _policy(
     """Return the augmentation policy of a name, or None."""
     if name is None:
         return None
-    if name == "ra":
-        return autoaugment.RandAugment(interpolation=interpolation, magnitude=ra_magnitude)
-    if name == "ta_wide":
-        return autoaugment.TrivialAugmentWide(interpolation=interpolation)
-    if name == "augmix":
-        return autoaugment.AugMix(interpolation=interpolation, severity=augmix_severity)
     if name.startswith("timm/"):
         return TimmPolicy(name, crop_size, interpolation, mean)
-    return autoaugment.AutoAugment(policy=autoaugment.AutoAugmentPolicy(name), interpolation=interpolation)
+    builders = {
+        "ra": partial(autoaugment.RandAugment, magnitude=ra_magnitude),
+        "ta_wide": autoaugment.TrivialAugmentWide,
+        "augmix": partial(autoaugment.AugMix, severity=augmix_severity),
+    }
+    build = builders.get(name) or partial(autoaugment.AutoAugment, autoaugment.AutoAugmentPolicy(name))
+    return build(interpolation=interpolation)
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
@@ -336,12 +330,12 @@ class TimmPolicy:
 
     Args:
         name: timm/ and the specification.
-        crop_size: side of the images, px, of which timm takes its translations.
+        crop_size: side of the images, px; timm's translations are shares of it.
         interpolation: of the geometric operations.
         mean: of each channel; fills the gaps that they leave.
 
     Raises:
-        UserError: timm does not know it or is not there.
+        UserError: timm does not know it, or is not installed.
     """
 
     def __init__(
@@ -379,14 +373,7 @@ class ClassificationPresetEval(_Preset):
     Args:
         crop_size: side of the square that comes out, px.
         resize_size: shorter side before the cut, px.
-        mean: of each channel, of values from 0 to 1.
-        std: of each channel, likewise.
-        interpolation: of the resize.
-        backend: what resizes: pil (Pillow), tensor (torchvision's, antialiased), or None: the fast way of `load`, whose
-            pixels are within one grey level of Pillow's.
-        decoder: what decodes JPEGs in that way: pillow or torchcodec.
-        leaves_decoding: `load` leaves it to the device, and returns what `loading/encoded.py` needs for it.
-        use_v2: accepted as torchvision's; changes nothing.
+        others: as of `ClassificationPresetTrain`.
     """
 
     def __init__(
@@ -405,8 +392,7 @@ class ClassificationPresetEval(_Preset):
         self.cut = transforms.CenterCrop(crop_size)
         steps = [transforms.Resize(resize_size, interpolation=interpolation, antialias=True), self.cut]
         super().__init__(steps, backend, interpolation, mean, std, decoder)
-        self.crop_size = crop_size
-        self.resize_size = resize_size
+        self.crop_size, self.resize_size = crop_size, resize_size
         self.takes_draws = True  # and draws nothing
         self.leaves_decoding = leaves_decoding
 
@@ -419,7 +405,7 @@ class ClassificationPresetEval(_Preset):
         """Return torchvision's size of a resized image: the shorter side exactly, the longer one rounded down.
 
         Raises:
-            BadImageError: one that is a thousand times as long as it is wide would fill memory.
+            BadImageError: it would have too many pixels, as one a thousand times as long as it is wide.
         """
         longer = int(self.resize_size * max(width, height) / min(width, height))
         resized = (longer, self.resize_size) if height >= width else (self.resize_size, longer)
@@ -431,8 +417,7 @@ class ClassificationPresetEval(_Preset):
         resized = self._resized(height, width)
         if min(resized) < self.crop_size:  # smaller images are padded
             return self.cut(resize(file.decode(0, 0, height, width), *resized, self.fast_mode))
-        # Only the part of the image that the cut shows, and the part above and to the left of it, so that the
-        # resize falls into the same phase.
+        # Only the part that the cut shows, and all above and to the left of it, which keeps the phase of the resize.
         rows, columns = (
             _Span.of(size, new_size, self.crop_size, self.fast_mode)
             for size, new_size in zip((height, width), resized, strict=True)
@@ -472,7 +457,7 @@ class _Span(NamedTuple):
         reach = math.ceil(max(scale, 1.0) * (1 if mode == "bilinear" else 2)) + 1
         begin = max(math.floor(cut * scale) - reach, 0)
         end = min(math.ceil((cut + crop_size) * scale) + reach, size)
-        # A part that is enlarged by less than a pixel keeps its size, and torch then copies it: the whole side it is.
+        # Torch would copy, not resize, a part that is enlarged by less than a pixel; so take the whole side.
         return cls(begin, size if end * new_size // size == end else end, cut)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-# One purpose a draw; two purposes at the same address draw unrelated numbers.
+# Purposes of draws; two purposes at the same address draw unrelated numbers.
 AUGMENTATION, MIXING, FORWARD, ERASING = 1, 2, 3, 4
 
 _MASK, _STEP = (1 << 64) - 1, 0x9E3779B97F4A7C15
@@ -40,11 +40,7 @@ def _splitmix64(state: int) -> int:
 
 
 class Draws:
-    """Random numbers of one address, from splitmix64: drawing a few is cheaper than seeding a generator.
-
-    Args:
-        address: integers that say where the numbers are used.
-    """
+    """Random numbers of one address, from splitmix64: drawing a few is cheaper than seeding a generator."""
 
     def __init__(self, *address: int) -> None:
         self.state = _fold(address)
@@ -61,17 +57,13 @@ class Draws:
 
 
 class TorchDraws:
-    """Random numbers of a torch CPU generator, drawn exactly as torch's own functions draw them.
-
-    Args:
-        generator: by default the process's.
-    """
+    """Random numbers of a torch CPU generator, drawn exactly as torch's own functions draw them."""
 
     def __init__(self, generator: torch.Generator = torch.default_generator) -> None:
         self.generator = generator
 
     def pair(self) -> tuple[int, int]:
-        """Draw two 32-bit numbers, from each of which torch would make one sample."""
+        """Draw two 32-bit numbers; torch would make a sample of each."""
         bits = torch.empty(1, dtype=torch.int64).random_(-(1 << 63), None, generator=self.generator).item()
         return bits >> 32 & 0xFFFFFFFF, bits & 0xFFFFFFFF
 
@@ -88,7 +80,7 @@ def unit(bits: int) -> float:
 def seed_host(*address: int) -> None:
     """Seed Python's and torch's process-wide CPU generators for the draws at an address.
 
-    `torch.manual_seed` would do the same at a hundred times the cost (92 to 123 us), once an image.
+    `torch.manual_seed` would do the same at a hundred times the cost (92 to 123 us) for each image.
     """
     seed = fold_seed(*address)
     random.seed(seed)

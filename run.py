@@ -5,31 +5,24 @@ import os
 import socket
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from torchvision.models import WeightsEnum
 
 import collectives
 import config
 import gradients
-import models
 import optim
 from checkpointing.checkpoint import RunState
-from checkpointing.guard import check_classes, check_options, compare_classes, run_facts
-from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
+from checkpointing.guard import check_options, run_facts
+from checkpointing.preemption import NOTHING, FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
 from checkpointing.startup import phases
 from checkpointing.status import MOST_STARTS, StatusFile
 from checkpointing.store import CheckpointManager
-from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from errors import (
     LoaderKilledError,
     NonFiniteError,
@@ -38,16 +31,13 @@ from errors import (
     StorageError,
     UserError,
     counted,
-    did_you_mean,
-    in_one_line,
 )
 from files import explain_failure, read_json, write_atomically
 from gradients import ShardedStep
 from launch import read_launch
 from loading.encoded import settle_decode_device
-from loading.progress import is_terminal
 from loading.seen import SeenRecord
-from metrics import Accuracy, Distillation, Metric, Renormalize, Tally
+from metrics import Accuracy, Metric, Tally
 from monitoring import estimate
 from monitoring.console import Outlook, first_lines, last_lines, log
 from monitoring.gauges import Gauges, Pace
@@ -55,7 +45,6 @@ from monitoring.monitor import Monitor, read_last_record
 from monitoring.pictures import Pictures
 from monitoring.profile import StepProfile
 from monitoring.verdict import StepClock, as_record, describe_limit, find_shares
-from options import BY_NAME, WHY_TYPED, is_same_model, split_custom
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
 
@@ -110,182 +99,6 @@ def go_on_after_restart(args: config.Record, manager: CheckpointManager) -> conf
         return args
     print(f"restarted by torchrun: going on from the newest checkpoint in {manager.folder}")
     return args.replaced(resume="auto", overwrite=False)
-
-
-def start_weights(args: config.Record, val: Dataset) -> dict[str, Tensor] | None:
-    """Return the state dict that `--weights` means, or None.
-
-    Args:
-        args: the options.
-        val: the validation set, which has the classes' names.
-
-    Raises:
-        UserError: it means none, or cannot be evaluated on these classes.
-    """
-    if args.weights is None:
-        return None
-    path = fetch_from_hub(args.weights) if args.weights.startswith(HUB) else Path(args.weights)
-    if path.is_file():
-        weights = load_weights(path, is_average=args.ema, name=f"--weights {args.weights}")
-        print(f"--weights {args.weights}: {weights.kind}")
-        check_classes(weights.classes, args, val)
-        return weights
-    return fetch_published(models.resolve_weights(args), f"--weights {args.weights}")
-
-
-def fetch_by_name(source: str) -> tuple[str, Weights]:
-    """Return the model and the weights that a name of torchvision's published weights means.
-
-    Args:
-        source: `resnet50`, whose default weights are meant, `resnet50.IMAGENET1K_V1` or
-            `ResNet50_Weights.IMAGENET1K_V1`.
-
-    Raises:
-        UserError: there are no such weights, or they cannot be fetched.
-    """
-    found = models.find_published(source)
-    if found is None:
-        hint = did_you_mean(source, torchvision.models.list_models(module=torchvision.models))
-        raise UserError(
-            f"{source}: no such file, and no weights of torchvision's{hint}; give a checkpoint, or a name such as "
-            "resnet50.IMAGENET1K_V2"
-        )
-    name, member = found
-    weights = Weights(fetch_published(member, source))
-    weights.kind, weights.classes = f"the published weights {member}", member.meta["categories"]
-    weights.options = {**models.options_of_weights(member), "weights": str(member)}
-    return name, weights
-
-
-def build_evaluated(
-    source: str, name: str, weights: Weights, *, size: int | None = None, is_typed: bool = False
-) -> tuple[nn.Module, config.Record]:
-    """Return a trained model in evaluation mode on the CPU, and the options that it is evaluated with.
-
-    Args:
-        source: what to call the weights in a message.
-        name: of the model.
-        weights: its weights, with the options that they were trained or published with.
-        size: of the images, in pixels; by default that of these options.
-        is_typed: whether the command line names the model, so that its own file may be run.
-    """
-    given = Namespace(model=name, test_only=True, resume=source, synthetic=1)
-    options = {key: value for key, value in weights.options.items() if _is_value(key, value)}
-    if size is not None:
-        given.val_crop_size = size
-    typed = ["model"] if is_typed else []
-    args, _ = models.take_statistics(config.Record(**vars(config.complete(given, typed=typed))))
-    args, _ = config.as_trained(args, options)
-    if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
-        args = args.replaced(weights=options["weights"])
-    args = args.replaced(distributed=False)
-    num_classes = len(weights.classes or ()) or models.count_classes(models.build_model(args, 1000), weights, 1000)
-    return models.build_model(args, num_classes, weights, source).eval().requires_grad_(False), args
-
-
-def _is_value(name: str, value: Any) -> bool:
-    """Tell whether an option of a checkpoint, perhaps of another script's, is one of ours."""
-    return name in BY_NAME and name != "decode_device" and (value is None or BY_NAME[name].is_value(value))
-
-
-def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: Dataset) -> nn.Module:
-    """Return the criterion, which in training learns from `--teacher` too if there is one.
-
-    Args:
-        criterion: of the targets.
-        args: the options.
-        student: the bare model on its device.
-        val: the validation set, which has the classes' names.
-
-    Raises:
-        UserError: the teacher cannot be used for these classes or sizes of images.
-    """
-    if args.teacher is None or args.test_only:
-        return criterion
-    device = next(student.parameters()).device
-    teacher = build_teacher(args, list(val.classes)).to(device)
-    if args.channels_last:
-        teacher = teacher.to(memory_format=torch.channels_last)
-    return Distillation(
-        criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha,
-        temperature=args.distillation_temperature,
-    )  # fmt: skip
-
-
-def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
-    """Return the model of `--teacher` on the CPU, which scores images that are normalised for the student.
-
-    Args:
-        args: the options.
-        classes: the names of the data's classes.
-
-    Raises:
-        UserError: there is none, or it is of other classes or sizes of images.
-    """
-    source, size = f"--teacher {args.teacher}", args.train_crop_size
-    name, weights, is_typed = _find_teacher(args, source)
-    with in_one_line(source):
-        model, own = build_evaluated(args.teacher, name, weights, size=size, is_typed=is_typed)
-    num_classes = model(torch.zeros(2, 3, size, size)).shape[1]
-    if num_classes != len(classes):
-        raise UserError(
-            f"{source} scores {num_classes} classes and the images are of {len(classes)}; give a teacher of these"
-        )
-    # Published weights call the same classes by other names.
-    is_file = Path(args.teacher).is_file() and weights.classes is not None
-    if is_file and (differences := compare_classes(weights.classes, classes)):
-        raise UserError(f"{source} is of other classes: {differences[0]}; give a teacher of these")
-    smallest = args.train_crop_size_min or size
-    if obstacle := models.find_obstacle(model, (2, 3, smallest, smallest)):
-        raise UserError(f"{source} cannot take --train-crop-size-min {smallest}: {obstacle}; leave that out")
-    print(f"{source}: {weights.kind}")
-    if (own.mean, own.std) != (args.mean, args.std):
-        print(f"{source}: its images are normalised by its own mean {own.mean} and std {own.std}")
-        model = nn.Sequential(Renormalize((args.mean, args.std), (own.mean, own.std)), model)
-    return model.eval().requires_grad_(False)
-
-
-def _find_teacher(args: config.Record, source: str) -> tuple[str, Weights, bool]:
-    """Return a teacher's model, its weights, and whether the command line names the file of its model."""
-    if args.teacher.startswith("timm/"):
-        found = models.find_timm_config(args.teacher)
-        if found is None or not found.hf_hub_id:
-            raise UserError(f"{source}: timm knows no weights of that name; give timm/NAME.TAG, or a checkpoint")
-        path = fetch_from_hub(f"{HUB}{found.hf_hub_id}", source)
-        return args.teacher, load_weights(path, name=source), False
-    if not Path(args.teacher).is_file():
-        with in_one_line("--teacher"):
-            return *fetch_by_name(args.teacher), False
-    weights = load_weights(Path(args.teacher), name=source)
-    name = weights.options.get("model")
-    if name is None:
-        raise UserError(f"{source} does not say of which model it is; scripts.convert writes a checkpoint that does")
-    if split_custom(name) and not is_same_model(name, args.trusted_model or ""):
-        raise UserError(f"{source} is of {name}, {WHY_TYPED}")
-    return (args.trusted_model, weights, True) if split_custom(name) else (name, weights, False)
-
-
-def fetch_published(weights: WeightsEnum, source: str) -> dict[str, Tensor]:
-    """Return the state dict of torchvision's weights, from torch's cache or the network.
-
-    Args:
-        weights: which ones.
-        source: what to call them in a message.
-
-    Raises:
-        UserError: they cannot be fetched, or the copy in the cache is damaged.
-    """
-    is_shown = collectives.is_main_process() and is_terminal(sys.stderr)  # a bar would fill a log
-    try:
-        # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
-        return weights.get_state_dict(progress=is_shown, check_hash=True, weights_only=True)
-    except OSError as error:
-        raise UserError(f"{source}: cannot download {weights.url} ({error})") from error
-    except Exception as error:  # as of any bad file: see load_checkpoint
-        raise UserError(
-            f"{source}: the copy of {weights.url} in torch's cache is damaged or contains code and was refused; remove "
-            "it, so that it is fetched anew"
-        ) from error
 
 
 class BareRun:
@@ -594,9 +407,11 @@ class Run(BareRun):
         self.state.advance()
         self.watchdog.beat()
         start_s = time.perf_counter()
-        verdict = self.preemption.agree(
-            is_save_due=self.manager.is_due(), is_written=self.manager.is_written, bad_step=self.finite.first_bad()
-        )
+        verdict = self.preemption.agreed(self.votes)  # of the step before
+        is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
+        if metric_logger.is_line_due or is_due or not self.has_steps_left or verdict != NOTHING:
+            # Of this step: what comes waits for as long as a slow disk takes, and a rank that hangs is found here.
+            verdict = self.preemption.agree(self.votes)
         self.clock.agreed(start_s)
         if verdict.bad_step is not None:
             raise NonFiniteError(non_finite_loss(verdict.bad_step))
@@ -610,11 +425,17 @@ class Run(BareRun):
         self.profile.step()
         if verdict.is_written:
             self.settle()
-        is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if (is_due or verdict.is_save_due) and self.has_steps_left and not verdict.stop:
             self.save()
         if verdict.stop:
             self.stop(verdict.stop)
+        if self.has_steps_left:
+            self.preemption.begin(self.votes)  # which ends beside the next step
+
+    def votes(self) -> dict[str, Any]:
+        """Return the part of this process in the agreement of all ranks: see `PreemptionGuard`."""
+        is_written, bad_step = self.manager.is_written, self.finite.first_bad()
+        return {"is_save_due": self.manager.is_due(), "is_written": is_written, "bad_step": bad_step}
 
     def check(self) -> None:
         """Stop before the next step or evaluation if a signal asks for it. Collective: every rank must call it."""
@@ -730,10 +551,9 @@ class Run(BareRun):
                 f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}: gradients overflow float16 "
                 "at every step; the last checkpoint is kept; try --amp-dtype bfloat16 or a lower --lr"
             )
-        self.monitor.sync()
         self.settle()
         self.saving = self.position
-        if self.manager.save(self.state, is_last=is_last):
+        if self.manager.save(self.state, records=self.monitor.sync(), is_last=is_last):
             self.saved = self.saving
         self.watchdog.beat()
 

@@ -1,4 +1,4 @@
-"""Which image, on which rank, in which order: formulas, so that a run can begin at any step at no cost."""
+"""Choose images, their ranks and their order by formulas, so that a run can begin at any step at no cost."""
 
 from collections import Counter
 from collections.abc import Iterator, Sized
@@ -12,7 +12,7 @@ from errors import UserError, counted
 
 
 class SampleKey(int):
-    """The number of an image, which knows of its use: with epoch and repetition, the address of its random draws."""
+    """The number of an image, with the epoch and repetition that make it the address of its random draws."""
 
     epoch: int
     repetition: int
@@ -27,7 +27,7 @@ class SampleKey(int):
 
 
 class VirtualShards(NamedTuple):
-    """The fixed micro-batches that a run's global batch is cut into, and who computes them.
+    """The fixed micro-batches that make a run's global batch, and the processes that compute them.
 
     World size is then a detail: BatchNorm batches, mixup partners and the order of images belong to a shard, and W
     processes compute V / W consecutive shards each, one after the other.
@@ -57,12 +57,12 @@ class VirtualShards(NamedTuple):
         """Check that this world size can compute these shards.
 
         Args:
-            needs_same_bits: also that gradients can be summed pairwise in the order of one process: V / W must be a
-                power of two, or W one (docs/research/RELIABILITY.md, 2.6).
-            is_synchronised: also that BatchNorm, synchronised over processes, sees the whole global batch: W must be V.
+            needs_same_bits: also require bit-identical sums: V / W a power of two, or W = 1
+                (docs/research/RELIABILITY.md, 2.6).
+            is_synchronised: also require that synchronised BatchNorm sees the whole global batch: W = V.
 
         Raises:
-            UserError: it cannot; names the world sizes that can.
+            UserError: it cannot; the message names world sizes that can.
         """
         if is_synchronised and self.world_size < self.num_shards:
             raise UserError(
@@ -93,17 +93,14 @@ class TrainSampler(Sampler):
 
     Args:
         num_images: N, the size of the set.
-        shards: how a step is cut.
+        shards: the cut of a step.
         seed: the run's.
-
-    Attributes:
-        goes_on: a pass that no `set_epoch` came before is the next epoch, and not the same one again.
 
     Raises:
         UserError: the set is smaller than one global batch.
     """
 
-    goes_on = False
+    goes_on = False  # a pass without a `set_epoch` before it is the next epoch, and not the same one again
 
     def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0) -> None:
         if num_images < shards.global_batch_size:
@@ -111,9 +108,7 @@ class TrainSampler(Sampler):
                 f"the training set has {num_images} images, fewer than one global batch of {shards.global_batch_size}; "
                 "choose a smaller --batch-size or --global-batch-size"
             )
-        self.num_images = num_images
-        self.shards = shards
-        self.seed = seed
+        self.num_images, self.shards, self.seed = num_images, shards, seed
         self.steps_per_epoch = num_images // shards.global_batch_size
         self.set_epoch(0)
 
@@ -124,9 +119,7 @@ class TrainSampler(Sampler):
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         """Choose the epoch to yield, and its first step."""
-        self.epoch = epoch
-        self.start_step = start_step
-        self._is_chosen = True
+        self.epoch, self.start_step, self._is_chosen = epoch, start_step, True
 
     def epoch_order(self) -> torch.Tensor:
         """Return (N,) int64: the images in this epoch's order."""
@@ -167,17 +160,11 @@ class TrainSampler(Sampler):
 class RepeatedSampler(TrainSampler):
     """Yield each image several times, in different shards of one step (Hoffer et al., arXiv 1901.09335).
 
-    An epoch is as long as without: the first N of the repeated order. torchvision also cuts it to a multiple of 256
+    An epoch has the usual length: the first N of the repeated order. torchvision also cuts it to a multiple of 256
     images, which leaves nothing of a small set; that is the only difference (docs/research/PEERS.md, 2.1).
 
-    With fewer shards than repetitions, some of an image's land in one shard. They are not neighbours in it, where no
-    image makes up more than half of it: neighbours, the last and the first among them, are mixed.
-
-    Args:
-        num_images: N, the size of the set.
-        shards: how a step is cut.
-        seed: the run's.
-        repetitions: how often each image comes.
+    With fewer shards than repetitions, some of an image's repetitions share a shard. They are no neighbours in it
+    (mixing is between neighbours, and between the last and the first), unless one image makes up more than half of it.
     """
 
     def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0, repetitions: int = 3) -> None:
@@ -195,10 +182,10 @@ class RepeatedSampler(TrainSampler):
 
 
 def _apart(keys: list[SampleKey]) -> list[SampleKey]:
-    """Return keys in an order in which no two neighbours on their circle are of one image, if there is such an order.
+    """Return keys in an order without two neighbours of one image on a circle, if there is such an order.
 
-    Image by image, the most frequent ones first, they take every other place, and then the places between. An image
-    that comes round to its own first place would be more than half of all.
+    Image by image, the most frequent ones first, they take every other place, and then the places between. Only an
+    image that is more than half of all could come round to its own first place.
     """
     counts = Counter(keys)
     keys = sorted(keys, key=lambda key: -counts[key])
@@ -207,15 +194,9 @@ def _apart(keys: list[SampleKey]) -> list[SampleKey]:
 
 
 class RASampler(RepeatedSampler):
-    """torchvision's `RASampler`, for scripts of one's own: repeated images are dealt out to the processes one by one.
+    """torchvision's `RASampler`, for people's own scripts: deal repeated images out to the processes one by one.
 
-    Args:
-        dataset: has a length.
-        num_replicas: processes; by default those of the process group.
-        rank: this process's number, likewise.
-        shuffle: whether an epoch has an order of its own.
-        seed: of the orders.
-        repetitions: how often each image comes.
+    `num_replicas` and `rank` are those of the process group by default; without `shuffle` all epochs have one order.
     """
 
     def __init__(
@@ -244,19 +225,12 @@ class RASampler(RepeatedSampler):
 class EvalSampler(Sampler):
     """Yield, one by one, the images of this process's share of the fixed batches of a set.
 
-    Batch k holds images kB to kB + B - 1 and belongs to rank k mod W.
-    No image is added or left out, and every batch, and with it every logit, is the same at any number of processes.
-
-    Args:
-        num_images: the size of the set.
-        batch_size: B.
-        rank: this process's number.
-        world_size: W.
+    Batch k holds images kB to kB + B - 1 and belongs to rank k mod W, where B is `batch_size` and W `world_size`. No
+    image is added or left out, and every batch, and with it every logit, is the same at any number of processes.
     """
 
     def __init__(self, num_images: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        self.num_images = num_images
-        self.batch_size = batch_size
+        self.num_images, self.batch_size = num_images, batch_size
         self.firsts = range(rank * batch_size, num_images, world_size * batch_size)
 
     def __iter__(self) -> Iterator[int]:

@@ -5,9 +5,11 @@ if __name__ == "__main__":
     from checkpointing import startup
 
     startup.begin_script()
-    from config import read_command_line
+    from checkpointing.ahead import read_ahead
+    from config import default_folder, read_command_line
 
     ARGS = read_command_line()
+    read_ahead(ARGS, ARGS.output_dir or default_folder(ARGS))
 
 import torch
 
@@ -20,6 +22,7 @@ import optim
 import utils
 from checkpointing.guard import check_data
 from checkpointing.preemption import PreemptionGuard
+from checkpointing.published import start_weights
 from checkpointing.startup import take_signals
 from checkpointing.store import CheckpointManager
 from data import load_data
@@ -27,12 +30,12 @@ from errors import PreemptedError, end_by, end_process
 from launch import read_launch
 from loading.loader import check_memory
 from loading.seen import SeenRecord
-from metrics import Accuracy, Tally, build_criterion, build_metrics, numbers_of, result_lines
+from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, numbers_of, result_lines
 from monitoring.monitor import begin_log
 from monitoring.preview import preview
 from options import get_args_parser
 from presets import build_presets
-from run import BareRun, Run, distil, read_resumed, start_weights
+from run import BareRun, Run, read_resumed
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
 
@@ -161,9 +164,7 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
 
 
 def join(args):
-    """Derive options from this machine, start loading, and join the other processes.
-
-    Collective: every rank must call it.
+    """Derive options from this machine, begin to load, join the other processes. Collective: every rank must call it.
 
     Returns:
         The options, this process's device, its `PreemptionGuard`, and the result of `data.start_loading` or None.
@@ -179,13 +180,10 @@ def join(args):
     args, more = data.take_published_options(args)
     models.set_up_threads(args)
     collectives.setup_for_distributed(args.rank == 0)
-    begin_log(args)
-    for note in notes + more:
-        print(note)
+    begin_log(args, notes + more)
     models.check_model(args)
     # Before there are other threads, as those of the process group: see `BatchLoader.start`.
-    is_known = args.decode_device == "cpu" and not data.waits_for_checkpoint(args)
-    loading = data.start_loading(args) if is_known else None
+    loading = None if data.waits_for_checkpoint(args) else data.start_loading(args)
     collectives.join_processes(args)
     return args, models.set_up_device(args), preemption, loading
 
@@ -205,6 +203,7 @@ def main(args):
     check_data(state, args, *datasets)
     seen = SeenRecord(args, state, train=datasets[0], val=datasets[1])
     data_loader, data_loader_test = data.build_device_loaders(args, datasets, samplers, device, started)
+    data.load_ahead(data_loader, args, state)
     loaders = {config.evaluated_set(args): data_loader_test}
     num_classes = len(datasets[1].classes)
     weights = None if state else start_weights(args, datasets[1])
@@ -257,4 +256,5 @@ def cli(args=None):
 
 
 if __name__ == "__main__":
+    startup.end_imports()
     cli(ARGS)

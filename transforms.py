@@ -15,9 +15,8 @@ class Normalize:
     """Turn (B, C, H, W) uint8 into float32 with the given mean and standard deviation of each channel.
 
     Args:
-        mean: of each channel, of values from 0 to 1.
-        std: likewise.
-        device: where the images are.
+        mean: of each channel, of values from 0 to 1; `std` likewise.
+        device: that of the images.
         memory_format: of the result.
     """
 
@@ -42,7 +41,7 @@ class RandomErasing:
     """Erase one random rectangle of an image (Zhong et al., arXiv 1708.04896), with torchvision's distribution.
 
     Args:
-        p: odds of a rectangle.
+        p: probability of a rectangle.
         scale: smallest and largest share of the image's area.
         ratio: smallest and largest height over width.
         is_noisy: fill it with normal noise, another value for each channel of each pixel; else with zero.
@@ -56,13 +55,10 @@ class RandomErasing:
         *,
         is_noisy: bool = False,
     ) -> None:
-        self.p = p
-        self.scale = scale
-        self.ratio = ratio
-        self.is_noisy = is_noisy
+        self.p, self.scale, self.ratio, self.is_noisy = p, scale, ratio, is_noisy
 
     def draw_box(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
-        """Draw (top, left, height, width) in px; an empty box where none is to be erased, or none fits in ten tries."""
+        """Draw (top, left, height, width) in px; an empty box if nothing is erased, or if none fits in ten tries."""
         if rng.random() >= self.p:
             return 0, 0, 0, 0
         for _ in range(10):
@@ -88,18 +84,18 @@ class RandomErasing:
         return torch.cat([boxes, seeds[:, None]], dim=1)
 
     def erase(self, image: Tensor, boxes: Tensor) -> Tensor:
-        """Return (B, C, H, W) normalised floats with the boxes erased that `draw` drew."""
+        """Erase the boxes of `draw` from (B, C, H, W) normalised floats."""
         top, left, height, width = boxes[:, :4, None].unbind(1)
         fill = normal_noise(image, boxes[:, 4]) if self.is_noisy else 0.0
-        # Not masked_fill, which loses the channels-last order of memory where it is not in place, as in a compiled one.
+        # Unlike masked_fill this keeps the channels-last order of memory when compiled.
         return torch.where(_inside(image, left, top, left + width, top + height)[:, None], fill, image)
 
 
 def normal_noise(image: Tensor, seeds: Tensor) -> Tensor:
     """Return standard normal noise in the shape and memory order of (B, C, H, W) floats.
 
-    Each value is a hash of its image's seed, (B,) int64, and its place: the same on every device but for the rounding
-    of `erfinv`, and in whatever order it is computed.
+    Each value is a hash of its image's seed, (B,) int64, and its place: the same in any order and on every device but
+    for the rounding of `erfinv`.
     """
     place = torch.arange(image[0].numel(), dtype=torch.int32, device=image.device).view(image.shape[1:])
     bits = torch.zeros_like(image, dtype=torch.int32) + _mix_bits(place)
@@ -116,24 +112,24 @@ def _mix_bits(bits: Tensor) -> Tensor:
 
 
 def process_rng() -> random.Random:
-    """Return a generator that torch's process-wide one seeds."""
+    """Return a generator seeded by torch's process-wide one."""
     return random.Random(int(torch.randint(1 << 62, ())))
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device without waiting for it, which takes memory that does not move."""
+    """Copy a CPU tensor to a device without waiting, by way of pinned memory."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def _inside(image: Tensor, left: Tensor, top: Tensor, right: Tensor, bottom: Tensor) -> Tensor:
-    """Return which pixels of images lie in a rectangle: (H, W) bool, or (B, H, W) of (B, 1) edges."""
+    """Return the pixels inside a rectangle: (H, W) bool, or (B, H, W) for (B, 1) edges."""
     y, x = (torch.arange(side, device=image.device) for side in image.shape[-2:])
     rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
     return rows[..., :, None] & columns[..., None, :]
 
 
 def _neighbours(image: Tensor) -> Tensor:
-    """Return each image's neighbour in the batch. By roll, on a GPU, they would come out in NCHW order."""
+    """Return each image's neighbour in the batch. Roll would return NCHW order on a GPU."""
     return torch.cat([image[-1:], image[:-1]])
 
 
@@ -143,22 +139,22 @@ def one_hot(target: Tensor, num_classes: int) -> Tensor:
 
 
 def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor) -> Tensor:
-    """Return (B, num_classes) targets of which `share` is the image's own and the rest its neighbour's."""
+    """Return (B, num_classes) targets: `share` of the image's own class, `rest` of its neighbour's."""
     targets = one_hot(target, num_classes).to(torch.float32)
     return targets * share + targets.roll(1, 0) * rest
 
 
-# The numbers that a mixing draws go to the device in one small tensor: as plain ones they would be part of a compiled
-# transform, which would have to be compiled anew for every batch.
+# Drawn numbers go to the device in one small tensor: plain numbers would be constants of a compiled transform, which
+# would be compiled anew for every batch.
 def pack_share(share: float) -> Tensor:
-    """Return what `RandomMixUp.mix` takes: the share of the image itself and that of its neighbour."""
+    """Return the share of the image itself and that of its neighbour, for `RandomMixUp.mix`."""
     return torch.tensor([share, 1.0 - share])
 
 
 def pack_box(box: tuple[int, int, int, int], height: int, width: int) -> Tensor:
-    """Return what `RandomCutMix.mix` takes for a rectangle (left, top, right, bottom), px: it, and both shares."""
+    """Return a rectangle (left, top, right, bottom), px, and both shares, for `RandomCutMix.mix`."""
     left, top, right, bottom = box
-    # The share that is really left: a rectangle is cut off at the image's edges.
+    # Not the share that was drawn: the image's edges cut the rectangle off.
     share = 1.0 - (right - left) * (bottom - top) / (height * width)
     return torch.tensor([*map(float, box), share, 1.0 - share])
 
@@ -168,19 +164,16 @@ class _Mixing(nn.Module):
 
     Args:
         num_classes: length of a target.
-        p: odds of a batch that a call mixes; `mix` always does.
-        alpha: the share of the image itself is drawn from Beta(alpha, alpha), one draw a batch.
-        inplace: a call returns the images that it was given, changed.
+        p: probability that a call mixes; `mix` always does.
+        alpha: the share of the image itself is drawn from Beta(alpha, alpha).
+        inplace: a call changes and returns the images that it was given.
     """
 
     def __init__(self, num_classes: int, p: float = 0.5, alpha: float = 1.0, inplace: bool = False) -> None:
         super().__init__()
         if num_classes < 1 or alpha <= 0:
             raise ValueError(f"num_classes {num_classes} and alpha {alpha}: expected numbers above 0")
-        self.num_classes = num_classes
-        self.p = p
-        self.alpha = alpha
-        self.inplace = inplace
+        self.num_classes, self.p, self.alpha, self.inplace = num_classes, p, alpha, inplace
 
     def extra_repr(self) -> str:
         """Return the arguments."""
@@ -204,7 +197,7 @@ class RandomMixUp(_Mixing):
     """Blend each image with its neighbour in the batch (Zhang et al., arXiv 1710.09412); arguments as `_Mixing`."""
 
     def draw(self, image: Tensor, rng: random.Random) -> Tensor:
-        """Draw for a batch, of any shape, what `mix` takes, on the CPU."""
+        """Draw the CPU tensor that `mix` takes."""
         return pack_share(rng.betavariate(self.alpha, self.alpha))
 
     def mix(self, image: Tensor, target: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,7 +206,7 @@ class RandomMixUp(_Mixing):
         Args:
             image: (B, C, H, W) float, normalised.
             target: (B,) int64 class indices.
-            drawn: what `draw` returned, on their device.
+            drawn: the tensor of `draw`, on their device.
 
         Returns:
             The mixed image and (B, num_classes) float targets whose rows sum to 1.
@@ -227,7 +220,7 @@ class RandomCutMix(_Mixing):
     """Paste a rectangle of its neighbour into each image (Yun et al., arXiv 1905.04899); arguments as `_Mixing`."""
 
     def draw(self, image: Tensor, rng: random.Random) -> Tensor:
-        """Draw for a (B, C, H, W) batch what `mix` takes, on the CPU."""
+        """Draw the CPU tensor that `mix` takes for a (B, C, H, W) batch."""
         height, width = image.shape[-2:]
         share = rng.betavariate(self.alpha, self.alpha)
         centre_x, centre_y = rng.randrange(width), rng.randrange(height)
@@ -245,25 +238,24 @@ class RandomCutMix(_Mixing):
 
 
 class RandomMix:
-    """Apply mixup, cutmix or neither to a batch.
+    """Apply mixup, cutmix or neither to a batch; one of the two may be None.
 
     Args:
-        mixup: None for cutmix alone.
-        cutmix: None for mixup alone.
-        prob: odds of a batch that is mixed at all.
-        switch_prob: odds of cutmix, where there are both.
+        mixup: blends images.
+        cutmix: pastes rectangles.
+        prob: probability that a batch is mixed.
+        switch_prob: probability of cutmix, if both are there.
     """
 
     def __init__(
         self, mixup: RandomMixUp | None, cutmix: RandomCutMix | None, prob: float = 1.0, switch_prob: float = 0.5
     ) -> None:
-        self.mixup = mixup
-        self.cutmix = cutmix
-        self.prob = prob
-        self.switch_prob = switch_prob
+        self.mixup, self.cutmix, self.prob, self.switch_prob = mixup, cutmix, prob, switch_prob
 
-    def draw(self, image: Tensor, rng: random.Random) -> tuple[RandomMixUp | RandomCutMix, Tensor] | None:
-        """Draw which one mixes a (B, C, H, W) batch, and the arguments of its `mix`; None for neither."""
+    def draw(
+        self, image: Tensor, rng: random.Random
+    ) -> tuple["RandomMixUp | RandomCutMix | RandomMixEach", Tensor] | None:
+        """Draw the one that mixes a (B, C, H, W) batch, and the tensor of its `mix`; None for neither."""
         is_mixed, is_cut = rng.random() < self.prob, rng.random() < self.switch_prob
         if not is_mixed:
             return None
@@ -276,6 +268,33 @@ class RandomMix:
         return mixing[0](batch, target) if mixing else (batch, target)
 
 
+class RandomMixEach(RandomMix):
+    """Apply mixup, cutmix or neither to each image, by draws of its own: the mode `elem` of timm's Mixup."""
+
+    def draw(self, image: Tensor, rng: random.Random) -> tuple["RandomMixEach", Tensor]:
+        """Draw the arguments of `mix`: for each image a box, the share that it is blended with, and its target's."""
+        rows = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(len(image), 1)
+        for row in rows:
+            mixer, drawn = super().draw(image, rng) or (None, None)
+            if mixer is not None and mixer is self.cutmix:
+                row[:4], row[5:] = drawn[:4], drawn[4:]
+            elif mixer is not None:
+                row[4], row[5:] = drawn[0], drawn
+        return self, rows
+
+    def mix(self, image: Tensor, target: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix a batch; as `RandomMixUp`."""
+        left, top, right, bottom, blend, share, rest = drawn[..., None].unbind(1)
+        neighbours, blend = _neighbours(image), blend[..., None, None]
+        is_pasted = _inside(image, left, top, right, bottom)[:, None]
+        mixed = torch.where(is_pasted, neighbours, neighbours * (1 - blend) + image * blend)
+        return mixed, _soft_targets(target, (self.mixup or self.cutmix).num_classes, share, rest)
+
+    def __call__(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix a batch, drawing from torch's process-wide generator."""
+        return self.mix(batch, target, self.draw(batch, process_rng())[1].to(batch.device))
+
+
 def get_mixup_cutmix(
     *,
     mixup_alpha: float,
@@ -284,25 +303,28 @@ def get_mixup_cutmix(
     use_v2: bool = False,
     prob: float = 1.0,
     switch_prob: float = 0.5,
+    mode: str = "batch",
 ) -> RandomMix | None:
     """Return the mixing of a batch: mixup, cutmix, one of the two with probability `switch_prob`, or None.
 
-    `use_v2` changes nothing: both of torchvision's versions compute the same.
+    `mode` says what draws are made for: the whole `batch`, or each image, `elem`. `use_v2` changes nothing: both of
+    torchvision's versions compute the same.
     """
     mixup = RandomMixUp(num_classes, p=1.0, alpha=mixup_alpha) if mixup_alpha > 0 else None
     cutmix = RandomCutMix(num_classes, p=1.0, alpha=cutmix_alpha) if cutmix_alpha > 0 else None
-    return RandomMix(mixup, cutmix, prob, switch_prob) if mixup or cutmix else None
+    mix = RandomMixEach if mode == "elem" else RandomMix
+    return mix(mixup, cutmix, prob, switch_prob) if mixup or cutmix else None
 
 
 class BatchTransform:
     """The device's half of a preset: uint8 in, normalised, erased and mixed floats out.
 
     Args:
-        normalize: from uint8 to float.
-        erase: random erasing, or None.
-        mix: of images and targets, or None.
+        normalize: turns uint8 into floats.
+        erase: erases rectangles, or None.
+        mix: mixes images and targets, or None.
         mix_off_epoch: the first epoch without mixing; None for never.
-        backend: of `torch.compile`, to do all of it in few kernels; None for one after the other.
+        backend: of `torch.compile`, to do all of it in few kernels; None not to compile.
     """
 
     def __init__(
@@ -313,13 +335,11 @@ class BatchTransform:
         mix_off_epoch: int | None = None,
         backend: str | None = None,
     ) -> None:
-        self.normalize = normalize
-        self.erase = erase
-        self.mix = mix
+        self.normalize, self.erase, self.mix = normalize, erase, mix
         self.mix_off_epoch = math.inf if mix_off_epoch is None else mix_off_epoch
         self.apply = self._apply
         if backend is not None:
-            # By the standard deviation they are divided as when it is not compiled, which on a GPU is not the default.
+            # Divide by the standard deviation as without compiling, which is not the default on a GPU.
             options = {"eager_numerics.division_rounding": True} if backend == "inductor" else None
             self.apply = torch.compile(self._apply, backend=backend, options=options, dynamic=False)
 
@@ -331,7 +351,7 @@ class BatchTransform:
         if self.mix is not None and epoch < self.mix_off_epoch and (mixing := self.mix.draw(image, rng)):
             mixer, drawn = mixing[0], to_device(mixing[1], image.device)
         image, target = self.apply(image, target, boxes, mixer, drawn)
-        # As it is already; compiled by torch 2.11, images that came in another order of memory may not be.
+        # No copy, except after torch 2.11 compiled for images in another order of memory.
         return image.contiguous(memory_format=self.normalize.memory_format), target
 
     def _apply(
@@ -339,7 +359,7 @@ class BatchTransform:
         image: Tensor,
         target: Tensor,
         boxes: Tensor | None,
-        mixer: RandomMixUp | RandomCutMix | None,
+        mixer: RandomMixUp | RandomCutMix | RandomMixEach | None,
         drawn: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         image = self.normalize(image)

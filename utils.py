@@ -1,4 +1,4 @@
-"""The process and meter words that users of torchvision's reference scripts know, for those scripts and train.py."""
+"""torchvision's names for processes and meters, for people's own scripts and train.py."""
 
 import datetime
 import os
@@ -43,8 +43,8 @@ class SmoothedValue:
     A device tensor is kept as it is and read when somebody asks, because reading it makes the host wait for the device.
 
     Args:
-        window_size: how many of the last values `value`, `median`, `avg` and `max` look at.
-        fmt: how `str()` shows it; may name median, avg, global_avg, max and value.
+        window_size: number of last values for `value`, `median`, `avg` and `max`.
+        fmt: format of `str()`; may name median, avg, global_avg, max and value.
     """
 
     def __init__(self, window_size: int = 20, fmt: str | None = None) -> None:
@@ -56,17 +56,13 @@ class SmoothedValue:
 
     def update(self, value: float | torch.Tensor, n: int = 1) -> None:
         """Add the mean of `n` samples."""
-        self._unread.append((value.detach() if isinstance(value, torch.Tensor) else value, n, False))
-
-    def add(self, total: float | torch.Tensor, n: int) -> None:
-        """Add the sum over `n` samples. Counts stay integers this way, where a mean would be rounded."""
-        self._unread.append((total, n, True))
+        self._unread.append((value.detach() if isinstance(value, torch.Tensor) else value, n))
 
     def _read(self) -> None:
-        for value, n, is_sum in self._unread:
+        for value, n in self._unread:
             number = float(value)
-            self._window.append(number / n if is_sum else number)
-            self._accumulate(number if is_sum else number * n, n)
+            self._window.append(number)
+            self._accumulate(number * n, n)
         self._unread.clear()
 
     def _accumulate(self, total: float, n: int) -> None:
@@ -131,7 +127,7 @@ class SmoothedValue:
 
     def __str__(self) -> str:
         names = ("median", "avg", "global_avg", "max", "value")
-        # Only what the format asks for: a window may hold thousands of values.
+        # Compute no others: a window may hold thousands of values.
         return self.fmt.format(**{name: getattr(self, name) for name in names if "{" + name in self.fmt})
 
 
@@ -140,9 +136,9 @@ class MetricLogger:
 
     Args:
         delimiter: between two of them.
-        formats: how some of them are shown, by their names: see `SmoothedValue`.
-        outlook: where the run is, of an epoch of one.
-        is_share: the meters are of this process's share of something, whose result is said elsewhere.
+        formats: `fmt` of a `SmoothedValue`, by the meter's name.
+        outlook: position of the run, if this is one of its epochs.
+        is_share: the meters are of this process's share; another line gives the result.
     """
 
     def __init__(
@@ -157,15 +153,15 @@ class MetricLogger:
         self.delimiter = delimiter
         self.formats = formats or {}
         self.outlook, self.is_share = outlook, is_share
-        self.wait_s = 0.0  # time that the loop has waited for data in all
-        self.is_line_due = False  # whether a line will be printed after the item that is being worked on
+        self.wait_s = 0.0  # total time that the loop has waited for data
+        self.is_line_due = False  # a line will be printed after the present item
 
     def update(self, **values: float | torch.Tensor) -> None:
         """Add one value to each of the named meters."""
         self.show(values)
 
     def show(self, values: Mapping[str, Any], n: int = 1) -> None:
-        """Add the means of `n` samples to the meters of their names; lists, of which no line has room, are left out."""
+        """Add the means of `n` samples to the meters of their names; leave out lists, which need too much room."""
         for name, value in values.items():
             if isinstance(value, float | int | torch.Tensor):
                 if name not in self.meters:
@@ -183,8 +179,8 @@ class MetricLogger:
     def synchronize_between_processes(self) -> None:
         """Make every meter's totals those of all processes. Collective: every rank must call it.
 
-        Rank r's update j is taken to be number j W + r of the whole, as `EvalSampler` deals its batches, and sums are
-        formed in that order: the same bits at any number of processes.
+        Rank r's update j counts as number j W + r of all, as `EvalSampler` deals its batches. Sums are formed in that
+        order, and have the same bits at any number of processes.
         """
         for meter in self.meters.values():
             meter.synchronize_between_processes()
@@ -194,7 +190,7 @@ class MetricLogger:
         self.meters[name] = meter
 
     def timed(self, iterable: Iterable) -> Iterator:
-        """Yield from `iterable`, counting the time that it makes us wait."""
+        """Yield from `iterable`, and count the time spent waiting for it."""
         iterator = iter(iterable)
         while True:
             start = time.perf_counter()
@@ -213,10 +209,10 @@ class MetricLogger:
         with the values of the last of them: nothing more is read from a device.
 
         Args:
-            iterable: what to loop over; has a length.
+            iterable: has a length.
             print_freq: items between two lines.
-            header: what each line begins with.
-            start: the number of the first item, where a resumed epoch goes on.
+            header: begins each line.
+            start: number of the first item, in a resumed epoch.
         """
         header = header or ""
         is_part = self.is_share and get_world_size() > 1
@@ -256,12 +252,12 @@ class MetricLogger:
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
-    """Give the percentage of images whose target is among the k highest scores, for each k; as `count_correct`."""
+    """Return the percentage of images whose target is among the k highest scores, for each k; as `count_correct`."""
     return [hits * (100.0 / target.size(0)) for hits in count_correct(output, target, topk)]
 
 
 def save_on_master(*args: Any, **kwargs: Any) -> None:
-    """Call `torch.save` on rank 0. Checkpoints go through `store.CheckpointManager`, which can be killed."""
+    """Call `torch.save` on rank 0. A kill may tear the file; the run's own checkpoints are written atomically."""
     if is_main_process():
         torch.save(*args, **kwargs)
 
@@ -286,10 +282,8 @@ def reduce_across_processes(value: Any) -> torch.Tensor:
 def init_distributed_mode(args: Any) -> None:
     """Join the processes that a launcher started; set `args.rank`, `world_size`, `gpu`, `distributed`, `dist_backend`.
 
-    For people's own scripts; `main` resolves its options first. Collective: every rank must call it.
-
-    Args:
-        args: may hold world_size, dist_url, device and dist_timeout.
+    It is for people's own scripts, whose `args` may hold world_size, dist_url, device and dist_timeout; `main` resolves
+    its options first. Collective: every rank must call it.
     """
     args.device = getattr(args, "device", None) or find_accelerator() or "cpu"
     args.dist_url = getattr(args, "dist_url", "env://")
@@ -302,5 +296,5 @@ def init_distributed_mode(args: Any) -> None:
 
 
 def mkdir(path: str | os.PathLike) -> None:
-    """Make a folder and those above it, where they are not there yet."""
+    """Make a folder and its parents if they are missing."""
     os.makedirs(path, exist_ok=True)

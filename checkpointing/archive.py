@@ -1,4 +1,4 @@
-"""Read files of checkpoints and weights: check every byte, and run no code that is in them."""
+"""Read files of checkpoints and weights: check every byte, and run none of their code."""
 
 import argparse
 import io
@@ -17,7 +17,7 @@ from checkpointing.schema import MOST_PICKLE_BYTES, check_schema
 from errors import StorageError, UserError
 from files import memory_bytes, read_bytes, retry_read
 
-# How much of a refused file is searched for code, which the message names.
+# Bytes of a refused file in which code is looked for, which the message then names.
 _MOST_OLD_BYTES = 1 << 20
 
 # Bytes of an element, by the storages that `torch.save` names; and all names that it uses for plain data.
@@ -34,11 +34,11 @@ _PLAIN_GLOBALS = {
 
 
 def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
-    """Return the bytes and the state of a file that errors call `name`; its claims are checked before it is read.
+    """Return the bytes and the state of a file that errors call `name`; check its claims before reading it.
 
     Raises:
         UserError: it is damaged, or no checkpoint of this script.
-        StorageError: the disk does not answer, or there is no memory for it now.
+        StorageError: the disk does not answer, or memory is short.
     """
 
     def check() -> None:
@@ -57,17 +57,17 @@ def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
 
 
 def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = False) -> dict:
-    """Load a file of tensors and plain values, or its bytes; check every byte and run no code that is in it.
+    """Load a file of tensors and plain values, or its bytes; check every byte and run none of its code.
 
     `torch.load` accepts flipped bits in a tensor; the archive's checksums do not (docs/research/RELIABILITY.md, 2.1).
     An `argparse.Namespace`, as checkpoints of torchvision and timm hold, is refused unless `takes_namespace`.
 
     Raises:
-        UserError: damaged, not a checkpoint, or one that needs code to load; says which.
-        MemoryError: it is larger than the memory that is free.
+        UserError: it is damaged, no checkpoint, or needs code to load; the message says which.
+        MemoryError: it is larger than the free memory.
     """
     stream = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
-    # Leaving the context would take the class from a script that has allowed it for itself.
+    # A script may have allowed the class for itself; leaving the context would forbid it again.
     is_new = takes_namespace and argparse.Namespace not in torch.serialization.get_safe_globals()
     with stream, torch.serialization.safe_globals([argparse.Namespace]) if is_new else nullcontext():
         try:
@@ -76,11 +76,16 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
                 if bad is not None:
                     raise UserError(f"{name} is damaged (record {bad.split('/', 1)[-1]} fails its CRC)")
                 check_pickle(stream, name, takes_namespace=takes_namespace)
+            else:
+                stream.seek(0)
+                begin = stream.read(_MOST_OLD_BYTES)
+                if begin[:2] != b"\x80\2":  # the protocol of pickles that torch wrote before version 1.6
+                    raise _find_code(begin)
             stream.seek(0)
             content = torch.load(stream, map_location="cpu", weights_only=True)
         except (UserError, MemoryError):
             raise
-        except Exception as error:  # bad bytes raise anything from EOFError to AssertionError (same place)
+        except Exception as error:  # bad bytes raise anything from EOFError to AssertionError
             if "allocate" in str(error):
                 raise MemoryError(f"{name} does not fit into memory") from error
             raise UserError(_explain(name, error)) from error
@@ -90,12 +95,12 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
 
 
 def check_archive(file: Any, name: str) -> bool:
-    """Tell whether an open file is an archive, and check by its directory that it is as large as its records.
+    """Tell whether an open file is an archive, and check that its directory accounts for all its bytes.
 
-    So nothing that is loaded is larger than the file: `torch.save` compresses nothing.
+    Nothing loaded is then larger than the file, since `torch.save` compresses nothing.
 
     Raises:
-        UserError: it is an archive that `torch.save` does not write, or larger than the memory of this machine.
+        UserError: it is no archive of `torch.save`, or larger than this machine's memory.
     """
     size = file.seek(0, os.SEEK_END)
     if size > memory_bytes():
@@ -140,10 +145,10 @@ def check_pickle(file: Any, name: str, *, takes_namespace: bool = False) -> None
 
 
 def _storages(pickled: bytes, plain_globals: set[str]) -> Iterator[tuple[str, str, int]]:
-    """Yield the kind, the key and the number of elements of each storage that a pickle of `torch.save` asks for.
+    """Yield the kind, the key and the number of elements of each storage in a pickle of `torch.save`.
 
     Raises:
-        ValueError: `torch.save` did not write it, or it names more than plain data; says which name.
+        ValueError: `torch.save` did not write it, or it names more than plain data; the message says which name.
     """
     literals, stack, named = {}, [], None
     for opcode, argument, _ in pickletools.genops(pickled):
@@ -179,9 +184,9 @@ def _check_opcode(name: str, argument: Any, plain_globals: set[str]) -> None:
 
 
 def _find_code(content: bytes) -> Exception:
-    """Return why a file that is no archive is refused: the code that it names, if it is a pickle or begins with some.
+    """Return the reason to refuse a file that is no archive: code in the pickles that it begins with, if any.
 
-    Older versions of torch wrote several pickles, one after the other, and the tensors behind them.
+    Older versions of torch wrote several pickles in a row, and then the tensors.
     """
     stream = io.BytesIO(content)
     try:
@@ -191,7 +196,7 @@ def _find_code(content: bytes) -> Exception:
     except Exception as error:  # pickletools raises a dozen kinds where there is no pickle
         if re.match("GLOBAL|Unsupported operand", str(error)):
             return error
-    return ValueError("not the archive that torch.save writes; nothing in it was run")
+    return ValueError("not an archive of torch.save; nothing in it was run" if content else "it is empty")
 
 
 def find_bad_record(file: Any) -> str | None:
@@ -201,8 +206,8 @@ def find_bad_record(file: Any) -> str | None:
         zipfile.BadZipFile: the archive as a whole is damaged.
     """
     with zipfile.ZipFile(file) as archive:
-        # One flipped bit of the index makes a folder of a record. Python reads it all the same and finds it good;
-        # torch reads nothing, and gives a tensor of uninitialised memory.
+        # One flipped bit of the index turns a record into a folder. Python reads it all the same and finds it good;
+        # torch reads nothing and returns uninitialised memory.
         folders = (record.filename for record in archive.infolist() if record.external_attr & 0x10)
         return next(folders, None) or archive.testzip()
 

@@ -10,21 +10,21 @@ import torch
 from checkpointing.schema import FORMAT
 from errors import UserError, counted, duration, in_one_line
 
-# Names of the best checkpoints: by the results of the raw weights, and of their average, on the set that a run has.
+# Names of the best checkpoints, by the evaluation that they are best in: of the raw weights, or of their average.
 BEST_NAMES = {"val": "best", "val_ema": "best_ema", "minival": "best", "minival_ema": "best_ema"}
 
 
 class RunState:
-    """The position of a run, and everything that cannot be computed from it.
+    """The position of a run, and all state that does not follow from it.
 
     The position is (epoch, steps done in it, whether the epoch has been evaluated), at the end of a step. The loop
-    moves it, never an iterator: loader processes work ahead. Order, augmentation, mixing, dropout and learning rate are
-    functions of the position, so no generator, sampler or schedule is saved.
+    moves it, never an iterator: loader processes work ahead. All random draws and the learning rate are functions of
+    it, so no generator, sampler or schedule is saved.
 
     Args:
         facts: plain values that describe the run, saved beside the state.
-        parts: by the names to save them under, objects with `state_dict` and `load_state_dict`; None for parts that
-            this run does not have.
+        parts: objects with `state_dict` and `load_state_dict`, by the names to save them under; None for a part that
+            this run lacks.
     """
 
     def __init__(self, steps_per_epoch: int, facts: dict, parts: dict[str, Any]) -> None:
@@ -41,19 +41,19 @@ class RunState:
         return self.epoch * self.steps_per_epoch + self.steps
 
     def advance(self) -> None:
-        """Count one more step."""
+        """Count a step."""
         self.steps += 1
 
     def start_epoch(self, epoch: int) -> int:
-        """Move to an epoch, if it is not the present one; return its first step that is left."""
+        """Move to an epoch, unless it is the present one; return its next step."""
         if epoch != self.epoch:
             self.epoch, self.steps, self.is_evaluated = epoch, 0, False
         return self.steps
 
     def note_results(self, results: dict[str, dict[str, float]], metric: str) -> None:
-        """Record that the epoch has been evaluated, and whether it is the best so far, in each kind.
+        """Record that the epoch has been evaluated, and whether it is the best so far in each kind of `BEST_NAMES`.
 
-        Only those of `BEST_NAMES` have a best. The lowest loss is best, or the highest value of any other metric.
+        The lowest loss is best, or the highest value of any other metric.
         """
         self.is_evaluated = True
         sign = -1 if metric == "loss" else 1
@@ -66,7 +66,7 @@ class RunState:
 
     @property
     def best_now(self) -> list[str]:
-        """The names of the best checkpoints that the present state is."""
+        """The names under which the present state is best."""
         return [name for name, best in self.bests.items() if best is not None and best["step"] == self.step]
 
     def resume(self, state: dict | None, start_epoch: int | None, epochs: int) -> None:
@@ -80,7 +80,7 @@ class RunState:
             return
         self.load_state_dict(state)
         next_epoch = self.epoch + self.is_evaluated
-        # The same command again, as a requeued job gives it, is no contradiction.
+        # A requeued job repeats its command, which is no contradiction.
         is_complete = self.steps == self.steps_per_epoch  # and perhaps not to be evaluated
         if start_epoch not in (None, next_epoch, self.epoch + is_complete, state["args"]["start_epoch"]):
             raise UserError(f"--start-epoch {start_epoch}, but the checkpoint goes on with {next_epoch}; leave it out")
@@ -104,10 +104,10 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore every part and the position; print which parts the checkpoint lacks, and which this run lacks.
+        """Restore every part and the position; print which parts the checkpoint or this run lacks.
 
         Raises:
-            UserError: a part is one of another model or optimizer.
+            UserError: a part is of another model or optimizer.
         """
         for name, part in self.parts.items():
             if name in state:
@@ -125,7 +125,7 @@ class RunState:
         self.is_resumed = True
 
     def result(self, folder: str, ran_s: float | None) -> str:
-        """Return the last lines of a finished run, which has run so long, if that is known."""
+        """Return the last lines of a finished run; `ran_s` is its time, if known."""
         lines = [
             f"best {best['metric']} {best['value']:.3f}, after step {best['step']}: {folder}/{name}.pth"
             for name, best in self.bests.items()
@@ -140,16 +140,39 @@ class RunState:
         return self.epoch == epochs - 1 and self.is_evaluated
 
 
-def copy_to_host(state: dict) -> dict:
-    """Return a copy of a state in host memory, whose tensors share theirs where the originals do."""
-    memories, copies = {}, {}
-    for tensor in tensors_in(state):
-        memory = tensor.untyped_storage()
-        if memory._cdata not in memories:  # by which torch.save tells them apart, too
-            memories[memory._cdata] = memory.clone() if memory.device.type == "cpu" else memory.cpu()
-        there = tensor.storage_offset(), tensor.size(), tensor.stride()
-        copies[id(tensor)] = torch.empty(0, dtype=tensor.dtype).set_(memories[memory._cdata], *there)
-    return copy.deepcopy(state, copies)
+class HostCopy:
+    """A copy of a state in host memory, which the next copy uses again: fresh pages cost more than the copy into them.
+
+    A GPU's tensors go into pinned memory, without a wait.
+    """
+
+    def __init__(self) -> None:
+        self._memories, self._copied = {}, None
+
+    def take(self, state: dict) -> dict:
+        """Return a copy, good until the next one, whose tensors share memory where the originals do; see `wait`."""
+        before, self._memories, memories, copies = self._memories, {}, {}, {}
+        for tensor in tensors_in(state):
+            source = tensor.untyped_storage()
+            if source._cdata not in memories:  # by which torch.save tells them apart, too
+                kind = source.nbytes(), source.device.type == "cuda"
+                memory = before[kind].pop() if before.get(kind) else _allocate(*kind)
+                self._memories.setdefault(kind, []).append(memory)
+                memories[source._cdata] = memory.copy_(source, non_blocking=kind[1])
+            there = tensor.storage_offset(), tensor.size(), tensor.stride()
+            copies[id(tensor)] = torch.empty(0, dtype=tensor.dtype).set_(memories[source._cdata], *there)
+        is_cuda = any(is_pinned for _, is_pinned in self._memories)
+        self._copied = torch.cuda.current_stream().record_event() if is_cuda else None
+        return copy.deepcopy(state, copies)
+
+    def wait(self) -> None:
+        """Wait, in any thread, until the copy is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def _allocate(num_bytes: int, is_pinned: bool) -> torch.UntypedStorage:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned).untyped_storage()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

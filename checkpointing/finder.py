@@ -1,4 +1,4 @@
-"""The files of a run in its output folder: their names, and the newest checkpoint that can be trusted."""
+"""The names of a run's files in its output folder, and the newest checkpoint that can be trusted."""
 
 import filecmp
 import os
@@ -15,12 +15,12 @@ from files import retry_read
 
 NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
 
-# Files with a run's state, or its ruins; only `--overwrite` removes them.
+# Files with a run's state, whole or damaged; only `--overwrite` removes them.
 STATE_FILES = re.compile(r"(superseded-(\d+-)?)?(checkpoint(-\d{8,})?|best|best_ema)\.pth(\.corrupt(-\d+)?)?")
 
 EVENT_FILES = re.compile(r"events\.out\.tfevents\..*")
 
-# Pictures of a run, by what they show and the step that they were drawn after.
+# Pictures of a run: their kind, and the step after which they were drawn.
 PICTURES = re.compile(r"picture-(?P<tag>[a-z-]+)-(?P<step>\d{8,18})\.png")
 
 # Every file that a run writes into its output folder; `--overwrite` removes these, except its lock, and no others.
@@ -44,14 +44,15 @@ class Found(NamedTuple):
 class CheckpointFinder:
     """The checkpoints in one folder, as one process reads them. Changes nothing.
 
-    `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is always the newest, `best.pth` the
-    one whose weights and `best_ema.pth` the one whose average were evaluated best, all hard links. The folder's own
-    listing is the only record of them.
+    `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is the newest, `best.pth` the one
+    with the best weights and `best_ema.pth` the one with the best average, all hard links. The folder's own listing is
+    the only record of them.
     """
 
     def __init__(self, folder: Path, *, say: Callable[[str], None] = print) -> None:
         self.folder, self.say = folder, say
         self.damaged = []  # (path, why) of those that `read` passed over
+        self.verified = None  # path of the checkpoint that `read` returned
 
     def numbered(self) -> list[Path]:
         """Return the numbered checkpoints, newest first."""
@@ -61,7 +62,7 @@ class CheckpointFinder:
         """Return the files of a run whose names match."""
         try:
             names = retry_read(lambda: os.listdir(self.folder), self.folder)
-        except (FileNotFoundError, NotADirectoryError):  # `open` makes it, or says why it cannot
+        except (FileNotFoundError, NotADirectoryError):  # `open` makes it, or says why not
             return []
         return [self.folder / name for name in names if pattern.fullmatch(name)]
 
@@ -83,8 +84,11 @@ class CheckpointFinder:
         """
         if not resume:
             return None
-        if resume == "auto":
-            return self._read_newest()
+        found = self._read_newest() if resume == "auto" else self._read_named(resume)
+        self.verified = found and found.path
+        return found
+
+    def _read_named(self, resume: str) -> Found:
         try:
             return load(Path(resume), resume)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -116,10 +120,7 @@ class CheckpointFinder:
         return None
 
     def _candidates(self) -> list[Path]:
-        """Return the files that a run could go on from, the newest first.
-
-        The linked names come last, for where somebody removed the numbered ones.
-        """
+        """Return the files to resume from, the newest first; linked names last, in case the numbered ones are gone."""
         numbered, newest = self.numbered(), self.folder / "checkpoint.pth"
         files = [path for path in numbered if path.is_file()]
         if newest.is_file() and not any(os.path.samefile(newest, path) for path in files):
@@ -137,7 +138,7 @@ class CheckpointFinder:
             self.say(f"checkpoint {why}{as_kept}; resuming from {found.path.name}{earlier}")
 
     def check(self, resume: str, *, overwrite: bool) -> None:
-        """Raise UserError unless the options say whether to go on with a run that is in the folder or to remove it."""
+        """Raise UserError unless the options say whether to resume or to remove a run in the folder."""
         is_here = bool(resume) and not self.is_elsewhere(resume)
         if overwrite and is_here:
             raise UserError(
@@ -150,7 +151,7 @@ class CheckpointFinder:
             )
 
     def holds_other_run(self, resume: str) -> bool:
-        """Tell whether the folder holds checkpoints other than copies that an earlier start made of those elsewhere."""
+        """Tell whether the folder holds checkpoints that are no copies of those of `--resume` elsewhere."""
         origins = [Path(resume), *(Path(resume).with_name(name) for name in BEST_FILES)] if resume else []
         origins = [path for path in origins if path.is_file()] if self.is_elsewhere(resume) else []
         return not all(
@@ -159,7 +160,7 @@ class CheckpointFinder:
         )
 
     def find_best(self, name: str, step: int, resume: str) -> Path | None:
-        """Return the file of the best evaluation so far, that of a step, if this node has it."""
+        """Return the file of the best evaluation so far, after a step, if this node has it."""
         source = Path(resume).parent if self.is_elsewhere(resume) else self.folder
         return next((path for path in (source / f"{name}.pth", self.path_of(step)) if is_of(path, step)), None)
 

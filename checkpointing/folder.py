@@ -61,7 +61,7 @@ class CheckpointFolder(CheckpointFinder):
 
     @contextmanager
     def heard_by(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Have somebody else hear what is said."""
+        """Have another function get the lines that are said."""
         self.say, before = say, self.say
         try:
             yield
@@ -158,7 +158,7 @@ class CheckpointFolder(CheckpointFinder):
         """
         path, record = self.folder / f"{name}.pth", run.bests[name]
         if os.path.lexists(path):
-            step = step_of(path)
+            step = run.step if self._is_verified(path) else step_of(path)
             if record is not None and step == record["step"]:
                 return
             if step is None:
@@ -178,6 +178,10 @@ class CheckpointFolder(CheckpointFinder):
             return
         self.say(f"the best so far, of step {record['step']}, is not there any more: {path.name} starts anew")
         run.bests[name] = None
+
+    def _is_verified(self, path: Path) -> bool:
+        """Tell whether a path is another name of the checkpoint that was read at this start, all of it."""
+        return self.verified is not None and path.exists() and path.samefile(self.verified)
 
     def _erase(self) -> None:
         """Remove a run's files, and no others.
@@ -200,11 +204,17 @@ class CheckpointFolder(CheckpointFinder):
         with suppress(OSError):
             curves.rmdir()
 
-    def save(self, state: dict, best_now: Iterable[str] = ()) -> str | None:
+    def save(self, state: dict, best_now: Iterable[str] = (), records: int | None = None) -> str | None:
         """Write a state, read it back, and only then give it its names and delete checkpoints that are too old.
 
-        Return None, or why it failed, in one line; then the earlier checkpoints are untouched.
+        The file of the descriptor `records` is made durable first. Return None, or why the save failed, in one line;
+        then the earlier checkpoints are untouched.
         """
+        if records is not None:
+            try:
+                os.fsync(records)
+            except OSError as error:
+                self._warn_once("records", f"metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
         return self._commit(state["step"], lambda file: torch.save(state, file), _num_bytes(state), best_now)
 

@@ -1,4 +1,4 @@
-"""Changes that a resumed run may make: options, data and versions of the checkpoint, against those of today."""
+"""Compare options, data and versions with those of the checkpoint that a run resumes."""
 
 import platform
 import subprocess
@@ -23,7 +23,7 @@ _DERIVED = {
 
 
 def describe_data(train: Any, val: Any) -> dict:
-    """Return the facts that identify the training and the validation set in a checkpoint."""
+    """Return the facts by which a checkpoint identifies the training and the validation set."""
     classes = list(val.classes)
     return {**_describe_set(train), "num_classes": len(classes), "classes": classes, "val": _describe_set(val)}
 
@@ -33,7 +33,7 @@ def _describe_set(dataset: Any) -> dict:
 
 
 def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
-    """Return versions, code revision, threads and processes, on which a run's numbers may depend beside its options."""
+    """Return versions, code revision, threads and processes, which a run's numbers may depend on."""
     return {
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
@@ -49,7 +49,7 @@ def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
 def describe_revision(folder: Path) -> str | None:
     """Return the commit of a repository, marked if files have changed since; None where there is no git.
 
-    `git describe --dirty` would lock the index, and a kill would leave the lock behind for whoever works there.
+    `git describe --dirty` would lock the index, and a kill would leave the lock behind.
     """
     describe, status = ["describe", "--always", "--abbrev=40"], ["status", "--porcelain", "--untracked-files=no"]
     options = {"cwd": folder, "capture_output": True, "text": True}
@@ -88,12 +88,12 @@ def run_facts(args: Any, decoder: str, train: Any, val: Any) -> dict:
 
 
 def check_options(state: dict, args: Any, decoder: str) -> None:
-    """Check that the options compute the numbers that the run's first part did; print all other differences.
+    """Check that the options compute the same numbers as the checkpoint's run; print all other differences.
 
-    Before any data is looked at, and before the shards are set.
+    This comes before any data is read and before the shards are set.
 
     Raises:
-        UserError: a change would change numbers, and `--allow-change` does not name it.
+        UserError: a difference changes numbers, and `--allow-change` does not name it.
     """
     there, here = state["environment"], describe_environment(args, decoder)
     is_deterministic = args.use_deterministic_algorithms
@@ -129,9 +129,9 @@ def check_options(state: dict, args: Any, decoder: str) -> None:
 
 
 def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> None:
-    """Raise UserError if a checkpoint, where there is one, is of other classes or images.
+    """Raise UserError if there is a checkpoint and it is of other classes or images.
 
-    Without a training set it is evaluated, which may be done on other images.
+    Without a training set the checkpoint is to be evaluated, which may be done on other images.
     """
     if state is None:
         return
@@ -154,7 +154,6 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
                 f"{len(train)} now; a position is counted in steps of all images, so this cannot be changed"
             )
         differences += _compare_sets("train", theirs, _describe_set(train), notes)
-    # A checkpoint may be evaluated on other images.
     matters = notes if train is None else differences
     if state["args"].get("minival") == args.minival:
         matters += _compare_sets("val", theirs["val"], _describe_set(val), notes)
@@ -164,7 +163,7 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
 
 
 def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
-    """Refuse to evaluate weights of other classes, if they name theirs; training may go on to these classes."""
+    """Refuse to evaluate weights that name other classes; training may start from them."""
     # For another number of classes see `models.load_matching`.
     if classes is None or len(classes) != len(val.classes):
         return
@@ -188,7 +187,7 @@ def _say_if(begin: str, texts: list[str], end: str = "") -> None:
 
 
 def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
-    """Say how the names of as many classes differ, the checkpoint's and the data's; nothing where they do not."""
+    """Return a line about the classes whose names differ in the checkpoint and in as many of the data, if any do."""
     labels = [label for label, names in enumerate(zip(theirs, ours, strict=True)) if names[0] != names[1]]
     if not labels:
         return []
@@ -200,9 +199,9 @@ def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
 
 
 def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list[str]:
-    """Return the differences of two sets that matter, and add to the notes those that may be.
+    """Return the differences of two sets that matter; add those that may not to the notes.
 
-    Names and labels are the same in any form and place; sizes and checksums within a form, times within a path.
+    Names and labels are the same in any form and place, sizes and checksums within a form, times within a path.
     """
     meanings = {"num_images": "there are more or fewer images", "fingerprint": "files have other names or labels"}
     is_same_form = theirs["form"] == ours["form"]
@@ -225,13 +224,11 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
     """Return (the checkpoint's value, ours) of each option that differs."""
     differing = {}
     for name, value in vars(args).items():
-        if name in _DERIVED or name == "world_size":
-            continue
         is_theirs = name in ("weights", "mean", "std") and name not in args.given
-        if is_theirs or (name == "global_batch_size" and value is None):
-            continue  # then it is the checkpoint's
-        if name not in theirs and name not in args.given:
-            continue  # an option that is younger than the checkpoint, and not used
+        is_theirs = is_theirs or (name == "global_batch_size" and value is None)
+        is_younger = name not in theirs and name not in args.given  # than the checkpoint, and not used
+        if name in _DERIVED or name == "world_size" or is_theirs or is_younger:
+            continue
         known = theirs.get(name, "unknown")
         if name == "device" and known is not None and value is not None:
             known, value = (str(device).split(":")[0] for device in (known, value))
@@ -245,16 +242,16 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _is_free(name: str, args: Any) -> bool:
-    """Tell whether an option may change without a permission; one that has no rule may not."""
+    """Tell whether an option may change without permission; one without a rule may not."""
     if name == "epochs":
         return _why_epochs_matter(args) is None
     if name == "world_size":
-        # Statistics over all images that the processes compute at once; kernels for the shapes of this many.
+        # BatchNorm sees the images of all processes; kernels are compiled for this number of processes.
         return not args.sync_bn and not (args.compile is not None and args.use_deterministic_algorithms)
     if name == "grad_checkpointing":
-        return args.compile is None  # which fuses otherwise then
+        return args.compile is None  # the compiler fuses other kernels then
     if name == "weights":
-        return args.model not in ("googlenet", "inception_v3")  # whose input is scaled as weights by name want it
+        return args.model not in ("googlenet", "inception_v3")  # these rescale inputs for published weights
     return name in BY_NAME and BY_NAME[name].resume in (FREE, SILENT)
 
 
@@ -271,7 +268,7 @@ def _difference(name: str, theirs: Any, ours: Any) -> str:
 
 
 def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
-    """Name all refused differences in one line, and the remedies."""
+    """Return one line with all refused differences and the remedies."""
     whys = {name: BY_NAME[name].why_fixed for name in differing if name in BY_NAME and BY_NAME[name].why_fixed}
     reasons = {"epochs": _why_epochs_matter(args), **whys}
     parts = [

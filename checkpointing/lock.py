@@ -1,4 +1,4 @@
-"""At most one run writes to a folder, on one machine or over a network file system that has locks."""
+"""Let one run at a time write to a folder, on one machine or over a network file system that has locks."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from errors import LockedError
 from files import lock_file
 from launch import read_launch
 
-# How long a run may take to stop: one that lost its launcher, or is saving because it was told to end.
+# A run that lost its launcher, or saves because it was told to end, may take this long to stop.
 WAIT_S = 60.0
 
 # Answers of a file system without locks.
@@ -19,10 +19,10 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def lock_folder(folder: Path) -> None:
-    """Lock `.lock` in a folder until the process ends, and write into it who holds it; without locks, say so.
+    """Lock `.lock` in a folder until the process ends, and write the holder into it; without locks, say so.
 
-    Nothing else may open the file, and nobody ever deletes it: a deleted file can be locked by one process and made
-    anew by another.
+    Nothing else may open the file, and nobody deletes it: one process could lock a deleted file while another makes
+    a new one.
 
     Raises:
         LockedError: it is still held after `WAIT_S`; names the holder.

@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import collectives
 from checkpointing.startup import SIGNALS, take_signals
@@ -28,12 +27,15 @@ PR_SET_PDEATHSIG = 1
 
 
 class Verdict(NamedTuple):
-    """The agreement of all ranks after a step."""
+    """The agreement of all ranks: each knows it after the same step."""
 
     stop: str  # such as "SIGTERM on rank 5"; empty to go on
     is_save_due: bool
     is_written: bool  # whether the save that was under way has been written, or has failed
     bad_step: int | None  # first step known to have a loss that is not finite
+
+
+NOTHING = Verdict("", False, False, None)
 
 
 class PreemptionGuard:
@@ -44,7 +46,7 @@ class PreemptionGuard:
     """
 
     def __init__(self, *, is_installed: bool) -> None:
-        self.signals = take_signals()
+        self.signals, self._begun = take_signals(), None
         if not is_installed:
             self.signals.release()
             return
@@ -57,20 +59,44 @@ class PreemptionGuard:
             if is_orphan():
                 raise UserError("the torchrun that started this process is gone; start again")
 
-    def agree(self, *, is_save_due: bool = False, is_written: bool = False, bad_step: int | None = None) -> Verdict:
-        """Join the knowledge of all ranks. Collective: every rank must call it, as often as the others."""
+    def begin(self, votes: Callable[[], dict[str, Any]]) -> None:
+        """Begin to join the knowledge of all ranks, beside their next step. Collective: every rank must call it.
+
+        Args:
+            votes: the arguments of `_as_integers`.
+        """
+        if self._begun is not None:
+            self._begun()  # of the step before, which nobody has read
+        if collectives.get_world_size() > 1:
+            self._begun = collectives.begin_largest(self._as_integers(**votes()))
+
+    def agreed(self, votes: Callable[[], dict[str, Any]]) -> Verdict:
+        """Return the agreement that was begun last, if any; of one process alone, that of now. Collective."""
+        if collectives.get_world_size() == 1:
+            return _read_verdict(self._as_integers(**votes()))
+        begun, self._begun = self._begun, None
+        return _read_verdict(begun()) if begun else NOTHING
+
+    def agree(self, votes: Callable[[], dict[str, Any]] = dict) -> Verdict:
+        """Join the knowledge of all ranks, and wait for it. Collective: every rank must call it."""
+        self.begin(votes)
+        return self.agreed(votes)
+
+    def _as_integers(
+        self, *, is_save_due: bool = False, is_written: bool = False, bad_step: int | None = None
+    ) -> list[int]:
+        """Return a process's knowledge so that the largest integers of all are that of all; see `Verdict`."""
         bad = NEVER if bad_step is None else -bad_step
         number = self.signals.number
-        votes = [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written), bad]
-        if collectives.is_dist_avail_and_initialized():
-            on_host = torch.tensor(votes)  # over gloo: no device is waited for
-            dist.all_reduce(on_host, op=dist.ReduceOp.MAX)
-            votes = on_host.tolist()
-        stop, save, written, bad = votes
-        name = signal.Signals(stop >> 32).name if stop else ""
-        if stop and collectives.get_world_size() > 1:
-            name += f" on rank {stop & 0xFFFFFFFF}"
-        return Verdict(name, bool(save), bool(written), None if bad == NEVER else -bad)
+        return [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written), bad]
+
+
+def _read_verdict(largest: list[int]) -> Verdict:
+    stop, save, written, bad = largest
+    name = signal.Signals(stop >> 32).name if stop else ""
+    if stop and collectives.get_world_size() > 1:
+        name += f" on rank {stop & 0xFFFFFFFF}"
+    return Verdict(name, bool(save), bool(written), None if bad == NEVER else -bad)
 
 
 def end_with_parent(number: int) -> None:

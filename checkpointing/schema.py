@@ -1,4 +1,4 @@
-"""Rules for a checkpoint: types, ranges and shapes of its fields, and how they fit each other."""
+"""Rules for the fields of a checkpoint: their types and ranges, and contradictions between them."""
 
 import math
 from collections import OrderedDict
@@ -8,17 +8,16 @@ from typing import Any
 import torch
 
 from errors import UserError, is_printable
+from options import MOST_COUNT
 
 FORMAT = 2
 
-# More than any checkpoint has: of the text that describes it, of values, of a counter.
-MOST_PICKLE_BYTES, MOST_VALUES, MOST_COUNT = 1 << 24, 1_000_000, 1 << 53
-_LARGEST = torch.finfo(torch.float32).max
-MOST_DEPTH, MOST_CHARACTERS = 12, 1 << 16
+# No checkpoint has more bytes in its pickle, values, levels of nesting, or characters in a text.
+MOST_PICKLE_BYTES, MOST_VALUES, MOST_DEPTH, MOST_CHARACTERS = 1 << 24, 1_000_000, 12, 1 << 16
 
 
 class OtherFormatError(UserError):
-    """A checkpoint is whole and of a version of this script that writes another format."""
+    """A checkpoint is whole, but a version of this script wrote it in another format."""
 
 
 def _is_count(value: Any) -> bool:
@@ -62,14 +61,15 @@ def _is_scaler(value: Any) -> bool:
         isinstance(value, dict)
         and value.keys() == {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
         and all(_is_number(value[name]) and value[name] > 0 for name in ("scale", "growth_factor", "backoff_factor"))
-        and 0 < value["scale"] < _LARGEST
+        and value["scale"] < torch.finfo(torch.float32).max
         and _is_positive(value["growth_interval"])
         and _is_count(value["_growth_tracker"])
     )
 
 
-def _are_sums(value: Any) -> bool:
-    return isinstance(value, list) and len(value) >= 4 and all(map(_is_number, value)) and value[-1] >= 0
+def _is_window(value: Any) -> bool:
+    sums = value.get("sums") if isinstance(value, dict) else None
+    return isinstance(sums, list) and len(sums) >= 4 and all(map(_is_number, sums)) and sums[-1] >= 0
 
 
 def _is_best(value: Any) -> bool:
@@ -85,13 +85,13 @@ def _is_best(value: Any) -> bool:
 def _are_options(value: Any) -> bool:
     """Tell whether a value is options by their names, each with a plain value or a list of them."""
     return isinstance(value, dict) and all(
-        _is_text(name) and all(type(item) in (bool, int, float) or _is_text_or_none(item) for item in _as_list(each))
+        _is_text(name)
+        and all(
+            type(item) in (bool, int, float) or _is_text_or_none(item)
+            for item in (each if type(each) is list else [each])
+        )
         for name, each in value.items()
     )
-
-
-def _as_list(value: Any) -> list:
-    return value if type(value) is list else [value]
 
 
 def _are_names(value: Any) -> bool:
@@ -142,7 +142,7 @@ _FIELDS = {
     "environment.world_size": (_is_positive, "a number of processes"),
     "environment.threads": (_is_positive, "a number of threads"),
 }
-# Those that a checkpoint need not have.
+# Fields that a checkpoint need not have.
 _OPTIONAL_FIELDS = {
     "model_ema": (partial(_are_named, kind=torch.Tensor), "tensors by their names"),
     "scaler": (_is_scaler, "the numbers of a GradScaler"),
@@ -150,19 +150,16 @@ _OPTIONAL_FIELDS = {
         lambda value: isinstance(value, list) and all(map(_are_named, value)),
         "a list of values by name",
     ),
-    "log_window": (
-        lambda value: isinstance(value, dict) and _are_sums(value.get("sums")),
-        "sums, and a number of images",
-    ),
+    "log_window": (_is_window, "sums, and a number of images"),
 }
 
 
 def check_schema(state: dict, name: str) -> dict:
-    """Return the state if it is a sound checkpoint of this script: it can be restored, or is of another model or data.
+    """Return the state if it is a sound checkpoint of this script, though perhaps of another model or other data.
 
     Raises:
         UserError: it is not.
-        OtherFormatError: it is one of another version of this script.
+        OtherFormatError: another version of this script wrote it.
     """
     missing = sorted({field.split(".")[0] for field in _FIELDS} - state.keys())
     if missing:
@@ -182,9 +179,9 @@ def check_schema(state: dict, name: str) -> dict:
 
 
 def _find_foreign(state: dict) -> str | None:
-    """Say why a state is not plain data of a size that can be looked through, or return None.
+    """Say why a state is not plain data, or is too large to look through; else return None.
 
-    An object that is in it twice counts twice: a list may hold a list ten times, which holds another ten times ...
+    An object counts as often as it occurs: a list may hold a list ten times, which holds another ten times ...
     """
     todo, count = [(state, 0)], 0
     while todo:
@@ -214,7 +211,7 @@ def _children(value: Any) -> list | None:
 
 
 def _find_misfit(state: dict) -> str | None:
-    """Name the first field of a state that has not the type or the range that it must have, or return None."""
+    """Name the first field of a state whose value is missing or wrong; None if there is none."""
     for field, (is_right, expected) in {**_FIELDS, **_OPTIONAL_FIELDS}.items():
         *parents, key = field.split(".")
         holder = state
@@ -230,7 +227,7 @@ def _find_misfit(state: dict) -> str | None:
 
 
 def _find_contradiction(state: dict) -> str | None:
-    """Say where two fields of a state, each right by itself, contradict each other, or return None."""
+    """Name two fields of a state that are right alone and contradict each other; None if there are none."""
     position, shards, data = state["position"], state["shards"], state["data"]
     batch, num_shards = shards["global_batch_size"], shards["num_shards"]
     steps_per_epoch = data["num_images"] // batch
@@ -258,7 +255,7 @@ def _find_contradiction(state: dict) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as it can be shown in a line, or its type."""
+    """Return a value as text for a line, or its type."""
     if value is None or type(value) in (bool, int, float, str):
         return ascii(value)[:60] if type(value) is not int or abs(value) < 1 << 63 else "a very large number"
     return f"a {type(value).__name__}"

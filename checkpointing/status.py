@@ -1,4 +1,4 @@
-"""status.json: how a run ended, and at which step it began, time and again."""
+"""status.json: how a run ended, and how often it has started at the same step."""
 
 import json
 import time
@@ -10,12 +10,12 @@ from checkpointing.checkpoint import RunState
 from errors import StorageError
 from files import explain_failure, read_json, retry, write_atomically
 
-# Starts in a row from one and the same step after which nothing starts a run again by itself.
+# After so many starts in a row at the same step, nothing starts a run again by itself.
 MOST_STARTS = 3
 
 
 class StatusFile:
-    """Writes status.json, which tells how a run ended, or that it is running: torchrun turns every exit code into 1.
+    """Write status.json, which says whether a run is running or how it ended: torchrun turns any exit code into 1.
 
     Args:
         folder: the output folder; None to write nothing.
@@ -26,33 +26,31 @@ class StatusFile:
         self.folder, self.state = folder, state
         self._is_warned = False
 
-    def _last(self) -> dict:
-        return read_json(self.folder / "status.json") if self.folder else {}
-
-    def _last_start(self) -> dict | None:
-        start = self._last().get("start")
-        return start if is_start(start) else None
+    def _last(self) -> tuple[dict | None, Any]:
+        """Return the start and the time in the file, or None."""
+        status = read_json(self.folder / "status.json") if self.folder else {}
+        start = status.get("start")
+        return start if is_start(start) else None, status.get("time")
 
     def count_start(self, records: list[dict]) -> dict:
         """Return a record of this start: its position, the number of consecutive starts there, and its time.
 
-        And how long earlier starts ran, by the last `records` that they left; None if that is not known.
+        It says how long earlier starts ran, by the last of their `records`; None if unknown.
         """
-        position, before = [self.state.step, self.state.is_evaluated], self._last_start()
+        position, (before, time_s) = [self.state.step, self.state.is_evaluated], self._last()
         count = before["count"] + 1 if before and before["position"] == position else 1
-        last_s = [record["time"] for record in records[-1:]] + [self._last().get("time")]
+        last_s = [record["time"] for record in records[-1:]] + [time_s]
         ran_s = time_run_s(before, last_s) if self.state.is_resumed else 0.0
         return {"position": position, "count": count, "began": time.time(), "ran_s": ran_s}
 
     def ran_s(self) -> float | None:
-        """Return how long all starts of the run have run; None if that is not known."""
-        return time_run_s(self._last_start(), [time.time()])
+        """Return how long all starts of the run have run; None if unknown."""
+        return time_run_s(self._last()[0], [time.time()])
 
     def replace(self, state: str, reason: str = "", start: dict | None = None) -> None:
         """Replace the file.
 
-        `requeue` tells a job script whether to start the run again: if it was preempted, except time and again at the
-        same step.
+        `requeue` tells a job script to start the run again: after a preemption, but not for ever at the same step.
 
         Args:
             state: running, preempted, finished or failed.
@@ -63,7 +61,7 @@ class StatusFile:
             OSError: it cannot be written.
         """
         step = self.state.step
-        start = start or self._last_start() or {"position": [step, False], "count": 1}
+        start = start or self._last()[0] or {"position": [step, False], "count": 1}
         is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
         status = {
             "state": state,
@@ -93,7 +91,7 @@ class StatusFile:
         """Record that the run has finished, and why if that was early.
 
         Raises:
-            StorageError: the file cannot be written, so that nobody could know.
+            StorageError: the file cannot be written, and nobody would know.
         """
         try:
             self._replace_patiently("finished", reason)
@@ -105,7 +103,7 @@ class StatusFile:
 
 
 def is_start(value: Any) -> bool:
-    """Tell whether the start that a status.json records can be believed."""
+    """Tell whether the start in a status.json has the right types and range."""
     return (
         isinstance(value, dict)
         and type(value.get("count")) is int
@@ -116,11 +114,11 @@ def is_start(value: Any) -> bool:
 
 
 def time_run_s(start: dict | None, seen_s: list) -> float | None:
-    """Return how long a run had run when a start of it was last seen; None if what is recorded does not tell.
+    """Return how long a run had run when a start of it was last seen; None if the records do not tell.
 
     Args:
-        start: as a status.json records it, or None.
-        seen_s: times at which the start was there, or anything.
+        start: the record in a status.json, or None.
+        seen_s: times at which the start was running, or anything.
     """
     began_s, earlier_s = ((start or {}).get(name) for name in ("began", "ran_s"))
     known_s = [time_s for time_s in [*seen_s, began_s, earlier_s] if type(time_s) is float and 0 <= time_s < 1e11]

@@ -1,6 +1,7 @@
 """The checkpoints of a run on any number of processes: found, adopted and saved by all of them together."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 import collectives
 from checkpointing.archive import load_checkpoint
-from checkpointing.checkpoint import RunState, copy_to_host
+from checkpointing.checkpoint import HostCopy, RunState
 from checkpointing.copies import Writers, attempt, raise_first
 from checkpointing.folder import CheckpointFolder, Found
 from errors import NoUsableCheckpointError, StorageError
@@ -17,34 +18,33 @@ from files import read_bytes
 
 
 class Saving:
-    """A save that is under way: of the run as it is now.
+    """A write of a checkpoint that is under way, perhaps in a thread.
 
     Args:
-        files: rank 0's folder; None on the others, which write nothing.
-        run: the run.
+        files: the folder; None where nothing is written.
+        write: writes there, with no collective and not a word; returns why that failed, if it did.
     """
 
-    def __init__(self, files: CheckpointFolder | None, run: RunState) -> None:
-        self.step, self.best_now, self.is_written = run.step, run.best_now, False
-        self._files, self._state = files, None if files is None else run.state_dict()
+    def __init__(self, files: CheckpointFolder | None = None, write: Callable[[], str | None] | None = None) -> None:
+        self.is_written = False
+        self._files, self._write = files, write
         self._thread, self._lines, self._failure, self._error = None, [], None, None
 
     def start(self, thread: ThreadPoolExecutor) -> None:
-        """Write from a copy of the state, in a thread: training may go on."""
-        self._state = copy_to_host(self._state)
+        """Write in a thread: training may go on."""
         self._thread = thread.submit(self.write)
 
     def write(self) -> None:
-        """Write, with no collective and not a word."""
+        """Write, and note the outcome."""
         try:
             with self._files.heard_by(self._lines.append):
-                self._failure = self._files.save(self._state, self.best_now)
+                self._failure = self._write()
         except BaseException as error:
             self._error = error
-        self._state, self.is_written = None, True
+        self._write, self.is_written = None, True
 
     def wait(self) -> str | None:
-        """Wait for the thread; say what there is to say, and return why the save failed, if it did."""
+        """Wait for the thread; say its lines, and return why the write failed, if it did."""
         if self._thread is not None:
             self._thread.result()
         for line in self._lines:
@@ -82,9 +82,10 @@ class CheckpointManager:
         )
         self.folder, self.save_per_node = folder, save_per_node
         self.files = CheckpointFolder(folder, keep_last=keep_last, keep_every=keep_every, say=say)
-        self._writers, self._thread = Writers(), ThreadPoolExecutor(1, "checkpoint writer")
+        self._writers, self._thread, self._memory = Writers(), ThreadPoolExecutor(1, "checkpoint writer"), HostCopy()
         self._period_s, self._last_s = 60 * minutes, time.monotonic()
         self._found = self._saving = None
+        self._copying, self._payload = Saving(), b""  # of rank 0's checkpoint, for the other writers
         self._num_failures = 0  # in a row
 
     @classmethod
@@ -171,20 +172,35 @@ class CheckpointManager:
         payload = self._writers.share(read_bytes(path) if collectives.get_rank() == source else None, source)
         return None if path is not None else payload
 
-    def save(self, run: RunState, *, is_last: bool = False) -> bool:
+    def save(self, run: RunState, *, records: int | None = None, is_last: bool = False) -> bool:
         """Begin to save the run after a step that is the same on every rank, when the save before is settled.
 
         The last one is settled at once. Return whether it is made, which is not known of the others by then.
+
+        Args:
+            run: as it is now.
+            records: descriptor of a file to make durable first.
+            is_last: whether nothing comes after it.
 
         Raises:
             StorageError: as `settle`.
         """
         self.settle()
-        saving = Saving(self.files if collectives.is_main_process() else None, run)
+        self._saving, self._step, self._best_now = Saving(), run.step, run.best_now
         if collectives.is_main_process():
-            saving.write() if is_last else self._start(saving)
-        self._saving, self._last_s = saving, time.monotonic()
+            state = run.state_dict() if is_last else self._memory.take(run.state_dict())
+            self._saving = Saving(self.files, partial(self._write, state, self._best_now, records))
+            self._saving.write() if is_last else self._start(self._saving)
+        self._last_s = time.monotonic()
         return is_last and self.settle(is_last=True)
+
+    def _write(self, state: dict, best_now: list[str], records: int | None) -> str | None:
+        self._memory.wait()
+        failure, self._payload = self.files.save(state, best_now, records), b""
+        if failure is None and len(self._writers.ranks) > 1:
+            with suppress(StorageError):  # then there is no copy of this one
+                self._payload = read_bytes(self.folder / "checkpoint.pth")
+        return failure
 
     def _start(self, saving: Saving) -> None:
         try:
@@ -198,46 +214,49 @@ class CheckpointManager:
     def settle(self, *, is_last: bool = False) -> bool:
         """Wait for the save that is under way, if there is one; return whether it is made.
 
-        A failure is printed with its cause, and training goes on with the earlier checkpoints in place. Copies on other
-        nodes are made here: they need all who write.
+        A failure is printed with its cause, and training goes on with the earlier checkpoints in place. Other nodes
+        get their copies here, since that needs all who write; each writes its own beside the training.
 
         Raises:
             StorageError: it failed, and it was the last, or the one before failed too.
         """
         if self._saving is None:
             return False
-        failure = self._saving.wait()
-        if self._writers.have_me:
-            failure = self._copy(self._saving, failure)
-        self._saving = None
-        failures = collectives.gather_plain(failure)
-        for rank, text in enumerate(failures[1:], 1):
-            if text is not None:
-                print(f"warning: the copy that rank {rank} keeps: {text}")
-        if failures[0] is None:
+        saving, self._saving = self._saving, None
+        failure = collectives.gather_plain(saving.wait())[0]
+        if failure is None:
             self._num_failures = 0
+            self._copy(is_last=is_last)
             return True
         self._num_failures += 1
         if is_last or self._num_failures > 1:
             which = "the last checkpoint of the run" if is_last else "two checkpoints in a row"
-            raise StorageError(f"{which} could not be saved: {failures[0]}; free some space and --resume auto")
-        print(f"warning: {failures[0]}; training goes on")
+            raise StorageError(f"{which} could not be saved: {failure}; free some space and --resume auto")
+        print(f"warning: {failure}; training goes on")
         return False
+
+    def _copy(self, *, is_last: bool) -> None:
+        """Hand rank 0's file to the other writers, which begin to write it when their last copy is made."""
+        if not self._writers.have_me:
+            return
+        payload, self._payload = self._writers.share(self._payload), b""
+        if payload and not collectives.is_main_process():
+            self._end_copy()
+            self._copying = Saving(self.files, partial(self.files.save_copy, payload, self._step, self._best_now))
+            self._start(self._copying)
+        if is_last:
+            self._end_copy()
+
+    def _end_copy(self) -> None:
+        copying, self._copying = self._copying, Saving()
+        failure = copying.wait()
+        if failure is not None:
+            self.files.say(f"warning: the copy on this node: {failure}")
 
     def close(self) -> None:
         """Wait for the writer where a run ends by an error, which the other ranks may not share; not collective."""
-        saving, self._saving = self._saving, None
-        failure = saving and saving.wait()
+        saving, self._saving = self._saving or Saving(), None
+        failure = saving.wait()
         if failure is not None:
             print(f"warning: {failure}")
-
-    def _copy(self, saving: Saving, failure: str | None) -> str | None:
-        """Hand rank 0's file to the other writers; return why this process's save failed, if it did."""
-        payload = b""
-        if collectives.is_main_process() and failure is None and len(self._writers.ranks) > 1:
-            with suppress(StorageError):  # then there is no copy of this one
-                payload = read_bytes(self.folder / "checkpoint.pth")
-        payload = self._writers.share(payload)
-        if collectives.is_main_process() or not payload:
-            return failure
-        return self.files.save_copy(payload, saving.step, saving.best_now)
+        self._end_copy()

@@ -1,4 +1,4 @@
-"""Weights in files of this script, torchvision, pytorch/examples and timm: loaded, averaged, stored for others."""
+"""Load, average and store weights, in files of this script, torchvision, pytorch/examples and timm."""
 
 import copy
 import hashlib
@@ -19,10 +19,13 @@ from checkpointing.finder import STATE_FILES
 from errors import StorageError, UserError, in_one_line, require_package
 from files import explain_failure, write_atomically
 
-# Where a checkpoint holds its weights and their average: torchvision's and our keys, then those of the others.
+# Keys of a checkpoint's weights and of their average: torchvision's and ours, then those of the others.
 _RAW_KEYS, _AVERAGE_KEYS = ("model", "state_dict"), ("model_ema", "state_dict_ema")
 
-# How weights of the Hugging Face hub are named, and the file that is meant where none is.
+# The kind of a file that holds weights alone.
+BARE = "a bare state dict"
+
+# Prefix of names on the Hugging Face hub, and the default file there.
 HUB, SAFETENSORS = "hf-hub:", "model.safetensors"
 
 # Put before names by DistributedDataParallel and AveragedModel, and by pytorch/examples into those of AlexNet and VGG.
@@ -30,40 +33,32 @@ _WRAPPERS = re.compile(r"^(module\.)+|(?<=^features\.)module\.")
 
 
 class Weights(OrderedDict):
-    """A state dict that was read from a file, under the model's own names and with its modules' version notes.
+    """A state dict that was read from a file, under the model's own names and with its modules' version notes."""
 
-    Attributes:
-        kind: what it is, as words for a message.
-        classes: the names of the classes, or None where the file does not have them.
-        options: those that the checkpoint was trained with, and its `arch` as the model; empty for a bare state dict.
-    """
-
-    kind: str
-    classes: list[str] | None = None
-    options: dict[str, Any]
+    kind: str  # words for a message, such as `the raw weights of resnet18`
+    script: str = ""  # that wrote it: see `find_script`
+    classes: list[str] | None = None  # their names, if the file has them
+    options: dict[str, Any]  # the checkpoint's, with its `arch` as the model; empty for a bare state dict
 
 
 def load_weights(path: Path, *, is_average: bool = False, name: str | None = None) -> Weights:
-    """Return the state dict in a file: a bare one, or that of a checkpoint.
+    """Return the state dict in a file, or in the checkpoint that it is: its raw weights or their average.
 
-    Args:
-        path: of the file.
-        is_average: take the average of a checkpoint, not its raw weights.
-        name: what to call the file in a message; by default as an argument of `--weights`.
+    Messages call the file `name`, by default an argument of `--weights`.
 
     Raises:
-        UserError: there is none in it.
+        UserError: there is no such state dict.
     """
     name = name or f"--weights {path}"
     return take_weights(read_content(path, name), name, is_average=is_average)
 
 
 def read_content(path: Path, name: str) -> dict:
-    """Return all that is in a checkpoint of any script, or a state dict.
+    """Return the content of a checkpoint of any script, or a state dict.
 
     Raises:
-        UserError: it is none.
-        StorageError: there is no memory for it now.
+        UserError: the file is neither.
+        StorageError: memory is short.
     """
     try:
         return _load(path)
@@ -72,19 +67,19 @@ def read_content(path: Path, name: str) -> dict:
 
 
 def take_weights(content: dict, name: str, *, is_average: bool = False) -> Weights:
-    """Return the state dict in the content of a file that errors call `name`; raises as `load_weights`."""
+    """Return the state dict in the content of a file; arguments and errors as of `load_weights`."""
     raw, average = (next((key for key in keys if key in content), None) for keys in (_RAW_KEYS, _AVERAGE_KEYS))
     if is_average and average is None:
         raise UserError(
             f"{name} holds no average ({' or '.join(_AVERAGE_KEYS)}); leave out --ema to take the weights it holds"
         )
     key = average if is_average else raw
-    weights, options = _take(content, key, name), options_of(content)
-    weights.options = options
+    weights = _take(content, key, name)
+    weights.options, weights.script = options_of(content), find_script(content)
     if key is None:
-        weights.kind = "a bare state dict"
+        weights.kind = BARE
         return weights
-    model = options.get("model")
+    model = weights.options.get("model")
     weights.kind = ("the average" if is_average else "the raw weights") + (f" of {model}" if model else "")
     if not is_average and average is not None:
         weights.kind += ", not their average, which --ema takes"
@@ -93,11 +88,11 @@ def take_weights(content: dict, name: str, *, is_average: bool = False) -> Weigh
 
 
 def fetch_from_hub(name: str, source: str | None = None) -> Path:
-    """Return the path of a file of weights of the Hugging Face hub, in its cache.
+    """Return the path of a file of the Hugging Face hub in its local cache.
 
     Args:
         name: hf-hub:ORG/NAME, which means model.safetensors there, or hf-hub:ORG/NAME/FILE.
-        source: what to call it in a message; by default as an argument of `--weights`.
+        source: its name in a message; by default an argument of `--weights`.
 
     Raises:
         UserError: it cannot be fetched, or the hub's package is not installed.
@@ -124,7 +119,7 @@ def _take(content: dict, key: str | None, source: str) -> Weights:
     """Return the state dict under a key, or the content itself.
 
     Raises:
-        UserError: it is none, or one that claims more than the file holds.
+        UserError: there is none, or it claims more than the file holds.
     """
     found = content if key is None else content.get(key)
     expected = " or ".join(f"`{name}`" for name in ([key] if key else _RAW_KEYS))
@@ -133,40 +128,53 @@ def _take(content: dict, key: str | None, source: str) -> Weights:
     if not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
         raise UserError(f"{source} holds more than weights: expected a state dict, or a checkpoint with {expected}")
     for name, tensor in found.items():
-        # Of which a model as large as it claims to be would be built.
+        # A model of the claimed size would be built.
         if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise UserError(f"{source}: {name} claims to be larger than what is stored of it")
-    # The count is that of torch's AveragedModel, and no weight.
+    # n_averaged is a counter of torch's AveragedModel.
     weights = Weights((_unwrap(name), tensor) for name, tensor in found.items() if name != "n_averaged")
     if len(weights) < len(found.keys() - {"n_averaged"}):
         raise UserError(f"{source} holds weights of one name twice, with and without a prefix")
     notes = getattr(found, "_metadata", None)
     if isinstance(notes, dict) and all(isinstance(each, dict) for each in notes.values()):
-        # By which modules load what older versions of them saved.
+        # Modules need these to load weights that their older versions saved.
         weights._metadata = {_unwrap(f"{name}.")[:-1]: each for name, each in notes.items()}
     return weights
 
 
 def _unwrap(name: str) -> str:
-    """Return a name without what torch.compile and the wrappers of a model add to it."""
+    """Return a name without the prefixes of torch.compile and of wrappers of a model."""
     return _WRAPPERS.sub("", name.replace("_orig_mod.", ""))
 
 
-def options_of(content: dict) -> dict[str, Any]:
-    """Return the options of a checkpoint: `args`, and the model's name if it has one that can be printed.
+def find_script(content: dict) -> str:
+    """Return the script that wrote a checkpoint, by its keys."""
+    if "state_dict" in content:
+        is_examples = "best_acc1" in content or content.keys().isdisjoint({"version", "state_dict_ema", "args"})
+        return "pytorch-examples" if is_examples else "timm"
+    if "model" in content:
+        return "touchstone" if isinstance(content.get("args"), dict) else "torchvision"
+    return BARE
 
-    timm's and pytorch/examples' checkpoints have the name as `arch`.
+
+def options_of(content: dict) -> dict[str, Any]:
+    """Return a checkpoint's `args`, and its model's name, if printable.
+
+    pytorch/examples call it `arch`; timm's script names a model of timm's, without timm/.
     """
     args = content.get("args")
     options = vars(args) if isinstance(args, Namespace) else args
     options = dict(options) if isinstance(options, dict) else {}
-    names = [content.get("arch"), options.pop("model", None)]
+    is_timms = find_script(content) == "timm"
+    names = [None if is_timms else content.get("arch"), options.pop("model", None)]  # timm's arch may be a class
     model = next((name for name in names if isinstance(name, str) and name.isprintable()), None)
+    if is_timms and model is not None:
+        model = None if ":" in model else f"timm/{model.removeprefix('timm/')}"  # hf-hub:ORG/NAME is no name of timm's
     return options | ({"model": model} if model else {})
 
 
 def _classes(content: dict) -> list[str] | None:
-    """Return the names of the classes, or None if a checkpoint does not have them."""
+    """Return the names of the classes, or None if the checkpoint lacks them."""
     described = content.get("data")
     classes = described.get("classes") if isinstance(described, dict) else None
     is_known = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
@@ -178,11 +186,11 @@ def average_checkpoints(
 ) -> dict[str, Any]:
     """Return the first of several checkpoints with the mean of all their weights as its `model`.
 
-    As torchvision's: a mean of integers is rounded down, and one of float16 is float32.
+    As in torchvision, a mean of integers is rounded down, and one of float16 is float32.
 
     Args:
         inputs: their paths.
-        look: is called with each path and its content, and may raise; or None.
+        look: a function that gets each path and its content, and may raise; or None.
 
     Raises:
         KeyError: one has other weights than the first.
@@ -211,9 +219,9 @@ def average_checkpoints(
 
 
 def as_checkpoint(weights: Weights, **more: Any) -> dict[str, Any]:
-    """Return a checkpoint of weights and all that is known of them, as plain data; no run goes on from it.
+    """Return weights and their options and classes as a checkpoint of plain data.
 
-    `--weights` takes it, and so do the tools. It lacks the position that `--resume` needs.
+    `--weights` and the tools take it. It lacks the position that `--resume` needs.
     """
     classes = weights.classes
     known = {} if classes is None else {"data": {"num_classes": len(classes), "classes": classes}}
@@ -222,7 +230,7 @@ def as_checkpoint(weights: Weights, **more: Any) -> dict[str, Any]:
 
 
 def plain_state_dict(weights: Mapping[str, torch.Tensor], prefix: str = "") -> OrderedDict:
-    """Return a state dict of torch's own kind, with a prefix before all names, and with its notes on versions."""
+    """Return an `OrderedDict`, with a prefix before all names, and with its modules' version notes."""
     plain = OrderedDict((f"{prefix}{name}", tensor) for name, tensor in weights.items())
     notes = getattr(weights, "_metadata", None)
     if notes is not None:
@@ -236,11 +244,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
-    """Refuse a file to write that is one of the inputs, has a name of a run's own, or cannot be there.
-
-    Raises:
-        UserError: it is one of them.
-    """
+    """Raise UserError if an output is one of the inputs, has the name of a run's own file, or cannot be there."""
     if STATE_FILES.fullmatch(output.name):
         raise UserError(f"--output {output}: a run's own checkpoints have such names; give another one")
     if output.is_dir() or not output.parent.is_dir():
@@ -250,11 +254,7 @@ def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
 
 
 def write_weights(output: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint; it gets its name once it has been read back.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write a checkpoint, which gets its name once it has been read back; UserError if it cannot be written."""
     stream = io.BytesIO()
     torch.save(content, stream)
     try:
@@ -272,9 +272,9 @@ def store_model_weights(
     Its name ends in the first eight digits of its SHA-256, which torch's hub checks.
 
     Args:
-        model: which weights to take; a copy of it is loaded.
-        checkpoint_path: of the checkpoint.
-        checkpoint_key: where in it the weights are.
+        model: its names choose the weights; a copy of it loads them.
+        checkpoint_path: path of the checkpoint.
+        checkpoint_key: key of its weights.
         strict: whether the checkpoint must hold these weights and no others.
 
     Raises:

@@ -51,7 +51,7 @@ class FolderIndex(ImageIndex):
             return file.read()
 
     def scan(self, scan: Scan) -> list[str]:
-        """Add what `ImageFolder` finds, in its order, and return the classes."""
+        """Add the images that `ImageFolder` finds, in its order, and return the classes."""
         root = str(self.root)
         scan.watch(root, os.stat(root))
         stray, classes = _list_folder(root, scan)

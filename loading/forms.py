@@ -46,7 +46,7 @@ def open_source(root: Path) -> Source:
     """Return the images of a split, ready to be read; its root is the data path and the split's name.
 
     Raises:
-        UserError: the split is not there, or holds what none may.
+        UserError: the split is not there, or cannot be an image folder.
     """
     if root.name in ("", ".."):
         root = Path(os.path.abspath(root))

@@ -106,7 +106,7 @@ class ImageIndex(Source):
         Of several processes that start together one scans, and the others wait for its cache.
 
         Raises:
-            UserError: the split cannot be read, or holds what no image folder may.
+            UserError: the split cannot be read, or cannot be an image folder.
         """
         caches, reasons = cache_paths(self.root), []
         if any(self._load(cache) for cache in caches):
@@ -149,7 +149,7 @@ class ImageIndex(Source):
             if not numpy.array_equal(arrays["states"], numpy.array(states, dtype=numpy.int64).reshape(-1, 3)):
                 return False
             self._take(arrays)
-        except Exception:  # zip, numpy and the disk have a dozen kinds for what is damaged, foreign or gone
+        except Exception:  # zip, numpy and the disk raise a dozen kinds for damaged, foreign or lost files
             return False
         return True
 
@@ -157,7 +157,7 @@ class ImageIndex(Source):
         """Find out which images there are; return why that may not be cached, or nothing.
 
         Raises:
-            UserError: the split cannot be read, or holds what no image folder may.
+            UserError: the split cannot be read, or cannot be an image folder.
         """
         scan = Scan(self.root.parent)
         try:
@@ -279,7 +279,7 @@ class Scan:
         base: the data path.
 
     Attributes:
-        doubt: why what is found may not be cached, or nothing.
+        doubt: why the scan may not be cached, or nothing.
     """
 
     def __init__(self, base: Path) -> None:

@@ -109,7 +109,7 @@ class _Filler(Dataset):
         self.slots = slots
 
     def __getitems__(self, slot_and_keys: tuple[int | None, list[int]]) -> tuple:
-        """Return a batch; of one in a slot its number, the shape of what is in it, and what else the samples hold."""
+        """Return a batch; of one in a slot its number, the shape of its images, and the samples' other columns."""
         slot, keys = slot_and_keys
         samples = [self.dataset.load(key) for key in keys]
         if slot is None:
@@ -129,9 +129,10 @@ def _as_it_is(batch: Any) -> Any:
 class BatchLoader:
     """Load batches, in this process or in worker processes.
 
-    Forked workers put images into memory that is shared with them and used over and over: a batch is overwritten some
-    batches later, so take a copy of what is to stay. Each fresh page of shared memory costs more than the copy into it
-    (docs/research/LOADING.md, 5).
+    Forked workers put images into shared memory that is used over and over: a batch is overwritten some batches later,
+    so take a copy of images that are to stay. Each fresh page of shared memory costs more than the copy into it
+    (docs/research/LOADING.md, 5). The batches take (num_workers x prefetch_factor + 2) x batch_bytes at most, in
+    nameless memory: none of it lies in /dev/shm.
 
     Args:
         dataset: its `load` makes an (image, class) sample of a key.

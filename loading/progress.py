@@ -21,7 +21,7 @@ _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[^\[])")
 
 
 def without_escapes(text: str) -> str:
-    """Return a text without what only moves a terminal's cursor or colours it."""
+    """Return a text without the escapes that move a terminal's cursor or colour it."""
     return _ESCAPES.sub("", text)
 
 
@@ -46,7 +46,7 @@ class _Tapped:
 
 
 class Tap:
-    """Calls functions with what Python writes to its standard streams from now on.
+    """Calls functions with each text that Python writes to its standard streams from now on.
 
     Args:
         before: gets the stream's name and a text that is about to be written.
@@ -80,9 +80,8 @@ def is_terminal(stream: Any) -> bool:
 class LiveLine:
     """The last line of a terminal, rewritten in place; all else that Python writes there meanwhile appears above it.
 
-    Of our own, since a library and what stands in for it where it is not installed would be longer. The cursor waits at
-    the line's beginning: a terminal that is made narrower may break the line or cut it, and either way all of it is
-    behind the cursor.
+    A library, and our substitute where it is not installed, would be longer. The cursor waits at the line's beginning:
+    a terminal that is made narrower may break the line or cut it, and either way all of it is behind the cursor.
 
     Args:
         stream: where it is shown; nothing is, unless that is a terminal.

@@ -57,7 +57,7 @@ class SeenRecord:
 
     A process notes them when it first opens a file (`SeenFiles`), which costs no look at a million files before
     the first step, and compares them when it opens the file again. Here the notes of all processes are put together and
-    written to a file of the output folder. What was read since they last were is not known to the next start; a file
+    written to a file of the output folder. The next start knows nothing of files that were read since; a file
     that is lost or damaged begins anew.
 
     As a context, it puts the notes together once more at an end that all ranks agree on.
@@ -159,7 +159,7 @@ class SeenRecord:
         try:
             with numpy.load(io.BytesIO(payload), allow_pickle=False) as file:
                 arrays = {name: file[key] for name, key in self.keys.items() if key in file.files}
-        except Exception:  # zip and numpy have a dozen kinds for what is damaged
+        except Exception:  # zip and numpy raise a dozen kinds for damaged files
             arrays = {}
         shapes = {name: (states.shape, states.dtype) for name, states in self.known.items()}
         return {name: states for name, states in arrays.items() if (states.shape, states.dtype) == shapes[name]}

@@ -1,4 +1,4 @@
-"""The protocol of a source of images: what each form of data tells the datasets, whatever its files look like."""
+"""The protocol of a source of images, by which the datasets read every form of data alike."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ class Source(ABC):
     """The images of one split in one form. A new form is a subclass, and an entry in `forms.FORMS`.
 
     It gives `find`, `classes`, `__len__`, `label`, `name` and `read`; everything else has a default. Loader processes
-    are forked from the process that opened a source, and share what it holds.
+    are forked from the process that opened a source, and share its arrays.
 
     Args:
         root: the data path and the split's name; there need not be such a folder.

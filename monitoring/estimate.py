@@ -1,11 +1,10 @@
 """Memory, work, time and disk of a run, before it starts and when memory ran out, by a step on fake tensors."""
 
-import json
 import math
-import shutil
 import warnings
 import weakref
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +20,16 @@ import collectives
 import config
 import models
 import optim
-from errors import LimitError
-from files import memory_bytes, read_json
+from errors import LimitError, StorageError
+from files import free_bytes, memory_bytes, read_json
 from launch import read_launch
+from loading.progress import size_text
+from monitoring.monitor import read_records
 
 # Share of a device's memory that tensors can fill: the rest is the allocator's gaps, the libraries and their work.
 USABLE = 0.9
 
-# Steps that are traced in search of the largest batch, beside that of the one that was given.
+# Steps that are traced in search of the largest batch, beside one of `--batch-size`.
 MOST_TRACES = 3
 
 # Bytes of a line of the log in metrics.jsonl and in TensorBoard's scalars together.
@@ -55,9 +56,9 @@ class StorageCount(TorchDispatchMode):
     """Counts the bytes of all storages that are made and freed while it is entered.
 
     Attributes:
-        now: bytes of those that are there.
+        now: bytes at the moment.
         peak: most bytes since `restart`.
-        numbers: when each one was made, by its address.
+        numbers: the order in which storages were made, by their addresses.
     """
 
     def __init__(self) -> None:
@@ -116,20 +117,13 @@ def count_flops(args: Any, num_classes: int) -> int:
 
 
 def _backward_flops(grad: Any, image: Any, weight: Any, *options: Any, out_shape: Any = None) -> int:
-    """Return what a convolution's two gradients take; torch's own count leaves out of account that it has groups."""
+    """Return the operations of a convolution's two gradients; torch's own count ignores groups."""
     is_transposed, (needs_input, needs_weight, _) = options[4], options[-1]
     return (needs_input + needs_weight) * conv_flop_count(image, weight, grad, is_transposed)
 
 
 def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) -> Needs:
-    """Trace a step of so many images a shard, and return what it needs. Allocates and computes nothing.
-
-    Args:
-        args: the options, with their shards.
-        num_classes: of the model.
-        device: whose kernels to trace; has to be there.
-        batch_size: images of a shard.
-    """
+    """Trace a step of so many images a shard on a device, which must be there, and allocate and compute nothing."""
     model = build_without_memory(args, num_classes).to("meta")
     with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # copies of a model look where its weights are
@@ -161,7 +155,7 @@ def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) ->
 
 
 def _held_gradients(args: Any) -> int:
-    """Return how many copies of the gradients there are when the last shard begins: sums, and DDP's buckets."""
+    """Return the number of copies of the gradients when the last shard begins: sums, and DDP's buckets."""
     num_local = args.num_shards // args.world_size
     is_sent, is_deterministic = args.world_size > 1, args.use_deterministic_algorithms
     sums = int(math.log2(num_local)) if is_deterministic else num_local > 1 and not is_sent
@@ -200,17 +194,18 @@ def find_limit(device: torch.device) -> Limit:
     """Return how much memory a process has: a GPU's, or its part of this machine's."""
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
-        return Limit(int(USABLE * total), f"{USABLE:.0%} of the {size(total)} of {torch.cuda.get_device_name(device)}")
+        name = torch.cuda.get_device_name(device)
+        return Limit(int(USABLE * total), f"{USABLE:.0%} of the {size_text(total)} of {name}")
     total, processes = memory_bytes(), read_launch().num_local
     shared = f", which {processes} processes share" if processes > 1 else ""
-    return Limit(int(USABLE * total / processes), f"{USABLE:.0%} of this machine's {size(total)}{shared}")
+    return Limit(int(USABLE * total / processes), f"{USABLE:.0%} of this machine's {size_text(total)}{shared}")
 
 
 def find_largest(args: Any, num_classes: int, device: torch.device, limit: int) -> tuple[Needs, int]:
     """Return the needs of a shard of `--batch-size`, and the largest one that a limit of bytes holds; 0: none does.
 
-    It lies on a straight line through the needs of two sizes, which come nearer to it until one is near enough: small
-    batches have their peak elsewhere in the step than large ones.
+    The search draws a straight line through the needs of two sizes until one comes near the limit: small batches have
+    their peak elsewhere in the step than large ones.
     """
     here = near = trace(args, num_classes, device, args.batch_size)
     largest = max(int(here.batch_size * min(limit / here.total, 1e4)), 1)
@@ -225,13 +220,7 @@ def find_largest(args: Any, num_classes: int, device: torch.device, limit: int) 
 
 
 def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
-    """Return lines about memory, work, time and disk that a run will need.
-
-    Args:
-        args: the options, with their shards.
-        num_classes: of the model.
-        steps_per_epoch: steps of an epoch.
-    """
+    """Return lines about memory, work, time and disk that a run will need."""
     device = torch.device(args.device or collectives.find_accelerator() or "cpu")
     if device.type not in ("cpu", collectives.find_accelerator()):
         device = torch.device("cpu")
@@ -255,31 +244,28 @@ def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
     return [*lines, *_time_lines(args, folder, steps_per_epoch), *_disk_lines(args, needs, folder, steps_per_epoch)]
 
 
-def size(num_bytes: float) -> str:
-    """Return bytes in the unit that suits them."""
-    names = ["KiB", "MiB", "GiB"]
-    power = next((power for power in (1, 2) if num_bytes < 1024 ** (power + 1)), 3)
-    number = num_bytes / 1024**power
-    return f"{number:,.{1 if number < 100 else 0}f} {names[power - 1]}"
-
-
 def split(needs: Needs) -> str:
-    """Return a sum of memory: where it goes to."""
+    """Return the total of the memory as a sum of its parts."""
     names = {"optimizer": "optimizer state", "average": "average of the weights"}
     parts = {name: getattr(needs, name) for name in ("weights", "gradients", "optimizer", "average", "activations")}
-    terms = " + ".join(f"{names.get(name, name)} {size(part)}" for name, part in parts.items() if part)
-    return f"{size(needs.total)} = {terms}"
+    terms = " + ".join(f"{names.get(name, name)} {size_text(part)}" for name, part in parts.items() if part)
+    return f"{size_text(needs.total)} = {terms}"
 
 
 def _time_lines(args: Any, folder: Path, steps_per_epoch: int) -> list[str]:
-    """Say how long the run takes at the rate of an earlier one of the same model, batch and processes, if any."""
+    """Return the time of the run at the rate of an earlier one of the same model, batch and processes, if any."""
     before = read_json(folder / "run.json").get("args")
     names = ("model", "batch_size", "global_batch_size", "train_crop_size", "amp", "compile")
     if not isinstance(before, dict) or any(before.get(name) != getattr(args, name) for name in names):
         return []
-    rate = _last_rate(folder / "metrics.jsonl", args.world_size)
-    if not rate:
+    records = []
+    with suppress(OSError, StorageError):
+        records = read_records(folder)
+    rates = [r.get("images_per_s") for r in records if r["kind"] == "train" and r.get("world_size") == args.world_size]
+    rates = sorted(rate for rate in rates[-20:] if isinstance(rate, float) and rate > 0)
+    if not rates:
         return []
+    rate = rates[len(rates) // 2]
     epoch_s = steps_per_epoch * args.global_batch_size / rate
     return [
         f"at the {rate:,.4g} images/s of {folder}: {epoch_s / 3600:,.3g} hours an epoch, "
@@ -287,30 +273,16 @@ def _time_lines(args: Any, folder: Path, steps_per_epoch: int) -> list[str]:
     ]
 
 
-def _last_rate(path: Path, world_size: int) -> float | None:
-    """Return the median of the last rates in a metrics.jsonl, or None."""
-    rates = []
-    try:
-        for line in path.read_text().splitlines()[-1000:]:
-            record = json.loads(line)
-            if record["kind"] == "train" and record["world_size"] == world_size:
-                rates.append(float(record["images_per_s"]))
-    except (OSError, ValueError, TypeError, KeyError):
-        pass  # what could be read tells enough
-    last = sorted(rates[-20:])
-    return last[len(last) // 2] if last else None
-
-
 def _disk_lines(args: Any, needs: Needs, folder: Path, steps_per_epoch: int) -> list[str]:
-    """Say how much disk the checkpoints and the records take at most."""
+    """Return a line about the disk that the checkpoints and the records take at most."""
     saved = needs.weights + needs.optimizer + needs.average
     # Beside the numbered ones: the best of the weights and of the average, and one that is being written.
     files = args.keep_last + 2 + args.model_ema + (args.epochs // args.keep_every if args.keep_every else 0)
     records = args.epochs * (steps_per_epoch // args.print_freq + 3) * LINE_BYTES
     there = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     return [
-        f"disk, an estimate: {files} checkpoints at most of {size(saved)} = {size(files * saved)}, and "
-        f"{size(records)} of metrics and TensorBoard's curves; {size(shutil.disk_usage(there).free)} are free"
+        f"disk, an estimate: {files} checkpoints at most of {size_text(saved)} = {size_text(files * saved)}, and "
+        f"{size_text(records)} of metrics and TensorBoard's curves; {size_text(free_bytes(there))} are free"
     ]
 
 
@@ -320,12 +292,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def explain_out_of_memory(args: Any, num_classes: int, device: torch.device) -> LimitError:
-    """Return one line about a run that has run out of memory: where it went to, and the batch that should fit."""
+    """Return one line about a run that has run out of memory: the parts of its needs, and a batch that should fit."""
     begin = f"out of memory on {device} at --batch-size {args.batch_size}"
     try:
         limit = find_limit(device)
         needs, largest = find_largest(args, num_classes, device, limit.num_bytes)
-    except Exception:  # the run is over; what can be said without an estimate has to do
+    except Exception:  # the run is over, and a line without an estimate has to do
         return LimitError(f"{begin}; use a smaller one, or --grad-checkpointing")
     advice = f"--batch-size {largest} should fit" if largest else "use --grad-checkpointing or a smaller model"
     if largest >= args.batch_size:

@@ -30,10 +30,10 @@ from files import read_bytes, read_json
 from monitoring import pictures
 from options import BY_NAME, FREE, SILENT
 
-# Fields that say where, when and of how much the others were measured; each of those that is a number has a curve.
+# Fields without a curve: where, when and on how much the others were measured.
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
 
-# The tab of custom scalars: charts by their titles, each a list of patterns of tags; all lines of one share its axes.
+# The tab of custom scalars: charts by their titles, each with patterns of tags; all lines of a chart share its axes.
 LAYOUT = {
     "Training and validation": {
         "loss": ["train/loss$", "(mini)?val/loss$", "(mini)?val_ema/loss$"],
@@ -59,13 +59,13 @@ _LARGEST_PNG = 16 << 20
 class EventFile:
     """TensorBoard's view of a run, in one file that is made of the run's other files whenever it is opened.
 
-    So a failed write, a power loss, or a clock that was set back cost no point and double none: TensorBoard reads the
-    files of a folder in the order of their names, which hold the time.
+    So no failed write, power loss, or clock that was set back loses or doubles a point: TensorBoard reads the files of
+    a folder in the order of their names, which hold the time.
 
     Args:
-        folder: of the run; its earlier files of events are removed once this one is whole.
-        records: those of metrics.jsonl.
-        step: pictures of later steps will be made again.
+        folder: of the run; its earlier event files are removed once this one is whole.
+        records: of metrics.jsonl.
+        step: of the run; pictures of later steps will be made again.
 
     Raises:
         OSError: the file cannot be written.
@@ -79,7 +79,7 @@ class EventFile:
         name = f"events.out.tfevents.{max(int(time.time()), latest + 1)}.{socket.gethostname()}.{os.getpid()}"
         self._file = open(folder / name, "xb", buffering=0)  # noqa: SIM115
         try:
-            # The second one tells a TensorBoard that is running to forget what it has read of the earlier files.
+            # The second event tells a running TensorBoard to forget the earlier files.
             start = SessionLog(status=SessionLog.START)
             head = Event(wall_time=_start_s(folder), summary=Summary(value=[_layout(), *_describe(folder)]))
             self._write([Event(file_version="brain.Event:2"), Event(step=0, session_log=start), head])
@@ -103,11 +103,7 @@ class EventFile:
         self._write([_event(record)])
 
     def add_pictures(self, step: int) -> int:
-        """Add the pictures of steps so far in the run's folder that are not shown yet.
-
-        Returns:
-            The number of shown pictures that are not in the folder any more.
-        """
+        """Add new pictures of steps so far; return the number of shown ones that the run's folder no longer has."""
         found = pictures.list(self.folder)
         for tag, drawn_at, path in found:
             if path not in self._shown and drawn_at <= step:
@@ -116,7 +112,7 @@ class EventFile:
         return len(self._shown - {path for _, _, path in found})
 
     def close(self, is_finished: bool | None) -> None:
-        """Close the file; of a run that has ended, well or not, say so."""
+        """Close the file and record whether the run ended well; None if it is to go on."""
         try:
             if is_finished is not None:
                 status = api_pb2.STATUS_SUCCESS if is_finished else api_pb2.STATUS_FAILURE
@@ -162,7 +158,7 @@ def _event(record: dict) -> Event:
 
 
 def _picture(path: Path, name: str, step: int) -> Iterator[Event]:
-    """Yield the event of a PNG file; of a torn one, or of something else, none."""
+    """Yield the event of a PNG file; none if it is torn or something else."""
     try:
         content = read_bytes(path, _LARGEST_PNG)
     except (OSError, StorageError):
@@ -180,20 +176,17 @@ def _start_s(folder: Path) -> float:
 
 
 def _layout() -> Summary.Value:
-    categories = [
-        layout_pb2.Category(title=title, chart=[_chart(name, tags) for name, tags in charts.items()])
-        for title, charts in LAYOUT.items()
-    ]
-    layout = layout_pb2.Layout(category=categories).SerializeToString()
-    return _strings(layout_metadata.CONFIG_SUMMARY_TAG, layout_metadata.create_summary_metadata(), layout)
-
-
-def _chart(title: str, tags: list[str]) -> layout_pb2.Chart:
-    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=tags))
+    layout = layout_pb2.Layout()
+    for title, charts in LAYOUT.items():
+        category = layout.category.add(title=title)
+        for name, tags in charts.items():
+            category.chart.add(title=name, multiline={"tag": tags})
+    content = layout.SerializeToString()
+    return _strings(layout_metadata.CONFIG_SUMMARY_TAG, layout_metadata.create_summary_metadata(), content)
 
 
 def _describe(folder: Path) -> Iterator[Summary.Value]:
-    """Yield what the run is: its options for the tab of hparams, and texts."""
+    """Yield the run's options for the tab of hparams, and its texts."""
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=_start_s(folder))
     for name, value in changed_options(folder).items():
         if isinstance(value, bool):
@@ -205,7 +198,7 @@ def _describe(folder: Path) -> Iterator[Summary.Value]:
             start.hparams[name].string_value = value if is_plain else json.dumps(value)
     yield _hparams(hparams_metadata.SESSION_START_INFO_TAG, session_start_info=start)
     for name, text in _texts(folder).items():
-        # Markdown shows lines that are indented by four as they are.
+        # Markdown leaves lines as they are that are indented by four.
         block = "\n".join(f"    {line}" for line in text.splitlines())
         yield _strings(f"run/{name}", text_metadata.create_summary_metadata(name, ""), block.encode())
 

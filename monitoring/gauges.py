@@ -31,16 +31,15 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(args: Any, device: torch.device) -> float | None:
-    """Return what the device could do at most in the precision of the options, in 10^12 operations a second."""
+    """Return the most operations a second of the device in the precision of the options, in 10^12; None if unknown."""
     if device.type != "cuda":
         return None
-    known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device), {})
     number_format = (args.amp_dtype or "float16") if args.amp else "float32" if args.tf32 is False else "tf32"
-    return known.get(number_format)
+    return PEAK_TFLOPS.get(torch.cuda.get_device_name(device), {}).get(number_format)
 
 
 def flops_share(args: Any, device: torch.device, num_classes: int) -> float | None:
-    """Return an image's operations over those that the device could do in a second; None where they are not known."""
+    """Return an image's share of the operations that the device could do in a second; None if they are unknown."""
     peak = peak_tflops(args, device)
     try:
         return None if peak is None else count_flops(args, num_classes) / (1e12 * peak)
@@ -58,18 +57,18 @@ def peak_memory_gib() -> float:
 
 
 class Pace:
-    """Counts steps, their seconds, and those of waiting for data among them, since it was read."""
+    """Counts steps, their seconds, and the seconds of waiting for data among them, since it was last read."""
 
     def __init__(self) -> None:
         self._steps, self._train_s, self._wait_s = 0, 0.0, 0.0
         self.start()
 
     def start(self) -> None:
-        """Go on at the start of an epoch: nothing before it counts, as an evaluation."""
+        """Go on at the start of an epoch; the time since the last step, as of an evaluation, does not count."""
         self._mark_s, self._waited_s = time.perf_counter(), 0.0
 
     def step(self, waited_s: float) -> None:
-        """Count a step, before which the epoch has waited for so long in all."""
+        """Count a step, up to which the epoch has waited for so long in all."""
         self._advance()
         self._steps += 1
         self._wait_s += waited_s - self._waited_s
@@ -93,8 +92,8 @@ class Gauges:
 
     Args:
         args: the resolved options.
-        parts: of the run: model, optimizer and scaler.
-        device: where the model is.
+        parts: model, optimizer and scaler of the run.
+        device: of the model.
         num_classes: of the model.
     """
 
@@ -103,11 +102,10 @@ class Gauges:
         self.groups = parts["optimizer"].optimizer.param_groups
         self.world_size, self.global_batch_size = args.world_size, args.global_batch_size
         self.one = torch.ones((), device=device)
-        # An image's share of what the device could compute in a second.
         self.flops_share = flops_share(args, device, num_classes) if collectives.is_main_process() else None
 
     def read(self, grad_norm: Tensor) -> dict[str, float | Tensor]:
-        """Return what holds after the step that is done; what is on the device is not read."""
+        """Return rates and norms after the step that is done; those on the device stay there unread."""
         rates = {f"lr/{group['name']}": group["lr"] for group in self.groups if "name" in group}
         with torch.no_grad():
             norms = {"grad_norm": grad_norm, "weight_norm": nn.utils.get_total_norm(self.parameters)}
@@ -115,7 +113,7 @@ class Gauges:
         return {"lr": max(group["lr"] for group in self.groups), **rates, **norms, **scale}
 
     def rates(self, steps: int, train_s: float, wait_s: float) -> dict[str, float]:
-        """Return how fast so many steps were, and what they took: all that the machine decides."""
+        """Return the speed of so many steps and their use of the machine."""
         images_per_s = steps * self.global_batch_size / train_s
         each = images_per_s / self.world_size
         return {

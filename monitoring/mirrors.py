@@ -1,14 +1,14 @@
-"""Services elsewhere that a run's records are sent to. Each is one class with the methods of `WandbMirror`."""
+"""Services that get a run's records too. Each is one class with the methods of `WandbMirror`."""
 
-import contextlib
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
 from files import read_json, write_atomically
+from monitoring.attempts import Attempts
 from monitoring.events import changed_options, drawn
 
 
@@ -76,11 +76,7 @@ KINDS = {"wandb": WandbMirror, "mlflow": MlflowMirror}
 
 
 def check_mirrors(args: Any) -> None:
-    """Find out whether each service that `--log-to` names is known, and its package there.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise UserError if `--log-to` names a service that is not known, or whose package is missing."""
     for name in _names(args.log_to):
         if name not in KINDS:
             raise UserError(f"--log-to {name}: expected names with commas between them, of {', '.join(KINDS)}")
@@ -98,48 +94,47 @@ class Mirrors:
 
     Args:
         folder: of the run, or None.
-        log_to: their names, with commas between them, or None.
+        log_to: their names, as `--log-to`.
     """
 
     def __init__(self, folder: Path | None, log_to: str | None) -> None:
         self.folder = folder
+        self._attempt = Attempts()
         self._mirrors = dict.fromkeys(_names(log_to))
         self._sent = {}  # the step of the last record, by the names of mirror and kind
 
     def open(self, records: list[dict]) -> None:
-        """Begin or go on, and send what a service does not know yet, as after a failure."""
-        keys = read_json(self.folder / "mirrors.json") if self._mirrors else {}
-        for name in list(self._mirrors):
-            with self._guarded(name):
-                self._mirrors[name] = KINDS[name](self.folder, keys.get(name))
-                keys[name] = self._mirrors[name].key
-                text = json.dumps(keys)
-                write_atomically(self.folder / "mirrors.json", lambda file, text=text: file.write(text.encode()))
+        """Begin or go on, and send the records that a service does not know yet, as after a failure."""
+        self._each(self._open)
         for record in records:
             self.add(record)
 
+    def _open(self, name: str) -> None:
+        path = self.folder / "mirrors.json"
+        keys = read_json(path)
+        self._mirrors[name] = KINDS[name](self.folder, keys.get(name))
+        keys[name] = self._mirrors[name].key
+        write_atomically(path, lambda file: file.write(json.dumps(keys).encode()))
+
     def add(self, record: dict) -> None:
         """Send the points of one record, unless an earlier process has."""
+        self._each(self._add, record)
+
+    def _add(self, name: str, record: dict) -> None:
         kind, step = record["kind"], record["step"]
-        for name, mirror in list(self._mirrors.items()):
-            with self._guarded(name):
-                if (name, kind) not in self._sent:
-                    self._sent[name, kind] = mirror.last_step(kind)
-                if step > self._sent[name, kind]:
-                    mirror.add({**drawn(record), f"{kind}/step": step}, step)
-                    self._sent[name, kind] = step
+        if (name, kind) not in self._sent:
+            self._sent[name, kind] = self._mirrors[name].last_step(kind)
+        if step > self._sent[name, kind]:
+            self._mirrors[name].add({**drawn(record), f"{kind}/step": step}, step)
+            self._sent[name, kind] = step
 
     def close(self, is_finished: bool | None) -> None:
         """Send what is left; `is_finished` tells how the run has ended, None that it is to go on."""
-        for name in list(self._mirrors):
-            with self._guarded(name):
-                self._mirrors.pop(name).close(is_finished)
+        self._each(lambda name: self._mirrors[name].close(is_finished))
+        self._mirrors.clear()
 
-    @contextlib.contextmanager
-    def _guarded(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # whatever the package thinks of; no run ends for it
-            self._mirrors.pop(name, None)
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            print(f"warning: nothing more is sent to {name}: {reason}; training goes on")
+    def _each(self, work: Callable[..., None], *args: Any) -> None:
+        """Do work for each service; one that fails gets no more."""
+        for name in list(self._mirrors):
+            if not self._attempt(f"nothing more is sent to {name}", work, name, *args):
+                del self._mirrors[name]

@@ -1,10 +1,10 @@
-"""Numbers leaving the process: metrics.jsonl, and TensorBoard's file and mirrors, which are made of it."""
+"""The records of a run: metrics.jsonl, and TensorBoard's file and mirrors, which are made of it."""
 
 import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from checkpointing.checkpoint import RunState
-from checkpointing.startup import phases
 from errors import PreemptedError, StorageError
 from files import explain_failure, open_regular, open_to_read, read_bytes, sync_folder, write_atomically
+from monitoring.attempts import Attempts
 from monitoring.console import log
 from monitoring.events import EventFile
 from monitoring.mirrors import Mirrors, check_mirrors
@@ -25,24 +25,23 @@ MACHINE_FIELDS = {
     "time", "hours", "images_per_s", "images_per_s_per_device", "data_wait", "memory_gib", "mfu", "world_size",
 }  # fmt: skip
 
-_EVENTS = "the file of TensorBoard"  # in warnings
-
 _TAIL_BYTES = 1 << 20  # more than a record of any run has
 
-# Pictures that the run's folder does not keep, beyond which TensorBoard's file is made anew without them.
+# Pictures in TensorBoard's file that the run's folder no longer has; with more, the file is made anew without them.
 MOST_GONE = 100
 
 
-def begin_log(args: Any) -> None:
-    """Keep what a run's first process says from now on, for log.txt; check the services that `--log-to` names.
+def begin_log(args: Any, lines: Iterable[str]) -> None:
+    """Keep all that a run's first process says for log.txt, these lines first; check the services of `--log-to`.
 
     Raises:
         UserError: one is not known, or its package is missing.
     """
-    phases.end("import")
     check_mirrors(args)
     if args.rank == 0 and not args.test_only:
         log.keep()
+    for line in lines:
+        print(line)
 
 
 class Monitor:
@@ -51,7 +50,7 @@ class Monitor:
     Args:
         folder: the output folder; None for a monitor that writes nothing.
         run: the state of the run.
-        log_to: names of `mirrors.KINDS` with commas between them, or None.
+        log_to: as `--log-to`.
     """
 
     def __init__(self, folder: Path | None, run: RunState, log_to: str | None = None) -> None:
@@ -59,11 +58,14 @@ class Monitor:
         self.run = run
         self.mirrors = Mirrors(folder, log_to)
         self._pending = b""  # records that a full disk did not take; written with the next one
-        self._failed = set()
         self._events = None
+        self._attempt = Attempts()
+        self._no_records, self._no_events = (
+            f"{name} in {folder} is not written" for name in ("metrics.jsonl", "the file of TensorBoard")
+        )
 
     def open(self) -> None:
-        """Begin to write; of a resumed run, drop what an earlier process wrote beyond its state.
+        """Begin to write; of a resumed run, drop records that an earlier process wrote beyond its state.
 
         Raises:
             StorageError: the records of a resumed run cannot be read or written.
@@ -76,11 +78,11 @@ class Monitor:
         except OSError as error:
             raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
         self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
-        # Hours of training so far, in all processes that came to where this one goes on.
+        # Hours of training up to here, in all processes.
         hours = [record.get("hours") for record in records]
         self._hours = max((h for h in hours if isinstance(h, float) and math.isfinite(h)), default=0.0)
         self._opened_s = time.monotonic()
-        self._attempt(_EVENTS, self._open_events, records)
+        self._attempt(self._no_events, self._open_events, records)
         self.mirrors.open(records)
 
     def __enter__(self) -> "Monitor":
@@ -88,23 +90,20 @@ class Monitor:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
         if self.folder is not None:
-            self._attempt("metrics.jsonl", self._write_pending)
+            self._attempt(self._no_records, self._write_pending)
             if self._events is None:
-                self._attempt(_EVENTS, self._open_events)
+                self._attempt(self._no_events, self._open_events)
             is_finished = None if isinstance(error, PreemptedError) else error is None
             if self._events is not None:
-                self._attempt(_EVENTS, self._events.close, is_finished)
+                self._attempt(self._no_events, self._events.close, is_finished)
             self.mirrors.close(is_finished)
             self._file.close()
 
     def records(self) -> list[dict]:
-        """Return the records in metrics.jsonl, but for lines that are torn by a kill or are no records."""
-        if self.folder is None:
-            return []
-        try:
-            return read_records(self.folder)
-        except FileNotFoundError:
-            return []
+        """Return the records in metrics.jsonl, as `read_records`; none where there is no file."""
+        with suppress(FileNotFoundError):
+            return [] if self.folder is None else read_records(self.folder)
+        return []
 
     def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
         """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
@@ -114,7 +113,7 @@ class Monitor:
         return kept
 
     def _open_events(self, records: list[dict] | None = None) -> None:
-        """Make TensorBoard's file anew, where metrics.jsonl has all its records; take them as given, if they are."""
+        """Make TensorBoard's file anew, once metrics.jsonl has all its records, which may be given."""
         if not self._pending:
             self._events = EventFile(self.folder, self.records() if records is None else records, self.run.step)
 
@@ -129,19 +128,9 @@ class Monitor:
         hours = self._hours + (time.monotonic() - self._opened_s) / 3600
         record = {"kind": kind, "step": step, "epoch": epoch, **values, "hours": hours, "time": round(time.time(), 3)}
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
-        self._attempt("metrics.jsonl", self._write_pending)
-        self._attempt(_EVENTS, self._add_points, record)
+        self._attempt(self._no_records, self._write_pending)
+        self._attempt(self._no_events, self._add_points, record)
         self.mirrors.add(record)
-
-    def _attempt(self, name: str, write: Callable[..., None], *args: Any) -> None:
-        """Try a write whose failure must not end the run; print each name's failure once."""
-        try:
-            write(*args)
-        except Exception as error:
-            if name not in self._failed:
-                self._failed.add(name)
-                why = getattr(error, "strerror", None) or error
-                print(f"warning: {name} in {self.folder} is not written: {why}; training goes on")
 
     def _write_pending(self) -> None:
         while self._pending:
@@ -159,7 +148,7 @@ class Monitor:
             self._open_events()
 
     def _keep_events(self, write: Callable[..., None], *args: Any) -> None:
-        """Write to the file of events, or give it up: the next record makes it anew, with all before it."""
+        """Write to the file of events or, if that fails, give it up: the next record makes it anew."""
         try:
             write(*args)
         except Exception:
@@ -168,31 +157,27 @@ class Monitor:
             self._events = None
             raise
 
-    def sync(self) -> None:
-        """Make all records durable, and show new pictures; called before a checkpoint that is later than they are."""
-        if self.folder is not None:
-            self._attempt("metrics.jsonl", self._write_pending)
-            self._attempt("metrics.jsonl", os.fsync, self._file.fileno())
-            if self._events is not None:
-                self._attempt(_EVENTS, self._keep_events, self._show_pictures)
+    def sync(self) -> int | None:
+        """Hand all records to the system, and show new pictures; called before a checkpoint is begun.
+
+        Return the descriptor of the records, which must be made durable before it is; None if nothing is written here.
+        """
+        if self.folder is None:
+            return None
+        self._attempt(self._no_records, self._write_pending)
+        if self._events is not None:
+            self._attempt(self._no_events, self._keep_events, self._show_pictures)
+        return self._file.fileno()
 
 
 def read_records(folder: Path) -> list[dict]:
-    """Return the records in a run's metrics.jsonl, but for lines that are torn by a kill or are no records.
-
-    Raises:
-        FileNotFoundError: no run has written there.
-    """
+    """Return the records in a run's metrics.jsonl, without lines that a kill tore; FileNotFoundError if it has none."""
     lines = read_bytes(folder / "metrics.jsonl").splitlines()
     return [record for record in map(_parse_record, lines) if record is not None]
 
 
 def read_last_record(folder: Path) -> list[dict]:
-    """Return the last record of a run's metrics.jsonl, or nothing, without a look at those long before it.
-
-    Raises:
-        OSError: the file is not there, or cannot be read.
-    """
+    """Return the last record of a run's metrics.jsonl, or none, from the file's end; OSError if it has no file."""
     with open_to_read(folder / "metrics.jsonl") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
         lines = file.read().splitlines()
@@ -213,7 +198,7 @@ def _parse_record(line: bytes) -> dict | None:
 
 
 def _is_value(value: Any) -> bool:
-    """Tell whether a value is one that a record can have: a number that a curve can hold, None, or a list of such."""
+    """Tell whether a record can have a value: a number that a curve can hold, None, or a list of such."""
     if isinstance(value, list):
         return all(map(_is_value, value))
     return value is None or type(value) is float or (type(value) is int and abs(value) < 1 << 62)

@@ -18,12 +18,13 @@ from checkpointing.preemption import LoaderAround
 from collectives import all_gather
 from files import write_atomically
 from loading.decode import decode_plainly
+from monitoring.attempts import Attempts
 from transforms import one_hot
 
-# Of a grid: its images, those in a row, the sides of an image as it is shown, and the least width of a cell, px.
+# A grid: its images, those in a row, the sides of an image on it, and the least width of a cell, px.
 NUM_IMAGES, NUM_COLUMNS, SMALLEST_PX, LARGEST_PX, CELL_PX = 16, 4, 96, 160, 132
 
-# Of a confusion: the most classes that are shown, and the sides of its cells, px.
+# A confusion: the most classes that are shown, and the sides of its cells, px.
 NUM_CLASSES, MATRIX_PX = 16, 34
 
 NUM_BINS = 15  # of a calibration
@@ -48,18 +49,18 @@ class Predictions(NamedTuple):
         return self.predicted != self.target
 
 
-def find_mistakes(found: Predictions, most: int = NUM_IMAGES) -> list[int]:
+def find_mistakes(found: Predictions) -> list[int]:
     """Return the rows of the mistakes that the model was surest of, the surest first and equal ones in their order."""
     rows = numpy.flatnonzero(found.is_wrong)
-    return rows[numpy.lexsort((found.index[rows], -found.confidence[rows]))][:most].tolist()
+    return rows[numpy.lexsort((found.index[rows], -found.confidence[rows]))][:NUM_IMAGES].tolist()
 
 
-def find_confused(found: Predictions, num_classes: int, most: int = NUM_CLASSES) -> list[int]:
+def find_confused(found: Predictions, num_classes: int) -> list[int]:
     """Return the classes of the pairs that are mistaken for each other most often; all classes where they are few.
 
     Those that are confused stand beside each other. Where there are no more mistakes, the first classes follow.
     """
-    if num_classes <= most:
+    if num_classes <= NUM_CLASSES:
         return [*range(num_classes)]
     target, predicted = found.target[found.is_wrong], found.predicted[found.is_wrong]
     pairs = numpy.minimum(target, predicted) * num_classes + numpy.maximum(target, predicted)
@@ -67,9 +68,9 @@ def find_confused(found: Predictions, num_classes: int, most: int = NUM_CLASSES)
     chosen = {}
     for pair in pairs[numpy.lexsort((pairs, -counts))].tolist():
         chosen |= dict.fromkeys(divmod(pair, num_classes))
-        if len(chosen) >= most:
+        if len(chosen) >= NUM_CLASSES:
             break
-    return [*(chosen | dict.fromkeys(range(most)))][:most]
+    return [*(chosen | dict.fromkeys(range(NUM_CLASSES)))][:NUM_CLASSES]
 
 
 def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> numpy.ndarray:
@@ -92,19 +93,19 @@ def rank_classes(found: Predictions, num_classes: int) -> tuple[numpy.ndarray, n
 
 
 class Calibration(NamedTuple):
-    """How sure a model is and how often it is right, in bins of equal width of its confidence."""
+    """The images, accuracy and mean confidence of a model in bins of equal width of its confidence."""
 
     counts: numpy.ndarray
     accuracy: numpy.ndarray  # NaN in an empty bin
-    confidence: numpy.ndarray  # the mean, likewise
+    confidence: numpy.ndarray  # likewise
     error: float  # the expected calibration error (Guo et al., arXiv 1706.04599)
 
 
-def calibrate(found: Predictions, num_bins: int = NUM_BINS) -> Calibration:
+def calibrate(found: Predictions) -> Calibration:
     """Return the calibration of a model; a bin holds its upper edge."""
-    bins = numpy.searchsorted(numpy.linspace(0, 1, num_bins + 1)[1:-1], found.confidence)
+    bins = numpy.searchsorted(numpy.linspace(0, 1, NUM_BINS + 1)[1:-1], found.confidence)
     counts, hits, sure = (
-        numpy.bincount(bins, weights, minlength=num_bins) for weights in (None, ~found.is_wrong, found.confidence)
+        numpy.bincount(bins, weights, minlength=NUM_BINS) for weights in (None, ~found.is_wrong, found.confidence)
     )
     with numpy.errstate(invalid="ignore"):
         return Calibration(counts, hits / counts, sure / counts, float(abs(hits - sure).sum() / counts.sum()))
@@ -126,13 +127,7 @@ def _fit(text: str, width: float) -> str:
 
 
 class Sheet:
-    """An empty picture with a title.
-
-    Args:
-        width: px, a grid's or another's.
-        height: below the title, px.
-        title: its first line.
-    """
+    """An empty picture with a title above its height; px."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.image = Image.new("RGB", (width, HEAD_PX + height), "white")
@@ -154,7 +149,7 @@ class Sheet:
 
 
 def corner_of(place: int, side: int) -> tuple[int, int]:
-    """Return where the image of a place in a grid begins: left and top, px."""
+    """Return the left and top of the image at a place in a grid, px."""
     width, height = max(side, CELL_PX) + GAP_PX, side + 2 * LINE_PX + GAP_PX
     return GAP_PX + place % NUM_COLUMNS * width, HEAD_PX + place // NUM_COLUMNS * height
 
@@ -174,7 +169,7 @@ def draw_grid(title: str, images: list[Image.Image], captions: list[list[str]]) 
 
 
 def draw_confusion(title: str, found: Predictions, names: list[str]) -> Image.Image:
-    """Draw how often images of one class were taken for another: rows are the true classes, columns the predicted."""
+    """Draw how often a model took one class for another: rows are the true classes, columns the predicted."""
     chosen = find_confused(found, len(names))
     counts = count_confusion(found, chosen, len(names))
     heads = [str(number + 1) for number in range(len(chosen))] + ["other"] * (len(chosen) < len(names))
@@ -225,7 +220,7 @@ def draw_classes(title: str, found: Predictions, names: list[str]) -> Image.Imag
 
 
 def draw_calibration(title: str, found: Predictions) -> Image.Image:
-    """Draw how often the model is right where it is so sure, beside the diagonal on which it would be calibrated."""
+    """Draw a model's accuracy at each confidence, beside the diagonal on which it would be calibrated."""
     bins = calibrate(found)
     side, left, top = PLOT_PX[1], 44, HEAD_PX + GAP_PX
     sheet = Sheet(left + side + 200, side + 2 * GAP_PX + 2 * LINE_PX, title)
@@ -254,7 +249,7 @@ def draw_calibration(title: str, found: Predictions) -> Image.Image:
 def draw_batch(
     title: str, image: Tensor, target: Tensor, names: list[str], mean: list[float], std: list[float]
 ) -> Image.Image:
-    """Draw normalised images (B, 3, H, W) with the class, or the shares of two, that each is to be taken for."""
+    """Draw normalised images (B, 3, H, W) with the class of each, or the shares of its two classes."""
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     pixels = image.float().mul(std).add(mean).mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     target = target if target.ndim == 2 else one_hot(target, len(names)).float()
@@ -266,14 +261,14 @@ def draw_batch(
 
 
 def _shown(image: Image.Image) -> Image.Image:
-    """Return an image whose pixels are as large as to be seen; one that is too large for a grid is made smaller."""
+    """Return an image at the size of a grid: small ones with larger pixels, large ones made smaller."""
     factor = max(SMALLEST_PX // image.width, 1)
     side = min(image.width * factor, LARGEST_PX)
     return image.resize((side, side), Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BICUBIC)
 
 
 class FirstBatch(LoaderAround):
-    """A loader of which somebody is given the first batch before it is yielded."""
+    """A loader that shows its first batch to `take` before it yields it."""
 
     def __init__(self, loader: Any, take: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__(loader)
@@ -290,8 +285,8 @@ class FirstBatch(LoaderAround):
 class Pictures:
     """Draws pictures of a run into its folder, each a function of the run; none where the images are made up.
 
-    A picture that fails is said once and ends no run. Those of an evaluation are kept after epochs 1, 2, 4, 8 and so
-    on, of the best and of the newest one: a dozen of each kind, about 5 MB in all, in 600 epochs.
+    A picture that fails is one warning and ends no run. Those of the evaluations after epochs 1, 2, 4, 8 and so on, of
+    the best and of the newest one are kept: a dozen of each kind, about 5 MB in all, in 600 epochs.
 
     Args:
         folder: the output folder; None for a process that draws nothing.
@@ -307,17 +302,17 @@ class Pictures:
         # One set of pictures is enough: that of the average, where there is one.
         self.kind = evaluated + ("_ema" if "model_ema" in run.parts else "")
         self._is_new = self.is_active and folder is not None and not run.is_resumed
-        self._batches, self._failed = [], set()
+        self._batches, self._attempt = [], Attempts()
 
     def open(self) -> None:
         """Remove pictures that an earlier process drew beyond the state that the run goes on from."""
         if self.folder is not None and self.run.is_resumed:
-            self._attempt("old pictures", self._keep, lambda step: step < self.run.step + self.run.is_evaluated)
+            self._keep_only(lambda step: step < self.run.step + self.run.is_evaluated)
 
     def watched(self, data_loader: Any) -> Any:
         """Return a loader of training batches; the first one of a new run is drawn by rank 0."""
         is_new, self._is_new = self._is_new, False
-        take = partial(self._attempt, "first-batch", self._draw_batch)
+        take = partial(self._attempt, "pictures, first-batch", self._draw_batch)
         return FirstBatch(data_loader, take) if is_new else data_loader
 
     def observe(self, kind: str, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor) -> None:
@@ -341,12 +336,10 @@ class Pictures:
             "classes": lambda: draw_classes(f"{head}: accuracy of {len(names)} classes", found, names),
             "calibration": lambda: draw_calibration(f"{head}: calibration", found),
         }.items():
-            self._attempt(tag, self._write, tag, picture)
+            self._attempt(f"pictures, {tag}", self._write, tag, picture)
         best = self.run.bests[BEST_NAMES[self.kind]] or {}
         kept = {self.run.step, best.get("step")}
-        self._attempt(
-            "old pictures", self._keep, lambda step: step in kept or (step // self.run.steps_per_epoch).bit_count() == 1
-        )
+        self._keep_only(lambda step: step in kept or (step // self.run.steps_per_epoch).bit_count() == 1)
 
     def gather(self) -> Predictions:
         """Return the predictions of all processes in the order of the images. Collective: every rank must call it."""
@@ -379,20 +372,15 @@ class Pictures:
             path = self.folder / f"picture-{tag}-{self.run.step:08d}.png"
             write_atomically(path, lambda file: file.write(content.getvalue()))
 
-    def _keep(self, is_kept: Callable[[int], bool]) -> None:
-        for tag, step, path in list(self.folder):
-            if tag != "first-batch" and not is_kept(step):
-                path.unlink(missing_ok=True)
+    def _keep_only(self, is_kept: Callable[[int], bool]) -> None:
+        """Remove the pictures of the evaluations after other steps."""
 
-    def _attempt(self, name: str, work: Callable[..., None], *args: Any) -> None:
-        """Try work whose failure must not end the run; print each name's failure once."""
-        try:
-            work(*args)
-        except Exception as error:
-            if name not in self._failed:
-                self._failed.add(name)
-                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                print(f"warning: pictures, {name}: {reason}; training goes on")
+        def remove_others() -> None:
+            for tag, step, path in list(self.folder):
+                if tag != "first-batch" and not is_kept(step):
+                    path.unlink(missing_ok=True)
+
+        self._attempt("pictures, old pictures", remove_others)
 
 
 def list(folder: Path) -> list[tuple[str, int, Path]]:

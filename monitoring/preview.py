@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import collectives
 import config
 import models
@@ -19,18 +17,18 @@ from loading.subset import minival_numbers
 from monitoring import estimate
 from sampler import VirtualShards
 
-# What ImageNet-1k is, where no data is at hand.
+# ImageNet-1k, which is assumed where there is no data.
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
 
 
 def preview(args: Any, *, is_estimated: bool = False) -> str:
-    """Return what `--dry-run` prints. Reads no image, touches no output folder and needs no particular device.
+    """Return the text of `--dry-run`. Reads no image, touches no output folder and needs no particular device.
 
     Of several processes that a launcher started, only the first can print from then on.
 
     Args:
         args: the options.
-        is_estimated: also say what memory, work, time and disk it will need, which takes seconds.
+        is_estimated: also estimate memory, work, time and disk, which takes seconds.
 
     Raises:
         UserError: the options cannot be used together.
@@ -43,7 +41,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     args, notes = models.take_statistics(config.with_shards(args, state=None))
     world_size = args.world_size
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)
-    # One process may look at a run of many.
+    # One process may preview a run of many.
     is_short = args.sync_bn and world_size == 1 < args.num_shards
     shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn and not is_short)
     num_images, num_classes, about = count_images(args)
@@ -59,7 +57,10 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     last = args.epochs - 1
     epochs = {*(args.epochs * part // 12 for part in range(12)), min(args.lr_warmup_epochs, last), last}
-    rates = [f"{epoch}: {learning_rate(optimizer, scheduler, epoch, steps_per_epoch):.3g}" for epoch in sorted(epochs)]
+    rates = []
+    for epoch in sorted(epochs):
+        scheduler.set_position(epoch, 0, steps_per_epoch)
+        rates.append(f"{epoch}: {optim.current_lr(optimizer):.3g}")
     lines = [
         f"# {about}",
         *(f"# {note}" for note in notes),
@@ -79,7 +80,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
 
 
 def count_images(args: Any) -> tuple[int, int, str]:
-    """Return the number of training images and of classes, and a line that says where from."""
+    """Return the number of training images and of classes, and a line about their source."""
     if args.synthetic is not None:
         return args.synthetic, IMAGENET_CLASSES, f"{args.synthetic:,} made-up training images"
     traindir = Path(config.split_dirs(args)[0])
@@ -100,7 +101,7 @@ def count_images(args: Any) -> tuple[int, int, str]:
 
 
 def reference_lines(args: Any) -> list[str]:
-    """Say how the global batch and the learning rate stand to those that the recipe was made with."""
+    """Return a line that compares the global batch and the learning rate with the recipe's own."""
     reference, rate = args.reference_global_batch, optim.scaled_lr(args)
     if reference is None:
         return []
@@ -110,11 +111,3 @@ def reference_lines(args: Any) -> list[str]:
     return [
         f"# the recipe's reference batch is {reference}, {args.global_batch_size / reference:g} of it here; {scaled}"
     ]
-
-
-def learning_rate(
-    optimizer: torch.optim.Optimizer, scheduler: optim.LRScheduler, epoch: int, steps_per_epoch: int
-) -> float:
-    """Return the largest rate of any parameter group at the start of an epoch."""
-    scheduler.set_position(epoch, 0, steps_per_epoch)
-    return optim.current_lr(optimizer)

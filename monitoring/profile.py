@@ -7,54 +7,49 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from monitoring.attempts import Attempts
+
 TRACE_NAME = "trace.json.gz"
 
 # Steps before the traced ones, in which kernels are chosen and loaders start; the profiler itself warms up in the last.
 NUM_FIRST = 5
 
-# The operators that are printed.
-NUM_PRINTED = 10
+NUM_PRINTED = 10  # operators
 
 
 class StepProfile:
-    """Traces steps of a run once, and then says which operators took longest and how long the device was idle.
+    """Traces steps of a run once, and then prints the longest operators and the share of idle time.
 
     Args:
-        num_steps: how many to trace; 0 or None: none.
-        folder: where the trace goes.
+        num_steps: number of steps to trace; 0 or None for none.
+        folder: gets the trace.
         is_cuda: also trace the GPU.
     """
 
     def __init__(self, num_steps: int | None, folder: Path, *, is_cuda: bool) -> None:
-        self.path, self._profiler = folder / TRACE_NAME, None
+        self.path, self._profiler, self._attempt = folder / TRACE_NAME, None, Attempts()
         if num_steps:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
             steps = schedule(wait=NUM_FIRST - 1, warmup=1, active=num_steps, repeat=1)
             self._profiler = profile(activities=activities, schedule=steps, on_trace_ready=self._finish)
 
     def __enter__(self) -> "StepProfile":
-        if self._profiler is not None:
-            self._attempt(self._profiler.start)
+        self._call("start")
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self._call("stop")
         if self._profiler is not None:
-            self._attempt(self._profiler.stop)
-            if self._profiler is not None:
-                print("warning: --profile: the run ended before there were steps to trace")
+            print("warning: --profile: the run ended before there were steps to trace")
 
     def step(self) -> None:
         """Count a step."""
-        if self._profiler is not None:
-            self._attempt(self._profiler.step)
+        self._call("step")
 
-    def _attempt(self, call: Any) -> None:
-        """Call the profiler, for which no run may end."""
-        try:
-            call()
-        except Exception as error:  # of any library below it
+    def _call(self, method: str) -> None:
+        """Call a method of the profiler, if it is still needed; a failure is its last call."""
+        if self._profiler is not None and not self._attempt("--profile", getattr(self._profiler, method)):
             self._profiler = None
-            print(f"warning: --profile: {type(error).__name__}: {error}; training goes on")
 
     def _finish(self, profiler: profile) -> None:
         self._profiler = None

@@ -1,4 +1,4 @@
-"""The bottleneck of a run: the parts of each step, compared over all processes, and the one setting to change first."""
+"""The bottleneck of a run, from the parts of each step on all processes, and the one setting to change first."""
 
 import math
 import time
@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 import collectives
 
-# Steps at the start of an epoch that do not count, in which loaders start and kernels are chosen; the fewest steps and
-# seconds that tell anything; and the most steps that are kept, the last ones.
+# Steps at the start of an epoch that do not count, since loaders start and kernels are chosen; the fewest steps and
+# seconds for a verdict; and the most steps that are kept, the last ones.
 NUM_FIRST, LEAST_STEPS, LEAST_S, MOST_STEPS = 3, 20, 1.0, 5000
 
-# Shares of the time from which something is the limit. Computing is the one share that ought to be large.
+# Shares of the time from which something is the limit. Only computing ought to have a large share.
 LIMITS = {"data": 0.25, "communication": 0.25, "slowest": 0.2, "compute": 0.75}
-
 
 # The names of the first fields of `Shares` in metrics.jsonl.
 RECORDED = ("data_share", "compute_share", "communication_share", "slowest_share", "slowest_rank")
@@ -25,14 +24,9 @@ RECORDED = ("data_share", "compute_share", "communication_share", "slowest_share
 class StepClock:
     """Times the parts of each step on this process without reading the device.
 
-    The wait for other processes is the time from the gradient of the first parameter, which a backward pass computes
-    last, to the end of the backward pass: what of the communication is not hidden behind it. On a GPU two events of a
-    step mark it, which are read when a line is due.
-
-    Args:
-        model: whose backward passes are timed.
-        device: where it is.
-        world_size: processes of the run.
+    The wait for other processes is the communication that the backward pass does not hide: the time from the gradient
+    of the first parameter, which comes last, to the end of the backward pass. On a GPU two events of a step mark it,
+    which are read when a line is due.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, world_size: int) -> None:
@@ -44,8 +38,8 @@ class StepClock:
             first.register_post_accumulate_grad_hook(self._note_gradient)
 
     def start_epoch(self) -> None:
-        """Forget the steps before; nothing between two epochs counts."""
-        self.steps = deque(maxlen=MOST_STEPS)  # of each: seconds in all, of waiting for data, for other processes
+        """Forget the earlier steps; the time between two epochs does not count."""
+        self.steps = deque(maxlen=MOST_STEPS)  # seconds of each: all, waiting for data, waiting for other processes
         self._unread = []  # (step, two events)
         self._waited_s, self._num_steps = 0.0, 0
 
@@ -77,7 +71,7 @@ class StepClock:
         """End a step.
 
         Args:
-            waited_s: how long the epoch has waited for data so far.
+            waited_s: seconds that the epoch has waited for data so far.
             is_read: the device has just been read, so that its events are over.
         """
         step = [time.perf_counter() - self._begin_s, waited_s - self._waited_s, self._wait_s]
@@ -99,14 +93,14 @@ class StepClock:
 
 
 class Shares(NamedTuple):
-    """Where the time of some steps went: shares that add up to 1, which process is slowest, and which lacks data."""
+    """Shares of the time of some steps, which add up to 1, the slowest process, and the one that lacks data."""
 
     data: float
     compute: float
     communication: float
     slowest: float
     rank: int
-    data_rank: int | None  # the process with most of the wait for data, if it has nearly all of it
+    data_rank: int | None  # the process that has nearly all of the wait for data, if one has
     step_s: float
 
     def limit(self) -> str | None:
@@ -119,14 +113,11 @@ class Shares(NamedTuple):
 
 
 def find_shares(steps: Tensor) -> Shares | None:
-    """Return where the time of steps went; None where they are too few or too short to tell.
+    """Return the shares of the time of steps, as of `StepClock.gather`; None if they are too few or too short to tell.
 
-    All processes wait for the last one of each step, which itself waits for its data and the communication alone. What
-    the others wait beyond that is its lateness. Where one and the same process computes longer again and again, more
-    than the mean of the others does, that is the slowest one's share; lateness that goes round counts as computing.
-
-    Args:
-        steps: of `StepClock.gather`.
+    All processes wait for the last one of each step, which itself waits for its data and the communication alone. Any
+    further wait of the others is its lateness. If the same process is late again and again, more than the mean of the
+    others, that is the slowest one's share; lateness that goes round counts as computing.
     """
     world_size, num_steps = steps.shape[:2]
     total_s, data, wait = steps.unbind(dim=2)
@@ -159,22 +150,16 @@ def _sum_by_rank(seconds: Tensor, ranks: Tensor, world_size: int) -> Tensor:
 
 
 def as_record(shares: Shares) -> dict[str, float | int]:
-    """Return what metrics.jsonl keeps of an epoch's shares."""
+    """Return the fields of metrics.jsonl for an epoch's shares."""
     return dict(zip(RECORDED, shares, strict=False))
 
 
 def describe_limit(shares: Shares, args: Any) -> str:
-    """Return the verdict on an epoch: what limits it, with shares, and what to change first and expect of that.
-
-    Args:
-        shares: of the epoch.
-        args: the resolved options.
-    """
+    """Return the verdict on an epoch: its limit and shares, the first thing to change, and the most to expect of it."""
     names = ["data", "compute"] + (["communication", "slowest"] if args.world_size > 1 else [])
     limit = shares.limit()
-    where = (
-        f" (nearly all of it on rank {shares.data_rank})" if limit == "data" and shares.data_rank is not None else ""
-    )
+    is_one_rank = limit == "data" and shares.data_rank is not None
+    where = f" (nearly all of it on rank {shares.data_rank})" if is_one_rank else ""
     labels = {"data": f"waiting for data{where}", "slowest": f"waiting for rank {shares.rank}"}
     parts = ", ".join(f"{labels.get(name, name)} {getattr(shares, name):.0%}" for name in names)
     rate = args.global_batch_size / shares.step_s

@@ -34,24 +34,20 @@ All checkpoints must be of one model with the same classes: of one run, or of se
 --keep-every says otherwise: --last and --best choose from those that are still there.
 
 FILE holds the weights, the model's name, its classes and the options of the first checkpoint. All tools open it, and so
-does train.py --weights FILE; no run goes on from it. Where the model has BatchNorm, its statistics belong to none of
-the averaged weights any more: python -m scripts.reestimate_bn computes them anew.
+does train.py --weights FILE; no run goes on from it. BatchNorm's statistics do not fit the averaged weights:
+python -m scripts.reestimate_bn computes them anew.
 """
 
 
 def choose(sources: list[Path], last: int | None, best: int | None, metric: str) -> list[Path]:
-    """Return the checkpoints that the command line means.
-
-    Raises:
-        UserError: there are not as many.
-    """
+    """Return the checkpoints that the command line means; UserError if there are not as many."""
     folders = [path for path in sources if path.is_dir()]
+    missing = next((path for path in sources if not path.is_file() and path not in folders), None)
+    if missing is not None:
+        raise UserError(f"{missing} is no file; give checkpoints, or the folder of a run with --last or --best")
     if not folders:
         if last or best:
             raise UserError("--last and --best choose from the folder of a run, and files were given; leave them out")
-        missing = next((path for path in sources if not path.is_file()), None)
-        if missing is not None:
-            raise UserError(f"{missing} is no file; give checkpoints, or the folder of a run with --last or --best")
         check_different(sources)
         return sources
     if len(sources) > 1 or (last is None) == (best is None):
@@ -65,11 +61,7 @@ def choose(sources: list[Path], last: int | None, best: int | None, metric: str)
 
 
 def check_different(paths: list[Path]) -> None:
-    """Refuse a checkpoint that is given twice, as by two of a run's names for it.
-
-    Raises:
-        UserError: one is.
-    """
+    """Refuse a checkpoint that is given twice, as by two of a run's names for it."""
     seen = {}
     for path in paths:
         about = os.stat(path)
@@ -79,11 +71,7 @@ def check_different(paths: list[Path]) -> None:
 
 
 def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> list[Path]:
-    """Return the checkpoints of a run that are still there whose weights were evaluated best, the best first.
-
-    Raises:
-        UserError: there are fewer, or none was evaluated by this metric.
-    """
+    """Return the checkpoints of a run that are still there whose weights were evaluated best, the best first."""
     try:
         records = [record for record in read_records(folder) if BEST_NAMES.get(record["kind"]) == "best"]
     except FileNotFoundError as error:
@@ -94,7 +82,7 @@ def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> l
         raise UserError(f"--metric {metric}: {folder} has only these results: {', '.join(sorted(names)) or 'none'}")
     paths = {step_in(path): path for path in numbered}
     linked = folder / "best.pth"  # whose numbered file may be gone
-    if linked.is_file() and not any(os.path.samefile(linked, path) for path in numbered):
+    if linked.is_file():
         paths.setdefault(step_of(linked), linked)
     there = [step for step in values if step in paths]
     if len(there) < number:
@@ -109,51 +97,34 @@ def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> l
     return [paths[step] for step in there[:number]]
 
 
-class Look:
-    """Compares each checkpoint with the first, and counts them.
-
-    Args:
-        total: how many there are.
-    """
-
-    def __init__(self, total: int) -> None:
-        self.first = None
-        self.progress = Progress("averaging", total, "checkpoints")
-
-    def __call__(self, path: Path, content: dict[str, Any]) -> None:
-        """Note a checkpoint.
-
-        Raises:
-            UserError: it is of another model or other classes than the first.
-        """
-        weights = take_weights(content, str(path))
-        facts = {"model": options_of(content).get("model"), "classes": weights.classes}
-        if self.first is None:
-            self.first = path, facts
-        other, expected = self.first
-        for name, value in facts.items():
-            if None not in (value, expected[name]) and value != expected[name]:
-                shown = f" ({value}, {expected[name]})" if name == "model" else ""
-                noun = "another model" if name == "model" else "other classes"
-                raise UserError(f"{path} is of {noun} than {other}{shown}; give checkpoints of one model")
-        self.progress.update()
+def check_same_kind(path: Path, content: dict[str, Any], first: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another model or other classes than the first, which fills `first`."""
+    facts = {"model": options_of(content).get("model"), "classes": take_weights(content, str(path)).classes}
+    first.setdefault("path", path)
+    for name, value in facts.items():
+        other = first.setdefault(name, value)
+        if None not in (value, other) and value != other:
+            difference = f"another model than {first['path']} ({value}, {other})"
+            difference = difference if name == "model" else f"other classes than {first['path']}"
+            raise UserError(f"{path} is of {difference}; give checkpoints of one model")
 
 
 def average(options: argparse.Namespace) -> None:
-    """Write the average of the checkpoints that the options mean.
-
-    Raises:
-        UserError: they cannot be averaged, or it cannot be written.
-    """
+    """Write the average of the checkpoints that the options mean."""
     paths = choose(options.sources, options.last, options.best, options.metric)
     check_output(options.output, paths)
-    look = Look(len(paths))
+    progress, first = Progress("averaging", len(paths), "checkpoints"), {}
+
+    def look(path: Path, content: dict[str, Any]) -> None:
+        check_same_kind(path, content, first)
+        progress.update()
+
     try:
         mean = average_checkpoints(paths, look)
     except KeyError as error:
         raise UserError(f"{error.args[0]}; give checkpoints of one model") from error
     finally:
-        look.progress.close()
+        progress.close()
     weights = take_weights(mean, str(paths[0]))
     write_weights(options.output, as_checkpoint(weights, averaged=list(map(str, paths))))
     print(
@@ -161,7 +132,7 @@ def average(options: argparse.Namespace) -> None:
     )
     if any(name.endswith(".running_mean") for name in weights):
         print(
-            "its BatchNorm statistics are means too, which belong to no weights; compute them anew: "
+            "its BatchNorm statistics are means too, which do not fit the mean of the weights; compute them anew: "
             f"python -m scripts.reestimate_bn {options.output} --data-path DIR --output FILE"
         )
 
@@ -181,7 +152,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Average what the command line names."""
+    """Average the checkpoints of the command line."""
     run(PROG, lambda: average(get_args_parser().parse_args()), "interrupted; nothing was written")
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
 import random
 import statistics
 import sys
@@ -28,7 +29,7 @@ from randomness import Draws
 from sampler import SampleKey, TrainSampler, VirtualShards
 from scripts import monitoring_benchmark, step_benchmark
 
-# What is done of a way before it is another's turn. Other users of the cores come and go within seconds, and would
+# Loaded in one way before it is another's turn. Other users of the cores come and go within seconds, and would
 # otherwise be measured too.
 IMAGES_A_TURN = 100
 EPOCHS_A_ROUND = 2
@@ -73,16 +74,11 @@ def compare(
 
 
 def summarize(rates: dict[str, list[float]], baseline: str) -> dict[str, dict[str, float]]:
-    """Return each way's median rate, and the median and range of its ratio to the baseline of the same round."""
+    """Return each way's median rate, and the spread of its ratio to the baseline of the same round."""
     summary = {}
     for name, values in rates.items():
         ratios = [value / base for value, base in zip(values, rates[baseline], strict=True)]
-        summary[name] = {
-            "images_per_s": statistics.median(values),
-            "ratio": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
-        }
+        summary[name] = {"images_per_s": statistics.median(values), **step_benchmark.spread(ratios)}
     return summary
 
 
@@ -91,7 +87,7 @@ def show(title: str, summary: dict[str, dict[str, float]]) -> None:
     print(f"\n{title}")
     width = max(map(len, summary)) + 2
     for name, row in summary.items():
-        spread = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        spread = "{:.2f} to {:.2f}".format(*row["ratio_range"])
         print(f"  {name:<{width}}{row['images_per_s']:9.1f} images/s   x{row['ratio']:.2f} ({spread})")
 
 
@@ -108,7 +104,7 @@ class Way(NamedTuple):
 
 
 def ways_of(options: argparse.Namespace) -> dict[str, Way]:
-    """Return each decoder on each folder, by name; the first is what runs unless other options are given."""
+    """Return each decoder on each folder, by name; the first is the default of a run."""
     folders = {"raw": options.data_path, **dict(options.pack)}
     common = ["--device", "cpu", "--workers", str(options.workers), "--batch-size", str(options.batch_size)]
     return {
@@ -182,18 +178,34 @@ def end_to_end(options: argparse.Namespace, ways: dict[str, Way]) -> dict[str, d
 
         return load
 
+    workers, before = {}, set(multiprocessing.active_children())
+    for name, each in loaders.items():
+        each.start() if isinstance(each, loader.BatchLoader) else iter(each)  # its processes stay
+        workers[name] = set(multiprocessing.active_children()) - before
+        before |= workers[name]
     runs = {name: run(loader) for name, loader in loaders.items()}
-    return summarize(compare(runs, EPOCHS_A_ROUND, options.rounds, time.perf_counter), "torchvision")
+    figures = summarize(compare(runs, EPOCHS_A_ROUND, options.rounds, time.perf_counter), "torchvision")
+    for name, row in figures.items():
+        row["worker_mib"] = max((private_mib(worker.pid) for worker in workers[name]), default=0.0)
+        slots = getattr(loaders[name], "slots", [])
+        row["shared_mib"] = sum(slot.nbytes for slot in slots) / 2**20
+    return figures
+
+
+def private_mib(pid: int) -> float:
+    """Return the memory of a process that it shares with no other."""
+    fields = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    return sum(int(size) for name, size, _ in fields if name.startswith("Private_")) / 1024
 
 
 class StageClock:
-    """A training preset that does nothing but take the time of its stages, in CPU time."""
+    """A training preset that takes the CPU time of its stages."""
 
     takes_draws = True
 
     def __init__(self, preset: ClassificationPresetTrain) -> None:
         self.preset = preset
-        self.spent_s = dict.fromkeys(["read", "header and box", "decode", "resize", "batch", "copy"], 0.0)
+        self.spent_s = dict.fromkeys(["read", "header and box", "decode", "resize", "batch", "copy", "normalise"], 0.0)
 
     def load(self, payload: bytes, draws: Draws) -> torch.Tensor:
         """Return the crop of a file."""
@@ -219,11 +231,15 @@ def stages(way: Way, num_images: int = 100) -> dict[str, float]:
     samples = [dataset.load(SampleKey(index, 0)) for index in range(num_images)]
     clock.spent_s["read"] = time.process_time() - start - sum(clock.spent_s.values())
     start = time.process_time()
-    image, _ = loader.collate(samples)
+    image, target = loader.collate(samples)
     clock.spent_s["batch"] = time.process_time() - start
     start = time.process_time()
     image.clone()
     clock.spent_s["copy"] = time.process_time() - start
+    finish, _ = data.build_batch_transforms(way.args, len(dataset.classes))
+    start = time.process_time()
+    finish(image, target, random.Random(0), 0)
+    clock.spent_s["normalise"] = time.process_time() - start
     return {name: seconds / num_images * 1e6 for name, seconds in clock.spent_s.items()}
 
 
@@ -258,7 +274,7 @@ def pixel_difference(way: Way, split: str, num_images: int = 100) -> dict[str, f
 
 
 def recommend(figures: dict, decoders: list[str]) -> str:
-    """Return what the figures say about the decoders."""
+    """Return a sentence that recommends a decoder."""
     if len(decoders) < 2:
         return "torchcodec was not measured; it is often faster: pip install torchcodec"
     rates = {name: figures["train"][f"raw, {name}"]["images_per_s"] for name in decoders}
@@ -302,7 +318,10 @@ def benchmark_loader(options: argparse.Namespace) -> dict:
     show("training images, one thread, CPU time; ratios to torchvision on the raw files", figures["train"])
     show("evaluation images, one thread, CPU time", figures["eval"])
     show(f"training batches from {options.workers} processes, wall time", figures["end_to_end"])
-    print("\nstages, microseconds of CPU time a training image")
+    print("\nmemory, MiB: the largest loader process's own, and the batches' that it shares")
+    for name, row in figures["end_to_end"].items():
+        print(f"  {name}: {row['worker_mib']:.0f} and {row['shared_mib']:.0f}")
+    print("\nstages, microseconds of CPU time a training image; the last two in the training process")
     for name, spent in figures["stages_us"].items():
         print(f"  {name}: " + "   ".join(f"{stage} {value:.0f}" for stage, value in spent.items()))
     print("\npixels against torchvision's of the same files, grey levels of 255: mean and largest difference")

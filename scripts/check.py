@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import os
 import shlex
 from functools import partial
@@ -20,16 +19,16 @@ from loading.index import with_retries
 from loading.progress import Progress, size_text
 from loading.source import Source
 from scripts.pack import in_order
-from scripts.tool import build_parser, positive, run, write_output
+from scripts.tool import as_json, build_parser, output_file, positive, run, write_output
 
 PROG = "python -m scripts.check"
 
 # ILSVRC2012's.
 NUM_TRAIN, NUM_VAL, NUM_CLASSES = 1_281_167, 50_000, 1_000
 
-# Each kind of finding, the worst first: whether a data set that has it is not healthy, and what it means.
+# Each kind of finding, the worst first: whether it makes a data set unhealthy, and its meaning.
 KINDS = {
-    "set": (True, "the data set is not what it should be"),
+    "set": (True, "a split or some of its classes or images are missing, or there are too many"),
     "unreadable": (True, "the disk does not give the file"),
     "empty": (True, "no bytes"),
     "not-an-image": (True, "the bytes are no image that is read here"),
@@ -38,7 +37,7 @@ KINDS = {
     "duplicate": (False, "the same bytes twice in a split"),
     "cmyk": (False, "four colours; converted when loaded"),
     "misnamed": (False, "of another format than its name says; read by content"),
-    "turned": (False, "EXIF says to turn it, which no loader of ImageFolder's does"),
+    "turned": (False, "EXIF says to turn it, and neither train.py nor ImageFolder does"),
 }
 
 EPILOG = f"""\
@@ -48,9 +47,9 @@ examples:
   python -m scripts.check /data/imagenet --json report.json
   python -m scripts.check /data/pets --expect-train any --expect-val any --expect-classes 37
 
-DATA_PATH is whatever train.py's --data-path reads: class folders, tars or packs. Nothing in it is changed;
-as a run does, it leaves its index there.
-The exit code is 0 if the data set is healthy, 1 if it is not and 2 if the command makes no sense.
+DATA_PATH is as train.py's --data-path: class folders, tars or packs. The tool changes nothing in it, but leaves an
+index of the images there, as a run does.
+The exit code is 0 if the data set is healthy, 1 if it is not and 2 if the command cannot be carried out.
 
 findings:
 {chr(10).join(f"  {kind:<13} {meaning}{'' if bad else ' (no problem)'}" for kind, (bad, meaning) in KINDS.items())}
@@ -72,7 +71,7 @@ _SHOWN = 5
 
 
 class Look(NamedTuple):
-    """What was seen of an image: a hash and the number of its bytes, its pixels (0 if unknown), and findings."""
+    """A hash of an image's bytes, the numbers of its bytes and pixels (0 if unknown), and findings."""
 
     digest: int
     num_bytes: int
@@ -81,7 +80,7 @@ class Look(NamedTuple):
 
 
 def look_at(name: str, payload: bytes) -> Look:
-    """Decode an image and say what is odd about it."""
+    """Decode an image and return its oddities."""
     digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big")
     if not payload:
         return Look(digest, 0, 0, (("empty", "the file is empty"),))
@@ -94,7 +93,7 @@ def look_at(name: str, payload: bytes) -> Look:
 
 
 def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
-    """Return what is unusual about a decoded image, and does no harm."""
+    """Return the harmless oddities of a decoded image."""
     found = []
     if image.mode == "CMYK":
         found.append(("cmyk", "CMYK"))
@@ -110,7 +109,7 @@ def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
 
 
 def look_at_some(splits: dict[str, Source], task: tuple[str, list[int]]) -> list[Look]:
-    """Look at some images of a split: what a worker does."""
+    """Look at some images of a split, in a worker process."""
     name, numbers = task
     looks, index = [], splits[name]
     for number in numbers:
@@ -125,7 +124,7 @@ def look_at_some(splits: dict[str, Source], task: tuple[str, list[int]]) -> list
 
 
 class Report:
-    """What was found, for people and for programs.
+    """The findings, for people and for programs.
 
     Args:
         allowed: kinds of findings that do not make this data set unhealthy.
@@ -171,26 +170,18 @@ class Report:
         print("healthy" if self.is_healthy else "NOT healthy")
 
     def save(self, path: Path, facts: dict) -> None:
-        """Write the report as JSON.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Write the report as JSON."""
         findings = [
             {"kind": kind, "is_problem": self.is_problem(kind), "count": len(found), "images": found}
             for kind, found in self.findings.items()
             if found
         ]
         content = {**facts, "healthy": self.is_healthy, "splits": self.splits, "findings": findings}
-        write_output("--json", path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
+        write_output(path, as_json(content), "--json")
 
 
 def open_splits(data_path: Path, report: Report) -> dict[str, Source]:
-    """Return the images of each split that can be opened, and report why another cannot.
-
-    Raises:
-        UserError: there is no data set.
-    """
+    """Return the images of each split that can be opened, and report why another cannot."""
     if not data_path.is_dir():
         raise UserError(f"{data_path} is no folder; give the one that holds train/ and val/")
     splits = {}
@@ -220,7 +211,7 @@ def advice(data_path: Path, name: str) -> str:
     return f". This sorts it: python -m scripts.prepare {source} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER"
 
 
-def check_set(splits: dict[str, Source], expected: dict[str, int | None], report: Report) -> None:
+def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Report) -> None:
     """Report counts that are not as expected, and classes that are not in both splits."""
     for name, index in splits.items():
         counts = numpy.bincount([index.label(number) for number in range(len(index))], minlength=1)
@@ -228,13 +219,11 @@ def check_set(splits: dict[str, Source], expected: dict[str, int | None], report
         report.splits[name] = {
             "images": len(index), "classes": len(index.classes), "per_class": per_class, "looked_at": 0,
         }  # fmt: skip
-        found = {f"--expect-{name}": len(index), "--expect-classes": len(index.classes)}
-        for option, number in found.items():
-            if expected[option] not in (None, number):
-                what = "classes" if option == "--expect-classes" else "images"
-                report.add(
-                    "set", name, None, f"{name} has {number:,} {what}, and {expected[option]:,} are expected ({option})"
-                )
+        for option, number, noun in ((name, len(index), "images"), ("classes", len(index.classes), "classes")):
+            expected = getattr(options, f"expect_{option}")
+            if expected not in (None, number):
+                reason = f"{name} has {number:,} {noun}, and {expected:,} are expected (--expect-{option})"
+                report.add("set", name, None, reason)
     if len(splits) == 2 and splits["train"].classes != splits["val"].classes:
         train, val = set(splits["train"].classes), set(splits["val"].classes)
         for name, alone in (("train", train - val), ("val", val - train)):
@@ -244,7 +233,7 @@ def check_set(splits: dict[str, Source], expected: dict[str, int | None], report
 
 
 def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int, report: Report) -> None:
-    """Decode images, all or some of each split, and report what is wrong with them."""
+    """Decode images, all or some of each split, and report their defects."""
     chosen = {
         name: numpy.linspace(0, len(index) - 1, min(sample or len(index), len(index)), dtype=int).tolist()
         for name, index in splits.items()
@@ -271,7 +260,7 @@ def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int,
 
 
 def summary(numbers: numpy.ndarray) -> dict[str, int]:
-    """Return the range, the median and the sum of what is known of numbers."""
+    """Return the range, the median and the sum of the numbers that are known, which are above 0."""
     known = numpy.sort(numbers[numbers > 0])
     if not len(known):
         return dict.fromkeys(("smallest", "median", "largest", "total"), 0)
@@ -311,38 +300,28 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = build_parser(PROG, "DATA_PATH [options]", "Look at every image of a data set before a run does.", EPILOG)
     parser.add_argument("data_path", metavar="DATA_PATH", type=Path, help="as train.py's --data-path")
     for name, number in {"train": NUM_TRAIN, "val": NUM_VAL, "classes": NUM_CLASSES}.items():
-        what = "classes of each split" if name == "classes" else f"images of {name}"
+        noun = "classes of each split" if name == "classes" else f"images of {name}"
         parser.add_argument(
             f"--expect-{name}", metavar="N", type=expectation, default=number,
-            help=f"how many {what}, or any (default: {number:,}, ImageNet's)",
+            help=f"how many {noun}, or any (default: {number:,}, ImageNet's)",
         )  # fmt: skip
     parser.add_argument(
         "--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there, with every finding")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the report there, with every finding")
     parser.add_argument(
         "--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="findings to note and not to mind"
     )
-    parser.add_argument(
-        "--workers",
-        metavar="N",
-        type=positive,
-        default=collectives.count_cores(),
-        help="processes (default: one a core)",
-    )
+    cores = collectives.count_cores()
+    parser.add_argument("--workers", metavar="N", type=positive, default=cores, help="processes (default: one a core)")
     return parser
 
 
 def check(options: argparse.Namespace) -> int:
-    """Print the report, and return the exit code.
-
-    Raises:
-        UserError: there is no data set, or the report cannot be written.
-    """
+    """Print the report, and return the exit code."""
     report = Report(options.allow)
     splits = open_splits(options.data_path, report)
-    expected = {f"--expect-{name}": getattr(options, f"expect_{name}") for name in ("train", "val", "classes")}
-    check_set(splits, expected, report)
+    check_set(splits, options, report)
     look_at_all(splits, options.sample, options.workers, report)
     report.show()
     if options.json:
@@ -351,7 +330,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Check what the command line says."""
+    """Check the data set of the command line."""
     run(PROG, lambda: check(get_args_parser().parse_args()), "interrupted; nothing was changed")
 
 

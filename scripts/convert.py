@@ -1,7 +1,6 @@
 """Rewrite a checkpoint for another script: `python -m scripts.convert CHECKPOINT --to torchvision --output FILE`."""
 
 import argparse
-import importlib
 import math
 import re
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 import config
 import optim
 from checkpointing.weights import (
+    BARE,
     Weights,
     as_checkpoint,
     check_output,
@@ -23,10 +23,10 @@ from checkpointing.weights import (
     take_weights,
     write_weights,
 )
-from errors import UserError, in_one_line, require_timm
-from options import BY_NAME, is_same_model
+from errors import UserError, in_one_line
+from options import BY_NAME
 from scripts.tool import build_parser, run
-from scripts.trained import Trained, add_options, build_trained
+from scripts.trained import Trained, add_options, build_named, build_trained
 
 PROG = "python -m scripts.convert"
 
@@ -37,40 +37,38 @@ examples:
   python -m scripts.convert runs/resnet50/best_ema.pth --ema --to pytorch-examples --output model_best.pth.tar
   python -m scripts.convert model_best.pth.tar --model timm/efficientnet_b0 --to touchstone --output b0.pth
 
-The input may be of any of these scripts, or a bare state dict with --model; nothing in it is run. Converted are:
+The input may be of any of these scripts, or a bare state dict with --model; no code in it is run. The tool converts:
   weights     bit for bit, under the model's own names (pytorch/examples': with `module.` before them)
   average     model_ema of touchstone and torchvision, state_dict_ema of timm; pytorch/examples has none
   optimizer   between touchstone, torchvision and pytorch/examples, where its parameter groups are those that train.py
               forms of the same options; timm numbers its parameters otherwise
   options     as plain values under `args`; sizes, mean and std of timm's evaluation under our names
   classes     under `data`, which the other scripts do not look at
-Each thing that is left out is said in a line.
+The tool prints a line about each thing that it leaves out.
 
-No script goes on with another's run in the middle: its position, its schedule and which images it has seen cannot be
-known. So the result for touchstone is one for train.py --weights and for all tools, never for train.py --resume; and
-torchvision's --resume trains on only with the lr_scheduler that it also wants (--test-only does without), as
-pytorch/examples' does with its scheduler. timm's --initial-checkpoint takes the weights.
+No script can continue another's run: it cannot know the run's position, its schedule or the images that it has seen.
+So train.py --weights and all tools take the result for touchstone, and train.py --resume does not. torchvision's
+--resume also wants an lr_scheduler to train on (--test-only does without), as pytorch/examples' wants a scheduler.
+timm's --initial-checkpoint takes the weights.
 """
 
-TARGETS = ("touchstone", "torchvision", "timm", "pytorch-examples")
-
-# What each reader below looks at; anything else in a file is left out, and said.
+# The keys that the readers below look at; anything else in a file is left out, and said.
 _KNOWN = {"model", "state_dict", "model_ema", "state_dict_ema", "optimizer", "scaler", "epoch", "args", "arch", "data",
           "best", "best_acc1", "metric", "version"}  # fmt: skip
 
 
 class Parts(NamedTuple):
-    """What is known of a checkpoint, whoever wrote it.
+    """All that is known of a checkpoint, whoever wrote it; None for a part that it does not have.
 
     Attributes:
         trained: the model with its weights.
         weights: as they are in the file, with options and classes.
-        average: likewise, or None.
-        num_averaged: how often the average was moved, or None.
-        optimizer: its state as torch has it, or None; it fits the model.
-        scaler: the state of a GradScaler, or None.
-        epoch: the last that was completed, or None.
-        best_acc1: of the evaluations so far, or None.
+        average: likewise.
+        num_averaged: how often the average was moved.
+        optimizer: its state as torch has it; it fits the model.
+        scaler: the state of a GradScaler.
+        epoch: the last that was completed.
+        best_acc1: of the evaluations so far.
         script: the one that wrote it.
         lost: a line about each thing that is left out.
     """
@@ -87,62 +85,34 @@ class Parts(NamedTuple):
     lost: list[str]
 
 
-def find_script(content: dict) -> str:
-    """Return the script that wrote a checkpoint, by what it holds."""
-    if "state_dict" in content:
-        is_examples = "best_acc1" in content or content.keys().isdisjoint({"version", "state_dict_ema", "args"})
-        return "pytorch-examples" if is_examples else "timm"
-    if "model" in content:
-        return "touchstone" if isinstance(content.get("args"), dict) else "torchvision"
-    return "a bare state dict"
-
-
 def read(path: Path, *, model: str | None, is_average: bool) -> Parts:
-    """Return what is in a checkpoint.
+    """Return all that is in a checkpoint.
 
     Args:
         path: its file.
         model: its model's name, where the file does not say it.
         is_average: take the average as the weights.
-
-    Raises:
-        UserError: it is none, or of no known model.
     """
     if not path.is_file():
         raise UserError(f"{path} is no file; give a checkpoint")
     content = read_content(path, str(path))
-    script, lost = find_script(content), []
     weights = take_weights(content, str(path), is_average=is_average)
     key = next((key for key in ("model_ema", "state_dict_ema") if content.get(key)), None)
     average = take_weights(content, str(path), is_average=True) if key and not is_average else None
     count = content[key].get("n_averaged") if key else None
-    trained = find_model(path, script, weights, model)
+    trained, script = build_named(str(path), weights, model), weights.script
     weights.options["model"] = trained.args.model
-    lost += _say_lost(content, weights.options, script)
+    others = [] if script == BARE else sorted(str(name) for name in content.keys() - _KNOWN)
+    lost = [f"{', '.join(others)}: no other script can use it"] if others else []
     optimizer = content.get("optimizer")
-    if optimizer is not None:
-        reason = why_not(optimizer, script, weights.options, trained.model)
-        lost += [f"optimizer: {reason}"] if reason else []
-        optimizer = None if reason else optimizer
+    reason = why_not(optimizer, script, weights.options, trained.model) if optimizer is not None else None
+    if reason:
+        optimizer, lost = None, [*lost, f"optimizer: {reason}"]
     return Parts(
         trained, weights, average, count if isinstance(count, Tensor) and count.numel() == 1 else None, optimizer,
         content.get("scaler") if isinstance(content.get("scaler"), dict) else None,
         find_epoch(content, script), find_best(content), script, lost,
     )  # fmt: skip
-
-
-def _say_lost(content: dict, options: dict, script: str) -> list[str]:
-    others = [] if script == "a bare state dict" else sorted(str(name) for name in content.keys() - _KNOWN)
-    lines = [f"{', '.join(others)}: no other script can use it"] if others else []
-    plain = as_checkpoint(_options_alone(options))["args"]
-    rest = sorted(options.keys() - plain.keys())
-    return lines + ([f"args {', '.join(rest)}: no plain values"] if rest else [])
-
-
-def _options_alone(options: dict) -> Weights:
-    weights = Weights()
-    weights.options = options
-    return weights
 
 
 def find_epoch(content: dict, script: str) -> int | None:
@@ -165,58 +135,6 @@ def find_best(content: dict) -> float | None:
         if is_number and math.isfinite(float(value)):
             return float(value)
     return None
-
-
-def find_model(path: Path, script: str, weights: Weights, model: str | None) -> Trained:
-    """Return the model of a checkpoint with its weights; of timm's script it is timm's, if that fits.
-
-    Raises:
-        UserError: it is not known, or the weights do not fit it.
-    """
-    name = weights.options.get("model")
-    if None not in (name, model) and model != f"timm/{name}" and not is_same_model(name, model):
-        raise UserError(f"{path} holds {weights.kind}, and --model is {model}; leave --model out")
-    if name is None and model is None:
-        raise UserError(f"{path} does not say of which model it is; give --model NAME")
-    names = [model] if model else [f"timm/{name.partition('.')[0]}", name] if script == "timm" else [name]
-    first = None
-    for each in names:
-        try:
-            own = evaluation_of_timm(each, weights.options) if script == "timm" and each.startswith("timm/") else {}
-            trained = build_trained(
-                str(path), each, _with_options(weights, {**weights.options, **own}), is_typed=each == model
-            )
-        except UserError as error:
-            first = first or error
-            continue
-        weights.options |= own
-        return trained
-    raise first
-
-
-def _with_options(weights: Weights, options: dict) -> Weights:
-    """Return the same weights with other options."""
-    other = Weights(weights)
-    other.kind, other.classes, other.options = weights.kind, weights.classes, options
-    if hasattr(weights, "_metadata"):
-        other._metadata = weights._metadata
-    return other
-
-
-def evaluation_of_timm(name: str, options: dict) -> dict[str, Any]:
-    """Return how timm's script evaluates a model of its own, by the names of our options."""
-    timm = require_timm("--model", name)
-    known = timm.get_pretrained_cfg(name.removeprefix("timm/"))
-    names = ("img_size", "input_size", "crop_pct", "interpolation", "mean", "std")
-    given = {each: options.get(each) for each in names}
-    with in_one_line(f"{name}: the sizes of its images cannot be used"):
-        found = importlib.import_module("timm.data").resolve_data_config(given, known.to_dict() if known else {})
-        crop = int(found["input_size"][-1])
-        sizes = {"val_crop_size": crop, "val_resize_size": math.floor(crop / float(found["crop_pct"]))}
-        means = {each: [float(value) for value in found[each]] for each in ("mean", "std")}
-    interpolation = found["interpolation"]
-    is_ours = BY_NAME["interpolation"].is_value(interpolation)
-    return {**sizes, **means, **({"interpolation": interpolation} if is_ours else {})}
 
 
 def why_not(optimizer: Any, script: str, options: dict, model: nn.Module) -> str | None:
@@ -259,11 +177,7 @@ def carry_optimizer(parts: Parts, to: str, name: str) -> tuple[dict, list[str]]:
 
 
 def find_counterpart(parts: Parts, to: str) -> str:
-    """Return our name of the target's model that the weights fit: its own, or one that computes the same.
-
-    Raises:
-        UserError: the target has none.
-    """
+    """Return our name of the target's model that the weights fit: its own, or one that computes the same."""
     name = parts.trained.args.model
     if to == "touchstone" or name.startswith("timm/") == (to == "timm"):
         return name
@@ -292,10 +206,11 @@ def as_average(parts: Parts) -> dict[str, Tensor]:
 
 def for_torchvision(parts: Parts, name: str) -> dict[str, Any]:
     """Return the checkpoint as torchvision's script has it; ours has the same keys."""
-    more = {"model_ema": as_average(parts)} if parts.average is not None else {}
-    more |= {"epoch": parts.epoch} if parts.epoch is not None else {}
-    more |= {"best_acc1": parts.best_acc1} if parts.best_acc1 is not None else {}
-    return as_checkpoint(_with_options(parts.weights, {**parts.weights.options, "model": name}), **more)
+    average = None if parts.average is None else as_average(parts)
+    more = {"model_ema": average, "epoch": parts.epoch, "best_acc1": parts.best_acc1}
+    content = as_checkpoint(parts.weights, **{key: value for key, value in more.items() if value is not None})
+    content["args"]["model"] = name
+    return content
 
 
 def for_timm(parts: Parts, name: str) -> dict[str, Any]:
@@ -319,16 +234,13 @@ def in_parallel(state: dict[str, Tensor], arch: str) -> dict[str, Tensor]:
 def for_examples(parts: Parts, name: str) -> dict[str, Any]:
     """Return the checkpoint as pytorch/examples' script has it, whose model stands in DistributedDataParallel."""
     content = for_torchvision(parts, name)
-    best = torch.tensor(0.0 if parts.best_acc1 is None else parts.best_acc1)
-    epoch = 0 if parts.epoch is None else parts.epoch + 1
     found = {
         "arch": name,
         "state_dict": in_parallel(content["model"], name),
-        "best_acc1": best,
-        "epoch": epoch,
-        "args": content["args"],
+        "best_acc1": torch.tensor(0.0 if parts.best_acc1 is None else parts.best_acc1),
+        "epoch": 0 if parts.epoch is None else parts.epoch + 1,
     }
-    return found | ({"data": content["data"]} if "data" in content else {})
+    return found | {key: content[key] for key in ("args", "data") if key in content}
 
 
 WRITERS: dict[str, Callable[[Parts, str], dict[str, Any]]] = {
@@ -351,17 +263,16 @@ def say_missing(parts: Parts, to: str) -> list[str]:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Write the checkpoint for another script.
-
-    Raises:
-        UserError: it cannot be converted, or not be written.
-    """
+    """Write the checkpoint for another script."""
     check_output(options.output, [options.checkpoint])
-    parts = read(options.checkpoint, model=options.model, is_average=options.ema)
+    parts = read(Path(options.checkpoint), model=options.model, is_average=options.ema)
     name = find_counterpart(parts, options.to)
     kept, lost = carry_optimizer(parts, options.to, name)
-    write_weights(options.output, {**WRITERS[options.to](parts, name), **kept})
-    kind = parts.weights.kind.partition(",")[0] if parts.script != "a bare state dict" else f"the weights of {name}"
+    content = WRITERS[options.to](parts, name)
+    write_weights(options.output, {**content, **kept})
+    no_values = sorted(parts.weights.options.keys() - content["args"].keys())
+    lost += [f"args {', '.join(no_values)}: no plain values"] if no_values else []
+    kind = parts.weights.kind.partition(",")[0] if parts.script != BARE else f"the weights of {name}"
     carried = [kind, *(["their average"] if parts.average is not None and options.to != "pytorch-examples" else [])]
     print(f"{options.output}: {', '.join([*carried, *kept])}; from {parts.script} for {options.to}, as {name}")
     for line in parts.lost + lost + say_missing(parts, options.to):
@@ -370,17 +281,16 @@ def convert(options: argparse.Namespace) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    usage = f"CHECKPOINT --to {'|'.join(TARGETS)} --output FILE [--model NAME] [--ema]"
+    usage = f"CHECKPOINT --to {'|'.join(WRITERS)} --output FILE [--model NAME] [--ema]"
     parser = build_parser(PROG, usage, "Rewrite a checkpoint for another script.", EPILOG)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="of any of these scripts, or a state dict")
-    add_options(parser)
-    parser.add_argument("--to", choices=TARGETS, required=True, help="the script that is to read it")
+    add_options(parser, "a checkpoint of any of these scripts, or a state dict")
+    parser.add_argument("--to", choices=WRITERS, required=True, help="the script that is to read it")
     parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
     return parser
 
 
 def main() -> None:
-    """Convert what the command line names."""
+    """Convert the checkpoint of the command line."""
     run(PROG, lambda: convert(get_args_parser().parse_args()), "interrupted; nothing was written")
 
 

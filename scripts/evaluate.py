@@ -11,10 +11,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -24,18 +25,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 import collectives
 import data
 import models
-from errors import (
-    ImageError,
-    InterruptedRunError,
-    LimitError,
-    LoaderKilledError,
-    NonFiniteError,
-    UserError,
-    counted,
-    end_by,
-    one_line,
-    require_timm,
-)
+from errors import InterruptedRunError, NonFiniteError, UserError, counted, end_by, in_one_line, require_timm
 from files import open_to_read, read_bytes
 from launch import read_launch
 from loading.forms import find_sources, open_source
@@ -44,13 +34,10 @@ from loading.progress import Progress
 from loading.source import Source, list_folder
 from loading.subset import labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
-from monitoring.estimate import is_out_of_memory
-from options import INTERPOLATIONS
 from presets import build_presets
-from sampler import EvalSampler
 from scripts.check import NUM_VAL
-from scripts.tool import build_parser, positive, run, write_output
-from scripts.trained import Trained, add_machine_options, add_options, open_trained, settle
+from scripts.tool import aligned, as_json, build_parser, explain, output_file, positive, run, write_output
+from scripts.trained import Evaluation, Trained, add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.evaluate"
 
@@ -67,11 +54,11 @@ sets:
                   the checkpoint, or its number (ImageNetV2). Where the checkpoint knows no names, the folders in
                   alphabetical order are its classes, or synsets are looked up in a set that has them all or in timm.
                   If there are folders of some classes alone (ImageNet-A, -R), the scores of all other classes are
-                  left out before anything is computed, as the papers of these sets do.
+                  left out before anything is computed, as in the papers of these sets.
   NAME=DIR,LIST   images below DIR, and a list of them: `file label` a line, or CSV with the same two columns.
                   A label is the name or the number of a class; no classes are left out.
-  --minival F     of the set called minival, only the images that train.py --minival F has held out: the set is
-                  minival=DIR/train, with the same images as in training.
+  --minival F     of --set minival=DIR/train, which holds the same images as in training, only those that
+                  train.py --minival F has held out.
   --real FILE     ReaL labels (real.json of Beyer et al., arXiv 2006.07159) for each set whose files are named
                   ILSVRC2012_val_00000001.JPEG and so on, also where they lie in DIR without class folders: the share
                   of images whose best class is among their labels; images without labels are left out.
@@ -87,12 +74,18 @@ on any number of processes, with the same --batch-size and OMP_NUM_THREADS (1, i
 # How many of the pairs that are confused most often are reported.
 _NUM_CONFUSED = 10
 
-_INTERRUPTED = "interrupted; start it again: nothing is kept of what was evaluated"
+# The path that means standard output.
+_STDOUT = Path("-")
+
+_INTERRUPTED = "interrupted; start it again: no results are kept"
 
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\b")
 _SYNSET = re.compile(r"n\d{8}")
 _HEADERS = {"file", "filename", "file_name", "image", "path", "name"}
 _MOST_LIST_BYTES = 1 << 28
+
+# The class of images of which only ReaL labels are known; no folder can have this name.
+_UNKNOWN = "n/a"
 
 
 class ListedImages(Source):
@@ -101,7 +94,7 @@ class ListedImages(Source):
     Args:
         root: the folder.
         names: the paths.
-        words: the class of each image, a name or a number; none where they are not known.
+        words: the class of each image, a name or a number; `_UNKNOWN` where they are not known.
     """
 
     form = "list"
@@ -110,13 +103,13 @@ class ListedImages(Source):
         super().__init__(root)
         self.names, self.classes = names, sorted(set(words))
         labels = {word: label for label, word in enumerate(self.classes)}
-        self.labels = [labels[word] for word in words] or [0] * len(names)
+        self.labels = [labels[word] for word in words]
 
     def __len__(self) -> int:
         return len(self.names)
 
     def label(self, number: int) -> int:
-        """Return the class of an image; 0 where it is not known."""
+        """Return the class of an image."""
         return self.labels[number]
 
     def name(self, number: int) -> str:
@@ -143,7 +136,7 @@ class ImageSet:
         is_folder: there is a folder for each class.
 
     Attributes:
-        words: the names or numbers.
+        words: the names or numbers; none where the classes of the images are not known.
         labels: (N,) int64: the number of each image's class in the model; -1 if none is known.
         columns: the numbers of the set's classes, where the model has others too; else None.
         found_by: how the classes were found.
@@ -153,7 +146,8 @@ class ImageSet:
     real: list[list[int]] | None = None
 
     def __init__(self, name: str, source: Source, *, is_folder: bool) -> None:
-        self.name, self.source, self.words, self.is_folder = name, source, source.classes, is_folder
+        self.name, self.source, self.is_folder = name, source, is_folder
+        self.words = [] if source.classes == [_UNKNOWN] else source.classes
 
     def number_classes(self, numbers: list[int], num_classes: int, found_by: str) -> None:
         """Say which classes of the model the set's are."""
@@ -165,23 +159,18 @@ class ImageSet:
 
 
 def open_part(text: str, options: argparse.Namespace) -> ImageSet:
-    """Open the part of a `--set` that is to be evaluated; raises as `open_set`."""
+    """Open the part of a `--set` that is to be evaluated."""
     each = open_set(text, has_real=options.real is not None)
     source = each.source
     if each.name == "minival":
         source, _ = data.hold_out(source, options.minival)
-    source = data.limit_images(source, options.limit, each.name)
-    return each if source is each.source else ImageSet(each.name, source, is_folder=each.is_folder)
+    return ImageSet(each.name, data.limit_images(source, options.limit, each.name), is_folder=each.is_folder)
 
 
 def open_set(text: str, *, has_real: bool) -> ImageSet:
-    """Open the whole set that a `--set` means.
-
-    Raises:
-        UserError: there are no such images, or the list is not one of them.
-    """
-    name, equals, place = text.partition("=")
-    if not name or not equals or not place:
+    """Open the whole set that a `--set` means."""
+    name, _, place = text.partition("=")
+    if not name or not place:
         raise UserError(f"--set {text}: expected NAME=DIR or NAME=DIR,LIST, such as val=/data/imagenet/val")
     folder, comma, table = place.rpartition(",")
     if comma and not find_sources(Path(place)):
@@ -192,20 +181,20 @@ def open_set(text: str, *, has_real: bool) -> ImageSet:
             f"--set {text}: {place} holds no images; give a folder with one folder for each class, the path of tars or "
             "of a pack without their ending, or DIR,LIST"
         )
-    flat = [] if not root.is_dir() else list_folder(root)
-    images = [each for each in flat if each.lower().endswith(IMG_EXTENSIONS)]
-    if images and not any(os.path.isdir(root / each) for each in flat):
-        if has_real:
-            return ImageSet(name, ListedImages(root, images, []), is_folder=False)
+    names = list_folder(root)
+    images = [each for each in names if each.lower().endswith(IMG_EXTENSIONS)]
+    if not images or any(os.path.isdir(root / each) for each in names):
+        return ImageSet(name, open_source(root), is_folder=True)
+    if not has_real:
         raise UserError(
             f"--set {text}: {place} holds {counted(len(images), 'image')} and no class folders; give "
             f"{name}={place},LIST with a list of their classes, or --real FILE"
         )
-    return ImageSet(name, open_source(root), is_folder=True)
+    return ImageSet(name, ListedImages(root, images, [_UNKNOWN] * len(images)), is_folder=False)
 
 
 def open_list(given: str, name: str, folder: Path, table: Path) -> ImageSet:
-    """Return the set of the images in a list; raises as `open_set`."""
+    """Return the set of the images in a list."""
     if not folder.is_dir():
         raise UserError(f"{given}: {folder} is not a folder; give the one that holds the images of the list")
     files, words = [], []
@@ -217,23 +206,16 @@ def open_list(given: str, name: str, folder: Path, table: Path) -> ImageSet:
         words.append(word)
     if not files:
         raise UserError(f"{given}: {table} is empty; expected `file label` a line")
-    if len(set(files)) < len(files):
-        twice = next(file for file in files if files.count(file) > 1)
-        raise UserError(f"{given}: {table} names {twice} twice; an image is evaluated once")
+    file, times = Counter(files).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"{given}: {table} names {file} twice; an image is evaluated once")
     return ImageSet(name, ListedImages(folder, files, words), is_folder=False)
 
 
 def read_list(given: str, table: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line of a list, and its file and label.
-
-    Raises:
-        UserError: it cannot be read, or is no list.
-    """
-    try:
+    """Yield the number of each line of a list, and its file and label."""
+    with in_one_line(f"{given}: the list {table} cannot be read"):
         lines = read_bytes(table, _MOST_LIST_BYTES).decode("utf-8-sig", "surrogateescape").splitlines()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{given}: the list {table} cannot be read: {reason}") from error
     is_csv = table.suffix.lower() == ".csv" or bool(lines and "," in lines[0])
     for number, line in enumerate(lines, 1):
         try:
@@ -249,7 +231,7 @@ def read_list(given: str, table: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 class ClassNumbers:
-    """Which class of the model a word means.
+    """Finds the class of the model that a word means.
 
     Args:
         names: of the model's classes, or None.
@@ -272,57 +254,41 @@ class ClassNumbers:
         return all(re.fullmatch("[0-9]{1,9}", word) and int(word) < self.num_classes for word in words)
 
     def find(self, each: ImageSet) -> tuple[list[int], str]:
-        """Return the numbers of a set's classes, and how they were found.
+        """Return the numbers of a set's classes, and how they were found; UserError if they are not the model's."""
+        words, known, found_by = each.words, self.by_name, "name"
+        if any(word not in known for word in words):
+            if self._are_numbers(words):
+                known, found_by = {word: int(word) for word in words}, "number"
+                if each.is_folder and len(set(known.values())) < len(words):
+                    raise UserError(f"--set {each.name}: two of its class folders are of one number")
+            elif not self.has_folder_names and each.is_folder and len(words) == self.num_classes:
+                known, found_by = {word: number for number, word in enumerate(words)}, "order"
+            elif not self.has_folder_names:
+                known, found_by = self._synsets(words), "synset"
+        unknown = [word for word in words if word not in known]
+        if unknown:
+            more = f" (and {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
+            of_model = f", such as {', '.join(list(known)[:2])}" if known else ", whose names are not known"
+            raise UserError(
+                f"--set {each.name}: {unknown[0]}{more} is none of the {self.num_classes:,} classes of the checkpoint"
+                f"{of_model}, and no number from 0 to {self.num_classes - 1}; is it a checkpoint of another data set?"
+            )
+        return [known[word] for word in words], found_by
 
-        Raises:
-            UserError: they are not the model's.
-        """
-        words = each.words
-        if all(word in self.by_name for word in words):
-            return [self.by_name[word] for word in words], "name"
-        if self._are_numbers(words):
-            numbers = [int(word) for word in words]
-            if each.is_folder and len(set(numbers)) < len(numbers):
-                raise UserError(f"{each.name}: two of its class folders are of one number")
-            return numbers, "number"
-        if not self.has_folder_names:
-            if each.is_folder and len(words) == self.num_classes:
-                return list(range(self.num_classes)), "order"
-            order = self._synsets(each)
-            if all(word in order for word in words):
-                return [order[word] for word in words], "synset"
-            self._refuse(each, order)
-        return self._refuse(each, self.by_name)
-
-    def _synsets(self, each: ImageSet) -> dict[str, int]:
-        words = self.whole
-        if words is None and self.num_classes == 1000 and all(map(_SYNSET.fullmatch, each.words)):
+    def _synsets(self, words: list[str]) -> dict[str, int]:
+        """Return the numbers of all synsets, as a whole set among these has them, or timm."""
+        synsets = self.whole
+        if synsets is None and self.num_classes == 1000 and all(map(_SYNSET.fullmatch, words)):
             require_timm("without a set of all 1000 classes, the order", "of the synsets")
-            words = importlib.import_module("timm.data").ImageNetInfo().label_names()
-        return {word: number for number, word in enumerate(words or [])}
-
-    def _refuse(self, each: ImageSet, known: dict[str, int]) -> None:
-        unknown = [word for word in each.words if word not in known]
-        more = f" (and {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
-        names = list(known)
-        of_model = f", such as {', '.join(names[:2])}" if names else ", whose names are not known"
-        raise UserError(
-            f"--set {each.name}: {unknown[0]}{more} is none of the {self.num_classes:,} classes of the checkpoint"
-            f"{of_model}, and no number from 0 to {self.num_classes - 1}; is it a checkpoint of another data set?"
-        )
+            synsets = importlib.import_module("timm.data").ImageNetInfo().label_names()
+        return {word: number for number, word in enumerate(synsets or [])}
 
 
 def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
-    """Give each set of ILSVRC2012's val its ReaL labels.
-
-    Raises:
-        UserError: the file does not hold them, or there is no such set.
-    """
+    """Give each set of ILSVRC2012's val its ReaL labels; UserError if there is no such set, or they are of another."""
     given = f"--real {path}"
-    try:
+    with in_one_line(f"{given} cannot be read"):
         real = json.loads(read_bytes(path, _MOST_LIST_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{given} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(real, list) or not all(isinstance(labels, list) for labels in real):
         raise UserError(f"{given} is no list of lists of labels, as the published real.json is")
     if any(type(label) is not int or not 0 <= label < num_classes for labels in real for label in labels):
@@ -345,94 +311,40 @@ def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
         raise UserError(f"{given}: there is no --set whose files are named ILSVRC2012_val_00000001.JPEG and so on")
 
 
-class _JoinedSource(Source):
-    """The images of all sets, one set behind the other; a label is the number of a class of the model, or -1."""
+def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int) -> numpy.ndarray:
+    """Return for each image of a set, in order, its row of `rank_classes`. Collective: every rank must call it.
 
-    form = "sets"
-
-    def __init__(self, sets: list[ImageSet]) -> None:
-        super().__init__(Path())
-        self.sets, self.classes = sets, []
-        self.starts = numpy.cumsum([0, *(len(each.source) for each in sets)]).tolist()
-
-    def _find(self, number: int) -> tuple[ImageSet, int]:
-        place = int(numpy.searchsorted(self.starts, number, side="right")) - 1
-        return self.sets[place], number - self.starts[place]
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def label(self, number: int) -> int:
-        each, number = self._find(number)
-        return int(each.labels[number])
-
-    def name(self, number: int) -> str:
-        each, number = self._find(number)
-        return each.source.name(number)
-
-    def path(self, number: int) -> str:
-        each, number = self._find(number)
-        return each.source.path(number)
-
-    def read(self, number: int) -> bytes:
-        each, number = self._find(number)
-        return each.source.read(number)
-
-
-class _JoinedImages(data.IndexedImageFolder):
-    """The images of all sets as one data set, so that one group of loader processes is enough."""
-
-    def __init__(self, sets: list[ImageSet], preset: Any) -> None:
-        self.index, self.transform, self.seed = _JoinedSource(sets), preset, 0
-        self.classes = []
-
-    def error(self, number: int, reason: str) -> ImageError:
-        """Return the error that says why an image cannot be read."""
-        return ImageError(f"cannot read image {self.index.path(number)}: {reason}")
-
-
-class _SetSampler(EvalSampler):
-    """This process's share of the fixed batches of some images: see `EvalSampler`."""
-
-    def __init__(self, numbers: Sequence[int], batch_size: int, rank: int, world_size: int) -> None:
-        super().__init__(len(numbers), batch_size, rank, world_size)
-        self.numbers = numbers
-
-    def __iter__(self) -> Iterator[int]:
-        return (self.numbers[place] for place in super().__iter__())
-
-
-def score_set(each: ImageSet, model: Any, loader: data.DeviceLoader, k: int, autocast: Any) -> numpy.ndarray:
-    """Return for each image its number among those of all sets and what `rank_classes` says of it, in their order.
-
-    Collective: every rank must call it.
+    Args:
+        each: the set.
+        place: of the set among those of the evaluation.
+        evaluation: has the model.
+        k: how many of the best classes.
 
     Raises:
         NonFiniteError: the model's scores are not finite.
     """
+    loader, first = evaluation.load(place), evaluation.images.firsts[place]
+    labels = torch.from_numpy(each.labels)
     rows = [torch.zeros(0, 3 + 2 * k, dtype=torch.float64)]
     progress = Progress(f"evaluating on {each.name}", len(loader.loader.sampler), "images")
-    with torch.inference_mode(), autocast:
-        for (image, target), index in zip(loader, numbers_of(loader), strict=True):
-            output = model(image)
-            rows.append(_rows(each, output, target, index, k))
-            progress.update(len(index))
+    with torch.inference_mode(), evaluation.autocast:
+        for (image, _), keys in zip(loader, numbers_of(loader), strict=True):
+            ranked = _rank(each.columns, evaluation.model(image), labels[keys - first].to(image.device), k)
+            rows.append(torch.cat([keys[:, None].to(ranked.device) - first, ranked], dim=1))
+            progress.update(len(keys))
     progress.close()
     gathered = gather(torch.cat([part.cpu() for part in rows])).numpy()
     gathered = gathered[numpy.argsort(gathered[:, 0], kind="stable")]
+    assert gathered[:, 0].tolist() == list(range(len(labels)))
     if not numpy.isfinite(gathered).all():
         raise NonFiniteError(
             f"the scores of the checkpoint on --set {each.name} are not finite: its weights are broken"
         )
-    return gathered
+    return gathered[:, 1:]
 
 
 def gather(rows: Tensor) -> Tensor:
-    """Return the rows of all processes. Collective: every rank must call it.
-
-    Raises:
-        UserError: another process has ended.
-    """
+    """Return the rows of all processes; UserError if one has ended. Collective: every rank must call it."""
     try:
         return torch.cat(collectives.all_gather(rows))
     except RuntimeError as error:
@@ -440,107 +352,94 @@ def gather(rows: Tensor) -> Tensor:
         raise UserError("another process has ended, for a reason that stands above or in its log") from error
 
 
-def _rows(each: ImageSet, output: Any, target: Tensor, index: Tensor, k: int) -> Tensor:
-    """Return what is kept of a batch, on its device."""
-    output = output if isinstance(output, Tensor) else output[0]
-    if each.columns is None:
-        ranked = rank_classes(output, target.clamp(min=0), k)
-    else:
-        columns = each.columns.to(output.device)
-        ranked = rank_classes(output[:, columns], torch.searchsorted(columns, target), k)
-        ranked[:, 2 : 2 + k] = columns.to(ranked.device)[ranked[:, 2 : 2 + k].long()].double()
-    return torch.cat([index[:, None].to(ranked.device), ranked], dim=1)
+def _rank(columns: Tensor | None, output: Tensor, target: Tensor, k: int) -> Tensor:
+    """Return the rows of `rank_classes` as if there were only the classes of these columns; None means all."""
+    if columns is None:
+        return rank_classes(output, target.clamp(min=0), k)
+    columns = columns.to(output.device)
+    ranked = rank_classes(output[:, columns], torch.searchsorted(columns, target), k)
+    ranked[:, 2 : 2 + k] = columns.to(ranked.device)[ranked[:, 2 : 2 + k].long()].double()
+    return ranked
 
 
-class Scored(NamedTuple):
+def share(is_hit: numpy.ndarray) -> dict[str, Any]:
+    """Return the accuracy in percent and its interval, or None of both for no images."""
+    num_hits, num_images = int(is_hit.sum()), len(is_hit)
+    if not num_images:
+        return {"acc1": None, "acc1_interval": None}
+    interval = [100 * bound for bound in bootstrap_interval(num_hits, num_images)]
+    return {"acc1": 100 * num_hits / num_images, "acc1_interval": interval}
+
+
+class Scores:
     """The records of a set's images, in order.
+
+    Args:
+        each: the set.
+        rows: of `score_set`.
+        names: of the model's classes.
+        topk: each k of Acc@k.
 
     Attributes:
         labels: (n,) the class, or -1.
         places: (n,) the place of the class among all, from 0.
-        nll: (n,) the negative logarithm of its probability.
         best: (n, k) the best classes.
         probabilities: (n, k) theirs.
     """
 
-    labels: numpy.ndarray
-    places: numpy.ndarray
-    nll: numpy.ndarray
-    best: numpy.ndarray
-    probabilities: numpy.ndarray
+    def __init__(self, each: ImageSet, rows: numpy.ndarray, names: list[str], topk: list[int]) -> None:
+        self.set, self.names, self.topk, self.labels = each, names, topk, each.labels
+        self.places, self.nll = rows[:, 0].astype(numpy.int64), rows[:, 1]
+        best, self.probabilities = numpy.split(rows[:, 2:], 2, axis=1)
+        self.best = best.astype(numpy.int64)
 
-    @classmethod
-    def of(cls, each: ImageSet, rows: numpy.ndarray) -> "Scored":
-        """Return the records in the rows of `score_set`."""
-        k = (rows.shape[1] - 3) // 2
-        best = rows[:, 3 : 3 + k].astype(numpy.int64)
-        return cls(each.labels, rows[:, 1].astype(numpy.int64), rows[:, 2], best, rows[:, 3 + k :])
+    def summarize(self) -> dict[str, Any]:
+        """Return the results of the set, for JSON."""
+        each, is_hit = self.set, self.places == 0
+        classes = len(each.words) if each.is_folder else len(set(self.labels.tolist()) - {-1})
+        found = {
+            "images": len(self.labels), "classes": classes, "classes_found_by": each.found_by,
+            "is_restricted_to_its_classes": each.columns is not None,
+        }  # fmt: skip
+        if each.words:
+            found |= self._accuracies(self.places) | share(is_hit)
+            found["nll"] = math.fsum(self.nll) / len(self.nll)
+            found["ece"] = calibration_error(self.probabilities[:, 0], is_hit)
+            found["confused"] = self._most_confused()
+        if each.real is not None:
+            hits = [best in real for best, real in zip(self.best[:, 0].tolist(), each.real, strict=True) if real]
+            found["real"] = {"images": len(hits), **share(numpy.array(hits))}
+        return found
 
+    def _accuracies(self, places: numpy.ndarray) -> dict[str, float]:
+        return {f"acc{k}": 100 * int((places < k).sum()) / len(places) for k in self.topk}
 
-def summarize(each: ImageSet, scored: Scored, topk: list[int], names: list[str]) -> dict[str, Any]:
-    """Return the results of a set, for JSON."""
-    classes = len(each.words) if each.is_folder else len(set(scored.labels.tolist()) - {-1})
-    found = {
-        "images": len(scored.labels), "classes": classes, "classes_found_by": each.found_by,
-        "is_restricted_to_its_classes": each.columns is not None,
-    }  # fmt: skip
-    if each.words:
-        num_images, is_hit = len(scored.labels), scored.places == 0
-        found |= {f"acc{k}": 100 * int((scored.places < k).sum()) / num_images for k in topk}
-        found["acc1_interval"] = [100 * share for share in bootstrap_interval(int(is_hit.sum()), num_images)]
-        found["nll"] = math.fsum(scored.nll) / num_images
-        found["ece"] = calibration_error(scored.probabilities[:, 0], is_hit)
-        found["confused"] = most_confused(scored, names)
-    if each.real is not None:
-        hits = [best in real for best, real in zip(scored.best[:, 0].tolist(), each.real, strict=True) if real]
-        found["real"] = {"images": len(hits), "acc1": None, "acc1_interval": None}
-        if hits:
-            interval = [100 * share for share in bootstrap_interval(sum(hits), len(hits))]
-            found["real"] |= {"acc1": 100 * sum(hits) / len(hits), "acc1_interval": interval}
-    return found
+    def _most_confused(self) -> list[dict[str, Any]]:
+        """Return the pairs of a class and another one for which its images are taken most often."""
+        is_miss = self.places > 0
+        pairs = numpy.stack([self.labels[is_miss], self.best[is_miss, 0]], axis=1)
+        pairs, counts = numpy.unique(pairs, axis=0, return_counts=True)  # in order of the numbers
+        order = numpy.argsort(-counts, kind="stable")[:_NUM_CONFUSED]
+        return [
+            {
+                "class": self.names[pairs[place, 0]], "taken_for": self.names[pairs[place, 1]],
+                "images": int(counts[place]), "of": int((self.labels == pairs[place, 0]).sum()),
+            }
+            for place in order
+        ]  # fmt: skip
 
+    def per_class(self) -> Iterator[list]:
+        """Yield the lines of `--per-class`."""
+        for label in numpy.unique(self.labels[self.labels >= 0]).tolist():
+            places = self.places[self.labels == label]
+            yield [self.set.name, label, self.names[label], len(places), *self._accuracies(places).values()]
 
-def most_confused(scored: Scored, names: list[str]) -> list[dict[str, Any]]:
-    """Return the pairs of a class and another one for which its images are taken most often."""
-    predicted, is_miss = scored.best[:, 0], scored.places > 0
-    pairs = numpy.stack([scored.labels[is_miss], predicted[is_miss]], axis=1)
-    pairs, counts = numpy.unique(pairs, axis=0, return_counts=True)  # in order of the numbers
-    order = numpy.argsort(-counts, kind="stable")[:_NUM_CONFUSED]
-    return [
-        {
-            "class": names[pairs[place, 0]], "taken_for": names[pairs[place, 1]],
-            "images": int(counts[place]), "of": int((scored.labels == pairs[place, 0]).sum()),
-        }
-        for place in order
-    ]  # fmt: skip
-
-
-def per_class_lines(each: ImageSet, scored: Scored, topk: list[int], names: list[str]) -> Iterator[list]:
-    """Yield the lines of `--per-class`."""
-    for label in numpy.unique(scored.labels[scored.labels >= 0]).tolist():
-        places = scored.places[scored.labels == label]
-        hits = [100 * int((places < k).sum()) / len(places) for k in topk]
-        yield [each.name, label, names[label], len(places), *hits]
-
-
-def prediction_lines(each: ImageSet, scored: Scored, names: list[str]) -> Iterator[list]:
-    """Yield the lines of `--predictions`."""
-    pairs = zip(scored.best.tolist(), scored.probabilities.tolist(), strict=True)
-    for number, (label, (best, probabilities)) in enumerate(zip(scored.labels.tolist(), pairs, strict=True)):
-        words = [word for pair in zip((names[one] for one in best), probabilities, strict=True) for word in pair]
-        yield [each.name, each.source.name(number), names[label] if label >= 0 else "", *words]
-
-
-def write_text(option: str, path: Path, text: str) -> None:
-    """Write a file of results; raises as `write_output`."""
-    write_output(option, path, lambda file: file.write(text.encode("utf-8", "surrogateescape")))
-
-
-def csv_text(header: list[str], lines: Iterator[list]) -> str:
-    """Return a table as CSV."""
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows([header, *lines])
-    return stream.getvalue()
+    def predictions(self) -> Iterator[list]:
+        """Yield the lines of `--predictions`."""
+        columns = self.labels.tolist(), self.best.tolist(), self.probabilities.tolist()
+        for number, (label, best, probabilities) in enumerate(zip(*columns, strict=True)):
+            words = [word for one, share in zip(best, probabilities, strict=True) for word in (self.names[one], share)]
+            yield [self.set.name, self.set.source.name(number), self.names[label] if label >= 0 else "", *words]
 
 
 def show(report: dict[str, Any], topk: list[int]) -> None:
@@ -548,12 +447,11 @@ def show(report: dict[str, Any], topk: list[int]) -> None:
     print(f"{report['checkpoint']}: {report['weights']}")
     rows = [["set", "images", "classes", *(f"Acc@{k}" for k in topk), "95% of Acc@1", "NLL", "ECE", "ReaL"]]
     for name, found in report["sets"].items():
-        numbers = [f"{found[f'acc{k}']:.3f}" if "nll" in found else "-" for k in topk]
+        numbers = ["-"] * (len(topk) + 3)
         if "nll" in found:
             low, high = found["acc1_interval"]
+            numbers = [f"{found[f'acc{k}']:.3f}" for k in topk]
             numbers += [f"{low:.2f} to {high:.2f}", f"{found['nll']:.4f}", f"{found['ece']:.4f}"]
-        else:
-            numbers += ["-"] * 3
         real = found.get("real", {}).get("acc1")
         words = f"{found['classes']:,}{'*' if found['is_restricted_to_its_classes'] else ''}"
         rows.append([name, f"{found['images']:,}", words, *numbers, "-" if real is None else f"{real:.3f}"])
@@ -563,26 +461,17 @@ def show(report: dict[str, Any], topk: list[int]) -> None:
     for name, found in report["sets"].items():
         if found.get("confused"):
             print(f"\n{name}: most often taken for another class")
-            pairs = [
-                [each["class"], each["taken_for"], f"{each['images']:,} of {each['of']:,}"]
-                for each in found["confused"]
-            ]
+            pairs = [[pair["class"], pair["taken_for"], f"{pair['images']:,} of {pair['of']:,}"]
+                     for pair in found["confused"]]  # fmt: skip
             show_table([["class", "taken for", "images"], *pairs])
 
 
 def show_table(rows: list[list[str]]) -> None:
-    """Print rows in columns, the first of which is aligned to the left."""
-    rows = [[one_line(word) for word in row] for row in rows]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    for row in rows:
-        first, *others = (
-            word.rjust(width) if place else word.ljust(width)
-            for place, (word, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join(["", first, *others]))
+    """Print rows in columns."""
+    print("\n".join(f"  {line}" for line in aligned(rows)))
 
 
-def topk_type(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     """Return numbers of classes such as 1,5; an argparse type."""
     return sorted({positive(word) for word in text.split(",")} | {1})
 
@@ -599,7 +488,6 @@ def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     usage = "CHECKPOINT --set NAME=DIR ... [options]"
     parser = build_parser(PROG, usage, "Evaluate a checkpoint on one set or on several.", EPILOG)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a file, or published weights: resnet50.IMAGENET1K_V2")
     add_options(parser)
     parser.add_argument(
         "--set", metavar="NAME=DIR[,LIST]", action="extend", nargs="+", required=True, dest="sets",
@@ -610,47 +498,30 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--minival", metavar="FRACTION", type=fraction,
         help="take of --set minival=DIR/train only the images that training with this --minival has held out",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the results there; - for standard output, alone")
-    parser.add_argument("--per-class", metavar="FILE", type=Path, help="write the accuracy of each class there, as CSV")
-    parser.add_argument(
-        "--predictions", metavar="FILE", type=Path, help="write the best classes of each image there, as CSV"
-    )
-    parser.add_argument("--topk", metavar="K,K", type=topk_type, default=[1, 5], help="each k of Acc@k (default: 1,5)")
+    for name, text in {
+        "--json": "write the results there; - for standard output, alone",
+        "--per-class": "write the accuracy of each class there, as CSV",
+        "--predictions": "write the best classes of each image there, as CSV",
+    }.items():
+        parser.add_argument(name, metavar="FILE", type=output_file, help=text)
+    parser.add_argument("--topk", metavar="K,K", type=numbers, default=[1, 5], help="each k of Acc@k (default: 1,5)")
     parser.add_argument(
         "--limit", metavar="N", type=positive, help="only N images of each set, the first of each class in turn"
     )
-    add_machine_options(parser)
-    for name in ("--val-resize-size", "--val-crop-size"):
-        parser.add_argument(name, metavar="PX", type=positive, help="in place of the checkpoint's own")
-    parser.add_argument("--interpolation", choices=INTERPOLATIONS, help="in place of the checkpoint's own")
+    add_machine_options(parser, "val_resize_size", "val_crop_size", "interpolation")
     return parser
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Refuse files that could not be written, before time is spent.
-
-    Raises:
-        UserError: one could not.
-    """
-    paths = {
-        "--json": None if options.json in (None, "-") else Path(options.json),
-        "--per-class": options.per_class,
-        "--predictions": options.predictions,
-    }
-    given = {option: path for option, path in paths.items() if path is not None}
-    for option, path in given.items():
-        if (path.exists() and not path.is_file()) or not path.parent.is_dir():
-            raise UserError(f"{option} {path}: {'is no file' if path.exists() else 'its folder is not there'}")
-    if len({os.path.abspath(path) for path in given.values()}) < len(given):
+    """Refuse options that name one file."""
+    given = {"--json": options.json, "--per-class": options.per_class, "--predictions": options.predictions}
+    given = {option: os.path.abspath(path) for option, path in given.items() if path is not None}
+    if len(set(given.values())) < len(given):
         raise UserError(f"{' and '.join(given)} name one file; give each its own")
 
 
 def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -> tuple[list[ImageSet], list[str]]:
-    """Return the sets, and the names of the model's classes for the reader.
-
-    Raises:
-        UserError: one cannot be used.
-    """
+    """Return the sets, and the names of the model's classes for the reader."""
     given = [text.partition("=")[0] for text in options.sets]
     if len(set(given)) < len(given):
         raise UserError(f"--set: two sets are called {next(name for name in given if given.count(name) > 1)}")
@@ -660,8 +531,7 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
     if options.minival is not None and not (isinstance(seen, float) and options.minival <= seen):
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
     sets = [open_part(text, options) for text in options.sets]
-    is_published = not Path(options.checkpoint).is_file()
-    classes = ClassNumbers(trained.classes, num_classes, sets, is_published=is_published)
+    classes = ClassNumbers(trained.classes, num_classes, sets, is_published=trained.is_published)
     for each in sets:
         numbers, found_by = classes.find(each) if each.words else ([], "none")
         each.number_classes(numbers, num_classes, found_by)
@@ -671,25 +541,16 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Write the files that were asked for, and return the report on rank 0. Collective: every rank must call it.
-
-    Raises:
-        UserError: something that was given cannot be used.
-    """
+    """Write the files that were asked for, and return the report on rank 0. Collective: every rank must call it."""
     check_outputs(options)
-    trained = open_trained(options.checkpoint, model=options.model, is_average=options.ema)
-    args = settle(trained, options)
-    with torch.inference_mode():
-        num_classes = trained.model(torch.zeros(1, 3, args.val_crop_size, args.val_crop_size)).size(1)
+    trained = open_given(options)
+    args = settle(trained, options, is_alone=False)
+    num_classes = trained.count_classes()
     sets, names = open_sets(options, trained, num_classes)
     models.set_up_threads(args.replaced(use_deterministic_algorithms=True))
-    # Before there are other threads, as those of the process group: see `BatchLoader.start`.
-    images = _JoinedImages(sets, build_presets(args)[1])
-    (started,) = data.start_loaders([images], args)
-    collectives.join_processes(args)
-    device = models.set_up_device(args)
-    model = models.place_model(trained.model, args, device).eval()
-    model = models.FlipAverage(model) if args.eval_flip else model
+    preset = build_presets(args)[1]
+    images = [data.IndexedImageFolder(each.source.root, preset, source=each.source) for each in sets]
+    evaluation = Evaluation(trained, args, images)
     report = {
         "checkpoint": options.checkpoint, "weights": trained.kind, "model": args.model,
         **{name: getattr(args, name) for name in ("val_resize_size", "val_crop_size", "interpolation", "batch_size")},
@@ -697,18 +558,13 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
     }  # fmt: skip
     per_class, predictions = [], []
     k = min(max(options.topk), num_classes)
-    for each, start in zip(sets, images.index.starts, strict=False):
-        numbers = range(start, start + len(each.source))
-        sampler = _SetSampler(numbers, args.batch_size, args.rank, args.world_size)
-        loader = data.build_device_loader(args, images, sampler, device, num_classes, started)
-        most = k if each.columns is None else min(k, len(each.columns))
-        rows = score_set(each, model, loader, most, models.autocast(args, device))
-        assert rows[:, 0].astype(numpy.int64).tolist() == list(numbers)
+    for place, each in enumerate(sets):
+        rows = score_set(each, place, evaluation, k if each.columns is None else min(k, len(each.columns)))
         if args.rank == 0:
-            scored = Scored.of(each, rows)
-            report["sets"][each.name] = summarize(each, scored, options.topk, names)
-            per_class += per_class_lines(each, scored, options.topk, names) if options.per_class else []
-            predictions += prediction_lines(each, scored, names) if options.predictions else []
+            scores = Scores(each, rows, names, options.topk)
+            report["sets"][each.name] = scores.summarize()
+            per_class += scores.per_class() if options.per_class else []
+            predictions += scores.predictions() if options.predictions else []
     if args.rank == 0:
         write_files(options, report, per_class, predictions, k)
     collectives.shut_down()
@@ -717,14 +573,20 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
 
 def write_files(options: argparse.Namespace, report: dict, per_class: list, predictions: list, k: int) -> None:
     """Write the files that were asked for, the report last: if it is there, so are the others."""
-    if options.per_class:
-        header = ["set", "class", "name", "images", *(f"acc{each}" for each in options.topk)]
-        write_text("--per-class", options.per_class, csv_text(header, per_class))
-    if options.predictions:
-        header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
-        write_text("--predictions", options.predictions, csv_text(header, predictions))
-    if options.json not in (None, "-"):
-        write_text("--json", Path(options.json), json.dumps(report, indent=1) + "\n")
+    header = ["set", "class", "name", "images", *(f"acc{each}" for each in options.topk)]
+    write_csv("--per-class", options.per_class, header, per_class)
+    header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
+    write_csv("--predictions", options.predictions, header, predictions)
+    if options.json not in (None, _STDOUT):
+        write_output(options.json, as_json(report), "--json")
+
+
+def write_csv(option: str, path: Path | None, header: list[str], lines: list[list]) -> None:
+    """Write a table, if its option is given."""
+    if path is not None:
+        stream = io.StringIO()
+        csv.writer(stream, lineterminator="\n").writerows([header, *lines])
+        write_output(path, stream.getvalue().encode("utf-8", "surrogateescape"), option)
 
 
 def work() -> None:
@@ -736,25 +598,21 @@ def work() -> None:
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():
             options = get_args_parser().parse_args()
-            with redirect_stdout(sys.stderr) if options.json == "-" else nullcontext():
+            with redirect_stdout(sys.stderr) if options.json == _STDOUT else nullcontext():
                 report = evaluate(options)
-        if report is not None and options.json == "-":
-            print(json.dumps(report, indent=1))
+        if report is not None and options.json == _STDOUT:
+            print(as_json(report).decode(), end="")
         elif report is not None:
             show(report, options.topk)
     except BaseException as error:
-        if is_out_of_memory(error):
-            error = LimitError(f"out of memory; use a smaller --batch-size than {options.batch_size}")
         if not launch.is_launched:
-            raise error
-        if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
-            error = LoaderKilledError(str(error))
+            raise
         is_interrupted = isinstance(error, KeyboardInterrupt)
-        end_by(InterruptedRunError(_INTERRUPTED) if is_interrupted else error, launch, PROG)
+        end_by(InterruptedRunError(_INTERRUPTED) if is_interrupted else explain(error), launch, PROG)
 
 
 def main() -> None:
-    """Evaluate as the command line says."""
+    """Evaluate the checkpoint of the command line."""
     run(PROG, work, _INTERRUPTED)
 
 

@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing.archive import load_checkpoint
+from data import IndexedImageFolder
 from errors import UserError, counted, in_one_line, require_package
-from files import explain_failure, make_folder, read_json, write_atomically
-from loading.decode import decode_plainly
-from loading.forms import open_source
-from loading.progress import Progress, size_text
+from files import make_folder, read_bytes, read_json
+from loading.progress import size_text
 from options import short_name
+from presets import ClassificationPresetEval
 from scripts.exported import FORMAT, OPTIONS, TOLERANCE, checked, extra_files, open_graph, own_stdout, packed
 from scripts.model_card import write_card
-from scripts.predict import batches_of, find_images, load_images
-from scripts.tool import build_parser, positive, run
-from scripts.trained import Trained, add_options, open_trained
+from scripts.predict import batches_of, find_images, load_images, open_image
+from scripts.tool import as_json, build_parser, positive, run, write_output
+from scripts.trained import Trained, add_options, check_classes, open_given
 
 PROG = "python -m scripts.export"
 
-# Each form, its file's name behind that of the model, the packages that it needs, and what it is.
+# Of each form the end of its file's name, behind the model's; the packages that it needs; its description.
 FORMS = {
     "weights": ("-SHA256.pth", (), "a state dict that torchvision's model loads, hashed as torch's hub checks it"),
     "safetensors": (".safetensors", ("safetensors.torch",), "the same weights; opening it can run nothing"),
@@ -55,8 +55,8 @@ examples:
   python -m scripts.export resnet50.IMAGENET1K_V2 --format onnx --output exported
 
 NAME is the model's, and ends in -ema for averaged weights. Beside the files lie NAME.md, a model card, and NAME.json,
-the same for programs. Preprocessing and names of classes are in every file, but for weights: theirs are in NAME.json.
-`python -m scripts.predict FILE IMAGE` reads each of them.
+the same facts for programs. Every file holds the preprocessing and the names of the classes, except the .pth of
+`weights`: its are in NAME.json. `python -m scripts.predict FILE IMAGE` reads each of them.
 
 Each file is read back and compared with the checkpoint before it gets its name: weights in every bit; the logits of a
 graph for 1 and for 3 images may differ by {TOLERANCE:g} of the largest logit, or of 1 if all are smaller.
@@ -81,7 +81,7 @@ class Export:
         trained: the model.
         folder: where the files go.
         is_average: it is the average of a checkpoint, which the names then say.
-        images: what int8 is calibrated and measured with, a `Measure`; None where it is not asked for.
+        images: calibrate and measure int8; None where it is not asked for.
     """
 
     def __init__(self, trained: Trained, folder: Path, *, is_average: bool, images: "Measure | None") -> None:
@@ -104,63 +104,37 @@ class Export:
         return self.folder / f"{self.name}.json"
 
     def _files_of_before(self) -> dict[str, dict]:
-        """Return what an earlier export of the same weights wrote of the files that are still there.
-
-        Raises:
-            UserError: the folder holds other weights under this name.
-        """
+        """Return what an earlier export wrote of the files that are still there; refuse those of other weights."""
         record = read_json(self.record_path)
-        same = {name: record.get(name) for name in self.description} == self.description
         files = record.get("files")
-        if self.record_path.exists() and not (same and isinstance(files, dict)):
+        differing = [name for name, value in self.description.items() if record.get(name) != value]
+        if self.record_path.exists() and (differing or not isinstance(files, dict)):
             raise UserError(
-                f"{self.record_path} describes other weights ({str(record.get('sha256'))[:8]}; these are "
-                f"{self.sha256[:8]}); give another --output, or remove what is there"
+                f"{self.record_path} describes other weights, by its {', '.join(differing) or 'files'}; give another "
+                "--output, or remove it and its files"
             )
         return {name: facts for name, facts in (files or {}).items() if (self.folder / name).is_file()}
 
     def write(self, form: str) -> str:
-        """Write one form, and return a line about it.
-
-        Raises:
-            UserError: it cannot be made or written, or is not what the checkpoint holds.
-        """
-        make, check = {
-            "weights": (lambda: self.weights, self.check_weights),
-            "safetensors": (self.make_safetensors, partial(self.check_weights, is_safe=True)),
-            "onnx": (self.make_onnx, partial(self.check_graph, form)),
-            "torch-export": (self.make_program, partial(self.check_graph, form)),
-            "aot-inductor": (self.make_package, partial(self.check_graph, form)),
-            "int8": (self.make_int8, partial(self.check_graph, form)),
-        }[form]
+        """Write one form, if it is what the checkpoint holds, and return a line about it."""
+        make = {
+            "weights": lambda: self.weights, "safetensors": self.make_safetensors, "onnx": self.make_onnx,
+            "torch-export": self.make_program, "aot-inductor": self.make_package, "int8": self.make_int8,
+        }[form]  # fmt: skip
+        check = self.check_weights if form in ("weights", "safetensors") else self.check_graph
         with in_one_line(f"{self.trained.args.model} cannot be exported as {form}"):
             payload, facts = make(), {"form": form}
         path = self.folder / (self.name + FORMS[form][0].replace("SHA256", self.sha256[:8]))
 
         def verify(temporary: Path) -> None:
             facts.update(bytes=len(payload), sha256=hashlib.sha256(temporary.read_bytes()).hexdigest())
-            facts.update(check(temporary, path.name))
+            facts.update(check(form, temporary, path.name))
             self.files[path.name] = facts
-            self.write_record()  # before the file has its name: no weights without a description
+            # Before the file has its name: no weights without a description.
+            write_output(self.record_path, as_json({**self.description, "files": self.files}))
 
-        self.save(path, payload, verify)
+        write_output(path, payload, verify=verify)
         return f"{form}: {path}, {size_text(len(payload))}, {facts['compared']}"
-
-    def write_record(self) -> None:
-        """Write NAME.json."""
-        record = {**self.description, "files": self.files}
-        self.save(self.record_path, json.dumps(record, indent=1).encode() + b"\n")
-
-    def save(self, path: Path, payload: bytes, verify: Callable[[Path], None] | None = None) -> None:
-        """Write a file whole or not at all.
-
-        Raises:
-            UserError: it cannot be written.
-        """
-        try:
-            write_atomically(path, lambda file: file.write(payload), verify)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {explain_failure(error, path.parent, len(payload))}") from error
 
     def make_safetensors(self) -> bytes:
         """Return the weights as safetensors, with the description as metadata."""
@@ -198,7 +172,7 @@ class Export:
         return stream.getvalue()
 
     def make_int8(self) -> bytes:
-        """Return the model in 8-bit integers, and have it compute what the file is expected to."""
+        """Return the model in 8-bit integers, and note its logits, which the file is expected to give."""
         quantized = quantize(self.trace(is_strict=True).module(), self.images.calibration())
         program = self.trace(quantized, is_strict=True)
         quantized = program.module()
@@ -206,12 +180,9 @@ class Export:
         self.quantized = {number: logits_of(quantized, self.probe[:number]) for number in _PROBES}
         return self.make_program(program)
 
-    def check_weights(self, path: Path, name: str, *, is_safe: bool = False) -> dict[str, Any]:
-        """Compare a file's weights with the model's, bit for bit.
-
-        Raises:
-            UserError: they differ.
-        """
+    def check_weights(self, form: str, path: Path, name: str) -> dict[str, Any]:
+        """Refuse a file whose weights are not the model's, bit for bit."""
+        is_safe = form == "safetensors"
         read = importlib.import_module("safetensors.torch").load_file(path) if is_safe else load_checkpoint(path, name)
         own = self.model.state_dict()
         wrong = [key for key in own.keys() | read.keys() if not _are_same(own.get(key), read.get(key))]
@@ -220,10 +191,9 @@ class Export:
         return {"compared": f"{counted(len(own), 'tensor')} equal in every bit", "largest_difference": 0.0}
 
     def check_graph(self, form: str, path: Path, name: str) -> dict[str, Any]:
-        """Compare a file's logits with the model's, or for int8 with those of the quantized model in memory.
+        """Refuse a file whose logits differ from the model's by more than `TOLERANCE`.
 
-        Raises:
-            UserError: they differ by more than `TOLERANCE`.
+        Those of int8 are compared with the quantized model in memory.
         """
         graph = open_graph(path, name, is_onnx=form == "onnx")
         if graph.description != self.description:
@@ -247,7 +217,7 @@ class Export:
 
 
 def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
-    """Return what somebody needs to know to use a model."""
+    """Return the facts that a user of a model needs."""
     args = trained.args
     preprocessing = {key: getattr(args, option) for key, option in OPTIONS.items()}
     preprocessing |= {"mean": [*map(float, args.mean)], "std": [*map(float, args.std)]}
@@ -272,17 +242,14 @@ def _are_same(ours: Tensor | None, theirs: Tensor | None) -> bool:
     return ours.contiguous().view(-1).view(torch.uint8).equal(theirs.contiguous().view(-1).view(torch.uint8))
 
 
-def quantize(model: nn.Module, batches: list[Tensor]) -> nn.Module:
+def quantize(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
     """Return a traced model in 8-bit integers: weights by channel, activations by the ranges that batches show."""
     pt2e = importlib.import_module("torchao.quantization.pt2e.quantize_pt2e")
     x86 = importlib.import_module("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
     quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
     prepared = pt2e.prepare_pt2e(model, quantizer)
-    progress = Progress("calibrating", len(batches), "batches")
     for batch in batches:
         logits_of(prepared, batch)
-        progress.update()
-    progress.finish()
     converted = pt2e.convert_pt2e(prepared)
     used = {node.target for node in converted.graph.nodes if node.op == "get_attr"}
     # The weights in floats, which would make the file larger than the model.
@@ -296,61 +263,61 @@ class Measure:
     """The images that int8 is calibrated with and measured on.
 
     Args:
-        trained: the model, for its preprocessing and classes.
+        trained: whose preprocessing and classes the images have.
         data_path: train/ calibrates, and val/ measures the accuracy; None: `calibration` alone.
         calibration: files and folders of images.
         sample: how many images of val to measure on, evenly spaced; None for all.
-
-    Raises:
-        UserError: there are no such images, or they are of other classes than the model.
     """
 
     def __init__(self, trained: Trained, data_path: Path | None, calibration: list[str], sample: int | None) -> None:
         self.preset, self.val = trained.preset, None
         if calibration:
-            self.reads = [path.read_bytes for path in find_images(calibration)]
+            self.loads = [partial(_load_image, self.preset, path) for path in find_images(calibration)]
         elif data_path is not None:
-            train = open_source(data_path / "train")
-            self.reads = [partial(train.read, number) for number in _spaced(len(train), _CALIBRATION_IMAGES)]
+            train = IndexedImageFolder(data_path / "train", self.preset)
+            self.loads = [partial(train.__getitem__, number) for number in _spaced(len(train), _CALIBRATION_IMAGES)]
         else:
             raise UserError(
                 "--format int8 needs images to calibrate with: give --data-path DATA_PATH, which measures the accuracy "
                 "too, or --calibration IMAGE..."
             )
         if data_path is not None:
-            self.val = open_source(data_path / "val")
-            if trained.classes is not None and self.val.classes != trained.classes:
-                raise UserError(f"{data_path}/val has other classes than the checkpoint; give its own data")
+            self.val = IndexedImageFolder(data_path / "val", self.preset)
+            check_classes(trained, self.val)
             self.numbers = _spaced(len(self.val), sample or len(self.val))
 
-    def calibration(self) -> list[Tensor]:
-        """Return the batches to calibrate with."""
-        return [torch.stack(self._load(reads)) for reads in batches_of(self.reads, _BATCH_SIZE)]
+    def calibration(self) -> Iterator[Tensor]:
+        """Yield the batches to calibrate with."""
+        return (image for image, _ in self._load(self.loads, "calibrating"))
 
-    def _load(self, reads: list[Callable[[], bytes]]) -> list[Tensor]:
-        return load_images([lambda read=read: self.preset(decode_plainly(read())) for read in reads])
+    def _load(self, loads: list[Callable], work: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield images and their classes in batches."""
+        for batch in batches_of(loads, _BATCH_SIZE, work):
+            images, labels = zip(*load_images(lambda load: load(), batch), strict=True)
+            yield torch.stack(images), torch.tensor(labels)
 
     def compare(self, model: Callable, quantized: Callable) -> dict[str, Any]:
         """Return how often two models agree on the same images, and the accuracy of both where classes are known."""
-        reads, targets = self.reads, None
+        loads = self.loads
         if self.val is not None:
-            reads = [partial(self.val.read, number) for number in self.numbers]
-            targets = torch.tensor([self.val.label(number) for number in self.numbers])
-        progress = Progress("measuring", len(reads), "images")
-        guesses = []
-        for batch in batches_of(reads, _BATCH_SIZE):
-            images = torch.stack(self._load(batch))
-            guesses.append(torch.stack([logits_of(each, images).argmax(dim=1) for each in (model, quantized)]))
-            progress.update(len(images))
-        progress.finish()
-        before, after = torch.cat(guesses, dim=1)
-        measured = {"n": len(reads), "agreement": 100 * (before == after).double().mean().item()}
-        words = f"the same class as the checkpoint for {measured['agreement']:.2f}% of {counted(len(reads), 'image')}"
-        if targets is not None:
+            loads = [partial(self.val.__getitem__, number) for number in self.numbers]
+        guesses = [
+            torch.stack([labels, *(logits_of(each, images).argmax(dim=1) for each in (model, quantized))])
+            for images, labels in self._load(loads, "measuring")
+        ]
+        targets, before, after = torch.cat(guesses, dim=1)
+        measured = {"n": len(loads), "agreement": 100 * (before == after).double().mean().item()}
+        words = f"the same class as the checkpoint for {measured['agreement']:.2f}% of {counted(len(loads), 'image')}"
+        if self.val is not None:
             both = [100 * (each == targets).double().mean().item() for each in (before, after)]
             measured |= dict(zip(("acc1_before", "acc1_after"), both, strict=True))
-            words = f"Acc@1 {both[0]:.3f} before and {both[1]:.3f} after, n={len(reads)}; {words}"
+            words = f"Acc@1 {both[0]:.3f} before and {both[1]:.3f} after, n={len(loads)}; {words}"
         return {**measured, "words": words}
+
+
+def _load_image(preset: ClassificationPresetEval, path: Path) -> tuple[Tensor, int]:
+    with in_one_line(f"{path} cannot be read"):
+        return preset(open_image(path)), -1
 
 
 def _spaced(length: int, number: int) -> list[int]:
@@ -373,13 +340,12 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = build_parser(
         PROG, "CHECKPOINT --format NAME --output DIR [options]", "Turn a trained model into files for others.", EPILOG
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, weights, or the name of published ones")
+    add_options(parser)
     parser.add_argument(
         "--format", metavar="NAME", type=forms, action="extend", required=True, dest="forms",
-        help=f"what to write, several with commas: {', '.join(FORMS)}",
+        help=f"the forms to write, with commas between them: {', '.join(FORMS)}",
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the folder of the files")
-    add_options(parser)
     parser.add_argument(
         "--data-path", metavar="DATA_PATH", type=Path,
         help="as train.py's: int8 is calibrated with images of train/, and its accuracy measured on val/",
@@ -395,24 +361,20 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Write the forms that are asked for, and the card.
-
-    Raises:
-        UserError: something is missing, cannot be written, or is not what the checkpoint holds.
-    """
+    """Write the forms that are asked for, and the card."""
     chosen = list(dict.fromkeys(options.forms))
     for form in chosen:
         for package in FORMS[form][1]:
             require_package(package, f"--format {form}")
-    results = _read_results(options.results)
-    trained = open_trained(options.checkpoint, model=options.model, is_average=options.ema)
-    images = None
+    results = None
+    if options.results is not None:
+        with in_one_line(f"--results {options.results} cannot be read as JSON of scripts.evaluate"):
+            results = json.loads(read_bytes(options.results))
+    trained, images = open_given(options), None
     if "int8" in chosen:
         images = Measure(trained, options.data_path, options.calibration, options.sample)
-    try:
+    with in_one_line(f"give another --output, {options.output} cannot be made"):
         make_folder(options.output)
-    except OSError as error:
-        raise UserError(f"--output {options.output} cannot be made: {error.strerror}; give another folder") from error
     job = Export(trained, options.output, is_average=options.ema, images=images)
     for form in chosen:
         with own_stdout() as stdout:
@@ -421,19 +383,8 @@ def export(options: argparse.Namespace) -> None:
     print(f"card: {path}")
 
 
-def _read_results(path: Path | None) -> Any:
-    if path is None:
-        return None
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--results {path} cannot be read as JSON ({error}); give a file of scripts.evaluate"
-        ) from error
-
-
 def main() -> None:
-    """Export what the command line says."""
+    """Export the model of the command line."""
     logging.disable(logging.WARNING)  # torch's exporters tell of each of their passes
     warnings.simplefilter("ignore")
     run(PROG, lambda: export(get_args_parser().parse_args()), "interrupted; the same command goes on")

@@ -43,10 +43,32 @@ _MOST_CLASSES = 1 << 24
 
 
 class Graph(NamedTuple):
-    """An exported graph: from (B, 3, S, S) normalised floats on the CPU to (B, num_classes) logits; its description."""
+    """An exported graph, as ready to be used as a `Trained`.
+
+    Attributes:
+        model: from (B, 3, S, S) normalised floats on the CPU to (B, num_classes) logits.
+        description: as `checked` returns it.
+    """
 
     model: Callable[[Tensor], Tensor]
     description: dict[str, Any]
+
+    @property
+    def preset(self) -> ClassificationPresetEval:
+        """From a PIL image to (3, S, S) normalised floats."""
+        named = self.description["preprocessing"]
+        sizes = {name: named[name] for name in ("crop_size", "resize_size", "mean", "std", "backend")}
+        return ClassificationPresetEval(**sizes, interpolation=InterpolationMode(named["interpolation"]))
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes, or None."""
+        return self.description["classes"]
+
+    @property
+    def kind(self) -> str:
+        """Which weights these are, as words for a message."""
+        return self.description["weights"]
 
 
 def packed(description: dict[str, Any]) -> dict[str, str]:
@@ -55,11 +77,7 @@ def packed(description: dict[str, Any]) -> dict[str, str]:
 
 
 def unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:
-    """Return the description in a file's texts.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
+    """Return the description in a file's texts; UserError if there is none, or a damaged one."""
     if texts.get("schema") != FORMAT:
         raise UserError(
             f"{source} does not say how its images are prepared and what its classes are; give a file that "
@@ -72,11 +90,7 @@ def unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:
 
 
 def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return a description whose fields are all there, of their types and possible.
-
-    Raises:
-        UserError: one is not; names it.
-    """
+    """Return a description; UserError that names a field if it is not there, of another type or impossible."""
     for name, is_right in _FIELDS.items():
         if not is_right(content.get(name)):
             raise UserError(f"{source}: its description is damaged: {name} is {str(content.get(name))[:80]!r}")
@@ -98,15 +112,14 @@ def _are_classes(value: Any) -> bool:
 def _is_preprocessing(value: Any) -> bool:
     if not isinstance(value, dict) or not all(name in value for name in (*OPTIONS, "mean", "std")):
         return False
-    triples = [value["mean"], value["std"]]
-    are_numbers = all(
-        isinstance(triple, list) and len(triple) == 3
-        and all(isinstance(number, float | int) and math.isfinite(number) for number in triple)
-        for triple in triples
-    )  # fmt: skip
-    sizes = [value["resize_size"], value["crop_size"]]
-    are_sizes = all(type(size) is int and 0 < size <= 1 << 14 for size in sizes)
+    numbers = [value["mean"], value["std"]]
+    are_numbers = all(isinstance(each, list) and len(each) == 3 and all(map(_is_number, each)) for each in numbers)
+    are_sizes = all(type(value[key]) is int and 0 < value[key] <= 1 << 14 for key in ("resize_size", "crop_size"))
     return are_numbers and are_sizes and all(BY_NAME[name].is_value(value[key]) for key, name in OPTIONS.items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)
 
 
 _FIELDS = {
@@ -119,13 +132,6 @@ _FIELDS = {
     "classes": _are_classes,
     "preprocessing": _is_preprocessing,
 }
-
-
-def build_preset(description: dict[str, Any]) -> ClassificationPresetEval:
-    """Return the preset that a description speaks of."""
-    named = description["preprocessing"]
-    sizes = {name: named[name] for name in ("crop_size", "resize_size", "mean", "std", "backend")}
-    return ClassificationPresetEval(**sizes, interpolation=InterpolationMode(named["interpolation"]))
 
 
 def find_description(path: Path) -> dict[str, Any] | None:
@@ -147,11 +153,8 @@ def find_description(path: Path) -> dict[str, Any] | None:
 def describe_weights(weights: Weights, path: Path) -> None:
     """Add the description of a bare state dict, if there is one, to its options and classes."""
     description = None if "model" in weights.options else find_description(path)
-    if description is not None:
-        _take(weights, description)
-
-
-def _take(weights: Weights, description: dict[str, Any]) -> None:
+    if description is None:
+        return
     named = description["preprocessing"]
     weights.kind, weights.classes = description["weights"], description["classes"]
     weights.options = {option: named[key] for key, option in OPTIONS.items()}
@@ -170,11 +173,8 @@ def open_graph(path: Path, source: str, *, is_onnx: bool | None = None) -> Graph
 
     Args:
         path: of the file.
-        source: what to call it in a message.
+        source: its name in messages.
         is_onnx: whether it is ONNX; None: by its name.
-
-    Raises:
-        UserError: it cannot be opened on this machine, or was not written by `scripts.export`.
     """
     if path.suffix == ".onnx" if is_onnx is None else is_onnx:
         return _open_onnx(path, source)

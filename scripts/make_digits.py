@@ -4,43 +4,45 @@
 image of a class goes to val/, the others to train/; the split is fixed.
 """
 
-import argparse
-import sys
+from collections import Counter
 from pathlib import Path
 
 from PIL import Image
 
+from errors import UserError
+from scripts.tool import build_parser, run
 
-def write_digits(folder: Path) -> tuple[int, int]:
-    """Write train/ and val/ with ten class folders each, and return how many images went where."""
-    from sklearn.datasets import load_digits  # a development requirement
+PROG = "python -m scripts.make_digits"
+EPILOG = "example:\n  python -m scripts.make_digits data/digits"
 
+
+def write_digits(folder: Path) -> None:
+    """Write train/ and val/ with ten class folders each."""
+    try:
+        from sklearn.datasets import load_digits  # a development requirement
+    except ImportError as error:
+        raise UserError("scikit-learn, which ships the digits, is missing; pip install scikit-learn") from error
     digits = load_digits()
-    counts = {"train": 0, "val": 0}
-    seen = [0] * 10
+    counts, seen = Counter(), Counter()
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        split = "val" if seen[label] % 5 == 4 else "train"
         seen[label] += 1
+        split = "train" if seen[label] % 5 else "val"
         counts[split] += 1
         path = folder / split / str(label) / f"digit-{number:04d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Grey levels go from 0 to 16.
-        Image.fromarray((pixels * 255 / 16).round().astype("uint8")).save(path)
-    return counts["train"], counts["val"]
+        image = Image.fromarray((pixels * 255 / 16).round().astype("uint8"))  # grey levels go from 0 to 16
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.save(path)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written to: {error.strerror}; choose another DIR") from error
+    print(f"wrote {counts['train']} training and {counts['val']} validation images to {folder}")
 
 
 def main() -> None:
-    """Write the digits where the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.make_digits", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", metavar="DIR", type=Path, help="where train/ and val/ go, such as data/digits")
-    folder = parser.parse_args().folder
-    try:
-        num_train, num_val = write_digits(folder)
-    except ImportError:
-        sys.exit(f"{parser.prog}: error: scikit-learn, which ships the digits, is missing; pip install scikit-learn")
-    except OSError as error:
-        sys.exit(f"{parser.prog}: error: cannot write to {folder}: {error.strerror}")
-    print(f"wrote {num_train} training and {num_val} validation images to {folder}")
+    """Write the digits to the folder that the command line names."""
+    parser = build_parser(PROG, "DIR", __doc__, EPILOG)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="gets train/ and val/, such as data/digits")
+    run(PROG, lambda: write_digits(parser.parse_args().folder), "interrupted; the same command writes all images anew")
 
 
 if __name__ == "__main__":

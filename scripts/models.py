@@ -1,7 +1,6 @@
 """List the models that can be trained here, with their sizes and published accuracy: `python -m scripts.models`."""
 
 import argparse
-import json
 import math
 import sys
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from config import RECIPES_DIR, read_recipe
 from errors import UserError, did_you_mean, require_timm
 from loading.progress import Progress, columns, is_terminal
-from scripts.tool import build_parser, run
+from scripts.tool import aligned, as_json, build_parser, run
 
 PROG = "python -m scripts.models"
 
@@ -27,14 +26,14 @@ examples:
 
 Accuracy, GFLOPs (multiply-adds, in billions) and file size are those that torchvision publishes with a model's
 default weights, at their own image size. `recipes` are the endings of --recipe MODEL-ENDING of train.py; those with
-another name are written out. timm publishes no accuracies with its package: its models are built without memory and
-counted, GFLOPs at their default image size, and the file size is that of their float32 weights.
+another name are written out. timm's package holds no accuracies: here its models are built without memory, to count
+their parameters, the GFLOPs at their default image size, and the size of their float32 weights.
 """
 
-# What a model can be sorted by, and whether the largest comes first.
+# The columns that models can be sorted by, and whether the largest value comes first.
 SORTS = {"name": False, "acc1": True, "params": False, "flops": False, "size": False}
 
-_TITLES = ("model", "params M", "GFLOPs", "Acc@1", "MiB", "weights", "recipes")
+_TITLES = ["model", "params M", "GFLOPs", "Acc@1", "MiB", "weights"]
 
 
 def recipes_by_model() -> dict[str, list[str]]:
@@ -46,7 +45,7 @@ def recipes_by_model() -> dict[str, list[str]]:
 
 
 def torchvision_facts(name: str) -> dict[str, Any]:
-    """Return what torchvision publishes of a model: of its default weights, and of each."""
+    """Return the numbers that torchvision publishes of a model: of its default weights, and of each."""
     known = torchvision.models.get_model_weights(name)
     weights = {member.name: _published(member) for member in known}
     default = known.DEFAULT.name if len(known) else None
@@ -64,7 +63,7 @@ def _published(member: torchvision.models.WeightsEnum) -> dict[str, float]:
 
 
 def timm_facts(name: str) -> dict[str, Any]:
-    """Return what can be counted of timm's model without its weights; None for what cannot."""
+    """Return the sizes of timm's model, counted without its weights; None for each that cannot be counted."""
     timm = require_timm("--timm", name)
     facts = {"name": f"timm/{name}", **dict.fromkeys(("params", "flops", "acc1", "acc5", "size", "weights"))}
     try:
@@ -83,11 +82,7 @@ def timm_facts(name: str) -> dict[str, Any]:
 
 
 def list_facts(word: str, *, is_timm: bool) -> list[dict[str, Any]]:
-    """Return the facts of all models whose names hold a word.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the facts of all models whose names hold a word; UserError if there is none."""
     if is_timm and not word:
         raise UserError("--timm has more than a thousand models, which are built to be counted; give a WORD of theirs")
     owner = require_timm("--timm", word) if is_timm else torchvision.models
@@ -110,29 +105,24 @@ def select(rows: list[dict], *, sort: str, min_acc1: float | None, max_params: f
         rows = [row for row in rows if row["acc1"] is not None and row["acc1"] >= min_acc1]
     if max_params is not None:
         rows = [row for row in rows if row["params"] is not None and row["params"] <= max_params * 1e6]
-    if sort == "name":
-        return sorted(rows, key=lambda row: row["name"])
+    rows = sorted(rows, key=lambda row: row["name"])
     sign = -1 if SORTS[sort] else 1
-    return sorted(rows, key=lambda row: (row[sort] is None, sign * (row[sort] or 0), row["name"]))
+    return rows if sort == "name" else sorted(rows, key=lambda row: (row[sort] is None, sign * (row[sort] or 0)))
 
 
 def table(rows: list[dict], width: float) -> list[str]:
     """Return the lines of a table of at most this width; recipes that have no room are counted."""
     cells = [
-        (
+        [
             row["name"], _number(row["params"] and row["params"] / 1e6, 1), _number(row["flops"], 2),
             _number(row["acc1"], 3), _number(row["size"], 1), (row["weights"] or "-").removeprefix("IMAGENET1K_"),
-        )
+        ]
         for row in rows
     ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(_TITLES[:-1], *cells, strict=True)]
     lines = []
-    for cell, names in [(_TITLES[:-1], ["recipes"]), *zip(cells, map(_short_names, rows), strict=True)]:
-        parts = [text.rjust(room) if 1 <= place <= 4 else text.ljust(room)
-                 for place, (text, room) in enumerate(zip(cell, widths, strict=True))]  # fmt: skip
-        line = "  ".join(parts)
-        room = width - len(line) - 2
-        lines.append(f"{line}  {_some(names, room)}".rstrip()[: None if math.isinf(width) else int(width)])
+    for line, names in zip(aligned([_TITLES, *cells], (0, 5)), [["recipes"], *map(_short_names, rows)], strict=True):
+        words = f"{line}  {_some(names, width - len(line) - 2)}".rstrip()
+        lines.append(words if math.isinf(width) else words[: int(width)])
     return lines
 
 
@@ -176,15 +166,11 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print what the options ask for.
-
-    Raises:
-        UserError: there is no such model.
-    """
+    """Print the models that the options choose; UserError if there is none."""
     rows = list_facts(options.word, is_timm=options.timm)
     rows = select(rows, sort=options.sort, min_acc1=options.min_acc1, max_params=options.max_params)
     if options.json:
-        print(json.dumps(rows, indent=1))
+        print(as_json(rows).decode(), end="")
         return
     if not rows:
         raise UserError("no model is within --min-acc1 and --max-params; give wider bounds")
@@ -193,7 +179,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """List what the command line asks for."""
+    """List the models that the command line asks for."""
     run(PROG, lambda: show(get_args_parser().parse_args()), "interrupted")
 
 

@@ -1,4 +1,4 @@
-"""Measure what it costs to watch a run: host time of the run around a step, and of the pictures of an evaluation."""
+"""Measure the cost of watching a run: host time of the run around a step, and of the pictures of an evaluation."""
 
 import argparse
 import io
@@ -19,87 +19,56 @@ import run
 import train
 from monitoring.pictures import Pictures
 
-# What the costs are compared with: a step of this length, and an evaluation of ImageNet's 50,000 images.
+# Lengths that the costs are compared with: a step, and an evaluation of ImageNet's 50,000 images.
 STEP_S = 0.05
 NUM_CLASSES, BATCH_SIZE = 1000, 256
 
+ARGV = (
+    "--batch-size 2 --model squeezenet1_1 --epochs 1 --train-crop-size 32 --val-crop-size 32 --device cpu --workers 0 "
+    "--lr 0.001"
+)
+
 
 class TimedRun(run.Run):
-    """A run that takes down how long each step spends in it, and how much of that in its lines and records."""
+    """A run that notes the seconds that each step spends in it, and those in its lines and records."""
 
     steps_s: list[float] = []  # noqa: RUF012 - of the process's one run
     logs_s: list[float] = []  # noqa: RUF012 - likewise
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
-        self._read, self.gauges.read = self.gauges.read, self.read_gauges
+        for name in ("begin_step", "measure", "end_step"):
+            setattr(self, name, timed(getattr(self, name), self.steps_s))
+        for owner, name in ((self, "log"), (self.gauges, "read")):
+            setattr(owner, name, timed(getattr(owner, name), self.logs_s))
 
     def begin_step(self, epoch: int, step: int) -> None:
-        """Begin to count."""
-        self._spent_s = self._logged_s = 0.0
-        self._timed(super().begin_step, epoch, step)
+        """Begin a step, with sums of its own."""
+        self.steps_s.append(0.0)
+        self.logs_s.append(0.0)
+        super().begin_step(epoch, step)
 
-    def measure(self, *results: Any) -> None:
-        """Count the metrics of a shard."""
-        self._timed(super().measure, *results)
 
-    def end_step(self, *results: Any) -> None:
-        """Count what comes after the step."""
-        self._timed(super().end_step, *results)
-        self.steps_s.append(self._spent_s)
-        self.logs_s.append(self._logged_s)
+def timed(work: Callable[..., Any], sums_s: list[float]) -> Callable[..., Any]:
+    """Return a function that adds its seconds to the last of some sums."""
 
-    def log(self, metric_logger: Any) -> None:
-        """Count a line, with the records that are written for it."""
+    def work_and_count(*args: Any) -> Any:
         start_s = time.perf_counter()
-        super().log(metric_logger)
-        self._logged_s += time.perf_counter() - start_s
-
-    def read_gauges(self, grad_norm: torch.Tensor) -> dict[str, Any]:
-        """Count norms and rates."""
-        start_s = time.perf_counter()
-        found = self._read(grad_norm)
-        self._logged_s += time.perf_counter() - start_s
+        found = work(*args)
+        sums_s[-1] += time.perf_counter() - start_s
         return found
 
-    def _timed(self, work: Callable[..., None], *args: Any) -> None:
-        start_s = time.perf_counter()
-        work(*args)
-        self._spent_s += time.perf_counter() - start_s
+    return work_and_count
 
 
 def time_steps(num_steps: int) -> dict[str, float]:
     """Train a small model for an epoch with everything at its default; return seconds of a step outside the model."""
-    with tempfile.TemporaryDirectory() as folder:
-        argv = ["--synthetic", str(2 * num_steps), "--batch-size", "2", "--model", "squeezenet1_1", "--epochs", "1"]
-        argv += [
-            "--train-crop-size",
-            "32",
-            "--val-crop-size",
-            "32",
-            "--device",
-            "cpu",
-            "--workers",
-            "0",
-            "--lr",
-            "0.001",
-        ]
-        timed, train.Run = TimedRun, TimedRun
-        try:
-            with redirect_stdout(io.StringIO()):
-                train.main(config.parse_args([*argv, "--output-dir", folder]))
-        finally:
-            train.Run = run.Run
-    steps, logs = (all_s[num_steps // 10 :] for all_s in (timed.steps_s, timed.logs_s))  # the first meet cold caches
-    timed.steps_s.clear()
-    timed.logs_s.clear()
-    mean_s = statistics.fmean(steps)
-    return {
-        "mean_s": mean_s,
-        "median_s": statistics.median(steps),
-        "largest_s": max(steps),
-        "log_s": statistics.fmean(logs),
-    }
+    train.Run = TimedRun  # for this process, which trains nothing else
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        train.main(config.parse_args([*ARGV.split(), "--synthetic", str(2 * num_steps), "--output-dir", folder]))
+    steps_s, logs_s = (each[num_steps // 10 :] for each in (TimedRun.steps_s, TimedRun.logs_s))  # without cold caches
+    mean_s, median_s, log_s = statistics.fmean(steps_s), statistics.median(steps_s), statistics.fmean(logs_s)
+    return {"mean_s": mean_s, "median_s": median_s, "largest_s": max(steps_s), "log_s": log_s}
 
 
 def time_evaluation(num_images: int) -> dict[str, float]:
@@ -127,7 +96,7 @@ def time_evaluation(num_images: int) -> dict[str, float]:
 
 
 def benchmark_monitoring(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both, and print their shares of a step of 50 ms and of an evaluation."""
+    """Measure both, and print the share of a step of 50 ms and the seconds of an evaluation."""
     step, evaluation = time_steps(options.steps), time_evaluation(options.images)
     shares = {name: step[f"{name}_s"] / STEP_S for name in ("mean", "log")}
     print(
@@ -137,18 +106,14 @@ def benchmark_monitoring(options: argparse.Namespace) -> dict[str, Any]:
         f"an evaluation of {options.images:,} images: {evaluation['observe_s']:.2f} s of looking at outputs and "
         f"{evaluation['draw_s']:.2f} s of drawing {evaluation['pictures']} pictures"
     )
+    ratios = {"step_of_50_ms": shares["mean"], "log_of_50_ms": shares["log"]}
     total_s = evaluation["observe_s"] + evaluation["draw_s"]
-    return {
-        "step": step,
-        "evaluation": evaluation,
-        "ratios": {"step_of_50_ms": shares["mean"], "log_of_50_ms": shares["log"]},
-        "evaluation_s": total_s,
-    }
+    return {"step": step, "evaluation": evaluation, "ratios": ratios, "evaluation_s": total_s}
 
 
 def add_commands(commands: Any) -> None:
-    """Register `monitoring` with the subparsers of scripts/benchmark.py; `options.run` is what to call."""
-    command = commands.add_parser("monitoring", help="what it costs to watch a run: a step, an evaluation's pictures")
+    """Register `monitoring` with the subparsers of scripts/benchmark.py, which calls `options.run`."""
+    command = commands.add_parser("monitoring", help="the cost of watching a run: a step, an evaluation's pictures")
     command.add_argument("--steps", metavar="N", type=int, default=1000, help="default: 1000")
     command.add_argument("--images", metavar="N", type=int, default=50_000, help="of the evaluation (default: 50000)")
     command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")

@@ -27,26 +27,32 @@ from torch.utils.data import DataLoader
 
 import collectives
 from checkpointing.preemption import start_worker
-from errors import BadImageError, ImageError, UserError, counted, one_line
-from files import locked, write_atomically
+from errors import BadImageError, ImageError, UserError, counted, in_one_line, one_line
+from files import locked, open_to_read, write_atomically
 from loading.decode import load_image
-from loading.forms import open_source
+from loading.forms import check_source, open_source
 from loading.index import with_retries
 from loading.progress import Progress, size_text
 from loading.source import digest, line_of
-from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
+from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest, tar_members
 from scripts import tool
 
 PROG = "python -m scripts.pack"
 
 LOCK = "pack.lock"
 
-# Every name that this tool gives to a file in OUT; `--overwrite` removes these and nothing else.
-OWN_FILES = re.compile(r"(manifest\.json|[^/]+-\d{6}\.tar)(\.tmp\.\d+)?|pack\.lock")
+# The files that this tool writes to OUT; `--overwrite` removes these and no others.
+OWN_FILES = re.compile(r"(manifest\.json|[^/]+-\d{6}\.tar)(\.tmp\.\d+)?")
 
-INDEX = re.compile(r"\.touchstone-index-.*")
+# Files that others may have left there: a lock, and the index of a reader.
+PASSING_FILES = re.compile(r"pack\.lock|\.touchstone-index-.*")
 
 IMAGES_PER_TASK = 8
+
+# Fields of a manifest, of a split in it and of a shard, without which it is damaged.
+_MANIFEST = {"state": str, "settings": dict, "tools": dict, "source": dict, "splits": dict}
+_SPLIT = {"shards": list, **dict.fromkeys(("images", "classes", "num_shards", "bytes", "source_bytes", "skipped"), int)}
+_SHARD = {"file": str, "images": int, "bytes": int, "sha256": str, "kept": dict, "skipped": list}
 
 EPILOG = """\
 examples:
@@ -55,20 +61,20 @@ examples:
   python -m scripts.pack --verify /data/imagenet-256
 
 OUT gets train-000000.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums, settings, images kept
-or left out). `tar xf` of every shard in one folder gives back an image folder: names, classes and order stay as they
-are. Every JPEG gets a restart marker for each row of blocks, so that a loader can decode only the rows of a crop.
+or left out). `tar xf` of every shard into one folder gives back an image folder with the same names, classes and
+order. Every JPEG gets a restart marker for each row of blocks, so that a loader can decode only the rows of a crop.
 
---lossless keeps every pixel, which is checked image by image; a file that jpegtran cannot repack is kept as it is.
---short-side and --max-side write every image as an RGB JPEG (4:2:0, no metadata, pixels as stored, so that an EXIF
-rotation is dropped and not applied). A name keeps its ending, though x.png then holds a JPEG: loaders go by content.
+--lossless keeps every pixel and checks that image by image; a file that jpegtran cannot repack is kept as it is.
+--short-side and --max-side write every image as an RGB JPEG (4:2:0, no metadata, pixels as stored: an EXIF rotation
+is dropped and not applied). A name keeps its ending, even if x.png then holds a JPEG: loaders go by content.
 
-Run the same command again after an interruption of any kind: it goes on after the last whole shard, and the files are
-the same, byte for byte, as without one and with any number of workers.
+After an interruption of any kind run the same command again: it goes on after the last whole shard. The files are the
+same, byte for byte, however often it was interrupted and whatever the number of workers.
 """
 
 
 class UnfinishedError(UserError):
-    """The work cannot be finished, or is not what it should be; what is whole stays."""
+    """The pack cannot be finished, or is damaged; whole shards stay."""
 
     exit_code = 1
 
@@ -80,21 +86,19 @@ class Split:
         self.name = name
         self.root = data_path / name
         self.source = open_source(self.root)
-        self.classes = self.source.classes
         self.names = [self.source.name(number) for number in range(len(self.source))]
         self.sizes = [self.source.size(number) for number in range(len(self.source))]
 
     def describe(self) -> dict:
-        """Return what another run must find unchanged to go on with this one's shards."""
+        """Return facts that another run must find unchanged to go on with this one's shards."""
         lines = "".join(f"{name} {size}\n" for name, size in zip(self.names, self.sizes, strict=True))
         checksum = hashlib.sha256(os.fsencode(lines)).hexdigest()
-        return {
-            "images": len(self.names), "classes": len(self.classes), "bytes": sum(self.sizes), "names_sha256": checksum,
-        }  # fmt: skip
+        facts = {"images": len(self.names), "classes": len(self.source.classes), "bytes": sum(self.sizes)}
+        return {**facts, "names_sha256": checksum}
 
 
 class Shard(NamedTuple):
-    """Which images of which split go into a file."""
+    """The images, from `start` to `stop` of a split, that go into a file."""
 
     file: str
     split: int
@@ -103,7 +107,7 @@ class Shard(NamedTuple):
 
 
 def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
-    """Cut each split where its files add up to `shard_bytes`: a function of the listing, whatever images become."""
+    """Cut each split where its source files add up to `shard_bytes`."""
     shards = []
     for number, split in enumerate(splits):
         start, filled, cuts = 0, 0, []
@@ -118,23 +122,19 @@ def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
 
 
 class Packed(NamedTuple):
-    """What has become of an image: its new bytes, or None where it cannot be decoded, and why it is not as others."""
+    """The new bytes of an image, or None if it cannot be decoded; the note says why it was kept or left out."""
 
     payload: bytes | None
     note: str = ""
 
 
 def repack_losslessly(payload: bytes, image: Image.Image, *, jpegtran: str) -> Packed:
-    """Give a JPEG a restart marker for each row of blocks, or keep it where its pixels would not be the same.
-
-    Raises:
-        OSError: jpegtran cannot be started, or somebody ended it.
-    """
+    """Give a JPEG a restart marker for each row of blocks, or keep it where its pixels would not be the same."""
     if image.format != "JPEG":
         return Packed(payload, f"{image.format}, not JPEG")
     command = [jpegtran, "-optimize", "-restart", "1", "-copy", "all"]
     done = subprocess.run(command, input=payload, capture_output=True, check=False)
-    # What fails by itself fails every time; what was ended, or had no memory, must not change what is written.
+    # jpegtran's own refusals recur; a signal or a lack of memory may not, and must not change the files.
     if -done.returncode in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM):
         raise OSError(f"jpegtran was ended by signal {-done.returncode}")
     if b"nsufficient memory" in done.stderr:
@@ -153,14 +153,9 @@ def repack_losslessly(payload: bytes, image: Image.Image, *, jpegtran: str) -> P
 
 
 def shrink(payload: bytes, image: Image.Image, *, side: str, px: int, quality: int) -> Packed:
-    """Encode an image again, made smaller if the side named is longer than `px`, with restart markers.
+    """Encode an image again, with restart markers, so that its `short-side` or `max-side` is at most `px`.
 
-    Args:
-        payload: the file, of which nothing more is needed.
-        image: decoded.
-        side: `short-side` or `max-side`.
-        px: how long that side may be; the other is rounded down, as torchvision's Resize does.
-        quality: of the JPEG, 1 to 100.
+    The other side is rounded down, as torchvision's Resize does.
     """
     longest = (min if side == "short-side" else max)(image.size)
     size = tuple(max(int(px * length / longest), 1) for length in image.size)
@@ -182,7 +177,7 @@ Convert = Callable[[bytes, Image.Image], Packed]
 
 
 def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int]) -> list[Packed]:
-    """Pack the images from `start` to `stop` of a split: what a worker does.
+    """Pack the images from `start` to `stop` of a split, in a worker.
 
     Raises:
         ImageError: the disk or memory failed, which may pass, or an image cannot be encoded.
@@ -208,14 +203,14 @@ def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int
 
 
 class ShardWriter:
-    """Writes one shard and checks what the disk has of it.
+    """Writes one shard and reads it back.
 
     Args:
-        split: where the images come from.
-        shard: which ones.
-        results: what the workers make of them; as many are taken as the shard has images.
-        progress: is told of every image.
-        skip_bad: whether an image that cannot be decoded is left out.
+        split: of the shard.
+        shard: says which images it holds.
+        results: the images as workers packed them; the writer takes as many as the shard has.
+        progress: counts the images.
+        skip_bad: leave out images that cannot be decoded.
 
     Attributes:
         record: the shard's part of the manifest.
@@ -227,16 +222,13 @@ class ShardWriter:
         self.split, self.progress, self.skip_bad = split, progress, skip_bad
         self.numbers = range(shard.start, shard.stop)
         self.results = islice(results, len(self.numbers))
-        source_bytes = sum(split.sizes[shard.start : shard.stop])
-        self.record = {"file": shard.file, "images": 0, "source_bytes": source_bytes, "bytes": 0, "sha256": ""}
-        self.record |= {"kept": {}, "skipped": []}
+        self.record = {
+            "file": shard.file, "images": 0, "source_bytes": sum(split.sizes[shard.start : shard.stop]), "bytes": 0,
+            "sha256": "", "kept": {}, "skipped": [],
+        }  # fmt: skip
 
     def write(self, file: BinaryIO) -> None:
-        """Write every image as a member of a tar, with headers that depend on names and sizes alone.
-
-        Raises:
-            ImageError: an image cannot be decoded.
-        """
+        """Write every image as a member of a tar, with headers that depend on names and sizes alone."""
         sha256 = hashlib.sha256()
         hashing = SimpleNamespace(tell=file.tell, write=lambda content: sha256.update(content) or file.write(content))
         with tarfile.open(fileobj=hashing, mode="w", format=tarfile.GNU_FORMAT) as tar:
@@ -250,7 +242,7 @@ class ShardWriter:
         self.record |= {"bytes": file.tell(), "sha256": sha256.hexdigest()}
 
     def _note(self, name: str, packed: Packed) -> None:
-        """Count an image that is written; note one that is kept or left out, or stop because of it."""
+        """Count an image, and note why it was kept or left out; ImageError if it may not be left out."""
         if packed.payload is None and not self.skip_bad:
             raise ImageError(
                 f"cannot read image {self.split.root / name}: {packed.note}; replace it, or leave such images out with "
@@ -267,60 +259,40 @@ class ShardWriter:
             kept["first"] += [name] if kept["images"] <= 10 else []
 
     def verify(self, path: Path) -> None:
-        """Read the file back.
-
-        Raises:
-            OSError: it is not what was written.
-        """
+        """Read the file back; raise OSError if the disk changed it."""
         with open(path, "rb") as file:
-            if hasattr(os, "posix_fadvise"):  # what the disk has, and not what memory still holds
+            if hasattr(os, "posix_fadvise"):  # read the disk, and not the copy in memory
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
         if checksum != self.record["sha256"]:
             raise OSError(errno.EIO, "read back otherwise than it was written")
 
 
-@contextmanager
-def saying_where(path: Path) -> Iterator[None]:
-    """Turn what goes wrong while a file is written into one line that names it."""
-    try:
-        yield
-    except (OSError, tarfile.TarError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UnfinishedError(
-            f"cannot write {path}: {reason}; what is whole stays, and the same command goes on from there"
-        ) from error
-
-
 class Pack:
-    """The pack in OUT: which shards it shall have, and which it has; each is noted in the manifest when it is whole.
+    """The pack in OUT: the shards that it is to have, and the records of those that are whole.
 
     Args:
         out: the folder.
         facts: settings, tools and source, on which every byte of the shards depends.
-        splits: that are packed.
-        shards: into which they are cut.
+        splits: the images.
+        shards: the plan.
     """
 
     def __init__(self, out: Path, facts: dict, splits: list[Split], shards: list[Shard]) -> None:
         self.out, self.facts, self.splits, self.shards = out, facts, splits, shards
-        self.records = {}  # of the shards that are there, by file name
+        self.records = {}  # by file name
 
     @property
     def missing(self) -> list[Shard]:
-        """The shards that are not there yet."""
+        """The shards that are not whole yet."""
         return [shard for shard in self.shards if shard.file not in self.records]
 
     def go_on(self, manifest: dict, *, skip_bad: bool) -> None:
-        """Take over the shards that an earlier run wrote and that are still there.
-
-        Raises:
-            UserError: that run had other settings, tools or images.
-        """
+        """Take over the shards of an earlier run; UserError if it had other settings, tools or images."""
         changes = [
             f"{key} is {new} and was {old}"
-            for topic in ("settings", "tools", "source")
-            for key, old, new in differences(manifest[topic], self.facts[topic])
+            for topic, facts in self.facts.items()
+            for key, old, new in differences(manifest[topic], facts)
         ]
         if changes:
             raise UserError(
@@ -338,15 +310,10 @@ class Pack:
         if self.records:
             print(f"{self.out} has {len(self.records)} of {counted(len(self.shards), 'shard')} already")
 
-    def check_free_space(self) -> None:
+    def check_room(self) -> None:
         """Raise UserError where even nine tenths do not fit; repacked JPEGs take about as much as before."""
         needed = sum(sum(self.splits[shard.split].sizes[shard.start : shard.stop]) for shard in self.missing)
-        free = shutil.disk_usage(self.out).free
-        if free < 0.9 * needed:
-            raise UserError(
-                f"{self.out} has {size_text(free)} free, and the pack needs about {size_text(needed)}; "
-                "free some space or choose another disk"
-            )
+        tool.check_room(self.out, "the pack", needed, share=0.9)
 
     def save(self, fingerprints: dict[str, str] | None = None) -> None:
         """Write the manifest: of a complete pack, if the fingerprints of its splits are given."""
@@ -354,10 +321,9 @@ class Pack:
         for number, split in enumerate(self.splits):
             planned = [shard.file for shard in self.shards if shard.split == number]
             records = [self.records[file] for file in planned if file in self.records]
-            totals = {key: sum(record[key] for record in records) for key in ("images", "source_bytes", "bytes")}
             parts[split.name] = {
-                **totals,
-                "classes": len(split.classes),
+                **{key: sum(record[key] for record in records) for key in ("images", "source_bytes", "bytes")},
+                "classes": len(split.source.classes),
                 "kept": sum(kept["images"] for record in records for kept in record["kept"].values()),
                 "skipped": sum(len(record["skipped"]) for record in records),
                 "fingerprint": fingerprints[split.name] if fingerprints else None,
@@ -366,12 +332,20 @@ class Pack:
             }
         state = "complete" if fingerprints else "writing"
         content = {"kind": PACK_KIND, "format": PACK_FORMAT, "state": state, **self.facts, "splits": parts}
-        path = self.out / PACK_MANIFEST
-        with saying_where(path):
-            write_atomically(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
+        self._write(PACK_MANIFEST, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
+
+    def _write(self, file: str, *how: Callable) -> None:
+        """Write a file of the pack; arguments as of `write_atomically`."""
+        try:
+            write_atomically(self.out / file, *how)
+        except OSError as error:
+            raise UnfinishedError(
+                f"cannot write {self.out / file}: {error.strerror or error}; what is whole stays, and the same command "
+                "goes on from there"
+            ) from error
 
     def write(self, convert: Convert, *, num_workers: int, skip_bad: bool) -> None:
-        """Write the shards that are missing, one after the other, of images that workers pack."""
+        """Write the missing shards, one after the other, of images that workers pack."""
         missing = self.missing
         tasks = [
             (shard.split, start, min(start + IMAGES_PER_TASK, shard.stop))
@@ -384,33 +358,35 @@ class Pack:
         results = chain.from_iterable(in_order(partial(pack_images, self.splits, convert), tasks, num_workers))
         for shard in missing:
             writer = ShardWriter(self.splits[shard.split], shard, results, progress, skip_bad=skip_bad)
-            with saying_where(self.out / shard.file):
-                write_atomically(self.out / shard.file, writer.write, writer.verify)
+            self._write(shard.file, writer.write, writer.verify)
             self.records[shard.file] = writer.record
             self.save()
         progress.close()
 
 
 def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> DataLoader:
-    """Return what yields the function's result for each task, in order, worked out by processes that end with ours."""
+    """Return an iterable of the function's results in the order of the tasks, computed by worker processes."""
     processes = {"num_workers": num_workers, "multiprocessing_context": "fork", "worker_init_fn": start_worker}
     return DataLoader(tasks, batch_size=None, collate_fn=function, **processes)
 
 
 def own_manifest(out: Path) -> dict | None:
-    """Return the manifest of a folder, or None where there is none.
-
-    Raises:
-        UserError: it is another tool's or another version's.
-    """
+    """Return the manifest of a folder, or None where there is none; UserError if this version did not write it."""
     path = out / PACK_MANIFEST
     manifest = read_manifest(path)
     if manifest is None and path.exists():
         raise UserError(f"{path} is not of this tool; choose another folder")
-    if manifest is not None and manifest["format"] != PACK_FORMAT:
-        raise UserError(
-            f"{path} is of format {manifest['format']}, and this version writes {PACK_FORMAT}; choose another OUT"
-        )
+    if manifest is None:
+        return None
+    if (found := manifest.get("format")) != PACK_FORMAT:
+        raise UserError(f"{path} is of format {found}, and this version writes {PACK_FORMAT}; choose another OUT")
+    parts = [(manifest, _MANIFEST)]
+    with in_one_line(f"{path} is damaged; choose another OUT"):
+        parts += [(part, _SPLIT) for part in manifest["splits"].values()]
+        parts += [(record, _SHARD) for record in records_of(manifest).values()]
+        for part, types in parts:
+            if wrong := [name for name, kind in types.items() if not isinstance(part[name], kind)]:
+                raise ValueError(f"another type of {wrong[0]}")
     return manifest
 
 
@@ -420,29 +396,21 @@ def records_of(manifest: dict) -> dict[str, dict]:
 
 
 def prepare_folder(out: Path, *, overwrite: bool) -> dict | None:
-    """Make OUT ready to be written, and return the manifest of the pack to go on with, if there is one.
-
-    Raises:
-        UserError: the folder holds something else.
-    """
+    """Tidy OUT up and return the manifest of the pack to go on with, if any; UserError if it holds something else."""
     manifest = own_manifest(out)
-    # A reader may have left its index there, which is never taken for this pack's once the tars have changed.
-    foreign = [path for path in sorted(out.iterdir()) if path.name != LOCK and not INDEX.fullmatch(path.name)]
-    if manifest is not None:
-        foreign = [path for path in foreign if not OWN_FILES.fullmatch(path.name)]
+    paths = [path for path in sorted(out.iterdir()) if not PASSING_FILES.fullmatch(path.name)]
+    foreign = [path for path in paths if manifest is None or not OWN_FILES.fullmatch(path.name)]
     if foreign:
         raise UserError(f"{out} holds {foreign[0].name}, which is no part of a pack; choose an empty or new folder")
-    if manifest is None:
-        return None
     # The manifest last: without it a folder of tars is nobody's.
-    for path in sorted(out.iterdir(), key=lambda path: path.name == PACK_MANIFEST):
-        if ".tmp." in path.name or (overwrite and path.name != LOCK):
+    for path in sorted(paths, key=lambda path: path.name == PACK_MANIFEST):
+        if ".tmp." in path.name or overwrite:
             path.unlink()
     return None if overwrite else manifest
 
 
 def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the key, the old and the new value of everything in which two nested dicts differ."""
+    """Yield the key, the old and the new value wherever two nested dicts differ."""
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
@@ -452,11 +420,7 @@ def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, A
 
 
 def find_jpegtran() -> tuple[str, str]:
-    """Return where jpegtran is, and its version.
-
-    Raises:
-        UserError: there is none, or it is mozjpeg's.
-    """
+    """Return the path and the version of jpegtran; UserError if there is none, or only mozjpeg's."""
     path = shutil.which("jpegtran")
     if path is None:
         raise UserError(
@@ -472,7 +436,7 @@ def find_jpegtran() -> tuple[str, str]:
 
 
 def choose_conversion(options: argparse.Namespace) -> tuple[Convert, dict, dict]:
-    """Return what is done to each image, and the settings and tool versions that decide its bytes."""
+    """Return the conversion of an image, and the settings and tool versions that decide its bytes."""
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
     settings = {"mode": "lossless", "splits": options.splits, "shard_mib": options.shard_mib}
     tools = {"pillow": pillow_version, "libjpeg of pillow": libjpeg}
@@ -484,25 +448,11 @@ def choose_conversion(options: argparse.Namespace) -> tuple[Convert, dict, dict]
     return partial(shrink, side=side, **shape), {**settings, "mode": side, **shape}, tools
 
 
-@contextmanager
-def alone_in(out: Path) -> Iterator[None]:
-    """Hold the lock of a folder.
-
-    Raises:
-        UserError: another process holds it.
-    """
-    try:
-        with locked(out / LOCK, "", wait_s=0):
-            yield
-    except BlockingIOError as error:
-        raise UserError(f"another process is packing into {out}; wait for it, or choose another folder") from error
-
-
 def pack(options: argparse.Namespace) -> None:
-    """Write what is missing of the pack, and say what is there at the end."""
+    """Write the missing part of the pack, and summarise the whole."""
     convert, settings, tools = choose_conversion(options)
     out = options.out
-    out.mkdir(parents=True, exist_ok=True)
+    tool.make_out(out)
     with alone_in(out):
         earlier = prepare_folder(out, overwrite=options.overwrite)
         splits = [Split(options.data_path, name) for name in options.splits]
@@ -511,7 +461,7 @@ def pack(options: argparse.Namespace) -> None:
         if earlier is not None:
             packed.go_on(earlier, skip_bad=options.skip_bad)
         if options.lossless:
-            packed.check_free_space()
+            packed.check_room()
         if packed.missing:
             packed.save()
             packed.write(convert, num_workers=options.workers, skip_bad=options.skip_bad)
@@ -519,26 +469,34 @@ def pack(options: argparse.Namespace) -> None:
     summarize(own_manifest(out))
 
 
+@contextmanager
+def alone_in(out: Path) -> Iterator[None]:
+    """Hold the lock of a folder; UserError if another process does."""
+    try:
+        with locked(out / LOCK, "", wait_s=0):
+            yield
+    except BlockingIOError as error:
+        raise UserError(f"another process is packing into {out}; wait for it, or choose another folder") from error
+
+
 def packed_fingerprint(split: Split, records: dict[str, dict]) -> str:
-    """Return the fingerprint of what was packed of a split.
+    """Return the fingerprint of the packed images of a split.
 
     Raises:
-        UnfinishedError: nothing is left of a class, which would change every later label.
+        UnfinishedError: a class has no images left, which would change every later label.
     """
     of_split = [record for file, record in records.items() if file.rpartition("-")[0] == split.name]
     skipped = {image["name"] for record in of_split for image in record["skipped"]}
-    numbers = [number for number, name in enumerate(split.names) if name not in skipped]
-    labels = [split.source.label(number) for number in numbers]
-    lost = set(range(len(split.classes))) - set(labels)
+    labels = {name: split.source.label(n) for n, name in enumerate(split.names) if name not in skipped}
+    lost = set(range(len(split.source.classes))) - {*labels.values()}
     if lost:
-        raise UnfinishedError(
-            f"no image of {split.root / split.classes[min(lost)]} can be read; replace one, or remove the class folder"
-        )
-    return digest(line_of(split.names[number], label) for number, label in zip(numbers, labels, strict=True))
+        where = split.root / split.source.classes[min(lost)]
+        raise UnfinishedError(f"no image of {where} can be read; replace one, or remove the class folder")
+    return digest(line_of(*image) for image in labels.items())
 
 
 def summarize(manifest: dict) -> None:
-    """Print what a complete pack holds."""
+    """Print a line for each split of a complete pack."""
     for name, part in manifest["splits"].items():
         share = f"{part['bytes'] / max(part['source_bytes'], 1):.0%}"
         line = (
@@ -556,24 +514,24 @@ def summarize(manifest: dict) -> None:
 
 
 def check_shard(out: Path, record: dict) -> list[str]:
-    """Compare a shard with its record, decode its images, and return what is wrong, one line each."""
+    """Compare a shard with its record, decode its images, and return its faults, one line each."""
     path, problems, damaged, num_images = out / record["file"], [], [], 0
     try:
-        with open(path, "rb") as file:
-            checksum, size = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
-        if size != record["bytes"]:
-            problems.append(f"{path}: {size:,} bytes, and the manifest says {record['bytes']:,}")
-        elif checksum != record["sha256"]:
-            problems.append(f"{path}: its content is not what was written (SHA-256 differs)")
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
+        with open_to_read(path) as file:
+            checksum, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+            if size != record["bytes"]:
+                problems.append(f"{path}: {size:,} bytes, and the manifest says {record['bytes']:,}")
+            elif checksum != record["sha256"]:
+                problems.append(f"{path}: its content is not what was written (SHA-256 differs)")
+            for member in tar_members(path, file, 0, size):
                 num_images += 1
+                file.seek(member.offset_data)
                 try:
-                    load_image(tar.extractfile(member).read())
+                    load_image(file.read(member.size))
                 except BadImageError as error:
                     damaged.append(f"{member.name}: {error}")
-    except (MemoryError, OSError, tarfile.TarError) as error:
-        problems.append(f"{path}: {one_line(str(error) or type(error).__name__)}")
+    except (MemoryError, OSError, UserError) as error:
+        problems.append(f"{path}: {one_line(str(error).removeprefix(f'{path} ') or type(error).__name__)}")
     if damaged:
         problems.append(f"{path}: {len(damaged)} images cannot be read, the first {damaged[0]}")
     if num_images != record["images"]:
@@ -582,15 +540,15 @@ def check_shard(out: Path, record: dict) -> list[str]:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Check every shard of a pack, and print what is wrong; raises UnfinishedError if anything is."""
+    """Check every shard of a pack and print its faults; raise UnfinishedError if there are any."""
     out = options.out
     manifest = own_manifest(out)
     if manifest is None:
         raise UserError(f"--verify {out}: there is no {PACK_MANIFEST} in it")
     records = records_of(manifest)
     problems = [] if manifest["state"] == "complete" else [f"{out}: not finished; the command that began it goes on"]
-    others = {path.name for path in out.iterdir() if not INDEX.fullmatch(path.name)} - {*records, PACK_MANIFEST, LOCK}
-    problems += [f"{out / name}: not in the manifest" for name in sorted(others)]
+    others = {path.name for path in out.iterdir() if not PASSING_FILES.fullmatch(path.name)}
+    problems += [f"{out / name}: not in the manifest" for name in sorted(others - {*records, PACK_MANIFEST})]
     results = in_order(partial(check_shard, out), list(records.values()), options.workers)
     for record, found in zip(records.values(), results, strict=True):
         print(f"{record['file']}: {'wrong' if found else 'ok'}, {counted(record['images'], 'image', ',')}", flush=True)
@@ -619,23 +577,18 @@ def get_args_parser() -> argparse.ArgumentParser:
     modes.add_argument("--max-side", metavar="PX", type=int, help="shrink so that the longer side is at most this")
     modes.add_argument("--verify", action="store_true", help="check that every image in OUT is whole, and decodes")
     parser.add_argument("--quality", metavar="Q", type=int, help="of JPEGs that are encoded again (default: 90)")
-    words = "how much of the source goes into one tar (default: 512); shrunk images make it smaller"
+    words = "MiB of the source that go into one tar (default: 512); shrunk images make it smaller"
     parser.add_argument("--shard-mib", metavar="MIB", type=int, default=512, help=words)
     words = "processes that pack images (default: one a core)"
     parser.add_argument("--workers", metavar="N", type=int, default=collectives.count_cores(), help=words)
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="leave out and list images that cannot be decoded, where else it stops"
-    )
+    words = "leave out and list images that cannot be decoded; without it they stop the tool"
+    parser.add_argument("--skip-bad", action="store_true", help=words)
     parser.add_argument("--overwrite", action="store_true", help="remove the pack in OUT first")
     return parser
 
 
 def validate(options: argparse.Namespace) -> None:
-    """Refuse options that make no sense.
-
-    Raises:
-        UserError: two options contradict each other, or a value is out of range.
-    """
+    """Raise UserError if two options contradict each other, or a value is out of range."""
     limits = {"--short-side": 65500, "--max-side": 65500, "--quality": 100, "--shard-mib": 2**20, "--workers": 1024}
     for option, largest in limits.items():
         value = getattr(options, option[2:].replace("-", "_"))
@@ -649,28 +602,24 @@ def validate(options: argparse.Namespace) -> None:
         raise UserError("--data-path is needed: the folder that holds train/ and val/ (--help lists the options)")
     if options.lossless and options.quality is not None:
         raise UserError("--quality has no meaning with --lossless; leave one of them out")
-    check_folders(options)
-
-
-def check_folders(options: argparse.Namespace) -> None:
-    """Raise UserError for splits that are no folders of their own, and a pack inside of what it packs."""
     for name in options.splits:
         if name in ("", ".", "..") or "/" in name or options.splits.count(name) > 1:
             words = " ".join(options.splits)
             raise UserError(f"--splits {words}: give names of folders in {options.data_path}, each once")
-        if (options.data_path / name).resolve() in (options.out.resolve(), *options.out.resolve().parents):
+        check_source(options.data_path / name)
+        if Path(os.path.realpath(options.out)).is_relative_to(os.path.realpath(options.data_path / name)):
             raise UserError(f"{options.out} is inside {options.data_path / name}; choose a folder outside the images")
 
 
 def pack_or_verify() -> None:
-    """Do what the command line says."""
+    """Pack or verify as the command line says."""
     options = get_args_parser().parse_args()
     validate(options)
     (verify if options.verify else pack)(options)
 
 
 def main() -> None:
-    """Pack or verify as the command line says."""
+    """Run the command line."""
     tool.run(
         PROG, pack_or_verify, "interrupted; the same command goes on after the last whole shard",
         when_killed=". The same command goes on after the last whole shard",

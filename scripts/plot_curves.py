@@ -1,29 +1,25 @@
 """Draw the learning curves of a run into curves.png: loss, accuracy and learning rate over steps."""
 
-import argparse
-import sys
+import io
 from pathlib import Path
 
-from files import write_atomically
-from monitoring.monitor import read_records
-from scripts.report import KINDS
+from errors import require_package
+from scripts.report import KINDS, LoggedRun
+from scripts.tool import build_parser, run, write_output
+
+PROG = "python -m scripts.plot_curves"
+EPILOG = "example:\n  python -m scripts.plot_curves runs/digits --over hours"
 
 PANELS = {"loss": "loss", "acc1": "accuracy, %", "lr": "learning rate"}
 AXES = ["step", "images", "hours"]
 
 
-def plot_curves(folder: Path, over: str = "step") -> Path:
-    """Draw the run in `folder` over one of `AXES` and return the picture's path.
-
-    Raises:
-        FileNotFoundError: no run has written there.
-    """
-    import matplotlib as mpl  # a development requirement, never needed to train
-
-    mpl.use("agg")
+def plot_curves(folder: Path, over: str = "step") -> None:
+    """Draw the run in `folder` over one of `AXES`; UserError as `LoggedRun`."""
+    records = [record for record in LoggedRun(folder).records if over in record]
+    require_package("matplotlib", PROG).use("agg")
     from matplotlib import pyplot
 
-    records = [record for record in read_records(folder) if over in record]
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(15, 4), layout="constrained")
     for axis, (name, label) in zip(axes, PANELS.items(), strict=True):
         for kind in dict.fromkeys([*KINDS, *(record["kind"] for record in records)]):
@@ -37,23 +33,18 @@ def plot_curves(folder: Path, over: str = "step") -> Path:
     # An evaluation early in a run can be far off; on a straight scale it would flatten everything else.
     axes[0].set_yscale("log")
     figure.suptitle(str(folder))
-    path = folder / "curves.png"
-    write_atomically(path, lambda file: figure.savefig(file, dpi=100))
-    return path
+    path, picture = folder / "curves.png", io.BytesIO()
+    figure.savefig(picture, dpi=100)
+    write_output(path, picture.getvalue())
+    print(f"wrote {path}")
 
 
 def main() -> None:
-    """Draw what the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.plot_curves", description=__doc__)
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run's output folder, such as runs/digits")
-    parser.add_argument("--over", choices=AXES, default="step", help="the horizontal axis (default: step)")
-    options = parser.parse_args()
-    try:
-        print(f"wrote {plot_curves(options.folder, options.over)}")
-    except FileNotFoundError:
-        sys.exit(f"{parser.prog}: error: {options.folder} holds no metrics.jsonl; give the --output-dir of a run")
-    except ImportError:
-        sys.exit(f"{parser.prog}: error: matplotlib is missing; pip install -r requirements-dev.txt")
+    """Draw the run that the command line names."""
+    parser = build_parser(PROG, "RUN [--over AXIS]", __doc__, EPILOG)
+    parser.add_argument("folder", metavar="RUN", type=Path, help="output folder of a run, such as runs/digits")
+    parser.add_argument("--over", choices=AXES, default="step", help="horizontal axis (default: step)")
+    run(PROG, lambda: plot_curves(**vars(parser.parse_args())), "interrupted; nothing written")
 
 
 if __name__ == "__main__":

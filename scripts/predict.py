@@ -1,15 +1,15 @@
-"""Say what images show: `python -m scripts.predict CHECKPOINT-OR-EXPORTED-FILE IMAGE...`."""
+"""Name the classes of images: `python -m scripts.predict CHECKPOINT-OR-EXPORTED-FILE IMAGE...`."""
 
 import argparse
 import base64
 import csv
 import io
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
@@ -21,12 +21,13 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 import collectives
 from errors import BadImageError, UserError, counted, in_one_line, one_line
+from files import open_to_read, read_bytes
 from loading.decode import decode_plainly
 from loading.progress import Progress
 from presets import ClassificationPresetEval
-from scripts.exported import build_preset, is_graph, open_graph, own_stdout
-from scripts.tool import build_parser, positive, run, write_output
-from scripts.trained import add_options, open_trained
+from scripts.exported import Graph, is_graph, open_graph, own_stdout
+from scripts.tool import as_json, build_parser, output_file, positive, run, write_output
+from scripts.trained import Trained, add_options, open_given
 
 T = TypeVar("T")
 
@@ -40,8 +41,8 @@ examples:
   find photos -name '*.jpg' | python -m scripts.predict runs/a/best_ema.pth --ema - --html page.html
 
 The first argument is a checkpoint, a file of weights, a file of `python -m scripts.export` in any form, or the name of
-published weights. A .pt2 is a program: give only those that you trust. Images are prepared as torchvision's evaluation
-does it, with the sizes that the model was evaluated with.
+published weights. A .pt2 is a program: give only those that you trust. Images are prepared as in torchvision's
+evaluation, at the sizes at which the model was evaluated.
 
 --json prints a list with one object an image and nothing else: file, class, probability, and top, a list of the topk
 classes and their probabilities. --csv prints one line an image and class: file, rank, class, probability. A class
@@ -63,24 +64,8 @@ ol {{margin: 4px 0; padding-left: 20px}} small {{color: #555}}
 """
 
 
-class Predictor(NamedTuple):
-    """A model that is ready to use.
-
-    Attributes:
-        model: from (B, 3, S, S) normalised floats on the CPU to (B, num_classes) logits, anywhere.
-        preset: from a PIL image to (3, S, S) normalised floats.
-        classes: the names of the classes, or None.
-        kind: which weights these are, as words for a message.
-    """
-
-    model: Callable[[Tensor], Tensor]
-    preset: ClassificationPresetEval
-    classes: list[str] | None
-    kind: str
-
-
 class Prediction(NamedTuple):
-    """What an image shows: the likeliest classes and their probabilities, and a small JPEG of it if that is wanted."""
+    """The likeliest classes of an image and their probabilities, and a small JPEG of it if that is wanted."""
 
     file: str
     top: list[tuple[str, float]]
@@ -92,42 +77,26 @@ class Prediction(NamedTuple):
         return {"file": self.file, **top[0], "top": top}
 
 
-def open_predictor(options: argparse.Namespace) -> Predictor:
-    """Open the checkpoint, exported file or published weights of the command line.
-
-    Raises:
-        UserError: it cannot be used.
-    """
-    source, path = options.checkpoint, Path(options.checkpoint)
-    if path.is_dir():
-        raise UserError(f"{source} is a folder; give a file in it, such as {path / 'checkpoint.pth'}")
+def open_model(options: argparse.Namespace) -> Trained | Graph:
+    """Open the checkpoint, exported file or published weights of the command line, for images on the CPU."""
+    path = Path(options.checkpoint)
     if is_graph(path) and path.is_file():
-        return _open_graph(options, path)
-    trained = open_trained(source, model=options.model, is_average=options.ema)
+        for flag, is_given in {"--ema": options.ema, "--model": options.model}.items():
+            if is_given:
+                raise UserError(f"{path} is an exported graph, which has its weights in it; leave out {flag}")
+        if options.device not in (None, "cpu"):
+            raise UserError(f"{path} is an exported graph, which runs on the CPU; leave out --device {options.device}")
+        return open_graph(path, str(path))
+    trained = open_given(options)
     name = options.device or collectives.find_accelerator() or "cpu"
     with in_one_line(f"--device {name} cannot be used"):
         device = torch.device(name)
         model = trained.model.to(device)
-    return Predictor(lambda image: model(image.to(device)), trained.preset, trained.classes, trained.kind)
-
-
-def _open_graph(options: argparse.Namespace, path: Path) -> Predictor:
-    for flag, is_given in {"--ema": options.ema, "--model": options.model}.items():
-        if is_given:
-            raise UserError(f"{path} is an exported graph, which has its weights in it; leave out {flag}")
-    if options.device not in (None, "cpu"):
-        raise UserError(f"{path} is an exported graph, which runs here on the CPU; leave out --device {options.device}")
-    graph = open_graph(path, str(path))
-    about = graph.description
-    return Predictor(graph.model, build_preset(about), about["classes"], about["weights"])
+    return trained._replace(model=lambda image: model(image.to(device)))
 
 
 def find_images(given: Iterable[str]) -> list[Path]:
-    """Return the images of files, folders (with all below them, sorted) and, for a -, of lines of standard input.
-
-    Raises:
-        UserError: a path is not there, a folder holds no image, or there is no path.
-    """
+    """Return the images of files, folders (with all below them, sorted) and, for a -, of lines of standard input."""
     paths = []
     for name in given:
         names = [line for line in sys.stdin.read().splitlines() if line] if name == "-" else [name]
@@ -152,47 +121,43 @@ def _images_of(path: Path) -> list[Path]:
     return found
 
 
-def batches_of(things: list[T], size: int) -> Iterator[list[T]]:
-    """Yield the things in lists of a size, the last one perhaps shorter."""
+def batches_of(things: list[T], size: int, work: str) -> Iterator[list[T]]:
+    """Yield images in lists of a size, the last one perhaps shorter, and say how far the work on them is."""
+    progress = Progress(work, len(things), "images")
     for begin in range(0, len(things), size):
         yield things[begin : begin + size]
+        progress.update(len(things[begin : begin + size]))
+    progress.finish()
 
 
-def load_images(loads: list[Callable[[], T]]) -> list[T]:
-    """Return the results of functions that decode images, in their order, on all cores."""
+def load_images(load: Callable[[T], Any], things: list[T]) -> list[Any]:
+    """Return the result of a function that decodes an image for each thing, in order, on all cores."""
     with ThreadPoolExecutor(collectives.count_cores()) as pool:
-        return list(pool.map(lambda load: load(), loads))
+        return list(pool.map(load, things))
 
 
-def read_classes(path: Path) -> list[str]:
-    """Return the names in a file, one a line.
-
-    Raises:
-        UserError: it cannot be read as text.
-    """
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--classes {path} cannot be read ({error}); give a text file with one name a line") from error
-
-
-def predict_all(predictor: Predictor, paths: list[Path], options: argparse.Namespace) -> Iterator[Prediction | str]:
+def predict_all(
+    opened: Trained | Graph, classes: list[str] | None, paths: list[Path], options: argparse.Namespace
+) -> Iterator[Prediction | str]:
     """Yield for each image its prediction, or why it cannot be read."""
-    progress = Progress("predicting", len(paths), "images")
-    for batch in batches_of(paths, options.batch_size):
-        loads = [lambda path=path: _load(predictor.preset, path, has_thumbnail=bool(options.html)) for path in batch]
-        loaded = load_images(loads)
+    load = partial(_load, opened.preset, has_thumbnail=bool(options.html))
+    for batch in batches_of(paths, options.batch_size, "predicting"):
+        loaded = load_images(load, batch)
         good = [each[0] for each in loaded if not isinstance(each, str)]
-        tops = iter(_top(predictor, torch.stack(good), options.topk) if good else [])
+        tops = iter(_top(opened.model, classes, torch.stack(good), options.topk) if good else [])
         for path, each in zip(batch, loaded, strict=True):
             yield each if isinstance(each, str) else Prediction(str(path), next(tops), each[1])
-        progress.update(len(batch))
-    progress.finish()
+
+
+def open_image(path: Path) -> Image.Image:
+    """Return the RGB image in a file; a pipe is refused, and not waited for."""
+    with open_to_read(path, buffering=0) as file:
+        return decode_plainly(file.read())
 
 
 def _load(preset: ClassificationPresetEval, path: Path, *, has_thumbnail: bool) -> tuple[Tensor, bytes | None] | str:
     try:
-        image = decode_plainly(path.read_bytes())
+        image = open_image(path)
         return preset(image), _thumbnail(image) if has_thumbnail else None
     except (BadImageError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -207,15 +172,11 @@ def _thumbnail(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
-def _top(predictor: Predictor, images: Tensor, topk: int) -> list[list[tuple[str, float]]]:
-    """Return the likeliest classes of each image.
-
-    Raises:
-        UserError: there are not as many names as classes.
-    """
+def _top(model: Callable, classes: list[str] | None, images: Tensor, topk: int) -> list[list[tuple[str, float]]]:
+    """Return the likeliest classes of each image; UserError if there are not as many names as classes."""
     with torch.no_grad():
-        logits = predictor.model(images).double().cpu()
-    classes, num_classes = predictor.classes, logits.shape[1]
+        logits = model(images).double().cpu()
+    num_classes = logits.shape[1]
     if classes is not None and len(classes) != num_classes:
         raise UserError(f"{counted(len(classes), 'name')} of classes were given, and the model has {num_classes}")
     # Of equal ones the first, as an argmax has it.
@@ -230,8 +191,7 @@ def _top(predictor: Predictor, images: Tensor, topk: int) -> list[list[tuple[str
 def show(predictions: list[Prediction], options: argparse.Namespace, stream: TextIO) -> None:
     """Write the predictions to standard output, in the form of the command line."""
     if options.json:
-        json.dump([each.as_json() for each in predictions], stream, indent=1)
-        stream.write("\n")
+        stream.write(as_json([each.as_json() for each in predictions]).decode())
     elif options.csv:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(["file", "rank", "class", "probability"])
@@ -245,33 +205,26 @@ def show(predictions: list[Prediction], options: argparse.Namespace, stream: Tex
 
 
 def write_page(path: Path, predictions: list[Prediction], kind: str) -> None:
-    """Write a page of the pictures with what they show, which loads nothing from elsewhere.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write a page of the pictures and their classes, which loads nothing from elsewhere."""
     parts = [_PAGE.format(title=f"Predictions for {counted(len(predictions), 'image')}", kind=escape(kind))]
     for each in predictions:
         lines = "".join(f"<li>{escape(name)} <small>{100 * share:.1f}%</small></li>" for name, share in each.top)
         picture = base64.b64encode(each.thumbnail).decode()
         caption = f"<figcaption>{escape(each.file)}<ol>{lines}</ol></figcaption>"
         parts.append(f'<figure><img alt="" src="data:image/jpeg;base64,{picture}">{caption}</figure>\n')
-    page = "".join([*parts, "</main></body></html>\n"]).encode(errors="backslashreplace")
-    write_output("--html", path, lambda file: file.write(page))
+    page = "".join([*parts, "</main></body></html>\n"])
+    write_output(path, page.encode(errors="backslashreplace"), "--html")
 
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = build_parser(PROG, "CHECKPOINT IMAGE... [options]", "Say what images show.", EPILOG)
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint, an exported file, or the name of published weights"
-    )
+    parser = build_parser(PROG, "CHECKPOINT IMAGE... [options]", "Name the classes of images.", EPILOG)
+    add_options(parser, "a checkpoint, an exported file, or the name of published weights")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="files, folders, or - for paths on standard input")
-    add_options(parser)
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     forms.add_argument("--csv", action="store_true", help="print comma-separated values")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page of the pictures there too")
+    parser.add_argument("--html", metavar="FILE", type=output_file, help="write a page of the pictures there too")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
     parser.add_argument("--batch-size", metavar="N", type=positive, default=32, help="images at once (default: 32)")
     parser.add_argument("--device", help="where to compute (default: the accelerator, if there is one)")
@@ -280,20 +233,18 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def predict(options: argparse.Namespace) -> int:
-    """Print what the images show, and return the exit code.
-
-    Raises:
-        UserError: the model or the images are not there, or a file cannot be written.
-    """
+    """Print the classes of the images, and return the exit code."""
     with own_stdout() as stdout:
         paths = find_images(options.images)
-        names = read_classes(options.classes) if options.classes else None
-        predictor = open_predictor(options)
-        predictor = predictor._replace(classes=names or predictor.classes)
-        results = list(predict_all(predictor, paths, options))
+        names = None
+        if options.classes:
+            with in_one_line(f"--classes {options.classes} cannot be read as text with one name a line"):
+                names = read_bytes(options.classes).decode().splitlines()
+        opened = open_model(options)
+        results = list(predict_all(opened, names or opened.classes, paths, options))
         predictions = [each for each in results if isinstance(each, Prediction)]
         if options.html:
-            write_page(options.html, predictions, predictor.kind)
+            write_page(options.html, predictions, opened.kind)
         show(predictions, options, stdout)
     unreadable = [each for each in results if isinstance(each, str)]
     for reason in unreadable:
@@ -302,7 +253,7 @@ def predict(options: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Predict what the command line says."""
+    """Predict the classes of the command line's images."""
     logging.disable(logging.WARNING)  # torch's, on opening what it exported
     run(PROG, lambda: predict(get_args_parser().parse_args()), "interrupted")
 

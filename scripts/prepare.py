@@ -13,6 +13,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -20,11 +21,11 @@ import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import StorageError, UserError, counted, in_one_line
-from files import explain_failure, free_bytes, locked, open_to_read, read_json, sync_folder, write_atomically
+from files import explain_failure, locked, open_to_read, read_bytes, read_json, sync_folder, write_atomically
 from loading.parquet import check_names, find_synset, open_parquet
-from loading.progress import Progress, size_text
+from loading.progress import Progress
 from loading.tars import tar_members
-from scripts.tool import build_parser, run
+from scripts.tool import build_parser, check_room, make_out, run
 
 PROG = "python -m scripts.prepare"
 
@@ -42,10 +43,10 @@ KNOWN = (*MD5, TRUTH_CSV, SYNSETS_TXT)
 EPILOG = f"""\
 sources, as files or as folders that hold them:
   official   {TRAIN_TAR}, {VAL_TAR} and
-             {DEVKIT} (or that archive extracted), which says the class of each image of val
+             {DEVKIT} (or that archive extracted), which lists the classes of val
   Kaggle     the unzipped folder: ILSVRC/Data/CLS-LOC/train and val, {TRUTH_CSV}
   parquet    Hugging Face's train-*.parquet and validation-*.parquet (needs pyarrow: pip install pyarrow)
-  a folder   with train/ and val/, class folders or a flat val/, which the devkit or {TRUTH_CSV} sorts
+  a folder   with train/ and val/: class folders, or a flat val/ that the devkit or {TRUTH_CSV} sorts
 
 examples:
   python -m scripts.prepare ~/Downloads /data/imagenet
@@ -57,15 +58,15 @@ examples:
 OUT gets train/<synset>/*.JPEG and val/<synset>/*.JPEG, with the same names from every source. The classes are the
 synsets in alphabetical order, as torchvision's weights expect them (not the order of the devkit's numbers).
 
-The source is never changed. Images that are files already are linked (hard links take no space) where OUT is on the
-same disk, else copied. A split is built in OUT/train.partial and gets its name when all of it is there and on the disk.
+The source is never changed. Images that are files already are linked (hard links take no space) if OUT is on the same
+disk, and copied otherwise. A split is built in OUT/train.partial and gets its name when all of it is on the disk.
 After an interruption of any kind the same command goes on where it stopped.
 """
 
-# Of the devkit's and Kaggle's small files; the largest has 10 MB.
+# More than the devkit's and Kaggle's small files, of which the largest has 10 MB.
 _SMALL_BYTES = 1 << 26
 
-# Where the files lie below the folder that is given: there, as Hugging Face and Kaggle have them, and the devkit.
+# Folders that are searched below one that is given: itself, Hugging Face's, Kaggle's and the devkit's.
 _PLACES = ("", "data", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "ILSVRC2012_devkit_t12")
 
 _PNG = b"\x89PNG"
@@ -80,20 +81,14 @@ class Image(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The images of one split.
+    """The images of one split."""
 
-    Args:
-        files: archives, or the folder.
-        num_bytes: about as many as the images have.
-        images: yields them, in the same order each time.
-    """
-
-    files: list[Path]
-    num_bytes: int
-    images: Callable[[], Iterator[Image]]
+    files: list[Path]  # archives, or the folder
+    num_bytes: int  # about that of the images
+    images: Callable[[], Iterator[Image]]  # in the same order each time
 
     def describe(self) -> list:
-        """Return what another run must find unchanged to go on with this one's images."""
+        """Return facts that another run must find unchanged to go on with this one's images."""
         return [[path.name, path.stat().st_size] if path.is_file() else [str(path.resolve())] for path in self.files]
 
 
@@ -103,35 +98,26 @@ def is_image(name: str) -> bool:
 
 
 def checked_class(name: str, where: Any) -> str:
-    """Return the name of a class if it can be a folder's.
-
-    Raises:
-        UserError: it leads elsewhere, or is none.
-    """
+    """Return the name of a class; UserError if it cannot be that of a folder."""
     if not name or "/" in name or "\0" in name or name.startswith("."):
         raise UserError(f"{where} names a class {name!r}, which can be no folder; get it anew")
     return name
 
 
-# The devkit's meta.mat: MATLAB's level 5, of which it needs numbers, text and arrays of structs.
-
+# The devkit's meta.mat is a MAT file of level 5. Numbers, text and arrays of structs are read, of these numpy types.
 _MAT_TYPES = {
-    1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8", 16: "u1", 17: "u2",
-    18: "u4",
+    1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8", 16: "u1",
+    17: "<u2",
 }  # fmt: skip
-_MAT_MATRIX, _MAT_COMPRESSED, _MAT_UTF8 = 14, 15, 16
-_MAT_STRUCT, _MAT_CHAR, _MAT_NUMBERS = 2, 4, range(6, 16)
+_MAT_MATRIX, _MAT_COMPRESSED = 14, 15
+_MAT_STRUCT, _MAT_CHAR = 2, 4
 
 
-def mat_elements(content: bytes, order: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the type and the bytes of each element of a level 5 MAT file, or of an element of it.
-
-    Raises:
-        ValueError: it is torn.
-    """
+def mat_elements(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the type and the bytes of each element of a MAT file, or of an element of it."""
     place = 0
     while place < len(content):
-        kind, size = struct.unpack_from(f"{order}II", content, place)
+        kind, size = struct.unpack_from("<II", content, place)
         begin = place + 8
         if kind >> 16:  # both numbers in four bytes, and four of content
             kind, size, begin = kind & 0xFFFF, kind >> 16, place + 4
@@ -140,81 +126,58 @@ def mat_elements(content: bytes, order: str) -> Iterator[tuple[int, bytes]]:
         element = content[begin : begin + size]
         place = begin + size + (0 if kind == _MAT_COMPRESSED else -(begin + size) % 8)
         if kind == _MAT_COMPRESSED:
-            yield from mat_elements(zlib.decompressobj().decompress(element, _SMALL_BYTES), order)
+            yield from mat_elements(zlib.decompressobj().decompress(element, _SMALL_BYTES))
         else:
             yield kind, element
 
 
-def mat_array(content: bytes, order: str) -> tuple[str, Any]:
+def mat_array(content: bytes) -> tuple[str, Any]:
     """Return the name and the value of an array: text, a list of numbers, a list of dicts, or None for others."""
-    parts = mat_elements(content, order)
-    numbers = [numpy.frombuffer(part, order + _MAT_TYPES[kind]) for kind, part in (next(parts), next(parts))]
-    kind = int(numbers[0][0]) & 0xFF
-    name = next(parts)[1].decode()
-    if kind == _MAT_STRUCT:
-        length = int(numpy.frombuffer(next(parts)[1], f"{order}i4")[0])
-        joined = next(parts)[1]
+    parts = mat_elements(content)
+    flags, _, name = (part for _, part in islice(parts, 3))
+    if flags[0] == _MAT_STRUCT:
+        length, joined = (part for _, part in islice(parts, 2))
+        length = int.from_bytes(length, "little")
         fields = [joined[begin : begin + length].rstrip(b"\0").decode() for begin in range(0, len(joined), length)]
-        values = [mat_array(part, order)[1] if part else None for _, part in parts]
+        values = [mat_array(part)[1] if part else None for _, part in parts]
         rows = [values[begin : begin + len(fields)] for begin in range(0, len(values), len(fields))]
-        return name, [dict(zip(fields, row, strict=True)) for row in rows]
-    if kind != _MAT_CHAR and kind not in _MAT_NUMBERS:
-        return name, None
-    kind_of_value, value = next(parts, (_MAT_UTF8, b""))
-    if kind == _MAT_CHAR and kind_of_value == _MAT_UTF8:
-        return name, value.decode()
-    value = numpy.frombuffer(value, order + _MAT_TYPES[kind_of_value]).tolist()
-    return name, "".join(map(chr, value)) if kind == _MAT_CHAR else value
+        return name.decode(), [dict(zip(fields, row, strict=True)) for row in rows]
+    kind, value = next(parts, (1, b""))
+    if kind not in _MAT_TYPES:
+        return name.decode(), None
+    value = numpy.frombuffer(value, _MAT_TYPES[kind]).tolist()
+    return name.decode(), "".join(map(chr, value)) if flags[0] == _MAT_CHAR else value
 
 
 def read_synsets(content: bytes) -> dict[int, str]:
     """Return the synset of each ILSVRC2012_ID that is a class, from the bytes of meta.mat."""
-    order = {b"IM": "<", b"MI": ">"}[content[126:128]]
-    arrays = dict(mat_array(part, order) for kind, part in mat_elements(content[128:], order) if kind == _MAT_MATRIX)
+    arrays = dict(mat_array(part) for kind, part in mat_elements(content[128:]) if kind == _MAT_MATRIX)
     # Those with children are WordNet's nodes above the classes.
     leaves = [synset for synset in arrays["synsets"] if not synset["num_children"][0]]
     return {int(synset["ILSVRC2012_ID"][0]): synset["WNID"] for synset in leaves}
 
 
 class Truth(NamedTuple):
-    """The synset of each image of val, and all synsets; from the devkit or from Kaggle's files."""
+    """The synset of each image of val, and all synsets, as a file of the devkit or of Kaggle lists them."""
 
-    where: Path | None
+    where: Path
     synset_of: dict[str, str]
     synsets: list[str]
 
     def class_of(self, file: str) -> str:
-        """Return the class of an image of a flat val.
-
-        Raises:
-            UserError: nobody says it.
-        """
+        """Return the class of an image of a flat val; UserError if it is not listed."""
         synset = self.synset_of.get(file.rpartition(".")[0])
         if synset is None:
             raise UserError(f"{self.where} says no class of {file}; give the one that belongs to these images")
         return synset
 
 
-def read_small(path: Path) -> bytes:
-    """Return the bytes of a small file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with open_to_read(path) as file:
-        return file.read(_SMALL_BYTES)
-
-
 def read_devkit(path: Path) -> Truth:
-    """Return what the devkit says, an archive or a folder.
-
-    Raises:
-        UserError: it is damaged or another devkit.
-    """
+    """Return the classes that the devkit lists, an archive or a folder; UserError if it is damaged or another."""
     needed = {"meta.mat": b"", "ILSVRC2012_validation_ground_truth.txt": b""}
     with in_one_line(f"{path} is no readable {DEVKIT}; get it anew"):
         if path.is_dir():
-            needed = {name: read_small(path / "data" / name) for name in needed}
+            needed = {name: read_bytes(path / "data" / name, _SMALL_BYTES) for name in needed}
         else:
             with tarfile.open(path) as tar:
                 for member in tar:
@@ -231,26 +194,15 @@ def read_devkit(path: Path) -> Truth:
 
 
 def read_kaggle(path: Path) -> Truth:
-    """Return what Kaggle's table says.
-
-    Raises:
-        UserError: it is another table.
-    """
+    """Return the classes that Kaggle's table lists; UserError if it is another table."""
     with in_one_line(f"{path} is no {TRUTH_CSV} of the columns ImageId and PredictionString; get it anew"):
-        rows = csv.DictReader(read_small(path).decode().splitlines())
+        rows = csv.DictReader(read_bytes(path, _SMALL_BYTES).decode().splitlines())
         truths = {row["ImageId"]: checked_class(row["PredictionString"].split()[0], path) for row in rows}
     return Truth(path, truths, sorted({*truths.values()}))
 
 
-# Where images come from
-
-
 def tar_files(path: Path, file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, offset and size of each file in the tar that lies from `start` to `end`.
-
-    Raises:
-        UserError: as `tar_members`, or it holds a link.
-    """
+    """Yield the name, offset and size of each file in the tar from `start` to `end`; UserError as `tar_members`."""
     for member in tar_members(path, file, start, end, kind="tar"):
         if member.isreg() and not member.issparse():
             yield member.name.rpartition("/")[2], member.offset_data, member.size
@@ -261,12 +213,7 @@ def tar_files(path: Path, file: BinaryIO, start: int, end: int) -> Iterator[tupl
 
 
 def tar_images(path: Path, truth: Truth | None) -> Iterator[Image]:
-    """Yield the images of an official tar: of the class tars in it or, with the truth, of a flat one.
-
-    Raises:
-        UserError: as `tar_files`.
-        StorageError: it has become shorter.
-    """
+    """Yield the images of an official tar: of the class tars in it or, with the truth, of a flat one."""
     with open_to_read(path) as file:
 
         def read(offset: int, num_bytes: int) -> bytes:
@@ -301,10 +248,7 @@ def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
 
     Args:
         files: of a split, in order.
-        synsets: in the order of the labels, for files whose images do not carry their synset's name.
-
-    Raises:
-        UserError: a row has no image, or labels and synsets are not in one order.
+        synsets: in the order of the labels, for images whose names do not contain their synsets.
     """
     class_of: dict[int, str] = {}
     number = 0
@@ -326,11 +270,7 @@ def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
 
 
 def parquet_name(image: dict, label: int, number: int, synsets: list[str]) -> tuple[str, str]:
-    """Return the synset and the file name of an image; Hugging Face puts the synset behind the official name.
-
-    Raises:
-        UserError: nothing says the synset.
-    """
+    """Return the synset and the file name of an image; Hugging Face puts the synset behind the official name."""
     found = find_synset(image.get("path"))
     if found:
         return found
@@ -343,11 +283,7 @@ def parquet_name(image: dict, label: int, number: int, synsets: list[str]) -> tu
 
 
 def has_class_folders(root: Path) -> bool:
-    """Tell whether a split's folder holds class folders, and not images.
-
-    Raises:
-        UserError: it holds both.
-    """
+    """Tell whether a split's folder holds class folders, and not images; UserError if it holds both."""
     entries = list(os.scandir(root))
     is_flat = any(is_image(entry.name) for entry in entries)
     has_folders = any(entry.is_dir() for entry in entries)
@@ -357,14 +293,7 @@ def has_class_folders(root: Path) -> bool:
 
 
 class Given:
-    """Finds the source of each split in the paths of the command line.
-
-    Args:
-        paths: files and folders.
-
-    Raises:
-        UserError: a path is not there, or a file of another kind.
-    """
+    """The files and folders of the command line, in which it finds the source of each split."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.files: dict[str, Path] = {}
@@ -382,7 +311,7 @@ class Given:
 
     @functools.cached_property
     def truth(self) -> Truth | None:
-        """What is said of the classes of val."""
+        """The classes of a flat val, if a file lists them."""
         devkits = [path for path in self.folders if (path / "data" / "meta.mat").is_file()]
         if DEVKIT in self.files or devkits:
             return read_devkit(self.files.get(DEVKIT) or devkits[0])
@@ -414,29 +343,25 @@ class Given:
     def _truth_for(self, flat: Path) -> Truth:
         if self.truth is None:
             raise UserError(
-                f"{flat} does not say the classes of its images; give also {DEVKIT} or Kaggle's {TRUTH_CSV}"
+                f"{flat} does not tell the classes of its images; give also {DEVKIT} or Kaggle's {TRUTH_CSV}"
             )
         return self.truth
 
     def _synsets(self) -> list[str]:
         if SYNSETS_TXT in self.files:
             path = self.files[SYNSETS_TXT]
-            lines = read_small(path).decode(errors="replace").splitlines()
+            lines = read_bytes(path, _SMALL_BYTES).decode(errors="replace").splitlines()
             return sorted(checked_class(line.split()[0], path) for line in lines if line.strip())
         return self.truth.synsets if self.truth else []
 
 
 def is_known(path: Path) -> bool:
-    """Tell whether a file is one that is used."""
+    """Tell whether a file is one that this tool reads."""
     return path.is_file() and (path.name in KNOWN or path.suffix == ".parquet")
 
 
 def check_md5(path: Path) -> None:
-    """Compare an official archive with its published MD5.
-
-    Raises:
-        UserError: it is another file.
-    """
+    """Compare an official archive with its published MD5; UserError if it is another file."""
     digest = hashlib.md5(usedforsecurity=False)
     progress = Progress(f"MD5 of {path.name}", total_bytes=path.stat().st_size)
     with open_to_read(path) as file:
@@ -457,27 +382,22 @@ class Target:
     Args:
         out: the folder that gets the split.
         split: its name.
-        source: where its images come from.
-        is_copying: whether images that are files are copied even where they could be linked.
+        source: of its images.
+        is_copying: copy files even where they could be linked.
     """
 
     def __init__(self, out: Path, split: str, source: Source, *, is_copying: bool) -> None:
         self.out, self.final, self.source = out, out / split, source
         self.partial = out / f"{split}.partial"
         self.images = self.partial / split
-        self.is_linking = not is_copying and source.files[0].is_dir()
-        self.is_linking = self.is_linking and source.files[0].stat().st_dev == out.stat().st_dev
+        first = source.files[0]
+        self.is_linking = not is_copying and first.is_dir() and first.stat().st_dev == out.stat().st_dev
         self.names: dict[str, set[str]] = {}
         self.progress = Progress(split, unit="images", total_bytes=source.num_bytes)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn a failure to write into one line.
-
-        Raises:
-            UserError: there is no room.
-            StorageError: the disk failed otherwise.
-        """
+        """Turn a failure to write into one line: UserError if there is no room, else StorageError."""
         try:
             yield
         except OSError as error:
@@ -489,11 +409,7 @@ class Target:
             ) from error
 
     def build(self) -> None:
-        """Write what is missing of the split, and give it its name.
-
-        Raises:
-            UserError: the source is damaged, another one than an earlier run had, or there is no room.
-        """
+        """Write the images that are missing, and give the split its name."""
         print(f"{self.final}: from {self.source.files[0]}", flush=True)
         with self.writing():
             self._begin()
@@ -519,12 +435,8 @@ class Target:
             )
         write_atomically(record, lambda file: file.write(json.dumps(description).encode()))
         there = sum(path.stat().st_size for folder in self.images.iterdir() for path in folder.iterdir())
-        needed, free = self.source.num_bytes - there, free_bytes(self.out)
-        if free < needed and not self.is_linking:
-            raise UserError(
-                f"{self.out} has {size_text(free)} free, and {self.final.name} needs about {size_text(needed)}; free "
-                "some space or choose another disk"
-            )
+        if not self.is_linking:
+            check_room(self.out, self.final.name, self.source.num_bytes - there)
 
     def _put(self, image: Image) -> None:
         synset, file = image.name.split("/")
@@ -562,7 +474,7 @@ class Target:
     def _finish(self) -> None:
         for folder in self.images.iterdir():
             for name in {*os.listdir(folder)} - self.names.get(folder.name, set()):
-                (folder / name).unlink()  # of a run that was ended in the middle of a file
+                (folder / name).unlink()  # of a run that ended in the middle of a file
         os.sync()  # once: a call for each of a million files would take an hour
         os.rename(self.images, self.final)
         sync_folder(self.out)
@@ -570,11 +482,7 @@ class Target:
 
 
 def find_sources(given: Given, splits: list[str] | None) -> dict[str, Source]:
-    """Return the source of each split that is asked for, or of those that are there if none is.
-
-    Raises:
-        UserError: one that is asked for is not there, or none is.
-    """
+    """Return the sources of the splits that are asked for, all of which must be there; by default of any there are."""
     found = {split: given.find(split) for split in splits or ("train", "val")}
     sources = {split: source for split, source in found.items() if source is not None}
     missing = [split for split in found if split not in sources]
@@ -585,26 +493,8 @@ def find_sources(given: Given, splits: list[str] | None) -> dict[str, Source]:
     return sources
 
 
-def make_out(out: Path) -> None:
-    """Make the folder that gets the splits.
-
-    Raises:
-        UserError: it cannot be made or written to.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out} cannot be made a folder: {error.strerror}; choose another OUT") from error
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise UserError(f"{out} cannot be written to; choose another OUT")
-
-
 def is_finished(out: Path, split: str) -> bool:
-    """Tell whether a split is there, and tidy up behind a run that was ended just when it had been.
-
-    Raises:
-        UserError: the folder is there and holds no class folders.
-    """
+    """Tell whether a split is there, and tidy up behind a run that ended just after it; UserError if it is flat."""
     if not (out / split).exists():
         return False
     if not has_class_folders(out / split):
@@ -617,11 +507,7 @@ def is_finished(out: Path, split: str) -> bool:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Write the splits, each of which appears when it is complete.
-
-    Raises:
-        UserError: a source is missing, damaged or another one, or there is no room.
-    """
+    """Write the splits, each of which appears when it is complete."""
     given, out = Given(options.sources), options.out
     sources = find_sources(given, options.splits)
     make_out(out)
@@ -655,7 +541,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Prepare what the command line says."""
+    """Prepare the splits that the command line names."""
     run(PROG, lambda: prepare(get_args_parser().parse_args()), "interrupted; the same command goes on where it stopped")
 
 

@@ -1,9 +1,8 @@
-"""Write what a run was and did into one HTML file, or compare several runs in one.
+"""Write a page about a run, or one that compares several runs, as a single HTML file.
 
-The file holds all it shows and the library that draws it: it opens without a server and loads nothing.
+The file contains its data and the library that draws it: it opens without a server and loads nothing.
 """
 
-import argparse
 import base64
 import json
 import math
@@ -16,18 +15,21 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
-from files import open_to_read, read_json, write_atomically
+from errors import UserError, require_package
+from files import open_to_read, read_json
 from monitoring.monitor import read_records
 from scripts import tool
+
+PROG = "python -m scripts.report"
 
 EXAMPLES = """examples:
   python -m scripts.report runs/digits                      writes runs/digits/report.html
   python -m scripts.report runs/a runs/b                    compares two runs in comparison.html
   python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed alone are one band
 
-The page of one run has curves over steps or epochs, a table of epochs, pictures, verdicts, starts, recipe and
-environment; that of several has the options that differ, curves over each other, and results with their spread.
+The page of one run has curves over steps, epochs or hours, a table of epochs, pictures, verdicts, starts, recipe and
+environment. The page of several runs has the options that differ, all curves in one plot each, and results with their
+spread.
 """
 KINDS = {
     "train": "training", "val": "validation", "val_ema": "validation, averaged weights", "minival": "minival",
@@ -40,11 +42,11 @@ PANELS = {
 }  # fmt: skip
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22"]
 
-# Lines of log.txt: what limited an epoch, and the head of each start.
+# Lines of log.txt: the verdict on an epoch, and the head of each start.
 VERDICT, START = re.compile(r"verdict|Epoch: \[\d+\] (bound by|balanced)"), re.compile(r"==== ")
 _LARGEST = 32 << 20
 
-# The browser itself refuses what a page must not load.
+# The browser itself refuses to load anything from elsewhere.
 HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
 <title>{title}</title><style>
@@ -56,11 +58,7 @@ pre {{ background: #f7f7f7; overflow: auto; padding: 0.8em }} img {{ max-width: 
 
 
 class LoggedRun:
-    """A run as the files in its folder tell it.
-
-    Raises:
-        UserError: there is none.
-    """
+    """A run as the files in its folder tell it; UserError if there is none."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -77,14 +75,14 @@ class LoggedRun:
         self.steps_per_epoch = max((record["step"] / max(record["epoch"] + 1, 1) for record in ends), default=0) or 1
 
     def read(self, name: str) -> bytes:
-        """Return a file's content; nothing if it is missing, enormous, or a link, which could lead out of the run."""
+        """Return a file's content; b"" if it is missing, enormous, or a link, which could lead out of the run."""
         with suppress(OSError), open_to_read(self.folder / name, follows_links=False) as file:
             content = file.read(_LARGEST + 1)
             return content if len(content) <= _LARGEST else b""
         return b""
 
     def hours(self, steps: list[int]) -> list[float | None]:
-        """Return the hours that the run had run after each step, restarts left out; None where no record says so."""
+        """Return the hours of training up to each step, without pauses; None where no record has them."""
         known = {r["step"]: r["hours"] for r in self.records if isinstance(r.get("hours"), float | int)}
         return [known.get(step) for step in steps]
 
@@ -95,7 +93,7 @@ class LoggedRun:
 
 
 def group_seeds(runs: list[LoggedRun]) -> dict[str, list[LoggedRun]]:
-    """Return runs by a label, those together that are equal but for the seed."""
+    """Return runs by a label; those that differ in their seeds alone are together."""
     groups = {}
     for run in runs:
         key = json.dumps({**run.options, "seed": None}, sort_keys=True, default=str) if run.options else run.name
@@ -109,7 +107,7 @@ def spread(values: list[float]) -> float:
 
 
 def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list[int], LoggedRun, dict]]:
-    """Yield the curves of one measure as steps, a run that has them and plotly's arguments; of seeds, also the band."""
+    """Yield the curves of one measure, and bands of several seeds, as steps, a run with them and plotly's arguments."""
     for number, (label, group) in enumerate(groups.items()):
         for at, kind in enumerate(KINDS):
             curves = [run.points(kind, name) for run in group]
@@ -131,11 +129,7 @@ def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list
 
 def draw_curves(groups: dict[str, list[LoggedRun]]) -> str:
     """Return HTML with curves and the library that draws them; buttons make steps, epochs or hours the x axis."""
-    try:
-        from plotly.subplots import make_subplots
-    except ImportError as error:
-        raise UserError("plotly, which draws the curves, is missing; pip install -r requirements-dev.txt") from error
-
+    make_subplots = require_package("plotly.subplots", PROG).make_subplots
     panels = [curves for name in PANELS if (curves := (name, list(traces(groups, name))))[1]]
     if not panels:
         return "<p>No records yet.</p>"
@@ -149,7 +143,7 @@ def draw_curves(groups: dict[str, list[LoggedRun]]) -> str:
             axes["hours"].append(run.hours(xs))
             is_new, _ = style["name"] not in seen, seen.add(style["name"])
             figure.add_scatter(x=xs, showlegend=is_new, row=panel // 2 + 1, col=panel % 2 + 1, **style)
-        if name == "loss":  # an evaluation far off would flatten everything else on a straight scale
+        if name == "loss":  # a linear scale would be flat beside an evaluation that is far off
             figure.update_yaxes(type="log", row=panel // 2 + 1, col=panel % 2 + 1)
     buttons = [{"label": name, "method": "restyle", "args": [{"x": xs}]} for name, xs in axes.items()]
     menu = {"type": "buttons", "direction": "left", "x": 0, "xanchor": "left", "y": 1 + 0.3 / rows, "buttons": buttons}
@@ -161,7 +155,7 @@ def draw_curves(groups: dict[str, list[LoggedRun]]) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Return an HTML table; whatever is in it is escaped."""
+    """Return an HTML table with all text escaped."""
     lines = [[f"<th>{escape(name)}" for name in head]] + [[f"<td>{escape(_text(v))}" for v in row] for row in rows]
     return f"<table>{''.join('<tr>' + ''.join(line) for line in lines)}</table>"
 
@@ -186,7 +180,7 @@ def epochs_table(run: LoggedRun) -> str:
 
 
 def show_pictures(run: LoggedRun) -> str:
-    """Return the pictures in a run's folder; of those drawn again and again, the newest."""
+    """Return the pictures in a run's folder, the newest of each kind."""
     paths = [*sorted(run.folder.glob("picture*.png")), run.folder / "curves.png"]
     newest = {re.sub(r"-?\d+$", "", path.stem): path.name for path in paths}
     contents = [(escape(name), base64.b64encode(run.read(name)).decode()) for name in newest.values()]
@@ -194,7 +188,7 @@ def show_pictures(run: LoggedRun) -> str:
 
 
 def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the values in nested tables with dotted names, but for the options, which the recipe has."""
+    """Return the values in nested tables by dotted names, without the options, which the recipe has."""
     pairs = [(prefix + name, value) for name, value in content.items() if name != "args"]
     return [row for n, v in pairs for row in (flat(v, f"{n}.") if isinstance(v, dict) else [(n, v)])]
 
@@ -229,32 +223,35 @@ def compare_runs(runs: list[LoggedRun]) -> str:
                 results.append([label, f"{kind} {name}", len(last), statistics.fmean(last), spreads])
     return (
         f"<h2>Options that differ</h2>{table(['run', *differing], options)}<h2>Curves</h2>{draw_curves(groups)}"
-        "<p>Runs equal but for the seed are one line, their mean, in a band of one standard deviation to each side."
+        "<p>Runs that differ only in their seed are one line, their mean, in a band of one standard deviation each way."
         f"<h2>Last results</h2>{table(['runs', 'measure', 'number', 'mean', 'standard deviation'], results)}"
     )
 
 
 def write_report(folders: list[Path], out: Path | None) -> Path:
-    """Write the page of one run or of several and return its path; UserError as `LoggedRun` and `draw_curves`."""
+    """Write the page of one run or of several and return its path; UserError as `LoggedRun`."""
     runs = [LoggedRun(folder) for folder in dict.fromkeys(folders)]
-    path = out or (Path("comparison.html") if len(runs) > 1 else runs[0].folder / "report.html")
-    if not path.parent.is_dir() or path.is_dir():
-        raise UserError(f"--out {path} cannot be written: give a file in a folder that is there")
-    title, body = (str(len(runs)) + " runs", compare_runs) if len(runs) > 1 else (runs[0].name, describe_run)
-    page = HEAD.format(title=escape(title)) + (body(runs) if len(runs) > 1 else body(runs[0])) + "</body></html>\n"
-    write_atomically(path, lambda file: file.write(page.encode(errors="backslashreplace")))
+    if len(runs) > 1:
+        title, path, describe = f"{len(runs)} runs", out or Path("comparison.html"), compare_runs
+    else:
+        title, path, describe = runs[0].name, out or runs[0].folder / "report.html", lambda runs: describe_run(*runs)
+    page = f"{HEAD.format(title=escape(title))}{describe(runs)}</body></html>\n"
+    tool.write_output(path, page.encode(errors="backslashreplace"), "--out")
     return path
 
 
 def main() -> None:
-    """Write what the command line names."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m scripts.report", None, __doc__, EXAMPLES, formatter_class=layout)
+    """Write the page about the runs that the command line names."""
+    parser = tool.build_parser(PROG, "RUN [RUN ...] [--out FILE]", __doc__, EXAMPLES)
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="output folder of a run, such as runs/digits")
     where = "the page (default: report.html in the run's folder; of several runs, comparison.html in this folder)"
-    parser.add_argument("--out", metavar="FILE", type=Path, help=where)
-    args = parser.parse_args()
-    tool.run(parser.prog, lambda: print(f"wrote {write_report(args.runs, args.out)}"), "interrupted; nothing written")
+    parser.add_argument("--out", metavar="FILE", type=tool.output_file, help=where)
+
+    def work() -> None:
+        options = parser.parse_args()
+        print(f"wrote {write_report(options.runs, options.out)}")
+
+    tool.run(PROG, work, "interrupted; nothing written")
 
 
 if __name__ == "__main__":

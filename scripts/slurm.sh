@@ -52,6 +52,8 @@ child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 wait "$child"
 code=$?
+# A signal to the job may still come, and must not end the commands below: a child inherits this, but no handler.
+trap '' USR1 TERM
 
 must_requeue() {
     # Slurm ends a job that is cancelled, and requeues one that it preempts, by itself: then it runs no longer.

@@ -1,4 +1,4 @@
-"""Measure a training step against its limit and against torchvision's way, and how it scales over processes."""
+"""Measure a training step against its limit and torchvision's way, over processes, and beside a save."""
 
 import argparse
 import copy
@@ -35,6 +35,7 @@ from errors import UserError
 from launch import read_launch
 from monitoring.estimate import count_flops
 from monitoring.gauges import peak_tflops
+from monitoring.monitor import read_records
 from options import COMPILE_MODES
 from run import BareRun
 from sampler import TrainSampler, VirtualShards
@@ -68,7 +69,7 @@ class Step:
 
 
 class LoggedRun(BareRun):
-    """What a run does with steps: the rates of a schedule, and a log window that is read when a line is due.
+    """A run's part in a step: the rates of a schedule, and a log window that is read when a line is due.
 
     Args:
         step: whose optimizer and shards.
@@ -89,7 +90,7 @@ class LoggedRun(BareRun):
         self.is_record_due = (self.number + 1) % self.args.print_freq == 0
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
-        """Read what was measured when a line is due."""
+        """Read the metrics when a line is due."""
         if self.is_record_due:
             self.due = [grad_norm, nn.utils.get_total_norm(self.parameters)]
         if metric_logger.is_line_due:
@@ -273,22 +274,22 @@ def interleave(
 
 
 def summarize(rates: dict[str, list[float]], name: str) -> dict[str, dict[str, float]]:
-    """Return the median rate of every way, and the median and quartiles of what `name` is of it, round by round."""
+    """Return the median rate of every way, and the spread of the rate of `name` as a multiple of it, by rounds."""
     summary = {}
     for other, values in rates.items():
-        ratios = sorted(ours / theirs for ours, theirs in zip(rates[name], values, strict=True))
-        quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-        summary[other] = {
-            "images_per_s": statistics.median(values),
-            "ratio": statistics.median(ratios),
-            "ratio_quartiles": [quartiles[0], quartiles[2]],
-            "ratio_range": [ratios[0], ratios[-1]],
-        }
+        ratios = [ours / theirs for ours, theirs in zip(rates[name], values, strict=True)]
+        summary[other] = {"images_per_s": statistics.median(values), **spread(ratios)}
     return summary
 
 
+def spread(ratios: list[float]) -> dict[str, Any]:
+    """Return the median, the quartiles and the range of ratios."""
+    low, middle, high = quartiles(ratios)
+    return {"ratio": middle, "ratio_quartiles": [low, high], "ratio_range": [min(ratios), max(ratios)]}
+
+
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return what a timing depends on beside the options."""
+    """Return the facts beside the options that a timing depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     return {"device": name, "torch": str(torch.__version__), "threads": torch.get_num_threads()}
 
@@ -312,7 +313,7 @@ def training_args(options: argparse.Namespace, *extra: str) -> argparse.Namespac
     return argparse.Namespace(**vars(record))  # of which each variant changes something
 
 
-# The second variant: what a modern recipe adds to a step.
+# The second variant: the additions of a modern recipe to a step.
 MODERN = ["--model-ema", "--model-ema-steps", "4", "--clip-grad-norm", "1.0"]
 
 
@@ -369,18 +370,20 @@ def show_step(variant: str, figures: dict[str, Any], peak: float | None) -> None
     """Print one comparison."""
     print(f"\n{variant.replace('_', ', ')}: images/s, and our loop as a multiple of each (quartiles; range)")
     for name, row in figures["summary"].items():
-        low, high = row["ratio_quartiles"]
-        least, most = row["ratio_range"]
         memory = f"   {figures['memory_gib'][name]:.2f} GiB" if figures["memory_gib"] else ""
-        print(
-            f"  {name:<12}{row['images_per_s']:9.1f}   x{row['ratio']:.3f} "
-            f"({low:.3f} to {high:.3f}; {least:.3f} to {most:.3f}){memory}"
-        )
+        print(f"{row_text(name, row)}{memory}")
     mfu = "unknown: no peak known for this device" if figures["mfu"] is None else f"{figures['mfu']:.1%} of {peak:g}"
     print(
         f"  {figures['gflop_per_image']:.2f} GFLOP an image, {figures['achieved_tflops']:.3f} TFLOP/s; MFU {mfu}; "
         f"this process at most {figures['process_memory_gib']:.2f} GiB"
     )
+
+
+def row_text(name: str, row: dict[str, Any]) -> str:
+    """Return a line of one way's rate and ratios."""
+    low, high, least, most = *row["ratio_quartiles"], *row["ratio_range"]
+    ratios = f"x{row['ratio']:.3f} ({low:.3f} to {high:.3f}; {least:.3f} to {most:.3f})"
+    return f"  {name:<14}{row['images_per_s']:9.1f}   {ratios}"
 
 
 def loops(text: str) -> list[str]:
@@ -400,9 +403,7 @@ def compare_loops(options: argparse.Namespace) -> dict[str, Any]:
     for name, values in figures["rates"].items():
         row = summarize({name: values, first: figures["rates"][first]}, name)[first]
         figures["summary"][name] = {**row, "images_per_s": statistics.median(values)}
-        low, high, least, most = *row["ratio_quartiles"], *row["ratio_range"]
-        rate = statistics.median(values)
-        print(f"  {name:<14}{rate:9.1f}   x{row['ratio']:.3f} ({low:.3f} to {high:.3f}; {least:.3f} to {most:.3f})")
+        print(row_text(name, figures["summary"][name]))
     figures["ratios"] = {f"{name}_vs_{first}": figures["summary"][name]["ratio"] for name in options.compare[1:]}
     return figures
 
@@ -476,7 +477,7 @@ def scaling_rank(options: argparse.Namespace) -> None:
 
 
 def start_ranks(options: argparse.Namespace, nproc: int, folder: Path, max_nproc: int) -> dict[str, Any]:
-    """Start torchrun on `nproc` processes and return what rank 0 measured.
+    """Start torchrun on `nproc` processes and return the figures of rank 0.
 
     Args:
         options: of the command line.
@@ -503,7 +504,7 @@ def start_ranks(options: argparse.Namespace, nproc: int, folder: Path, max_nproc
 
 ASSUMPTIONS = """\
 a step takes data + compute + whatever of the all-reduce the backward pass (2/3 of compute) does not hide:
-  best:  data + compute/3 + max(2/3 compute, all-reduce); worst: data + compute + all-reduce + what else was measured
+  best:  data + compute/3 + max(2/3 compute, all-reduce); worst: data + compute + all-reduce + all else measured
   compute and data are those of the largest measured number of processes: as many more cores, disks and GPUs are assumed
   all-reduce = 2 (N - 1) / N x gradient bytes / bandwidth, a ring's; bandwidth is that of the largest measured number,
   which says nothing of a network between machines"""
@@ -517,7 +518,7 @@ def predict(measured: list[dict[str, Any]], nproc: int) -> dict[str, float]:
     bandwidth = volume / last["all_reduce_s"] if volume else float("inf")
     reduce_s = 2 * (nproc - 1) / nproc * size / bandwidth
     best = data_s + compute / 3 + max(2 / 3 * compute, reduce_s)
-    # The loop's own part, and where the all-reduce takes cores from the passes, what they lose.
+    # The loop's own part, and the time that the passes lose where the all-reduce takes their cores.
     else_s = max(last["step_s"] - data_s - compute - last["all_reduce_s"], 0)
     images = nproc * last["batch_size"]
     return {
@@ -552,8 +553,62 @@ def benchmark_scaling(options: argparse.Namespace) -> dict[str, Any]:
     return {"measured": measured, "model_of_measured": checks, "predicted": more, "assumptions": ASSUMPTIONS}
 
 
+def benchmark_saving(options: argparse.Namespace) -> dict[str, Any]:
+    """Run train.py, which saves every few steps, and print how much longer the steps beside a save take than others.
+
+    The times are those of the run's own records, one a step.
+
+    Raises:
+        UserError: the run failed, or there are too few steps between two saves to tell.
+    """
+    every = options.every
+    if every < 4:
+        raise UserError(f"--every {every}: expected 4 or more, since the last half of the steps is the measure")
+    with tempfile.TemporaryDirectory() as folder:
+        run_saving(options, Path(folder, "run"), (options.rounds + 2) * every)
+        times = {row["step"]: row["time"] for row in read_records(Path(folder, "run")) if row["kind"] == "train"}
+    ratios, costs, plain = [], [], []
+    for save in range(2 * every, (options.rounds + 2) * every, every):  # the first one takes new memory
+        steps = [times[step + 1] - times[step] for step in range(save, save + every)]
+        base = statistics.median(steps[every // 2 :])
+        plain.append(base)
+        ratios.append([step / base for step in steps])
+        costs.append(sum(steps) - every * base)
+    figures = {
+        "plain_s": plain, "step_ratios": ratios, "save_costs_s": costs, "machine": describe(torch.device("cpu")),
+        "ratios": {"saving_vs_plain": statistics.median(row[0] for row in ratios)},
+    }  # fmt: skip
+    print(f"{len(costs)} saves of {statistics.median(costs):.2f} s each; a step takes {statistics.median(plain):.2f} s")
+    print("steps after a save, as a multiple of those long after one: median (quartiles)")
+    for place in range(every):
+        low, middle, high = quartiles([row[place] for row in ratios])
+        print(f"  {place + 1:<4}{middle:.3f} ({low:.3f} to {high:.3f})")
+    return figures
+
+
+def run_saving(options: argparse.Namespace, folder: Path, num_steps: int) -> None:
+    """Train so many steps into a folder, and save every few of them."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.nproc}"]
+    threads = options.threads or max(len(os.sched_getaffinity(0)) // options.nproc, 1)
+    command = [sys.executable, *(ranks if options.nproc > 1 else []), "train.py", "--output-dir", str(folder)]
+    command += ["--synthetic", str(num_steps * options.batch_size * options.nproc), "--epochs", "1", "--workers", "0"]
+    command += ["--checkpoint-steps", str(options.every), "--print-freq", "1", "--lr", "1e-6"]
+    for name in ("model", "batch_size", "train_crop_size", "device"):
+        if getattr(options, name) is not None:
+            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, stdout=sys.stderr, check=False, cwd=Path(__file__).parent.parent, env=environment)
+    if done.returncode:
+        raise UserError("benchmark saving failed; see above")
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+
+
 def add_commands(commands: Any) -> None:
-    """Register `step` and `scaling` with the subparsers of scripts/benchmark.py; `options.run` is what to call."""
+    """Register the commands here with the subparsers of scripts/benchmark.py; `options.run` is the function to call."""
     step = commands.add_parser("step", help="a training step, against its limit and torchvision's loop")
     scaling = commands.add_parser("scaling", help="1 to N processes, and a model of more")
     for command, steps, rounds in [(step, 10, 9), (scaling, 10, 3)]:
@@ -580,6 +635,17 @@ def add_commands(commands: Any) -> None:
     step.add_argument("--nproc", metavar="N", type=int, default=1, help="processes of --compare (default: 1)")
     scaling.add_argument("--nproc", metavar="N", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     scaling.add_argument("--threads", metavar="N", type=int, help="of each process (default: cores / the largest N)")
+    saving = commands.add_parser("saving", help="steps beside which a checkpoint is written, against the others")
+    saving.add_argument("--model", default="resnet50", help="as train.py's (default: resnet50)")
+    saving.add_argument("--train-crop-size", metavar="PX", type=int, default=128, help="default: 128")
+    saving.add_argument("--batch-size", metavar="N", type=int, default=16, help="images a process (default: 16)")
+    saving.add_argument("--device", help="default: the accelerator that is there, else cpu")
+    saving.add_argument("--nproc", metavar="N", type=int, default=1, help="processes (default: 1)")
+    saving.add_argument("--threads", metavar="N", type=int, help="of each process (default: cores / N)")
+    saving.add_argument("--every", metavar="N", type=int, default=8, help="steps between saves (default: 8)")
+    saving.add_argument("--rounds", metavar="N", type=int, default=9, help="saves (default: 9, and a warm-up)")
+    saving.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
+    saving.set_defaults(run=benchmark_saving)
     step.set_defaults(run=benchmark_step)
     scaling.set_defaults(run=benchmark_scaling)
 

@@ -1,15 +1,21 @@
-"""Shared by the tools: their parser, numbers on the command line, and errors of one line."""
+"""Shared by the tools: their parser, types of options, tables, files that they write, and errors of one line.
+
+Any function of a tool may raise `UserError` for something that was given and cannot be used: `run` prints its line.
+"""
 
 import argparse
+import json
+import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from errors import ImageError, UserError
-from files import write_atomically
+from errors import ImageError, LimitError, LoaderKilledError, UserError, one_line
+from files import explain_failure, free_bytes, write_atomically
+from loading.progress import size_text
 from options import OneLineParser
 
 
@@ -33,21 +39,78 @@ def positive(text: str) -> int:
     return number
 
 
-def write_output(option: str, path: Path, save: Callable[[BinaryIO], Any]) -> None:
-    """Write a file that an option names, whole or not at all.
+def output_file(text: str) -> Path:
+    """Return the path of a file that can be written, so that hours are not spent before it cannot; an argparse type."""
+    path = Path(text)
+    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there and can be written to")
+    return path
+
+
+def write_output(path: Path, content: bytes, option: str = "", verify: Callable[[Path], None] | None = None) -> None:
+    """Write a file whole or not at all.
 
     Args:
-        option: as --json.
         path: of the file.
-        save: writes it.
-
-    Raises:
-        UserError: it cannot be written.
+        content: all of it.
+        option: names it, as --json.
+        verify: as `write_atomically` has it.
     """
     try:
-        write_atomically(path, save)
+        write_atomically(path, lambda file: file.write(content), verify)
     except OSError as error:
-        raise UserError(f"{option} {path} cannot be written: {error.strerror or error}; name another file") from error
+        reason = explain_failure(error, path.parent, len(content))
+        raise UserError(f"{option} {path} cannot be written: {reason}; name another place".lstrip()) from error
+
+
+def as_json(content: Any) -> bytes:
+    """Return plain values as the text of a file."""
+    return json.dumps(content, indent=1).encode() + b"\n"
+
+
+def aligned(rows: list[list[str]], to_left: tuple[int, ...] = (0,)) -> list[str]:
+    """Return the lines of a table whose columns are aligned to the right, but for those that are named."""
+    rows = [[one_line(word) for word in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            word.ljust(width) if place in to_left else word.rjust(width)
+            for place, (word, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def explain(error: BaseException) -> BaseException:
+    """Return the error of one line for one of torch's that a user can act on; any other error as it is."""
+    if isinstance(error, RuntimeError):
+        from monitoring.estimate import is_out_of_memory  # not above: it imports torch, and some tools do without
+
+        if is_out_of_memory(error):
+            return LimitError("out of memory; use a smaller --batch-size")
+        if "DataLoader worker (pid" in str(error):
+            return LoaderKilledError(str(error))
+    return error
+
+
+def make_out(out: Path) -> None:
+    """Make the folder that a tool writes to; UserError if that fails or its files could not be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be made a folder: {error.strerror}; choose another OUT") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise UserError(f"{out} cannot be written to; choose another OUT")
+
+
+def check_room(folder: Path, name: str, num_bytes: float, share: float = 1.0) -> None:
+    """Raise UserError if less than a share of the bytes that `name` needs are free on the folder's disk."""
+    free = free_bytes(folder)
+    if free < share * num_bytes:
+        raise UserError(
+            f"{folder} has {size_text(free)} free, and {name} needs about {size_text(num_bytes)}; free some space or "
+            "choose another disk"
+        )
 
 
 def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_killed: str = "") -> None:
@@ -64,18 +127,14 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_k
     warnings.simplefilter("ignore")  # Pillow's, on large images and odd palettes; torch's, on more workers than cores
     try:
         exit_code, message = work() or 0, ""
-    except (UserError, ImageError) as error:
-        exit_code, message = error.exit_code, str(error)
-    except OSError as error:
-        exit_code, message = 1, str(error)
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
-        exit_code = 1
-        message = "a worker process ended unexpectedly; if the machine is short of memory, give fewer --workers"
-        message += when_killed
     except KeyboardInterrupt:
         exit_code, message = 130, when_interrupted
+    except (UserError, ImageError, OSError, RuntimeError) as error:
+        known = explain(error)
+        if isinstance(known, RuntimeError):
+            raise
+        exit_code = getattr(known, "exit_code", 1)
+        message = f"{known}{when_killed if isinstance(known, LoaderKilledError) else ''}"
     sys.stdout.flush()
     if message:
         sys.stderr.write(f"{prog}: error: {message}\n")

@@ -1,25 +1,36 @@
-"""A trained model, from a checkpoint or by the name of published weights: how all tools open one."""
+"""A trained model, from a checkpoint or by its name: how the tools open one and compute with it."""
 
 import argparse
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
 
+import collectives
 import config
+import data
 import models
+from checkpointing.guard import compare_classes
+from checkpointing.published import fetch_by_name
 from checkpointing.weights import Weights, load_weights
 from errors import UserError
 from loading.loader import check_memory, check_workers
-from options import WHY_TYPED, is_same_model, split_custom
+from metrics import build_evaluated
+from options import BY_NAME, WHY_TYPED, is_same_model, split_custom
 from presets import ClassificationPresetEval, build_presets
-from run import build_evaluated, fetch_by_name
+from sampler import EvalSampler
 from scripts.exported import describe_weights
 from scripts.tool import positive
 
 
 class Trained(NamedTuple):
-    """A model with what is needed to use it.
+    """A model and the facts that its users need.
 
     Attributes:
         model: on the CPU, in evaluation mode; from (B, 3, S, S) normalised floats to (B, num_classes) logits.
@@ -27,6 +38,7 @@ class Trained(NamedTuple):
         classes: the names of the classes; None where the file does not have them.
         kind: which weights these are, as words for a message.
         trained_with: all options that the file has from its training or publication.
+        is_published: the weights were given by their name; their classes are named by English words.
     """
 
     model: nn.Module
@@ -34,31 +46,40 @@ class Trained(NamedTuple):
     classes: list[str] | None
     kind: str
     trained_with: dict[str, Any]
+    is_published: bool = False
 
     @property
     def preset(self) -> ClassificationPresetEval:
         """From a PIL image to (3, S, S) normalised floats."""
         return build_presets(self.args)[1]
 
+    def count_classes(self) -> int:
+        """Return how many classes the model scores."""
+        size = self.args.val_crop_size
+        with torch.inference_mode():
+            return self.model(torch.zeros(1, 3, size, size)).size(1)
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which weights of a file are meant, and of which model a bare state dict is."""
+
+def add_options(
+    parser: argparse.ArgumentParser, source: str = "a file, or published weights: resnet50.IMAGENET1K_V2"
+) -> None:
+    """Add the arguments that say which weights are meant, and of which model a bare state dict is."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=source)
     parser.add_argument("--ema", action="store_true", help="take the averaged weights, not the raw ones")
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help="the model, where the file does not say it: a torchvision name, timm/NAME, or "
-        "FILE.py:FUNCTION, which is needed where the file says it too",
-    )
+    names = "a torchvision name, timm/NAME, or FILE.py:FUNCTION, which is needed where the file says it too"
+    parser.add_argument("--model", metavar="NAME", help=f"the model, where the file does not say it: {names}")
 
 
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how images are loaded and where the model is computed."""
+def add_machine_options(parser: argparse.ArgumentParser, *others: str) -> None:
+    """Add the options that say how images are loaded and where the model is computed, and others of train.py's."""
     parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
-    parser.add_argument(
-        "--workers", metavar="N", type=int, choices=range(1025), help="loader processes (default: as train.py)"
-    )
-    parser.add_argument("--device", help="cuda, cpu ... (default: the accelerator of this machine, else cpu)")
+    texts = {
+        "workers": "loader processes (default: as train.py)",
+        "device": "cuda, cpu ... (default: the accelerator of this machine, else cpu)",
+        **dict.fromkeys(others, "in place of the checkpoint's own"),
+    }
+    for name, text in texts.items():
+        replace(BY_NAME[name], help=text).add_to(parser, has_default=False)
 
 
 # Options of the tools that take the place of the checkpoint's own.
@@ -67,15 +88,13 @@ _OWN_OPTIONS = (
 )  # fmt: skip
 
 
-def settle(trained: Trained, options: argparse.Namespace) -> config.Record:
+def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Record:
     """Return the options that a model is computed with on this machine.
 
     Args:
         trained: the model and the options of its training.
         options: of the tool; those that take the place of the checkpoint's have our names.
-
-    Raises:
-        UserError: the model cannot take them, or the machine has no such device, or not the memory.
+        is_alone: the tool runs as one process.
     """
     given = {name: value for name in _OWN_OPTIONS if (value := getattr(options, name, None)) is not None}
     given |= {"synthetic": None} if "data_path" in given else {}
@@ -85,12 +104,97 @@ def settle(trained: Trained, options: argparse.Namespace) -> config.Record:
         models.check_sizes(trained.model, args)
         trained.model.eval()
     args, _ = config.on_machine(args)
+    if is_alone and args.world_size > 1:
+        raise UserError(f"{args.world_size} processes were started, and this tool is one; start it without a launcher")
     check_workers(args.workers)
     check_memory(args)
-    return args
+    return args.replaced(distributed=args.world_size > 1)
 
 
-def open_trained(source: str, *, model: str | None = None, is_average: bool = False) -> Trained:
+def check_classes(trained: Trained, images: data.IndexedImageFolder) -> None:
+    """Refuse images of other classes than the model's."""
+    ours, num_classes, remedy = images.classes, trained.count_classes(), "give the images of the checkpoint's classes"
+    if len(ours) != num_classes:
+        raise UserError(f"{images.root} has {len(ours)} classes, and the model {num_classes}; {remedy}")
+    differences = [] if trained.is_published else compare_classes(trained.classes or ours, ours)
+    if differences:
+        raise UserError(f"{images.root}: {differences[0]}; {remedy}")
+
+
+class _Sets(Dataset):
+    """Several sets behind each other, so that one group of loader processes, started once, serves them all.
+
+    Args:
+        sets: the sets; one may be there several times, with other presets.
+    """
+
+    def __init__(self, sets: list[data.IndexedImageFolder]) -> None:
+        self.sets, self.firsts = sets, [0, *accumulate(map(len, sets))]
+        self.current = sets[0]
+
+    def __len__(self) -> int:
+        """Return the number of images of the set that is being evaluated."""
+        return len(self.current)
+
+    def load(self, key: int) -> tuple[Tensor, int]:
+        """Return an image and its class, as its set does."""
+        place = bisect_right(self.firsts, key) - 1
+        return self.sets[place].load(key - self.firsts[place])
+
+
+class _SetSampler(Sampler):
+    """Yield some images of a set, given by their numbers in it, by their numbers among those of all sets."""
+
+    def __init__(self, numbers: Any, first: int, batch_size: int) -> None:
+        self.numbers, self.first, self.batch_size = numbers, first, batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.first + number for number in self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+class Evaluation:
+    """A model on the device of this process, and the loader processes that bring it the images of several sets.
+
+    Collective: every rank must make one.
+
+    Args:
+        trained: the model, which moves to the device.
+        args: as `settle` returns them.
+        sets: images, each set prepared by its own preset.
+    """
+
+    def __init__(self, trained: Trained, args: config.Record, sets: list[data.IndexedImageFolder]) -> None:
+        self.args, self.images = args, _Sets(sets)
+        # Before there are other threads, as those of the process group: see `BatchLoader.start`.
+        (self.started,) = data.start_loaders([self.images], args)
+        collectives.join_processes(args)
+        self.device = models.set_up_device(args)
+        model = models.place_model(trained.model, args, self.device).eval()
+        self.model = models.FlipAverage(model) if args.eval_flip else model
+        self.autocast = models.autocast(args, self.device)
+
+    def load(self, place: int, numbers: list[int] | None = None) -> data.DeviceLoader:
+        """Return the batches of some images of a set: by default of all, and of these the share of this process."""
+        args, images = self.args, self.images.sets[place]
+        self.images.current = images
+        if numbers is None:
+            numbers = EvalSampler(len(images), args.batch_size, args.rank, args.world_size)
+        sampler = _SetSampler(numbers, self.images.firsts[place], args.batch_size)
+        return data.build_device_loader(args, self.images, sampler, self.device, len(images.classes), self.started)
+
+
+def open_given(options: argparse.Namespace) -> Trained:
+    """Return the model that the arguments of `add_options` mean."""
+    size = getattr(options, "val_crop_size", None)
+    return open_trained(str(options.checkpoint), model=options.model, is_average=options.ema, size=size)
+
+
+def open_trained(
+    source: str, *, model: str | None = None, is_average: bool = False, size: int | None = None
+) -> Trained:
     """Open a checkpoint of this script, torchvision, timm or pytorch/examples, a bare state dict, or published weights.
 
     A bare state dict may be a safetensors file, and have been written by `scripts.export` with a description.
@@ -99,32 +203,40 @@ def open_trained(source: str, *, model: str | None = None, is_average: bool = Fa
         source: a path; or `resnet50`, `resnet50.IMAGENET1K_V1` or `ResNet50_Weights.IMAGENET1K_V1`.
         model: its name, where the file does not say it.
         is_average: take the average of a checkpoint, not its raw weights.
-
-    Raises:
-        UserError: there are no such weights, or they belong to another model.
+        size: of the images, in pixels; by default that of the weights.
     """
+    if Path(source).is_dir():
+        raise UserError(f"{source} is a folder; give a file in it, such as {Path(source) / 'checkpoint.pth'}")
     if not Path(source).is_file():
-        return build_trained(source, *fetch_by_name(source))
+        return build_trained(source, *fetch_by_name(source), size=size)._replace(is_published=True)
     weights = load_weights(Path(source), is_average=is_average, name=source)
     describe_weights(weights, Path(source))
+    return build_named(source, weights, model, size=size)
+
+
+def build_named(source: str, weights: Weights, model: str | None, *, size: int | None = None) -> Trained:
+    """Return the model that a file says; refuse a `--model` that is another, or none where it is needed."""
     name = weights.options.get("model")
-    if model is not None and name is not None and not is_same_model(name, model):
+    if None not in (name, model) and not is_same_model(name, model):
         raise UserError(f"{source} holds {weights.kind}, and --model is {model}; leave --model out")
-    if model is None and name is None:
+    if name is None and model is None:
         raise UserError(f"{source} does not say of which model it is; give --model NAME")
     if model is None and split_custom(name):
         raise UserError(f"{source} is of {name}, {WHY_TYPED}")
-    return build_trained(source, model or name, weights, is_typed=model is not None)
+    return build_trained(source, model or name, weights, size=size, is_typed=model is not None)
 
 
-def build_trained(source: str, name: str, weights: Weights, *, is_typed: bool = False) -> Trained:
+def build_trained(
+    source: str, name: str, weights: Weights, *, size: int | None = None, is_typed: bool = False
+) -> Trained:
     """Return the model with its weights, and the options that it is evaluated with.
 
     Args:
-        source: what to call the weights in a message.
+        source: the weights' name in messages.
         name: of the model.
         weights: its weights.
+        size: of the images, in pixels; by default that of the weights.
         is_typed: whether the command line names the model, so that its own file may be run.
     """
-    model, args = build_evaluated(source, name, weights, is_typed=is_typed)
+    model, args = build_evaluated(source, name, weights, size=size, is_typed=is_typed)
     return Trained(model, args, weights.classes, weights.kind, weights.options)

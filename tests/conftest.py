@@ -2,6 +2,7 @@
 
 import builtins
 import faulthandler
+import gc
 import os
 import re
 import shlex
@@ -26,6 +27,12 @@ def pytest_unconfigure():
 def pytest_collection_modifyitems(items):
     """Begin with the tests of Slurm, which wait for most of their time, and which no second worker can take then."""
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+
+
+def pytest_collection_finish():
+    """Leave imported modules and collected tests out of all searches for garbage, each of which walks them all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

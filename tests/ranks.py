@@ -81,7 +81,9 @@ def _enter(target, environment: dict[str, str], log: str, arguments: tuple) -> N
     os.dup2(descriptor, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have everything below it ignore
+    # Which nohup, and a shell that starts something in the background, have everything below them ignore.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.update(environment)
@@ -122,12 +124,12 @@ def run_ranks(
                     os.kill(processes[rank].pid, number)
         is_late = time.monotonic() > deadline
         if is_late or any(process.exitcode not in (None, 0) for process in processes):
-            for process in processes:
-                if process.is_alive():
-                    with suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGKILL if is_late else signal.SIGTERM)
-                    process.join(5)
-                    process.kill()
+            for process in [process for process in processes if process.is_alive()]:
+                is_deaf = is_late or _is_stopped(process.pid)
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL if is_deaf else signal.SIGTERM)
+                process.join(5)
+                process.kill()
             break
         time.sleep(0.002)
     for process in processes:
@@ -135,6 +137,13 @@ def run_ranks(
     outcome = Outcome([process.exitcode for process in processes], [log.read_text() for log in logs])
     assert time.monotonic() <= deadline, f"not done after {timeout_s} s:\n{outcome.output}"
     return outcome
+
+
+def _is_stopped(pid: int) -> bool:
+    """Tell whether a process was sent SIGSTOP, and so will not hear SIGTERM."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def in_group(check, *arguments) -> None:

@@ -22,6 +22,11 @@ def test_the_loader_benchmark_writes_every_figure(image_folder, tmp_path):
     for kind in ("train", "eval", "end_to_end"):
         assert figures[kind].keys() == {"torchvision", *names}
         assert figures["ratios"][kind] == figures[kind]["raw, pillow"]["ratio"] > 0
+    ours = [figures["end_to_end"][name] for name in names]
+    # (1 process x 2 batches ahead + 2) x 8 images x 3 x 224 x 224; a process of its own has a few MiB at least.
+    assert {row["shared_mib"] for row in ours} == {4 * 8 * 3 * 224**2 / 2**20}
+    assert all(1 < row["worker_mib"] < 1000 for row in ours)
+    assert all(min(stages.values()) > 0 for stages in figures["stages_us"].values())
     assert figures["stages_us"].keys() == figures["pixel_difference"].keys() == names
     for splits in figures["pixel_difference"].values():
         # The images are enlarged, on which two roundings may add up.

@@ -70,10 +70,10 @@ def test_forbidding_loads_lets_the_curves_be_drawn(started, tmp_path):
     assert dom.count('class="scatterlayer') >= 6
 
 
-@pytest.fixture
-def tensorboard(started, tmp_path):
+@pytest.fixture(scope="module")
+def tensorboard(started):
     """The address of a TensorBoard on a run's folder."""
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(started.copy(tmp_path / "out"))]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(started.out)]
     command += ["--host", "127.0.0.1", "--port", "0", "--load_fast", "false"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY)
     limit = threading.Timer(120, process.kill)

@@ -55,6 +55,12 @@ def check_no_bytes(rank, world_size):
     assert collectives.broadcast_bytes(b"" if rank == 0 else None) == b""
 
 
+def check_largest(rank, world_size):
+    numbers = torch.randint(-(1 << 62), 1 << 62, (50, world_size, 4), generator=torch.Generator().manual_seed(0))
+    begun = [collectives.begin_largest(row[rank].tolist()) for row in numbers]
+    assert [wait() for wait in begun] == numbers.amax(1).tolist()
+
+
 class NoFileError(UserError):
     exit_code = 4
 
@@ -85,6 +91,12 @@ def test_ranks_know_themselves_and_print_once(tmp_path):
 @pytest.mark.dist
 def test_all_gather_takes_different_numbers_of_rows(tmp_path):
     run_check(3, check_gather, tmp_path)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_the_largest_of_all_ranks_is_everybodys(world_size, tmp_path):
+    run_check(world_size, check_largest, tmp_path)
 
 
 @pytest.mark.dist

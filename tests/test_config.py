@@ -326,6 +326,13 @@ def test_a_number_out_of_range_is_refused(option, value, expected):
         (["--epochs", "five"], "argument --epochs: invalid int value: 'five'"),
         (["--lr"], "argument --lr: expected one argument"),
         (["--recipe"], "argument --recipe: expected one argument"),
+        (["--model=--"], "argument --model: expected a value, not --"),
+        (["-b--"], "argument -b/--batch-size: expected a value, not --"),
+        (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
+        (
+            ["--weights", f"runs/{'x' * 256}", "--ema"],
+            "...: a name in it has more than 255 characters",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_or_say_nothing_are_refused(argv, message):
@@ -531,7 +538,7 @@ def test_a_record_is_never_written_to():
 def test_options_without_effect_are_said(tmp_path):
     args = parse("--use-v2", "--cache-dataset", "--device", "cpu", "--workers", "0", "--output-dir", "out")
     _, lines = config.on_machine(args)
-    assert [line.split()[0] for line in lines] == ["--use-v2", "--cache-dataset"]
+    assert [line.split()[0] for line in lines] == ["--cache-dataset", "--use-v2"]
     here = ["--device", "cpu", "--workers", "0", "--output-dir", "out"]
     written = config.write_recipe(parse("--lr-gamma", "0.2", "--lr-scheduler", "cosineannealinglr"))
     path = tmp_path / "written.toml"  # which says everything, as every run's recipe does
@@ -544,6 +551,13 @@ def test_options_without_effect_are_said(tmp_path):
          ["--mixup-switch-prob", "--model-ema-decay", "--momentum"]),
         (["--lr-min", "0", "--lr-warmup-decay", "0.1", "--ra-magnitude", "3"],
          ["--ra-magnitude", "--lr-warmup-decay", "--lr-min"]),
+        (["--mixup-alpha", "1", "--mixup-off-epoch", "90", "--lr-per-step"], ["--mixup-off-epoch", "--lr-per-step"]),
+        (["--mixup-alpha", "1", "--mixup-off-epoch", "89", "--lr-per-step", "--lr-warmup-epochs", "3",
+          "--lr-warmup-method", "linear"], []),
+        (["--lr-scheduler", "wsd", "--lr-cooldown-epochs", "9", "--lr-warmup-epochs", "3", "--no-lr-warmup-prefix"],
+         ["--lr-warmup-prefix"]),
+        (["--synthetic", "64", "--crop-scale", "0.2", "--auto-augment", "ra"],
+         ["--data-path", "--crop-scale", "--auto-augment"]),
     ]:  # fmt: skip
         _, lines = config.on_machine(parse(*here, *given))
         assert [line.split()[0] for line in lines] == expected

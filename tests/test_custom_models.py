@@ -89,6 +89,21 @@ def test_they_reach_the_function_that_builds():
 VIT = ["--train-crop-size", "224", "--val-crop-size", "224"]
 
 
+def test_momentum_and_eps_of_batch_norm_are_keyword_arguments_of_timms_models():
+    given = "--model-kwargs bn_eps=0.002 bn_momentum=0.03".split()
+    norms = [
+        each for each in build("--model", "timm/efficientnet_b0", *given).modules() if hasattr(each, "running_var")
+    ]
+    assert len(norms) == 49
+    assert {(norm.eps, norm.momentum) for norm in norms} == {(0.002, 0.03)}
+    model = build("--model", "timm/test_efficientnet", *given)
+    norm = next(each for each in model.modules() if hasattr(each, "running_mean"))
+    seen = []
+    norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].mean((0, 2, 3))))
+    model.train()(torch.randn(2, 3, 64, 64))
+    torch.testing.assert_close(norm.running_mean, 0.03 * seen[0])
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

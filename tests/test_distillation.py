@@ -13,8 +13,8 @@ import models
 import train
 from checkpointing.archive import load_checkpoint
 from errors import UserError
+from metrics import build_teacher, distil
 from monitoring import preview
-from run import build_teacher, distil
 from tests.endings import differing
 from tests.images import write_images
 from tests.ranks import REPOSITORY
@@ -258,13 +258,13 @@ def test_a_vit_teaches_at_the_size_of_the_students_images_only(tmp_path):
 
 
 def test_a_dry_run_says_that_the_teacher_comes_on_top():
-    args = config.parse_args(["--recipe", "deit-s-distilled", "--dry-run", "--batch-size", "2", "--device", "cpu"])
-    text = preview.preview(args, is_estimated=True)
+    argv = ["--synthetic", *SMALL, "--batch-size", "2", "--teacher", "timm/regnety_160.deit_in1k", "--dry-run"]
+    text = preview.preview(config.parse_args(argv), is_estimated=True)
     assert "# --teacher timm/regnety_160.deit_in1k comes on top" in text
 
 
 def test_an_option_without_a_teacher_has_no_effect_and_is_said(tmp_path):
     argv = ["--synthetic", 16, *SMALL, "--batch-size", 8, "--epochs", 1, "--output-dir", tmp_path / "out"]
     ran = run_train(tmp_path, *argv, "--distillation-alpha", 0.5, "--distillation-temperature", 2).check()
-    assert "--distillation-alpha has no effect: there is no --teacher" in ran.output
-    assert "--distillation-temperature has no effect: it is about --teacher and --distillation soft" in ran.output
+    assert "--distillation-alpha has no effect: it is about --teacher" in ran.output
+    assert "--distillation-temperature has no effect: it is about --distillation soft" in ran.output

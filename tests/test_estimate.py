@@ -83,7 +83,8 @@ def test_a_dry_run_says_what_a_run_will_need(tmp_path):
     argv = [*SMALL, "--synthetic", "64", "--epochs", "2", "--output-dir", str(out), "--dry-run"]
     args = {name: value for name, value in vars(config.parse_args(argv)).items() if name != "given"}
     (out / "run.json").write_text(json.dumps({"args": args | {"global_batch_size": 8}}))
-    lines = [{"kind": "train", "world_size": 1, "images_per_s": rate} for rate in (1.0, 32.0, 32.0)]
+    place = {"step": 1, "epoch": 0, "time": 1.0}
+    lines = [{"kind": "train", **place, "world_size": 1, "images_per_s": rate} for rate in (1.0, 32.0, 32.0)]
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = run_ranks(train_rank, 1, argv, log_folder=tmp_path).check().output
     assert "# memory of a process at its peak, an estimate of a step traced for cpu: " in text
@@ -92,7 +93,7 @@ def test_a_dry_run_says_what_a_run_will_need(tmp_path):
     assert "GFLOP an image, forward and backward" in text
     # 64 images at 32 a second are 2 seconds, 0.00056 hours
     assert f"# at the 32 images/s of {out}: 0.000556 hours an epoch, 0.00111 in all" in text
-    assert "# disk, an estimate: 5 checkpoints at most of 89.2 MiB = 446 MiB" in text
+    assert "# disk, an estimate: 5 checkpoints at most of 89.2 MiB = 446.1 MiB" in text
 
 
 def test_a_model_that_cannot_be_traced_is_said_and_ends_nothing(monkeypatch):

@@ -347,7 +347,7 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
         (["--set", f"{val},{tmp_path / 'unknown.txt'}"], "class9 is none of the 5 classes"),
         (["--set", f"{val},{tmp_path / 'short.txt'}"], "line 1 of .*; expected a file and its label"),
         (["--set", f"{val},{tmp_path / 'long.csv'}"], "line 1 of .*; expected a file and its label"),
-        (["--set", val, "--predictions", "/dev/null"], "is no file"),
+        (["--set", val, "--predictions", "/dev/null"], "expected a file in a folder that is there"),
         (["--set", f"{val},{tmp_path / 'empty.txt'}"], "is empty"),
         (["--set", f"{val},{tmp_path / 'twice.txt'}"], "twice"),
         (["--set", f"{val},{tmp_path / 'none.txt'}"], "none.txt cannot be read"),
@@ -358,8 +358,8 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
         ),
         (["--set", f"f={tmp_path / 'flat'}", "--real", tmp_path / "labels.json"], "no numbers of the 5 classes"),
         (["--set", f"f={tmp_path / 'flat'}", "--real", tmp_path / "torn.json"], "cannot be read"),
-        (["--set", val, "--json", tmp_path / "no" / "a.json"], "its folder is not there"),
-        (["--set", val, "--json", tmp_path], "is no file"),
+        (["--set", val, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder that is there"),
+        (["--set", val, "--json", tmp_path], "expected a file in a folder that is there"),
         (["--set", val, "--predictions", tmp_path / "a", "--per-class", tmp_path / "a"], "one file"),
         (["--set", val, "--topk", "0"], "--topk"),
         (["--set", val, "--minival", "0.1"], "are given together"),
@@ -382,7 +382,7 @@ def test_mistakes_and_bad_images_end_in_one_line(checkpoint, images, tmp_path, w
     shutil.copytree(images, broken)
     (broken / "class1" / "image002.jpg").write_bytes(b"<html>")
     shutil.copytree(images / "class0", tmp_path / "other" / "dog")
-    for folder, code, words in [(broken, 1, "image002.jpg: "), (tmp_path / "other", 2, "dog is none")]:
+    for folder, code, words in [(broken, 1, "image002.jpg (class class1): "), (tmp_path / "other", 2, "dog is none")]:
         outcome = run(
             tmp_path, checkpoint, "--set", f"a={folder}", "--json", tmp_path / "a.json", world_size=world_size
         )

@@ -3,15 +3,18 @@
 import gc
 import multiprocessing
 import os
+import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from checkpointing.preemption import start_worker
-from errors import ImageError, UserError
+from errors import ImageError, LimitError, UserError
 from loading.loader import BatchLoader, check_workers, collate
+from tests.ranks import REPOSITORY
 
 
 class Numbers(Dataset):
@@ -133,3 +136,51 @@ def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does
     gc.collect()
     process.join(10)
     assert process.exitcode == 0
+
+
+class Large(Dataset):
+    """Images of 12 MiB, whose every pixel is their number."""
+
+    def load(self, key):
+        return torch.full((3, 2048, 2048), key, dtype=torch.uint8), key
+
+
+def load_large():
+    loader = BatchLoader(Large(), Keys(3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
+    try:
+        loader.start()
+    except LimitError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    for image, label in loader:
+        assert torch.equal(image.amax((1, 2, 3)), label.to(torch.uint8))
+        print(label.tolist())
+
+
+def load_with_shared_memory_of(size):
+    """Load in a process whose /dev/shm is that small."""
+    command = f'mount -t tmpfs -o size={size} none /dev/shm && exec {sys.executable} -c "$0"'
+    return subprocess.run(
+        ["unshare", "-m", "sh", "-c", command, "from tests.test_loader import load_large; load_large()"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(
+    ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/dev/shm"], capture_output=True, check=False
+).returncode == 0  # fmt: skip
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, for a /dev/shm of its own")
+def test_batches_take_no_room_in_dev_shm():
+    done = load_with_shared_memory_of("1m")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split("\n") == ["[0, 1, 2]", "[3, 4, 5]", "[6]", ""]
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, for a /dev/shm of its own")
+def test_a_dev_shm_without_room_for_a_lock_is_one_line():
+    done = load_with_shared_memory_of("4k")
+    assert (done.returncode, done.stdout) == (1, "")
+    line = done.stderr.splitlines()[-1]  # torch complains of its own half-made object, where the process lives on
+    assert line.startswith("LimitError: cannot start 2 loader processes ([Errno 28] No space left on device)")
+    assert line.endswith("the room in /dev/shm")

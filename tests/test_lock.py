@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,21 @@ class Paused:
     def run(self, log_folder):
         self.outcome = run_ranks(paused_rank, 1, self.argv, str(self.gate), log_folder=log_folder)
 
+    def times(self):
+        return {path.name: path.stat().st_mtime_ns for path in self.out.iterdir()}
+
+    def settled_times(self):
+        """Return when each file was last written, once the thread that saves is done; the run itself stands still."""
+        deadline, last = time.monotonic() + 60, None
+        while time.monotonic() < deadline:
+            with suppress(FileNotFoundError):  # had another name a moment ago
+                now = self.times()
+                if now == last and not any(".tmp." in name for name in now):
+                    return now
+                last = now
+            time.sleep(0.2)
+        raise TimeoutError(f"{self.out} is still written to")
+
     def release(self):
         Path(f"{self.gate}.opened").touch()
         self.thread.join()
@@ -73,12 +89,12 @@ class Paused:
 def test_a_second_run_is_refused_by_the_name_of_the_first_and_touches_nothing(started, tmp_path):
     first = Paused(started, tmp_path)
     try:
-        before = {path.name: path.stat().st_mtime_ns for path in first.out.iterdir()}
+        before = first.settled_times()
         for extra in (["--resume", "auto"], ["--overwrite"], []):
             outcome = run_ranks(hasty_rank, 1, [*first.argv, *extra], 0.3, log_folder=tmp_path)
             refused(outcome, "is in use by another run", f"pid {first.pid},", "host ", "started ", code=6)
             assert outcome.output.count("waiting up to") == 1
-        assert {path.name: path.stat().st_mtime_ns for path in first.out.iterdir()} == before
+        assert first.times() == before
     finally:
         first.release().check()
     assert differing_results(first.out, started.out) == []

@@ -10,6 +10,7 @@ import config
 import metrics
 import models
 import optim
+from checkpointing.published import resolve_weights
 from checkpointing.weights import load_weights
 from errors import UserError
 
@@ -109,15 +110,27 @@ def test_weights_of_a_model_that_notes_its_version_load_from_a_file(tmp_path):
     assert torch.equal(model.state_dict()["layers.0.weight"], weights["layers.0.weight"])
 
 
+def test_sizes_of_images_are_checked_once_for_the_same_options(monkeypatch):
+    monkeypatch.setattr(models, "_found_to_fit", set())
+    args = config.Record(**vars(config.parse_args(["--synthetic", "--model", "resnet18"]))).replaced(distributed=False)
+    sizes = []
+    monkeypatch.setattr(models, "check_sizes", lambda model, args: sizes.append(args.val_crop_size))
+    models.check_model(args)
+    models.build_model(args, 5)
+    assert sizes == [224]
+    models.build_model(args.replaced(val_crop_size=192), 5)
+    assert sizes == [224, 192]
+
+
 def test_unknown_weights_are_named_with_those_that_exist():
     args = config.parse_args(["--synthetic", "--model", "resnet50", "--weights", "IMAGENET1K_V3"])
     with pytest.raises(UserError, match="did you mean IMAGENET1K_V"):
-        models.resolve_weights(args)
+        resolve_weights(args)
     args.weights = "ResNet50_Weights.IMAGENET1K_V2"
-    assert models.resolve_weights(args).meta["num_params"] == 25557032
+    assert resolve_weights(args).meta["num_params"] == 25557032
     args.weights = "ResNet18_Weights.IMAGENET1K_V1"
     with pytest.raises(UserError, match="neither a file nor weights of resnet50"):
-        models.resolve_weights(args)
+        resolve_weights(args)
 
 
 def test_auxiliary_classifiers_count_in_training():

@@ -22,13 +22,13 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 
 import config
 from checkpointing.checkpoint import RunState
-from errors import PreemptedError
+from errors import PreemptedError, UserError
 from monitoring import estimate, gauges
 from monitoring.events import LAYOUT, NOT_DRAWN
 from monitoring.monitor import MACHINE_FIELDS, Monitor, read_records
 from scripts.plot_curves import plot_curves
 from tests.endings import read_points
-from tests.ranks import REPOSITORY, run_ranks, train_rank
+from tests.ranks import REPOSITORY, run_ranks, tool_rank, train_rank
 from tests.started import SMALL, refused
 
 # 29 images in steps of 8: 3 steps an epoch, 12 in all; windows of 5 steps reach over the ends of epochs.
@@ -384,9 +384,12 @@ def test_a_service_that_is_not_there_is_one_line_before_anything_begins(tmp_path
 
 
 def test_curves_are_drawn_over_each_axis(finished, tmp_path):
-    for axis in ("step", "images", "hours"):
-        command = [sys.executable, "-m", "scripts.plot_curves", str(finished.out), "--over", axis]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
-        assert done.stdout == f"wrote {finished.out / 'curves.png'}\n", done.stderr
-    with pytest.raises(FileNotFoundError):
+    wrote = f"wrote {finished.out / 'curves.png'}\n"
+    command = [sys.executable, "-m", "scripts.plot_curves", str(finished.out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.stdout == wrote, done.stderr
+    for axis in ("images", "hours"):
+        argv = [finished.out, "--over", axis]
+        assert run_ranks(tool_rank, 1, "plot_curves", argv, log_folder=tmp_path).check().output == wrote
+    with pytest.raises(UserError, match=r"holds no metrics\.jsonl"):
         plot_curves(tmp_path)

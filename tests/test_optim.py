@@ -13,11 +13,13 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialL
 
 import collectives
 import config
+import models
 import optim
 import utils
 from errors import NonFiniteError, UserError
 from sampler import TrainSampler, VirtualShards
-from tests.ranks import run_ranks
+from tests.endings import read_metrics
+from tests.ranks import run_ranks, train_rank
 from tests.runs import run_of
 
 EPOCHS, STEP_SIZE, GAMMA, LR_MIN, DECAY = 14, 3, 0.3, 0.001, 0.02
@@ -428,6 +430,12 @@ def test_no_decay_1d_exempts_in_torchvisions_models_what_their_sources_do(name, 
     ("vit_b_16", {"transformer_embedding_decay": 0.0, "sync_bn": True}, ["--sync-bn"]),
     ("timm/deit_tiny_patch16_224", {"transformer_embedding_decay": 0.0}, ["--transformer-embedding-decay"]),
     ("resnet18", {"sync_bn": True, "layer_decay": 0.5, "decay_1d": False}, []),
+    ("linear", {"freeze": True, "layer_decay": 0.5, "clip_agc": 0.1}, ["--layer-decay", "--freeze", "--clip-agc"]),
+    ("resnet18", {"freeze": True, "clip_agc": 0.1}, ["--clip-agc"]),
+    ("resnet18", {"clip_agc": 0.1}, []),
+    ("resnet18", {"opt": "timm/lamb", "given": ["momentum"]}, ["--momentum"]),
+    ("resnet18", {"opt": "timm/muon", "given": ["momentum"]}, []),
+    ("resnet18", {"opt": "timm/lamb"}, []),
 ])  # fmt: skip
 def test_an_option_that_matches_nothing_says_so(model, changes, flags):
     args = options_of(model=model, **changes)
@@ -435,7 +443,9 @@ def test_an_option_that_matches_nothing_says_so(model, changes, flags):
         if model.startswith("timm/"):
             built = pytest.importorskip("timm").create_model(model[5:])
         else:
-            built = torchvision.models.get_model(model)
+            built = nn.Linear(3, 1000) if model == "linear" else torchvision.models.get_model(model)
+    if args.freeze:
+        models.freeze_all_but_classifier(built, 1000)
     lines = []
     optim.build_parameter_groups(args, built, lines.append)
     assert [line.split()[0] for line in lines] == flags
@@ -520,6 +530,36 @@ def test_a_timm_optimizer_that_cannot_be_had_or_used_is_refused_in_one_line():
     assert "--opt timm/adahessian needs second derivatives" in build(opt="timm/adahessian")
     assert "--opt timm/adan cannot be had with these options" in build(opt="timm/adan", opt_betas=[0.9, 0.99])
     assert "Nesterov momentum requires a momentum" in build(opt="timm/sgdw", momentum=0.0)
+    # timm itself leaves these out.
+    assert "--opt-eps: --opt timm/lion does not take that" in build(opt="timm/lion", opt_eps=1e-3)
+    assert "--opt-betas: --opt timm/lars does not take that" in build(opt="timm/lars", opt_betas=[0.9, 0.99])
+
+
+@pytest.mark.parametrize(("opt", "most"), [("timm/muon", 0.01), ("timm/adopt", 1e-6)])  # Muon computes in bfloat16
+def test_timms_optimizers_accumulate_clip_and_are_averaged(tmp_path, opt, most):
+    """A step of two shards is one of the whole batch: its norm, weights and average, on a model without BatchNorm."""
+    argv = (
+        "--synthetic 24 --model timm/test_vit --train-crop-size 32 --val-crop-size 32 --device cpu --workers 0".split()
+    )
+    argv += f"--opt {opt} --lr 0.01 --epochs 1 --clip-grad-norm 0.5 --model-ema --model-ema-steps 1 --seed 1".split()
+    argv += "--no-model-ema-adjust --model-ema-decay 0.5 --global-batch-size 8 --print-freq 1 --eval-every 0".split()
+    found = []
+    for batch_size in (8, 4):
+        out = tmp_path / str(batch_size)
+        run_ranks(
+            train_rank, 1, [*argv, "--batch-size", str(batch_size), "--output-dir", str(out)], log_folder=tmp_path
+        )
+        state = torch.load(out / "checkpoint.pth", weights_only=True)
+        norms = [record["grad_norm"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "train"]
+        found.append((norms, state["model"], state["model_ema"]))
+    (norms, *whole), (others, *parts) = found
+    assert len(norms) == 3
+    assert min(norms) > 0.5
+    assert others == pytest.approx(norms, rel=1e-3)
+    for one, other in zip(whole, parts, strict=True):
+        weights, others = (torch.cat([value.double().flatten() for value in each.values()]) for each in (one, other))
+        assert (others - weights).norm() < most * weights.norm()
+    assert not torch.equal(whole[1]["module.head.weight"], whole[0]["head.weight"])
 
 
 def classifier(opt, seed=0, channels_last=False, **changes):

@@ -397,7 +397,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half(source, tmp_path):
 def test_a_worker_that_is_killed_is_one_line(source, tmp_path):
     command = ["--data-path", source, tmp_path / "out", "--short-side", 48, "--workers", 2]
     line = error_line(run(tmp_path, *command, fault=("scripts.pack.shrink", 5, "before")), 1)
-    assert "a worker process ended unexpectedly" in line
+    assert "a loader process was killed" in line
 
 
 @needs_jpegtran
@@ -431,6 +431,9 @@ BAD_COMMANDS = {
     "zero": ("--data-path {source} {tmp}/out --max-side 0", "--max-side 0"),
     "lossless quality": ("--data-path {source} {tmp}/out --lossless --quality 9", "no meaning with --lossless"),
     "verify nothing": ("--verify {tars}", "there is no manifest.json"),
+    "verify a damaged manifest": ("--verify {tmp}/damaged", "manifest.json is damaged; choose another OUT"),
+    "a file": ("--data-path {source} {tars}/train-000000.tar --max-side 9", "cannot be made a folder"),
+    "a circle of links": ("--data-path {source} {tmp}/circle --max-side 9", "cannot be made a folder"),
     "typing error": ("--data-path {source} {tmp}/out --max-sid 9 --lossless", "--max-side"),
 }
 
@@ -440,6 +443,9 @@ def test_bad_input_is_one_line_and_exit_code_2(source, tmp_path, case):
     command, words = BAD_COMMANDS[case]
     (tmp_path / "tars").mkdir()
     (tmp_path / "tars" / "train-000000.tar").write_bytes(b"precious")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "manifest.json").write_text('{"kind": "touchstone pack", "format": 1, "splits": {}}')
+    (tmp_path / "circle").symlink_to("circle")
     argv = command.format(source=source, tmp=tmp_path, tars=tmp_path / "tars").split()
     assert words in error_line(run(tmp_path, *argv), 2)
     assert (tmp_path / "tars" / "train-000000.tar").read_bytes() == b"precious"
@@ -449,12 +455,14 @@ def test_verify_says_what_is_wrong(short_side, tmp_path):
     out = copy_of(short_side[0], tmp_path)
     assert run(tmp_path, "--verify", out, "--workers", 2).check().output.count(": ok, ") == len(recorded(out))
     files = sorted(out.glob("*.tar"))
-    torn, flipped, lost = files[0], files[1], files[2]
+    torn, flipped, lost, pipe = files[:4]
     os.truncate(torn, 3000)
     payload = bytearray(flipped.read_bytes())
     payload[1000] ^= 1
     flipped.write_bytes(payload)
     lost.unlink()
+    pipe.unlink()
+    os.mkfifo(pipe)  # which nobody may wait for
     (out / "train-000099.tar").write_bytes(b"")
     done = run(tmp_path, "--verify", out, "--workers", 2)
     assert "things are wrong" in error_line(done, 1)
@@ -462,6 +470,7 @@ def test_verify_says_what_is_wrong(short_side, tmp_path):
         (torn, "3,000 bytes, and the manifest says"),
         (flipped, "its content is not what was written"),
         (lost, "No such file"),
+        (pipe, "is not a file"),
         (out / "train-000099.tar", "not in the manifest"),
     ]:
         assert any(line.startswith(f"{path}: ") and words in line for line in done.output.splitlines()), done.output

@@ -55,15 +55,16 @@ def runs(image_folder, tmp_path_factory):
 
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
-# Where a signal strikes rank 1 of 2, and the steps that are done when all have stopped.
+# Where a signal strikes rank 1 of 2, and the steps that are done when all have stopped: those of the next step, too,
+# where no line is due.
 PLACES = {
     "while the data are read": ([("data.build_datasets", 1, "after", TERM)], 0),
     "before the first step": ([("torch.optim.SGD.step", 1, "before", TERM)], 1),
-    "in an epoch": ([("torch.optim.SGD.step", 5, "after", USR1)], 5),
+    "in an epoch": ([("torch.optim.SGD.step", 5, "after", USR1)], 6),
     "in an evaluation": ([("models.ExponentialMovingAverage.forward", 1, "before", TERM)], 3),
     "a closed terminal": ([("torch.optim.SGD.step", 4, "after", signal.SIGHUP)], 4),
-    "Ctrl-C": ([("torch.optim.SGD.step", 2, "after", INT)], 2),
-    "twice": ([("torch.optim.SGD.step", 2, "before", TERM), ("torch.optim.SGD.zero_grad", 2, "after", TERM)], 2),
+    "Ctrl-C": ([("torch.optim.SGD.step", 2, "after", INT)], 3),
+    "twice": ([("torch.optim.SGD.step", 2, "before", TERM), ("torch.optim.SGD.zero_grad", 2, "after", TERM)], 3),
 }
 
 

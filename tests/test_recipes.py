@@ -22,7 +22,8 @@ import optim
 import presets
 from errors import UserError
 from monitoring import estimate, preview
-from tests.images import pack_shards
+from tests.endings import read_metrics
+from tests.images import pack_shards, write_images
 from tests.ranks import run_ranks, train_rank
 from transforms import RandomMix
 
@@ -349,8 +350,7 @@ def test_each_parameter_decays_as_the_source_says(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_option_of_a_recipe_is_without_effect(name):
     args = options_by_name(name)
-    for names, has_effect, reason in config.EFFECTS:
-        assert not set(names) & set(args.given) or has_effect(args), f"{names}: {reason}"
+    assert config.idle_options(args, args.given) == []
 
 
 def torchs_rates(args):
@@ -401,7 +401,14 @@ def sources_rates(args):
         peak, low = args.lr, args.lr * args.lr_warmup_decay
         corners = [0, args.lr_warmup_epochs, args.epochs - args.lr_cooldown_epochs, args.epochs]
         return np.interp(range(args.epochs), corners, [low, peak, peak, args.lr_min])
-    return np.interp(range(args.epochs), [0, 2, args.epochs], [1e-4 * args.lr, args.lr, 0.0])
+    return np.interp(range(args.epochs), [0, args.lr_warmup_epochs, args.epochs], [1e-4 * args.lr, args.lr, 0.0])
+
+
+def counted_in_parts(args, num):
+    """Return the options of the same schedule over epochs that are cut into so many parts, each of which is one."""
+    names = ("epochs", "lr_warmup_epochs", "lr_step_size", "lr_cooldown_epochs")
+    counts = {name: getattr(args, name) and getattr(args, name) * num for name in names}
+    return SimpleNamespace(**{**vars(args), **counts, "lr_gamma": args.lr_gamma ** (1 / num)})
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -409,20 +416,14 @@ def test_learning_rates_are_the_sources(name):
     args = options_by_name(name)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
     lr_scheduler = optim.build_lr_scheduler(args, optimizer)
-    rates = []
-    for epoch in range(args.epochs):
-        lr_scheduler.set_position(epoch, 0, 10)
+    num, rates = 10 if args.lr_per_step else 1, []
+    for part in range(args.epochs * num):
+        lr_scheduler.set_position(*divmod(part, num), num)
         rates.append(optimizer.param_groups[0]["lr"])
     is_line = args.lr_scheduler in ("linearlr", "wsd")
     reference = sources_rates if is_line else torchs_rates if args.lr_warmup_prefix else timms_rates
-    assert rates == pytest.approx(list(reference(args)), rel=1e-9, abs=1e-11)
-    if not args.lr_per_step:
-        return
-    # Between two epochs the rate goes from one to the other.
-    for epoch in range(args.epochs - 1):
-        lr_scheduler.set_position(epoch, 5, 10)
-        low, high = sorted(rates[epoch : epoch + 2])
-        assert low <= optimizer.param_groups[0]["lr"] <= high
+    assert "-fast" not in name or args.lr_warmup_epochs == 2
+    assert rates == pytest.approx(list(reference(counted_in_parts(args, num))), rel=1e-9, abs=1e-11)
 
 
 def test_convnexts_rates_are_those_of_its_own_code():
@@ -496,6 +497,20 @@ def test_losses_are_the_sources(name, share):
     assert float(criterion(output, mixed)) == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["deit3-s", "deit3-b"])
+def test_both_classes_of_a_mixed_image_are_present_for_deit_iii(name):
+    """Its engine turns every target above zero into one, which threshold and loss must do together."""
+    output, target = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 1, 4, 1, 5, 9])
+    mixed = 0.95 * nn.functional.one_hot(target, 10) + 0.05 * nn.functional.one_hot(target.roll(1), 10)
+    expected = nn.functional.binary_cross_entropy_with_logits(output, mixed.gt(0).float())
+    assert torch.allclose(metrics.build_criterion(options_by_name(name))(output, mixed), expected)
+
+
+def test_the_average_of_nfnet_forgets_as_fast_as_the_sources_at_its_end():
+    args, last = options_by_name("nfnet_f0-paper"), 1_281_167 * 360 // 4096
+    assert args.model_ema_decay == pytest.approx(min(0.99999, (1 + last) / (10 + last)), abs=1e-7)
+
+
 def test_fast_crops_grow_as_in_ffcv():
     """Its sizes, by the rule of its script."""
     for epochs, (first, last) in {16: (11, 13), 24: (17, 20), 32: (23, 27), 40: (29, 34), 56: (41, 48),
@@ -507,3 +522,30 @@ def test_fast_crops_grow_as_in_ffcv():
             assert (between[0], between[-1]) == (160, 192)
             # ffcv cuts out 224 / 256 of the shorter side, and resizes that.
             assert round(256 * 256 / 224) == evaluation.resize_size
+
+
+def test_a_second_stage_goes_on_from_the_first_at_a_larger_size(tmp_path):
+    layers = pytest.importorskip("timm.layers")
+    images = write_images(tmp_path / "images", {"train": [4, 4], "val": [1, 1]})
+    shared = ["--data-path", images, "--device", "cpu", "--workers", 0, "--model", "timm/deit3_small_patch16_224"]
+    shared += ["--model-kwargs", "depth=2", "embed_dim=48", "num_heads=2"]
+    first = f"--opt timm/lamb --epochs 1 --eval-every 0 --batch-size 8 --output-dir {tmp_path}/first".split()
+    sizes = ["--train-crop-size", 32, "--val-resize-size", 32, "--val-crop-size", 32]
+    run_ranks(train_rank, 1, list(map(str, [*shared, *first, *sizes])), log_folder=tmp_path).check()
+
+    second = f"--recipe deit3-b-finetune --weights {tmp_path}/first/best.pth --eval-every 0".split()
+    second += f"--batch-size 8 --global-batch-size 8 --no-amp --output-dir {tmp_path}/second".split()
+    sizes = ["--train-crop-size", 48, "--val-resize-size", 48, "--val-crop-size", 48]
+    outcome = run_ranks(train_rank, 1, list(map(str, [*shared, *second, *sizes])), log_folder=tmp_path).check()
+    assert outcome.output.count("made for images of another size; resized pos_embed from (1, 4, 48) to (1, 9, 48)") == 1
+    assert "has no effect" not in outcome.output
+    before, after = (
+        torch.load(tmp_path / stage / "checkpoint.pth", weights_only=True)["model"] for stage in ("first", "second")
+    )
+    resized = layers.resample_abs_pos_embed(before["pos_embed"], [3, 3], num_prefix_tokens=0)
+    for name, value in {**before, "pos_embed": resized}.items():
+        # 20 steps of AdamW, none longer than the rate, which is 1e-5 at most.
+        torch.testing.assert_close(after[name], value, rtol=0.0, atol=2.2e-4, msg=name)
+    assert not torch.equal(after["blocks.1.attn.qkv.weight"], before["blocks.1.attn.qkv.weight"])
+    records = read_metrics(tmp_path / "second" / "metrics.jsonl")
+    assert [record["lr"] for record in records if record["kind"] == "train"][-1] == pytest.approx(1e-5)

@@ -14,10 +14,11 @@ import torch
 
 import collectives
 from checkpointing.archive import load_checkpoint
-from checkpointing.checkpoint import copy_to_host
+from checkpointing.checkpoint import HostCopy
 from checkpointing.store import CheckpointManager
 from tests.endings import Ending, differing, differing_results, flatten
 from tests.ranks import run_check, run_ranks, train_rank
+from tests.runs import FixedRun
 
 # 29 images in 2 shards of 4: 3 steps an epoch, 6 in all; saved after the steps 2, 3, 3, 4, 6 and 6.
 OPTIONS = """
@@ -187,12 +188,44 @@ def test_a_copy_has_the_same_bytes_and_shares_no_memory():
     }
     before, after = io.BytesIO(), io.BytesIO()
     torch.save(state, before)
-    copy = copy_to_host(state)
+    copy = HostCopy().take(state)
     torch.save(copy, after)
     assert after.getvalue() == before.getvalue()
     whole.zero_()
     assert copy["tied"][0].sum() == 23 * 24 / 2
     assert differing(flatten(copy["model"]), flatten(state["model"])) == []
+
+
+def test_the_memory_of_a_copy_is_used_again():
+    copies, state = HostCopy(), {"a": torch.ones(1000), "b": torch.ones(1000), "c": torch.ones(7)}
+    first = {name: tensor.data_ptr() for name, tensor in copies.take(state).items()}
+    state["a"].fill_(2)
+    state |= {"d": torch.full((3,), 5.0)}  # as an optimizer's, which come with the first step
+    second = copies.take(state)
+    copies.wait()
+    assert {second[name].data_ptr() for name in first} == set(first.values())
+    assert len({tensor.data_ptr() for tensor in second.values()}) == 4
+    assert differing(flatten(second), flatten(state)) == []
+
+
+def test_records_are_durable_before_the_checkpoint_that_is_later(tmp_path, monkeypatch):
+    manager, order, fsync, replace = CheckpointManager(tmp_path), [], os.fsync, os.replace
+    manager.open("", FixedRun(0))
+
+    def noted(descriptor):
+        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(source, target):
+        order.append(Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", renamed)
+    with open(tmp_path / "metrics.jsonl", "wb") as file:
+        manager.save(FixedRun(1), records=file.fileno())
+        assert manager.settle()
+    assert order.index("metrics.jsonl") < order.index("checkpoint-00000001.pth")
 
 
 def broadcast(rank, world_size, num_bytes, folder):

@@ -12,6 +12,9 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 import config
 import models
 from errors import UserError
+from scripts.trained import open_trained
+from tests.images import write_images
+from tests.started import SMALL, run_train
 
 
 def start(name, size, weights, *argv, num_classes=3):
@@ -85,3 +88,65 @@ def test_another_model_is_still_refused():
     weights = timm.create_model("vit_small_patch16_224", num_classes=3).state_dict()
     with pytest.raises(UserError, match="belongs to another model"):
         start("timm/vit_tiny_patch16_224", 64, weights)
+
+
+def small_vit(size):
+    return torchvision.models.VisionTransformer(size, 32, 1, 2, 64, 64, num_classes=3)
+
+
+TIMMS = "vit_tiny_patch16_224"
+
+
+@pytest.mark.parametrize(
+    ("build", "resize"),
+    [
+        (small_vit, lambda name, old, shape: interpolate_embeddings(96, 32, {name: old})[name]),
+        (
+            lambda size: timm.create_model(TIMMS, num_classes=3, depth=1, img_size=size),
+            lambda name, old, shape: resample_abs_pos_embed(old, [6, 6]),
+        ),
+        (
+            lambda size: timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1), img_size=size),
+            lambda name, old, shape: resize_rel_pos_bias_table(old, [int(shape[0] ** 0.5 + 1) // 2] * 2, shape),
+        ),
+    ],
+)
+def test_a_checkpoint_is_evaluated_at_another_size(tmp_path, capsys, build, resize):
+    """The weights and their average, as `--weights` resizes them."""
+    args = config.parse_args(["--synthetic", "--test-only", "--resume", "c.pth"])
+    weights, model = noisy(build(64)), build(96)
+    signs = {name: -1 if value.is_floating_point() else 1 for name, value in weights.items()}
+    average = {f"module.{name}": signs[name] * value for name, value in weights.items()}
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    resized = [name for name in weights if weights[name].shape != shapes[name]]
+    assert resized
+
+    state = {"model": weights, "model_ema": {"n_averaged": torch.tensor(3), **average}}
+    model_ema = models.load_evaluated(args, model, state)
+    for net, is_average in ((model, False), (model_ema.module, True)):
+        expected = {name: (signs[name] if is_average else 1) * value for name, value in weights.items()}
+        found = net.state_dict()
+        assert_all_but(found, expected, *resized)
+        for name in resized:
+            torch.testing.assert_close(found[name], resize(name, expected[name], shapes[name]), rtol=0, atol=1e-6)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"--resume c.pth: made for images of another size; resized {resized[0]}")
+
+
+def test_train_and_the_tools_evaluate_a_checkpoint_at_another_size(tmp_path):
+    images = write_images(tmp_path / "images", {"train": [4, 4], "val": [2, 2]})
+    argv = ["--data-path", images, *SMALL, "--batch-size", 4, "--model", f"timm/{TIMMS}", "--model-kwargs", "depth=1"]
+    out = tmp_path / "out"
+    run_train(tmp_path, *argv, "--epochs", 1, "--model-ema", "--output-dir", out).check()
+    path = out / "checkpoint.pth"
+    argv = ["--data-path", images, "--device", "cpu", "--workers", 0, "--batch-size", 4, "--test-only"]
+    ran = run_train(tmp_path, *argv, "--resume", path, "--val-crop-size", 48).check()
+    said = "made for images of another size; resized pos_embed from (1, 5, 192) to (1, 10, 192)"
+    assert ran.output.count(f"--resume {path}: {said}") == ran.output.count("made for images") == 1
+    asked = ["--ema", "--val-split", "val", "--val-crop-size", 48]
+    by_weights = run_train(tmp_path, *argv, "--weights", path, *asked, "--model", f"timm/{TIMMS}", "--model-kwargs",
+                           "depth=1", "--val-resize-size", 32).check().output  # fmt: skip
+    (line,) = [line for line in ran.output.splitlines() if line.startswith("Test: EMA Acc@1")]
+    assert line.replace("EMA ", "") in by_weights
+    trained = open_trained(str(path), is_average=True, size=48)
+    assert trained.model.pos_embed.shape == (1, 10, 192)

@@ -10,6 +10,7 @@ import torch
 
 from monitoring import gauges
 from scripts import step_benchmark
+from tests.exports import run_tool
 from tests.ranks import REPOSITORY
 
 CPU = torch.device("cpu")
@@ -101,15 +102,15 @@ def test_loops_are_compared_on_real_processes(tmp_path):
     ("argv", "message"),
     [
         ("step --nproc 2", "--nproc 2 needs --compare ddp,deterministic"),
+        ("saving --every 3", "--every 3: expected 4 or more"),
         ("step --compare ddp", "--compare: ddp: expected two or more of ddp, deterministic"),
         ("step --compare ddp,fast", "--compare: ddp,fast: expected two or more of ddp, deterministic"),
     ],
 )
-def test_processes_and_ways_that_do_not_fit(argv, message):
-    command = [sys.executable, "-m", "scripts.benchmark", *argv.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr.splitlines()[-1]
+def test_processes_and_ways_that_do_not_fit(tmp_path, argv, message):
+    outcome, output = run_tool(tmp_path, "benchmark", *argv.split(), code=2)
+    assert output == ""
+    assert message in outcome.output.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -133,3 +134,21 @@ def test_peaks_are_of_known_devices_only():
     assert step_benchmark.peak_tflops(argparse.Namespace(amp=False), CPU) is None
     for peaks in gauges.PEAK_TFLOPS.values():
         assert peaks["float32"] < peaks["float16"]
+
+
+def test_steps_beside_a_save_are_measured_in_a_real_run(tmp_path):
+    path = tmp_path / "figures.json"
+    argv = "saving --model squeezenet1_1 --train-crop-size 32 --batch-size 2 --device cpu --every 4 --rounds 2".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.benchmark", *argv, "--json", str(path)],
+        capture_output=True, text=True, timeout=240, check=False, cwd=REPOSITORY,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(path.read_text())
+    assert [len(row) for row in figures["step_ratios"]] == [4, 4]
+    # The plain step is the median of the last half, here of two: their mean, which their ratios have as 1.
+    assert all(sum(row[2:]) == pytest.approx(2) for row in figures["step_ratios"])
+    costs = [plain * (sum(row) - 4) for plain, row in zip(figures["plain_s"], figures["step_ratios"], strict=True)]
+    assert figures["save_costs_s"] == pytest.approx(costs)
+    assert figures["ratios"]["saving_vs_plain"] == pytest.approx(sum(row[0] for row in figures["step_ratios"]) / 2)
+    assert done.stdout.startswith("2 saves of ")  # the run's own lines go elsewhere

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchvision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 import config
 import data
@@ -94,6 +94,23 @@ def test_a_temporary_file_that_is_a_link_is_not_written_through(folder, tmp_path
     assert folder.save(state_at(1)) is None
     assert mine.read_text() == "mine"
     assert folder.read("auto").state["step"] == 1
+
+
+def num_bytes_read():
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+@pytest.mark.parametrize("has_own_best", [False, True])
+def test_a_start_reads_each_checkpoint_once(folder, has_own_best):
+    best, more = {"metric": "val/acc1", "value": 1.0, "step": 1}, {"model": {"weight": torch.rand(1 << 18)}}
+    folder.save(state_at(1, best=best) | more, ["best"])
+    if has_own_best:
+        folder.save(state_at(2, best=best) | more)
+    size = (folder.folder / "best.pth").stat().st_size
+    files, before = CheckpointFolder(folder.folder), num_bytes_read()
+    found = files.read("auto")
+    files.open("auto", found, FixedRun(found.state["step"], best))
+    assert (num_bytes_read() - before) / size == pytest.approx(1 + has_own_best, abs=0.2)
 
 
 def test_a_start_without_overwrite_erases_no_state(tmp_path):
@@ -826,7 +843,7 @@ def recipe_state(argv):
     args.rank, args.gpu, args.distributed, args.world_size = 0, 0, False, 1
     args.global_batch_size = args.global_batch_size or args.batch_size
     args.num_shards = args.global_batch_size // args.batch_size
-    model = torchvision.models.shufflenet_v2_x0_5(num_classes=3)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
     args.layer_decay = args.layer_decay and None  # is about the layers of the recipe's own model
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     model(torch.zeros(2, 3, 32, 32)).sum().backward()

@@ -200,6 +200,7 @@ def test_checkpoints_that_cannot_be_averaged(evaluated, started, tmp_path):
         ([first, tmp_path / "classes.pth"], "is of other classes than"),
         ([first, tmp_path / "damaged.pth"], "is damaged or no checkpoint"),
         ([first, tmp_path / "missing.pth"], "missing.pth is no file"),
+        ([tmp_path / "gone", "--last", 2], "gone is no file; give checkpoints, or the folder of a run"),
         ([first, evaluated / "same.pth"], "is the same file as"),
         ([first, "--last", 2], "choose from the folder of a run"),
         ([evaluated], "with either --last N or --best N"),
@@ -295,6 +296,8 @@ def test_statistics_that_cannot_be_estimated(started, image_folder, tmp_path):
         ([checkpoint, *command, tmp_path / "none"], "is not a folder"),
         ([checkpoint, *command, image_folder, "--output", checkpoint], "a run's own checkpoints have such names"),
         ([checkpoint, *command, image_folder, "--device", "tpu"], "--device tpu"),
+        ([checkpoint, *command, image_folder, "--images", 1], "--images 1: Expected more than 1 value per channel"),
+        ([tmp_path, *command, image_folder], "is a folder; give a file in it"),
     ]:
         assert words in error_line(run(tmp_path, "reestimate_bn", *argv), "reestimate_bn")
     full = run(tmp_path, "reestimate_bn", checkpoint, *command, image_folder, largest_file=100_000)
@@ -349,10 +352,13 @@ def test_sweeps_that_cannot_be_made(started, image_folder, tmp_path):
         ([image_folder, "--picture", tmp_path / "a.txt"], "expected a name that ends in .pdf, .png, .svg"),
         ([image_folder, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder"),
         ([tmp_path / "other", "--crop", "32"], "has 4 classes, and the model 3"),
-        ([tmp_path / "renamed", "--crop", "32"], "such as class1b in place of class1"),
+        ([tmp_path / "renamed", "--crop", "32"], "class 1 is class1 in the checkpoint, class1b now"),
         ([tmp_path / "none"], "is not a folder"),
     ]:
         assert words in error_line(run(tmp_path, "tune_resize", *command, *argv), "tune_resize")
+    several = run_ranks(tool_rank, 2, "tune_resize", [*command, image_folder], log_folder=tmp_path, timeout_s=60)
+    assert 2 in several.codes, several.output  # the other one is ended with it
+    assert "2 processes were started, and this tool is one" in several.output
 
 
 def trained_net(build):
@@ -548,5 +554,5 @@ def test_a_sweep_for_whose_picture_there_is_no_room(started, image_folder, tmp_p
     argv = [started.out / "checkpoint.pth", "--data-path", image_folder, "--resize", "32", "--workers", 0]
     argv += ["--device", "cpu", "--picture", tmp_path / "sweep.png"]
     line = error_line(run(tmp_path, "tune_resize", *argv, largest_file=5000), "tune_resize")  # its log fits
-    assert "sweep.png cannot be written: File too large; name another file" in line
+    assert "sweep.png cannot be written: the ulimit -f, 0.0 MB, allows no file so large" in line
     assert not list(tmp_path.glob("sweep*"))

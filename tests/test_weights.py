@@ -2,6 +2,8 @@
 
 import argparse
 import hashlib
+import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -84,7 +86,8 @@ def test_files_of_other_scripts_give_the_models_own_weights(tmp_path, script, is
     other = small_model(5)
     other.load_state_dict(weights)
     assert "bare" in weights.kind or script not in ("torchvision", "timm") or "which --ema takes" in weights.kind
-    assert weights.kind.startswith("the raw weights of mnasnet0_5") == (script in list(SCRIPTS)[-3:])
+    name = "timm/mnasnet0_5" if script == "timm" else "mnasnet0_5"
+    assert weights.kind.startswith(f"the raw weights of {name}") == (script in list(SCRIPTS)[-3:])
 
 
 @pytest.mark.parametrize("script", ["torchvision", "timm"])
@@ -95,7 +98,7 @@ def test_averages_of_other_scripts_are_taken(tmp_path, script):
     parts = [net.state_dict()["layers.0.weight"] for net in (model, small_model(1))]
     torch.testing.assert_close(weights["layers.0.weight"], (parts[0] + parts[1]) / 2)
     assert list(weights) == list(model.state_dict())
-    assert weights.kind == "the average of mnasnet0_5"
+    assert weights.kind == f"the average of {'timm/' if script == 'timm' else ''}mnasnet0_5"
 
 
 def test_a_part_in_data_parallel_has_its_own_names(tmp_path):
@@ -283,3 +286,20 @@ def test_weights_are_stored_under_their_hash(tmp_path):
         utils.store_model_weights(model, tmp_path / "checkpoint.pth", "more")
     with pytest.raises(UserError, match="with one as `no`"):
         utils.store_model_weights(model, tmp_path / "checkpoint.pth", "no")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is empty"),
+        (b"hello\n", "not an archive of torch.save"),
+        (pickle.dumps([1], protocol=4), "not an archive of torch.save"),
+        (pickle.dumps(os.system, protocol=4), "a pickle that torch.save did not write"),
+        (pickle.dumps(os.system, protocol=0), "contains code"),
+    ],
+)
+def test_a_file_that_torch_never_wrote_is_refused_for_that_and_without_a_warning(tmp_path, content, reason):
+    (tmp_path / "w.pth").write_bytes(content)
+    with pytest.raises(UserError, match=reason):
+        load_weights(tmp_path / "w.pth")

@@ -1,16 +1,22 @@
-"""Weights as the Hugging Face hub has them: safetensors files, and names of the hub."""
+"""Weights of others: safetensors files, names of the Hugging Face hub, and checkpoints of timm's script."""
 
+import argparse
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.utils import CheckpointSaver, ModelEmaV3
 
+import config
+import models
 from checkpointing.weights import fetch_from_hub, load_weights
 from errors import UserError
+from scripts.trained import open_trained
 from tests.images import write_images
 from tests.ranks import REPOSITORY
 from tests.started import SMALL, refused, run_train
@@ -101,3 +107,63 @@ def test_a_name_without_its_parts_is_refused():
     for name in ("hf-hub:", "hf-hub:someone", "hf-hub:/x"):
         with pytest.raises(UserError, match="expected hf-hub:ORG/NAME"):
             fetch_from_hub(name)
+
+
+@pytest.fixture(params=["resnet18", "vit_tiny_patch16_224"])
+def timms(request, tmp_path):
+    """A checkpoint as timm's own saver writes it, of options as its script has them; its model and its average."""
+    torch.manual_seed(0)
+    kwargs = {"depth": 1} if "vit" in request.param else {}
+    model = timm.create_model(request.param, num_classes=3, **kwargs)
+    average = ModelEmaV3(model, decay=0.5)
+    with torch.no_grad():
+        for parameter in average.module.parameters():
+            parameter.mul_(0.5)
+    args = argparse.Namespace(
+        model=request.param, model_kwargs=kwargs, img_size=64 if "vit" not in request.param else None, input_size=None,
+        crop_pct=None, mean=None, std=None, interpolation="", gp=None, bn_eps=None, bn_momentum=None, opt="sgd",
+        num_classes=3, drop=0.0, amp=False,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    saver = CheckpointSaver(model, optimizer, args=args, model_ema=average, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(3, metric=60.0)
+    return SimpleNamespace(path=tmp_path / "last.pth.tar", model=model.eval(), average=average.module.eval(), args=args)
+
+
+def test_a_checkpoint_of_timms_script_is_of_timms_model(timms):
+    expected_config = timms.model.default_cfg
+    size = timms.args.img_size or expected_config["input_size"][-1]
+    image = torch.randn(2, 3, size, size)
+    for is_average, expected in ((False, timms.model), (True, timms.average)):
+        trained = open_trained(str(timms.path), is_average=is_average)
+        assert trained.args.model == f"timm/{timms.args.model}"
+        assert (trained.args.val_crop_size, trained.args.val_resize_size) == (
+            size,
+            int(size / expected_config["crop_pct"]),
+        )
+        assert trained.args.mean == list(expected_config["mean"])
+        assert trained.args.interpolation == expected_config["interpolation"]
+        assert torch.equal(trained.model(image), expected(image))
+    with pytest.raises(UserError, match=f"{timms.path.name} holds the raw weights of timm/{timms.args.model}"):
+        open_trained(str(timms.path), model="resnet18")
+
+
+def test_a_run_starts_from_a_checkpoint_of_timms_script(timms):
+    weights = load_weights(timms.path)
+    assert weights.kind == f"the raw weights of timm/{timms.args.model}, not their average, which --ema takes"
+    argv = ["--synthetic", "--model", f"timm/{timms.args.model}", "--weights", str(timms.path)]
+    argv += ["--model-kwargs", "depth=1"] if timms.args.model_kwargs else []
+    model = models.build_model(config.parse_args(argv), 3, load_weights(timms.path, is_average=True))
+    for name, value in timms.average.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_a_name_that_timms_models_do_not_have_is_asked_for(tmp_path):
+    """Without its options timm's saver writes the name of the class; its script takes models from elsewhere too."""
+    model = timm.create_model("test_resnet", num_classes=3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for args in (None, argparse.Namespace(model="hf-hub:timm/test_resnet.r160_in1k")):
+        CheckpointSaver(model, optimizer, args=args)._save(tmp_path / "w.pth", 0)
+        with pytest.raises(UserError, match="does not say of which model it is; give --model NAME"):
+            open_trained(str(tmp_path / "w.pth"))
+        assert open_trained(str(tmp_path / "w.pth"), model="timm/test_resnet").args.model == "timm/test_resnet"

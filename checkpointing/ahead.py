@@ -1,0 +1,44 @@
+"""Checkpoints that a thread reads while Python imports: a run that goes on with them waits for no disk then."""
+
+import os
+import threading
+from argparse import Namespace
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from files import open_regular
+from launch import read_launch
+
+
+def read_ahead(args: Namespace, folder: str) -> None:
+    """Begin to read the files that a resumed run verifies first, into the system's cache alone.
+
+    A copy in this process would live on in every loader process that is forked. `CheckpointFinder` decides which files
+    count, and says what is wrong with them.
+
+    Args:
+        args: the options of the command line.
+        folder: of the run.
+    """
+    if not args.resume or args.dry_run or read_launch().rank:
+        return
+    best = [Path(folder, "best.pth"), Path(folder, "best_ema.pth")]
+    threading.Thread(target=_read, args=(Path(folder), args.resume, best), daemon=True).start()
+
+
+def _read(folder: Path, resume: str, best: Iterable[Path]) -> None:
+    with suppress(OSError):
+        newest = Path(resume)
+        if resume == "auto":
+            newest = max(folder.glob("checkpoint-*.pth"), default=folder / "checkpoint.pth")
+        part, numbers = bytearray(1 << 22), set()
+        for path in filter(Path.exists, (newest, *best)):
+            file = open_regular(path, os.O_RDONLY, follows_links=True)
+            try:
+                number = os.fstat(file).st_ino  # several names may be one file
+                while number not in numbers and os.readv(file, [part]):
+                    pass
+                numbers.add(number)
+            finally:
+                os.close(file)
