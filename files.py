@@ -46,7 +46,7 @@ def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP and not follows_links:
             raise OSError(errno.ELOOP, "is a link, which is not followed", str(path)) from error
-        if error.errno == errno.ENXIO:  # a pipe that nobody reads
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # a pipe that nobody reads, a circle of links
             raise IsADirectoryError(errno.EISDIR, "is not a file", str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -162,7 +162,7 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
     """Return the result of `read`, tried three times.
 
     Raises:
-        FileNotFoundError: at once, as IsADirectoryError and NotADirectoryError.
+        FileNotFoundError: at once, as IsADirectoryError and NotADirectoryError; the last of a circle of links, too.
         StorageError: it failed each time. Not a reason to take an older file instead: that would lose work.
     """
     try:
@@ -170,6 +170,8 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
     except _NO_FILE:
         raise
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotADirectoryError(errno.ELOOP, "is a circle of links", str(path)) from error
         raise StorageError(
             f"{path} cannot be read: {error.strerror or error} (3 tries); nothing was changed, and an "
             "older checkpoint is not taken in its place; start again when the disk answers"

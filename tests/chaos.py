@@ -32,7 +32,7 @@ from tests.rounds import Rounds
 
 # BatchNorm, stochastic depth, momentum, average, mixing, erasing, clipping; 4 epochs of 3 steps on 29 images.
 OPTIONS = """
-    --model timm/test_resnet --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
+    --model timm/tiny_test --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
     --stochastic-depth 0.1 --random-erase 0.3 --mixup-alpha 0.2 --cutmix-alpha 1.0 --label-smoothing 0.1
     --model-ema --model-ema-steps 2 --model-ema-decay 0.9 --lr 0.05 --lr-warmup-epochs 1 --clip-grad-norm 1.0
     --epochs 4 --print-freq 2 --lr-scheduler cosineannealinglr --use-deterministic-algorithms --resume auto

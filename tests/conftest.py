@@ -52,12 +52,17 @@ def image_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def started(image_folder, tmp_path_factory):
     """A finished run of two epochs of three steps, and how to go on from it; to be copied, not written to."""
-    from tests.started import Started, run_train
+    from tests.started import Started
 
-    folder = tmp_path_factory.mktemp("started")
-    started = Started(image_folder, folder / "out")
-    run_train(folder, *started.argv, "--output-dir", started.out, "--epochs", 2).check()
-    return started
+    return Started(image_folder, tmp_path_factory.mktemp("started"))
+
+
+@pytest.fixture(scope="session")
+def started_anywhere(image_folder, tmp_path_factory):
+    """As `started`, of a larger model that a Python of its own knows, with checkpoints of 3 MB."""
+    from tests.started import SMALL_ANYWHERE, Started
+
+    return Started(image_folder, tmp_path_factory.mktemp("started-anywhere"), SMALL_ANYWHERE)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import importlib
 import io
 import itertools
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import resource
@@ -116,7 +117,9 @@ def run_ranks(
     start = time.monotonic()
     deadline = start + timeout_s
     strikes = sorted(strikes)
-    while any(process.is_alive() for process in processes):
+    while running := [process for process in processes if process.is_alive()]:
+        wake_s = min([deadline, *(start + after_s for after_s, _, _ in strikes[:1])])
+        multiprocessing.connection.wait([process.sentinel for process in running], max(wake_s - time.monotonic(), 0))
         while strikes and time.monotonic() - start > strikes[0][0]:
             _, rank, number = strikes.pop(0)
             if processes[rank].is_alive():
@@ -131,7 +134,6 @@ def run_ranks(
                 process.join(5)
                 process.kill()
             break
-        time.sleep(0.002)
     for process in processes:
         process.join()
     outcome = Outcome([process.exitcode for process in processes], [log.read_text() for log in logs])

@@ -26,6 +26,7 @@ def folders(tmp_path_factory):
     empty = write_images(root / "empty", {"train": [1, 1], "val": [1, 1]})
     (empty / "train" / "class2").mkdir()
     (root / "file").write_text("a file")
+    (root / "circle").symlink_to("circle")
     write_images(root / "empty_val", {"train": [1, 1]})
     (root / "empty_val" / "val").mkdir()
     torn = write_images(root / "torn_tar", {"val": [1, 1]})
@@ -54,6 +55,19 @@ CASES = {
         ["{root}/none.pth", "is not a file"],
     ),
     "truncated resume": (["--data-path", "{root}/good", "--resume", "{root}/file"], ["{root}/file", "damaged"]),
+    "a circle of links as checkpoint": (
+        ["--data-path", "{root}/good", "--resume", "{root}/circle"],
+        ["{root}/circle", "is not a file"],
+    ),
+    "a circle of links as weights": (
+        ["--data-path", "{root}/good", "--weights", "{root}/circle"],
+        ["{root}/circle", "is not a file"],
+    ),
+    "a circle of links as data": (["--data-path", "{root}/circle"], ["{root}/circle", "is not a folder"]),
+    "a circle of links as output": (
+        ["--data-path", "{root}/good", "--output-dir", "{root}/circle", "--batch-size", "4"],
+        ["{root}/circle"],
+    ),
     "unwritable output": (
         ["--data-path", "{root}/good", "--output-dir", "{root}/file/out", "--batch-size", "4"],
         ["cannot be written"],

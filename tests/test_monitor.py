@@ -29,7 +29,7 @@ from monitoring.monitor import MACHINE_FIELDS, Monitor, read_records
 from scripts.plot_curves import plot_curves
 from tests.endings import read_points
 from tests.ranks import REPOSITORY, run_ranks, tool_rank, train_rank
-from tests.started import SMALL, refused
+from tests.started import SMALL, SMALL_ANYWHERE, refused
 
 # 29 images in steps of 8: 3 steps an epoch, 12 in all; windows of 5 steps reach over the ends of epochs.
 ARGV = """
@@ -39,7 +39,7 @@ ARGV = """
 
 
 def train_in(folder, images, *argv, world_size=1, faults=()):
-    words = ["--data-path", images, "--output-dir", folder / "run", *SMALL, *ARGV, *argv]
+    words = ["--data-path", images, "--output-dir", folder / "run", *SMALL_ANYWHERE, *ARGV, *argv]
     return run_ranks(train_rank, world_size, [str(word) for word in words], list(faults), log_folder=folder)
 
 
@@ -341,7 +341,7 @@ def test_a_service_gets_each_record_once_over_a_kill_and_an_interruption(image_f
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / f"{name}.py").write_text(package)
     variables = {"SENT": str(tmp_path / "sent")}
-    argv = ["--data-path", image_folder, "--output-dir", tmp_path / "run", *SMALL, *ARGV, "--log-to", name]
+    argv = ["--data-path", image_folder, "--output-dir", tmp_path / "run", *SMALL_ANYWHERE, *ARGV, "--log-to", name]
     argv = [str(word) for word in [*argv, "--resume", "auto"]]
     # The kill comes two records after the last save, the signal between two steps.
     for faults, code in [

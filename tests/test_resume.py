@@ -353,7 +353,7 @@ def test_a_state_dict_is_no_checkpoint_and_the_message_names_weights(started, tm
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model", "shufflenet_v2_x1_0"], ["timm/test_resnet", "shufflenet_v2_x1_0"]),
+        (["--model", "shufflenet_v2_x1_0"], ["timm/tiny_test", "shufflenet_v2_x1_0"]),
         (["--batch-size", "4"], ["batch-size 8 in the checkpoint, 4 now", "batch-size cannot be changed"]),
         (["--global-batch-size", "16"], ["global-batch-size 8 in the checkpoint, 16 now", "cannot be changed"]),
         (["--opt", "adamw"], ["opt sgd in the checkpoint, adamw now", "opt cannot be changed"]),
@@ -583,7 +583,7 @@ def test_the_average_of_a_checkpoint_can_be_started_from(started, tmp_path):
     argv = ["--test-only", "--weights", out / "best_ema.pth"]
     raw = started.go_on(tmp_path, tmp_path / "a", *argv).check().output
     assert (
-        f"--weights {out / 'best_ema.pth'}: the raw weights of timm/test_resnet, not their average, which --ema takes"
+        f"--weights {out / 'best_ema.pth'}: the raw weights of timm/tiny_test, not their average, which --ema takes"
         in raw
     )
     average = started.go_on(tmp_path, tmp_path / "a", *argv, "--ema").check().output

@@ -22,7 +22,7 @@ from tests.runs import FixedRun
 
 # 29 images in 2 shards of 4: 3 steps an epoch, 6 in all; saved after the steps 2, 3, 3, 4, 6 and 6.
 OPTIONS = """
-    --model timm/test_resnet --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
+    --model timm/tiny_test --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
     --epochs 2 --print-freq 2 --lr 0.05 --model-ema --model-ema-steps 1 --use-deterministic-algorithms
     --batch-size 4 --global-batch-size 8 --checkpoint-steps 2 --resume auto
 """.split()

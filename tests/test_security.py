@@ -204,7 +204,7 @@ def test_no_image_starts_a_program(tmp_path, kind):
         "pack, skip": ([*packing, "--skip-bad"], [0], "1 left out"),
     }[kind]
     if kind == "evaluate":
-        model = timm.create_model("test_resnet", num_classes=2)
+        model = timm.create_model("tiny_test", num_classes=2)
         torch.save(model.state_dict(), tmp_path / "weights.pth")
     outcome = run_ranks(run_watched, 1, programs, kind.split(",")[0], list(map(str, argv)), log_folder=tmp_path)
     assert outcome.codes == codes, outcome.output

@@ -29,6 +29,12 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.fixture
+def started(started_anywhere):
+    """A run that each Python here, which is one of its own, can go on with."""
+    return started_anywhere
+
+
 def command(started, out, *extra):
     argv = [*started.argv, "--output-dir", out, "--epochs", 3, "--workers", 2, *extra]
     return [sys.executable, str(REPOSITORY / "train.py"), *map(str, argv)]

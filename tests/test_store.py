@@ -680,9 +680,9 @@ CAUSES = {"rlimit": "the ulimit -f, 1.0 MB, allows no file so large", "fsync": "
 
 @pytest.mark.parametrize("how", CAUSES)
 @pytest.mark.parametrize("number", [1, 2, 8])
-def test_a_full_disk_costs_nothing_but_the_save(started, tmp_path, how, number):
+def test_a_full_disk_costs_nothing_but_the_save(started_anywhere, tmp_path, how, number):
     out = tmp_path / "out"
-    argv = list(map(str, [*started.argv, "--output-dir", out, "--epochs", 2]))
+    argv = list(map(str, [*started_anywhere.argv, "--output-dir", out, "--epochs", 2]))
     outcome = run_ranks(broken_rank, 1, argv, how, [number], log_folder=tmp_path)
     safe = {1: "nothing in this folder", 2: "checkpoint-00000001.pth", 8: "checkpoint-00000006.pth"}[number]
     step = {1: 1, 2: 2, 8: 6}[number]
@@ -696,7 +696,7 @@ def test_a_full_disk_costs_nothing_but_the_save(started, tmp_path, how, number):
         assert CAUSES[how] in status["reason"]
         outcome = run_ranks(train_rank, 1, [*argv, "--resume", "auto"], log_folder=tmp_path)
     outcome.check()
-    assert differing_results(out, started.out) == []
+    assert differing_results(out, started_anywhere.out) == []
 
 
 def test_two_failing_saves_in_a_row_end_the_run_on_every_rank(started, tmp_path):

@@ -19,7 +19,7 @@ from errors import UserError
 from scripts.trained import open_trained
 from tests.images import write_images
 from tests.ranks import REPOSITORY
-from tests.started import SMALL, refused, run_train
+from tests.started import SMALL_ANYWHERE, refused, run_train
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_damaged_one_is_refused_in_one_line(model, tmp_path, damage):
 def test_a_run_starts_from_one(model, tmp_path):
     images = write_images(tmp_path / "images", {"train": [4, 4, 4], "val": [1, 1, 1]})
     save_file(model.state_dict(), tmp_path / "w.safetensors")
-    argv = ["--data-path", images, *SMALL, "--output-dir", tmp_path / "out"]
+    argv = ["--data-path", images, *SMALL_ANYWHERE, "--output-dir", tmp_path / "out"]
     weights = ["--weights", tmp_path / "w.safetensors"]
     ran = run_train(tmp_path, *argv, *weights, "--test-only").check()
     assert "w.safetensors: a bare state dict" in ran.output

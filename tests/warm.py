@@ -16,7 +16,7 @@ import config
 import models
 import train  # noqa: F401
 from monitoring import pictures
-from tests import runs, started
+from tests import runs, started, tiny  # noqa: F401
 
 # No pool of threads may exist when processes are forked.
 torch.set_num_threads(1)
