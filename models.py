@@ -263,10 +263,9 @@ def _set_rates(model: nn.Module, args: Any) -> None:
 def _build_timm(args: Any, num_classes: int) -> nn.Module:
     timm = require_timm("--model", args.model)
     name = args.model.removeprefix("timm/")
-    known = timm.list_models()
-    if name not in known:
+    if "." in name or not timm.is_model(name):
         # With the tag of weights, whose mean and size are then the config's.
-        known += timm.list_pretrained(f"{name.partition('.')[0]}.*") if "." in name else []
+        known = timm.list_models() + (timm.list_pretrained(f"{name.partition('.')[0]}.*") if "." in name else [])
         if name not in known:
             hint = did_you_mean(name, known, prefix="timm/")
             raise UserError(f"--model {args.model}: timm has no such model{hint}")

@@ -72,7 +72,8 @@ class CheckpointFinder:
 
     def is_elsewhere(self, resume: str) -> bool:
         """Tell whether `--resume` names a file outside this folder."""
-        return resume not in ("", "auto") and Path(os.path.realpath(resume)).parent != Path(os.path.realpath(self.folder))
+        real = os.path.realpath  # which a circle of links does not disturb
+        return resume not in ("", "auto") and os.path.dirname(real(resume)) != real(self.folder)
 
     def read(self, resume: str) -> Found | None:
         """Return the checkpoint that `--resume` means, verified, or None for a fresh start.

@@ -86,6 +86,8 @@ def _enter(target, environment: dict[str, str], log: str, arguments: tuple) -> N
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
+    # A rank's own children are started as everybody's are, and not by a second warm server.
+    multiprocessing.set_start_method(None, force=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.update(environment)
     target(*arguments)

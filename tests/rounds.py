@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,27 +31,27 @@ def spread(points: list, most: int | None) -> list:
     return [points[index * len(points) // most] for index in range(most)]
 
 
-def run_scenario(kind: str, scenario: Scenario, folder: Path, most: int | None, share: tuple[int, int]) -> Trial:
-    """Try the points of one scenario: every n-th from the k-th on, with share = (k, n)."""
-    find, try_point = KINDS[kind]
+def run_scenario(scenario: Scenario, folder: Path, most: dict[str, int | None], share: tuple[int, int]) -> Trial:
+    """Try the points of one scenario: every n-th of each kind from the k-th on, with share = (k, n)."""
     trial = Trial(scenario, folder)
-    points = find(trial)
-    for point in spread(points, most)[share[0] :: share[1]]:
-        try_point(trial, point)
+    for kind, most_of_kind in most.items():
+        find, try_point = KINDS[kind]
+        for point in spread(find(trial), most_of_kind)[share[0] :: share[1]]:
+            try_point(trial, point)
     return trial
 
 
 def _work(most: dict, scenarios: list[int], folder: str, share: tuple[int, int], result: str) -> None:
     """Do one worker's share, and write down what came of it; runs in a child of the warm server."""
     counts, problems = Counter(), []
-    for kind, most_of_kind in most.items():
-        start = time.monotonic()
-        for number in scenarios:
-            trial = run_scenario(kind, SCENARIOS[number], Path(folder) / kind / str(number), most_of_kind, share)
-            counts += trial.counts
-            problems += trial.problems
-            shutil.rmtree(trial.place.disk.parent)
-        print(f"{kind}: {counts[kind]} tried by worker {share[0]}, {time.monotonic() - start:.0f} s", flush=True)
+    start = time.monotonic()
+    for number in scenarios:
+        trial = run_scenario(SCENARIOS[number], Path(folder) / str(number), most, share)
+        counts += trial.counts
+        problems += trial.problems
+        shutil.rmtree(trial.place.disk.parent)
+        tried = ", ".join(f"{kind} {counts[kind]}" for kind in most)
+        print(f"{tried}: by worker {share[0]}, {time.monotonic() - start:.0f} s", flush=True)
     Path(result).write_bytes(pickle.dumps((counts, [tuple(problem) for problem in problems])))
 
 
@@ -61,16 +62,18 @@ class Rounds:
         most: by kind, how many points of a scenario to try, at equal distances; None for all.
         folder: an empty one.
         num_workers: processes.
-        only: only scenarios whose names hold this.
+        chosen: the numbers of the scenarios; None for all.
     """
 
-    def __init__(self, most: dict[str, int | None], folder: Path, num_workers: int = 2, only: str = "") -> None:
-        chosen = [number for number, scenario in enumerate(SCENARIOS) if only in scenario.name]
+    def __init__(
+        self, most: dict[str, int | None], folder: Path, num_workers: int = 2, chosen: Sequence[int] | None = None
+    ) -> None:
+        chosen = range(len(SCENARIOS)) if chosen is None else chosen
         folder.mkdir(exist_ok=True)
         self.results = [folder / f"result{index}" for index in range(num_workers)]
         self.workers = []
         for index, result in enumerate(self.results):
-            arguments = (most, chosen, str(folder / f"worker{index}"), (index, num_workers), str(result))
+            arguments = (most, list(chosen), str(folder / f"worker{index}"), (index, num_workers), str(result))
             self.workers.append(_context.Process(target=_work, args=arguments))
             self.workers[-1].start()
 
@@ -96,7 +99,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="rounds-") as folder:
-        counts, problems = Rounds({args.kind: args.most}, Path(folder), args.workers, args.only).finish()
+        chosen = [number for number, scenario in enumerate(SCENARIOS) if args.only in scenario.name]
+        counts, problems = Rounds({args.kind: args.most}, Path(folder), args.workers, chosen).finish()
     for problem in problems:
         print(problem)
     print(f"{args.kind}: {counts[args.kind]} tried, lost={counts['lost']}, {len(problems)} kinds of problems")

@@ -23,6 +23,7 @@ from run import BareRun, Run
 from sampler import TrainSampler, VirtualShards
 from tests.endings import differing
 from tests.runs import FLAG, Runs, assert_same, run_of
+from tests.tiny import Tiny
 
 CPU = torch.device("cpu")
 
@@ -275,9 +276,16 @@ def nothing():
     yield
 
 
+def tiny_model(args):
+    model = Tiny(10, depth=2)
+    if args.grad_checkpointing:
+        models.recompute_blocks(model, "Tiny")
+    return model
+
+
 def train_without_reads(args, tmp_path, criterion=None):
     """Run 13 real steps, with the run's hook, forbidding reads but where a line is due; return the steps watched."""
-    model = models.place_model(small_model(), args, CPU)
+    model = models.place_model(tiny_model(args), args, CPU)
     model_ema = models.build_ema(args, model)
     shards = VirtualShards(args.global_batch_size, args.num_shards)
     sampler = Listed(13 * args.global_batch_size, shards)

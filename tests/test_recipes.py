@@ -207,7 +207,8 @@ def test_the_list_of_recipes_fits_the_terminal_and_is_filtered(monkeypatch):
 
 def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
     out = tmp_path / "out"
-    argv = ["--recipe", "maxvit_t-v1", "--dry-run", "--output-dir", str(out), "--data-path", str(tmp_path / "none")]
+    argv = ["--recipe", "resnet18-v1", "--sync-bn", "--batch-size", "128", "--global-batch-size", "4096", "--dry-run"]
+    argv += ["--output-dir", str(out), "--data-path", str(tmp_path / "none")]
     outcome = run_ranks(train_rank, 1, argv, log_folder=tmp_path).check()
     assert "sync-bn = true" in outcome.output
     assert "global batch 4096 = 32 shards x 128 images" in outcome.output

@@ -1,4 +1,4 @@
-"""A model with one layer of each kind that a run can go wrong in: runs of it cost half of those of timm's smallest.
+"""A model with layers of each kind that a run can go wrong in: runs of it cost half of those of timm's smallest.
 
 Registered with timm, it is `timm/tiny_test` in every process that has imported this module: those that run tests, and
 the ranks that they fork.
@@ -10,19 +10,35 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 
 
+class Block(nn.Module):
+    """A residual branch, which may be left out."""
+
+    def __init__(self, drop_path_rate: float) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        self.drop_path = DropPath(drop_path_rate)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return image + self.drop_path(self.bn(self.conv(image)).relu())
+
+
 class Tiny(nn.Module):
-    """Convolutions, statistics, a branch that may be left out, dropout and a classifier: 1,082 numbers for 10 classes."""
+    """A stem, blocks, dropout and a classifier."""
 
     def __init__(
-        self, num_classes: int = 1000, in_chans: int = 3, drop_rate: float = 0.0, drop_path_rate: float = 0.0
+        self,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        depth: int = 1,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
         self.num_classes = num_classes
         self.conv1 = nn.Conv2d(in_chans, 8, 4, stride=4, bias=False)
         self.bn1 = nn.BatchNorm2d(8)
-        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(8)
-        self.drop_path = DropPath(drop_path_rate)
+        self.blocks = nn.Sequential(*(Block(drop_path_rate) for _ in range(depth)))
         self.dropout = nn.Dropout(drop_rate)
         self.fc = nn.Linear(8, num_classes)
 
@@ -30,8 +46,7 @@ class Tiny(nn.Module):
         return self.fc
 
     def forward(self, image: Tensor) -> Tensor:
-        features = self.bn1(self.conv1(image)).relu()
-        features = features + self.drop_path(self.bn2(self.conv2(features)).relu())
+        features = self.blocks(self.bn1(self.conv1(image)).relu())
         return self.fc(self.dropout(features.mean(dim=(2, 3))))
 
 
