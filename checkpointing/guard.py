@@ -51,16 +51,13 @@ def describe_revision(folder: Path) -> str | None:
 
     `git describe --dirty` would lock the index, and a kill would leave the lock behind.
     """
-    describe, status = ["describe", "--always", "--abbrev=40"], ["status", "--porcelain", "--untracked-files=no"]
-    options = {"cwd": folder, "capture_output": True, "text": True}
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        commit, changes = (
-            subprocess.run(["git", "--no-optional-locks", *words], check=False, **options).stdout
-            for words in (describe, status)
-        )
+        lines = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True).stdout.splitlines()
     except OSError:
         return None
-    return commit.strip() + ("-dirty" if changes else "") or None
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), None)
+    return commit and commit + "-dirty" * any(not line.startswith("# ") for line in lines)
 
 
 def _describe_machine(args: Any) -> dict[str, str]:

@@ -25,7 +25,7 @@ import torch
 
 from checkpointing.archive import load_checkpoint
 from errors import UserError
-from tests.endings import Ending, equal, flatten
+from tests.endings import Ending, equal, flatten, load_whole
 from tests.images import write_images
 from tests.ranks import run_ranks, train_rank
 from tests.rounds import Rounds
@@ -102,7 +102,7 @@ class Chaos:
         newest = -1
         for path in out.glob("checkpoint-*.pth"):
             try:
-                newest = max(newest, load_checkpoint(path, path.name)["step"])
+                newest = max(newest, load_whole(path)["step"])
             except UserError as error:
                 self.counts["lost"] += 1
                 self.problems.append(f"torn under its final name: {error}")

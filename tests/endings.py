@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import tomllib
+from collections import OrderedDict
 from collections.abc import Set
 from pathlib import Path
 
@@ -93,9 +94,26 @@ def differing_results(ours: Path, theirs: Path) -> list[str]:
     return [name for name in names if not equal(found[0].get(name, "nothing"), found[1].get(name, "nothing"))]
 
 
+_verified = OrderedDict()
+
+
+def load_whole(path: Path) -> dict:
+    """Return a verified checkpoint; one that was read before, and that nobody has touched since, from memory.
+
+    Its names are links of one file, and each restart of a run leaves most files as they were.
+    """
+    found = path.stat()
+    identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    if identity not in _verified:
+        _verified[identity] = load_checkpoint(path, path.name)
+        if len(_verified) > 32:
+            _verified.popitem(last=False)
+    return _verified[identity]
+
+
 def _step_of(path: Path) -> int | None:
     try:
-        return load_checkpoint(path, path.name)["step"]
+        return load_whole(path)["step"]
     except UserError:
         return None
 
@@ -103,7 +121,7 @@ def _step_of(path: Path) -> int | None:
 def _read_checkpoint(path: Path, left_out: Set[str]) -> dict:
     """Return the leaves of a checkpoint by their paths; of a file that is none, why."""
     try:
-        state = load_checkpoint(path, path.name)
+        state = load_whole(path)
     except UserError as error:  # damaged ones are set aside under their own names
         return {path.name: f"no checkpoint: {type(error).__name__}"}
     return flatten({key: value for key, value in state.items() if key not in _OF_THE_START | left_out}, path.name)

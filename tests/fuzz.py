@@ -633,7 +633,7 @@ class Watch:
             return
         if event in STARTS:
             words = arguments[1] if event == "subprocess.Popen" else arguments
-            is_revision = [*words][:2] == ["git", "--no-optional-locks"] and words[2] in ("describe", "status")
+            is_revision = [*words][:2] == ["git", "--no-optional-locks"] and words[2] == "status"
             if not is_revision and event != "os.fork":
                 self.found.append(f"started {words}")
         elif event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import timm
+import torch
 from torch import nn
 
+import config
 import files
+import models
 import run
 import train
 from checkpointing.checkpoint import RunState
@@ -54,6 +57,9 @@ def crash_test(pretrained: bool = False, num_classes: int = 1000, **options) -> 
 
 
 timm.models.register_model(crash_test)
+# As tests/warm.py does for the other models of the suite.
+with torch.random.fork_rng([]):
+    models.check_model(config.parse_args([*OPTIONS]))
 
 
 class Outcome(NamedTuple):

@@ -1,6 +1,7 @@
 """When a run is evaluated, on how many images at once, and when it ends because nothing gets better."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import data
 from run import Run, is_evaluated_after
 from tests.endings import differing_results, read_metrics
 from tests.runs import FLAG, Runs, assert_same
-from tests.started import Started, refused, run_train
+from tests.started import refused, run_train
 
 # Three classes: every evaluation has 100 % of Acc@5, and the first one stays the best.
 EARLY = ["--epochs", 9, "--early-stop", 2, "--best-metric", "acc5"]
@@ -103,7 +104,7 @@ def test_evaluations_are_counted_over_restarts(started, early, tmp_path, fault):
 
 
 def test_a_run_that_stopped_early_is_finished_and_goes_on_only_with_a_larger_number(started, early, tmp_path):
-    started_again = Started(started.argv[1], early / "out").copy(tmp_path / "out")
+    started_again = shutil.copytree(early / "out", tmp_path / "out", symlinks=True)
     before = (started_again / "metrics.jsonl").read_bytes()
     outcome = run_early(started, tmp_path, "--resume", "auto").check()
     assert "stopped early after step 9" in outcome.output
