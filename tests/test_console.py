@@ -20,7 +20,7 @@ import run
 from loading import progress
 from monitoring import console
 from tests.ranks import run_ranks, train_rank
-from tests.started import SMALL
+from tests.started import SMALL_ANYWHERE
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
@@ -163,7 +163,19 @@ class OnTerminals:
 
     def __init__(self, folder):
         self.out = folder / "runs" / "a"
-        argv = ["--synthetic", "240", *SMALL, "--batch-size", "8", "--epochs", "3", "--print-freq", "5", "--lr", "0.01"]
+        argv = [
+            "--synthetic",
+            "240",
+            *SMALL_ANYWHERE,
+            "--batch-size",
+            "8",
+            "--epochs",
+            "3",
+            "--print-freq",
+            "5",
+            "--lr",
+            "0.01",
+        ]
         argv += ["--output-dir", str(self.out), "--resume", "auto", "--model-ema"]
         stop = [(0, "run.Run.end_step", 41, "before", signal.SIGTERM)]
         self.first = self.train(folder, Terminal(80), argv, 70, stop)
