@@ -111,15 +111,15 @@ def test_an_evaluation_knows_no_teacher():
     assert not calls
 
 
-def test_a_compiled_student_is_taught_on_its_own_images(monkeypatch):
+def test_a_compiled_student_is_taught_on_its_own_images():
     torch.manual_seed(0)
     student, teacher = one_head(), one_head().eval()
     criterion = metrics.Distillation(nn.CrossEntropyLoss(), teacher, student)
     student.compile(backend="eager", dynamic=False)
     for number in range(3):
-        monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", number > 0)
         image, target = torch.randn(4, 3, 2, 2), torch.tensor([0, 1, 2, 3])
-        output = student(image)
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            output = student(image)
         expected = (nn.functional.cross_entropy(output, target)
                     + nn.functional.cross_entropy(output, teacher(image).argmax(1))) / 2  # fmt: skip
         torch.testing.assert_close(criterion(output, target), expected)
