@@ -56,16 +56,21 @@ code=$?
 trap '' USR1 TERM
 
 must_requeue() {
+    for ((attempt = 0; attempt < 10; attempt++)); do # on a node so busy that Slurm does not answer, too
+        job=$(scontrol --oneliner show job "$SLURM_JOB_ID") && break
+        sleep 1
+    done
     # Slurm ends a job that is cancelled, and requeues one that it preempts, by itself: then it runs no longer.
-    case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%T %r") in
-    RUNNING* | *TimeLimit) ;;
+    case $job in
+    *" JobState=RUNNING "* | *" Reason=TimeLimit "*) ;;
     *) return 1 ;;
     esac
     says requeue true && return
     # With a GraceTime it leaves the rest to this script, also where torchrun died before train.py could write anything.
-    [ "$(status)" = "$before" ] && scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'
+    [ "$(status)" = "$before" ] && [[ $job == *" PreemptTime="[0-9]* ]]
 }
 
 if says state '"finished"'; then exit 0; fi
 if must_requeue; then scontrol requeue "$SLURM_JOB_ID" && exit 0; fi
+echo "slurm.sh: not queued again: exit code $code; $(grep -o '\(JobState\|Reason\|PreemptTime\)=[^ ]*' <<<"$job" | tr '\n' ' ')" >&2
 exit $((code ? code : 1))

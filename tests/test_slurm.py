@@ -245,10 +245,12 @@ write() { echo "{\\"state\\": \\"$1\\", \\"requeue\\": $2}" > "$OUT/status.json"
 train() { trap 'write preempted true; exit 1' TERM; write running false; while true; do sleep 0.1; done; }
 [ -z "${SLURM_RESTART_COUNT:-}" ] || { write finished false; exit; }
 """
-# Stands before Slurm's own: on a busy node, SIGTERM reaches what the script runs after the step that it has ended.
-SQUEUE = f"""#!/bin/bash
+# Stands before Slurm's own: on a busy node, SIGTERM reaches what the script runs after the step that it has ended, and
+# Slurm may not answer at once.
+SCONTROL = f"""#!/bin/bash
 kill -TERM $$
-exec {shutil.which("squeue")} "$@"
+[ -e answered ] || {{ touch answered; exit 1; }}
+exec {shutil.which("scontrol")} "$@"
 """
 # What it does then, and how the job ends: state, restarts, exit code.
 JOBS = {
@@ -275,7 +277,7 @@ def ended(cluster, tmp_path_factory):
         (own / "out").mkdir(parents=True)
         # What an earlier job left.
         (own / "out" / "status.json").write_text('{"state": "preempted", "requeue": true, "earlier": 1}')
-        for program, text in {"torchrun": TORCHRUN + action, "squeue": SQUEUE}.items():
+        for program, text in {"torchrun": TORCHRUN + action, "scontrol": SCONTROL}.items():
             (own / program).write_text(text)
             (own / program).chmod(stat.S_IRWXU)
         options = (GRACEFUL if name[9:] else LOW) if name.startswith("preempted") else []
