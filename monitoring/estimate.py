@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
@@ -94,13 +95,23 @@ class StorageCount(TorchDispatchMode):
         self.now -= num_bytes
 
 
+class _WeightsOnMeta(TorchFunctionMode):
+    """Gives what layers make for their weights and statistics no memory, and leaves other tensors to be computed."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = {} if kwargs is None else kwargs
+        if function in (torch.empty, torch.zeros, torch.ones) and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
 def build_without_memory(args: Any, num_classes: int) -> nn.Module:
-    """Build the model on the meta device; the few that compute while they are built (RegNet), on the CPU."""
+    """Build the model on the meta device, also where a model computes while it is built (RegNet)."""
     try:
-        with torch.device("meta"):
-            return models.build_model(args, num_classes)
-    except NotImplementedError:
-        return models.build_model(args, num_classes)
+        with _WeightsOnMeta():
+            return models.build_model(args, num_classes).to("meta")
+    except RuntimeError:  # it computes with its weights
+        return models.build_model(args, num_classes).to("meta")
 
 
 def count_flops(args: Any, num_classes: int) -> int:
@@ -124,7 +135,7 @@ def _backward_flops(grad: Any, image: Any, weight: Any, *options: Any, out_shape
 
 def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) -> Needs:
     """Trace a step of so many images a shard on a device, which must be there, and allocate and compute nothing."""
-    model = build_without_memory(args, num_classes).to("meta")
+    model = build_without_memory(args, num_classes)
     with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # copies of a model look where its weights are
         model.to_empty(device=device)

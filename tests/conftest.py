@@ -8,15 +8,15 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-import torch
 
-from tests.images import write_images
-from tests.ranks import REPOSITORY
+# Nothing here imports torch at once: the process that hands tests out to others needs none of it.
+REPOSITORY = Path(__file__).parent.parent
 
 # The number of threads changes the order of sums, and so bits.
-torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_unconfigure():
@@ -29,10 +29,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
 
 
-def pytest_collection_finish():
-    """Leave imported modules and collected tests out of all searches for garbage, each of which walks them all."""
-    gc.collect()
+def pytest_collection():
+    """Look for no garbage in all that is imported, which stays: that would take a quarter of the time."""
+    gc.disable()
+
+
+def pytest_runtestloop():
+    """Leave imported modules and collected tests out of all searches for garbage from now on."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +51,8 @@ def own_print():
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
     """29 training and 7 validation images of three classes."""
+    from tests.images import write_images
+
     return write_images(tmp_path_factory.mktemp("images"), {"train": [11, 10, 8], "val": [3, 2, 2]})
 
 

@@ -9,8 +9,6 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from sklearn import calibration
-from sklearn.metrics import confusion_matrix, recall_score
 
 import data
 import sampler
@@ -38,6 +36,9 @@ def predictions(num_images=3000, num_classes=30, seed=0):
 
 
 def test_the_numbers_are_those_of_scikit_learn():
+    from sklearn import calibration
+    from sklearn.metrics import confusion_matrix, recall_score
+
     found = predictions()
     correct = found.predicted == found.target
 
