@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch
 from monitoring import gauges
 from scripts import step_benchmark
 from tests.exports import run_tool
-from tests.ranks import REPOSITORY
 
 CPU = torch.device("cpu")
 
@@ -84,18 +81,14 @@ def test_the_model_of_scaling_is_its_formula():
 def test_loops_are_compared_on_real_processes(tmp_path):
     path = tmp_path / "figures.json"
     argv = "step --model squeezenet1_1 --train-crop-size 32 --batch-size 2 --device cpu --steps 2 --rounds 3".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmark", *argv, "--nproc", "2", "--compare", "ddp,deterministic",
-         "--json", str(path)],
-        capture_output=True, text=True, timeout=240, check=False, cwd=REPOSITORY,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    more = ["--nproc", 2, "--compare", "ddp,deterministic", "--json", path]
+    _, output = run_tool(tmp_path, "benchmark", *argv, *more)
     figures = json.loads(path.read_text())
     rates = figures["rates"]
     pairs = sorted(ours / theirs for ours, theirs in zip(rates["deterministic"], rates["ddp"], strict=True))
     assert figures["ratios"] == {"deterministic_vs_ddp": pytest.approx(pairs[1])}
     assert figures["nproc"] == 2
-    assert "2 processes" in done.stdout
+    assert "2 processes" in output
 
 
 @pytest.mark.parametrize(
@@ -118,16 +111,12 @@ def test_processes_and_ways_that_do_not_fit(tmp_path, argv, message):
 def test_scaling_starts_real_processes(tmp_path):
     path = tmp_path / "figures.json"
     argv = "scaling --model squeezenet1_1 --train-crop-size 32 --batch-size 2 --device cpu --steps 2 --rounds 1".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmark", *argv, "--nproc", "1", "2", "--json", str(path)],
-        capture_output=True, text=True, timeout=240, check=False, cwd=REPOSITORY,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    _, output = run_tool(tmp_path, "benchmark", *argv, "--nproc", 1, 2, "--json", path)
     figures = json.loads(path.read_text())
     assert [row["nproc"] for row in figures["measured"]] == [1, 2]
     assert figures["measured"][0]["efficiency"] == 1.0
     assert [row["nproc"] for row in figures["predicted"]] == [4, 8, 16]
-    assert "ring" in done.stdout
+    assert "ring" in output
 
 
 def test_peaks_are_of_known_devices_only():
@@ -139,11 +128,7 @@ def test_peaks_are_of_known_devices_only():
 def test_steps_beside_a_save_are_measured_in_a_real_run(tmp_path):
     path = tmp_path / "figures.json"
     argv = "saving --model squeezenet1_1 --train-crop-size 32 --batch-size 2 --device cpu --every 4 --rounds 2".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmark", *argv, "--json", str(path)],
-        capture_output=True, text=True, timeout=240, check=False, cwd=REPOSITORY,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    _, output = run_tool(tmp_path, "benchmark", *argv, "--json", path)
     figures = json.loads(path.read_text())
     assert [len(row) for row in figures["step_ratios"]] == [4, 4]
     # The plain step is the median of the last half, here of two: their mean, which their ratios have as 1.
@@ -151,4 +136,4 @@ def test_steps_beside_a_save_are_measured_in_a_real_run(tmp_path):
     costs = [plain * (sum(row) - 4) for plain, row in zip(figures["plain_s"], figures["step_ratios"], strict=True)]
     assert figures["save_costs_s"] == pytest.approx(costs)
     assert figures["ratios"]["saving_vs_plain"] == pytest.approx(sum(row[0] for row in figures["step_ratios"]) / 2)
-    assert done.stdout.startswith("2 saves of ")  # the run's own lines go elsewhere
+    assert output.startswith("2 saves of ")  # the run's own lines go elsewhere

@@ -27,6 +27,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, W
 from torch.utils.data.dataloader import default_collate
 
 NUM_CLASSES = 6  # at least five, of which torchvision's accuracy takes the best
+MODEL = "shufflenet_v2_x0_5"  # with BatchNorm, and of few weights
 SIZES = ["--train-crop-size", "32", "--val-crop-size", "32", "--val-resize-size", "36"]
 OPTIONS = (
     "model batch_size epochs opt lr momentum weight_decay norm_weight_decay bias_weight_decay "
@@ -59,7 +60,7 @@ class Place:
         self.out = Path(out)
 
     def argv(self, name, *more):
-        argv = ["--data-path", str(self.images), "--model", "resnet18", "--device", "cpu", "--batch-size", "4"]
+        argv = ["--data-path", str(self.images), "--model", MODEL, "--device", "cpu", "--batch-size", "4"]
         argv += ["--epochs", "1", "--workers", "1", "--lr", "0.01", *SIZES, "--output-dir", str(self.out / name)]
         return [*argv, *map(str, more)]
 
@@ -147,7 +148,7 @@ def parser_is_a_parent(place):
 def checkpoint_of(folder):
     checkpoint = torch.load(folder / "checkpoint.pth", map_location="cpu", weights_only=True)
     names = ("model", "optimizer", "epoch", "args", "lr_scheduler", "model_ema")
-    model = torchvision.models.resnet18(num_classes=NUM_CLASSES)
+    model = torchvision.models.get_model(MODEL, num_classes=NUM_CLASSES)
     model.load_state_dict(checkpoint["model"])
     result = {"keys": [name for name in names if name in checkpoint], "epoch": checkpoint["epoch"]}
     if "model_ema" in checkpoint:
@@ -274,7 +275,7 @@ def loaders_of_other_kinds(place):
 
 def load_data_with_published_weights(place):
     """With which an evaluation takes the weights' own transform."""
-    dataset, dataset_test, *_ = place.load(weights="ResNet18_Weights.IMAGENET1K_V1", test_only=True)
+    dataset, dataset_test, *_ = place.load(model="resnet18", weights="ResNet18_Weights.IMAGENET1K_V1", test_only=True)
     return [len(dataset), shown(dataset_test[3][0])]
 
 

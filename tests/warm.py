@@ -20,7 +20,8 @@ import config
 import models
 import train  # noqa: F401
 from monitoring import pictures
-from tests import runs, started, tiny  # noqa: F401
+from scripts import benchmark, check, convert, evaluate, export, pack, predict, prepare  # noqa: F401
+from tests import images, runs, started, tiny  # noqa: F401
 
 # No pool of threads may exist when processes are forked.
 torch.set_num_threads(1)
