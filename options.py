@@ -163,8 +163,8 @@ OPTIONS = {
         ),
         Option(
             "--val-path", metavar="DIR", resume=FREE,
-            help="folder with one folder of validation images for each class, in place of the one in --data-path; or "
-            "without DIR itself, DIR.tar or its parts",
+            help="folder with one folder of validation images for each class, in place of the one in --data-path; "
+            "where there is no DIR, DIR.tar or its parts",
         ),
         Option(
             "--minival", metavar="FRACTION", type=float, resume="a position is counted in steps of the other images",
@@ -475,7 +475,7 @@ OPTIONS = {
         ),
         Option(
             "--clip-grad-norm", metavar="NORM", type=float, at_least=0, at_most=1e12,
-            help="scale gradients down whose norm is larger than this (default: no limit)",
+            help="scale the gradients down if their norm is larger than this (default: no limit)",
         ),
         Option(
             "--clip-agc", metavar="F", type=float, at_least=0, at_most=1e12,

@@ -4,11 +4,11 @@ What a child does to its disk is watched (tests/calls.py), and so is what it ann
 """
 
 import os
+import select
 import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -119,6 +119,7 @@ class Workplace:
         """
         self.log.unlink(missing_ok=True)
         sys.stdout.flush()
+        is_over, end = os.pipe()  # the other end of which only the child has, until it ends
         child = os.fork()
         if not child:
             try:
@@ -126,7 +127,9 @@ class Workplace:
                 self._run(command, trouble, counted, has_content, stop_at)
             finally:  # whatever happens, this process must not go on as the parent
                 os._exit(99)
-        code = _wait(child)
+        os.close(end)
+        code = _wait(child, is_over)
+        os.close(is_over)
         return Outcome(code, self.said.read_text(errors="replace"), read_log(self.log))
 
     def _run(self, command: list[str], trouble: Callable, counted: set, has_content: bool, stop_at) -> None:
@@ -145,19 +148,13 @@ class Workplace:
         train.cli()
 
 
-def _wait(child: int) -> int:
+def _wait(child: int, is_over: int) -> int:
     """Return what a child ended with; one that does not end is killed and counts as SIGALRM."""
-    deadline = time.monotonic() + TIMEOUT_S
-    pause_s = 0.001
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return -signal.SIGALRM
-        time.sleep(pause_s)
+    if not select.select([is_over], [], [], TIMEOUT_S)[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return -signal.SIGALRM
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _take_notes(watch: Watch, stop_at: tuple | None) -> None:
