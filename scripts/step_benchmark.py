@@ -651,5 +651,7 @@ def add_commands(commands: Any) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or not sys.argv[1].startswith("{"):
+        sys.exit("python -m scripts.benchmark starts this, with step, scaling or saving; see its --help")
     OPTIONS = argparse.Namespace(**json.loads(sys.argv[1]))
     compare_rank(OPTIONS) if OPTIONS.command == "step" else scaling_rank(OPTIONS)
