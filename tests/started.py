@@ -8,13 +8,16 @@ import shutil
 import torch
 
 from tests import tiny  # noqa: F401
-from tests.ranks import run_ranks, train_rank
+from tests.ranks import REPOSITORY, run_ranks, train_rank
 
 # The suite trains it 800 times. A Python that has not imported tests/tiny.py knows timm's smallest.
 SMALL = """
     --model timm/tiny_test --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
 """.split()
 SMALL_ANYWHERE = [*SMALL, "--model", "timm/test_resnet"]
+# One that needs no timm, whose import is a tenth of the start of such a Python.
+PLAIN = f"{REPOSITORY / 'tests' / 'plain.py'}:plain"
+SMALL_PLAIN = [*SMALL, "--model", PLAIN]
 
 
 def run_train(tmp_path, *argv, world_size=1, faults=()):

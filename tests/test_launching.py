@@ -16,7 +16,7 @@ import yaml  # timm and huggingface_hub bring it
 
 import config
 from tests.ranks import REPOSITORY
-from tests.started import SMALL_ANYWHERE
+from tests.started import SMALL_PLAIN
 
 PAGE = (REPOSITORY / "docs" / "launching.md").read_text()
 BASH = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
@@ -213,7 +213,7 @@ def test_the_image_trains_from_what_it_holds(image_folder, tmp_path):
         root / "scripts" / "container.sh",
         "--data-path",
         image_folder,
-        *SMALL_ANYWHERE,
+        *SMALL_PLAIN,
         "--batch-size",
         "8",
         "--epochs",

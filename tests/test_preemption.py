@@ -14,6 +14,7 @@ import torch
 from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
 from tests.endings import differing_results
 from tests.ranks import REPOSITORY, run_ranks, torchrun_environment, train_rank
+from tests.started import PLAIN
 
 # 29 images in 4 shards of 2: 3 steps an epoch, 6 in all; nothing is saved but at the ends of epochs.
 OPTIONS = """
@@ -21,7 +22,7 @@ OPTIONS = """
     --model-ema --model-ema-steps 1 --epochs 2 --print-freq 2 --lr 0.05 --mixup-alpha 0.2
     --use-deterministic-algorithms --batch-size 2 --global-batch-size 8 --resume auto
 """.split()
-ANYWHERE = ["--model", "timm/test_resnet"]  # which a Python of its own knows
+ANYWHERE = ["--model", PLAIN]  # which a Python of its own knows
 
 
 class Runs:

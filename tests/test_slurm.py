@@ -16,6 +16,7 @@ import pytest
 from checkpointing.preemption import end_with_parent
 from tests.endings import differing_results
 from tests.ranks import REPOSITORY, free_port, run_ranks, train_rank
+from tests.started import PLAIN
 
 DAEMONS = ["munged", "slurmctld", "slurmd"]
 # CI must not pass without it; who has it not may still run the other tests.
@@ -28,8 +29,8 @@ pytestmark = [
 ]
 
 # 29 images in 4 shards of 2: 3 steps an epoch, 12 in all; nothing is saved but at the ends of epochs.
-OPTIONS = """
-    --model timm/test_resnet --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
+OPTIONS = f"""
+    --model {PLAIN} --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
     --model-ema --model-ema-steps 1 --epochs 4 --print-freq 2 --lr 0.05 --mixup-alpha 0.2
     --use-deterministic-algorithms --batch-size 2 --global-batch-size 8 --resume auto
 """.split()

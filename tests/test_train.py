@@ -27,7 +27,7 @@ import utils
 from checkpointing.archive import load_checkpoint
 from errors import UserError
 from tests.ranks import REPOSITORY, run_ranks, slurm_environment, train_rank
-from tests.started import SMALL, SMALL_ANYWHERE
+from tests.started import SMALL, SMALL_PLAIN
 
 
 class Scorer(nn.Module):
@@ -162,7 +162,7 @@ def test_only_shard_0_moves_the_buffers():
 def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_folder, tmp_path, torchrun):
     out = tmp_path / "out"
     done = torchrun(
-        2, "--data-path", image_folder, "--output-dir", out, *SMALL_ANYWHERE, "--batch-size", 4, "--epochs", 2,
+        2, "--data-path", image_folder, "--output-dir", out, *SMALL_PLAIN, "--batch-size", 4, "--epochs", 2,
         "--workers", 2, "--print-freq", 1, "--model-ema",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
