@@ -165,10 +165,36 @@ def run_check(world_size: int, check, log_folder: Path, *arguments) -> Outcome:
     return run_ranks(in_group, world_size, check, *arguments, timeout_s=60, log_folder=log_folder).check()
 
 
-def module_rank(name: str, argv: list[str]) -> None:
-    """Run a module as `python -m` does."""
-    sys.argv = [name, *argv]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+def module_rank(
+    name: str | Path,
+    argv: list,
+    prepare: tuple = (),
+    stdin: str | Path | None = None,
+    stdout: str | Path | None = None,
+) -> None:
+    """Run a module as `python -m` does, or a script by its path, after a call in its process: (function, arguments...).
+
+    What a Python does while it starts and imports is not seen: all is imported. Without a file, the output is the log.
+    """
+    for number, path, flags in [(0, stdin, os.O_RDONLY), (1, stdout, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)]:
+        if path is not None:
+            os.dup2(os.open(path, flags), number)
+    if prepare:
+        prepare[0](*prepare[1:])
+    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), _open_output(1), _open_output(2)  # noqa: SIM115
+    sys.argv = [str(name), *map(str, argv)]
+    if isinstance(name, Path):
+        runpy.run_path(str(name), run_name="__main__")
+    else:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _open_output(number: int) -> io.TextIOWrapper:
+    """Open a standard file as Python does when it starts."""
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    file = open(number, "wb", buffering=0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115
+    encoding, errors = os.environ.get("PYTHONIOENCODING", "utf-8"), "backslashreplace" if number == 2 else "strict"
+    return io.TextIOWrapper(file, encoding, errors, line_buffering=number == 2, write_through=is_unbuffered)
 
 
 def tool_rank(

@@ -6,12 +6,14 @@ import json
 import mmap
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -21,7 +23,7 @@ from checkpointing.ahead import read_ahead
 from checkpointing.checkpoint import RunState
 from checkpointing.startup import Phases
 from checkpointing.status import StatusFile
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, module_rank, run_ranks, strike_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -36,14 +38,26 @@ def started(started_anywhere):
 
 
 def command(started, out, *extra):
+    return [sys.executable, str(REPOSITORY / "train.py"), *arguments(started, out, *extra)]
+
+
+def arguments(started, out, *extra):
     argv = [*started.argv, "--output-dir", out, "--epochs", 3, "--workers", 2, *extra]
-    return [sys.executable, str(REPOSITORY / "train.py"), *map(str, argv)]
+    return [str(word) for word in argv]
+
+
+def run_forked(started, out, *extra, prepare=(), **files):
+    """Run the script from its first line on in a process that has imported all already: a tenth of the time."""
+    return run_ranks(
+        partial(module_rank, REPOSITORY / "train.py", arguments(started, out, *extra), prepare, **files),
+        1, log_folder=out.parent,
+    )  # fmt: skip
 
 
 def start(started, out, *extra, **options):
     files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(
-        command(started, out, *extra), text=True, errors="replace", **files, env=ENVIRONMENT, **options
+        command(started, out, *extra), text=True, errors="replace", env=ENVIRONMENT, **{**files, **options}
     )
 
 
@@ -67,29 +81,31 @@ def check_preempted(started, out, number, delay_s):
     """Signal a run that goes on where one was killed, so many seconds after its start, and see how it ends."""
     started.copy(out)
     StatusFile(out, RunState(3, {}, {})).replace("running")  # as a killed run leaves it
-    process = start(started, out, "--resume", "auto")
+    process = start(started, out, "--resume", "auto", stderr=subprocess.PIPE)
     begin = time.monotonic()
     wait_for_handler(process.pid, signal.SIGHUP)
     time.sleep(max(0.0, begin + delay_s - time.monotonic()))
     process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert "Traceback" not in output
-    assert f"{number.name}: stopping" in output or read_status(out)["state"] == "finished", output
-    return output, read_status(out)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, output + errors
+    assert "Traceback" not in output + errors
+    assert f"{number.name}: stopping" in errors or read_status(out)["state"] == "finished", output + errors
+    return output, errors, read_status(out)
 
 
 @pytest.mark.parametrize(("number", "delay_s"), [(TERM, 0.0), (INT, 1.5)])
 def test_a_signal_while_python_imports_is_a_preemption_like_any_other(started, tmp_path, number, delay_s):
-    output, status = check_preempted(started, tmp_path / "out", number, delay_s)
+    output, errors, status = check_preempted(started, tmp_path / "out", number, delay_s)
     assert (status["state"], status["step"], status["requeue"]) == ("preempted", 6, True), output
+    # And no warning of anything that is imported.
+    assert re.fullmatch(f"{number.name}: stopping before the first step(; once more to stop at once)?\n", errors)
 
 
 @pytest.mark.slow
 def test_a_signal_at_any_moment_of_the_first_seconds_is_a_preemption(started, tmp_path):
     for tick in range(2, 81):
         out = tmp_path / f"out{tick}"
-        _, status = check_preempted(started, out, [TERM, INT, signal.SIGHUP, signal.SIGQUIT][tick % 4], tick / 20)
+        _, _, status = check_preempted(started, out, [TERM, INT, signal.SIGHUP, signal.SIGQUIT][tick % 4], tick / 20)
         assert status["state"] in ("preempted", "finished")
         shutil.rmtree(out)
 
@@ -129,12 +145,12 @@ def test_a_second_ctrl_c_while_python_imports_ends_it_with_one_line(started, tmp
 
 @pytest.mark.parametrize(("argv", "code"), [(["--test-only", "--resume", "auto"], -TERM), (["--epochs", "0"], 2)])
 def test_what_is_no_training_heeds_an_early_signal_in_its_own_way(started, tmp_path, argv, code):
-    process = start(started, tmp_path / "out", *argv)
-    wait_for_handler(process.pid, signal.SIGHUP)
-    process.send_signal(TERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == code, output
-    assert "Traceback" not in output
+    """Sent before the command line is read, of which the script makes nothing yet."""
+    strike = (strike_at, "config.read_command_line", 1, "before", TERM)
+    outcome = run_forked(started, tmp_path / "out", *argv, prepare=strike)
+    assert outcome.codes == [code], outcome.output
+    assert "SIGTERM: stopping before the first step" in outcome.output
+    assert "Traceback" not in outcome.output
 
 
 @pytest.mark.parametrize(
@@ -163,29 +179,41 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(argv, code, wor
     assert words in (said[0] if code else outcome.stdout)
 
 
-def test_importing_train_handles_no_signal():
-    code = "import signal, sys, train; print(signal.getsignal(15) is signal.SIG_DFL, sys.excepthook.__module__)"
-    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True)
-    assert outcome.stdout == "True sys\n"
+def show_handlers():
+    print(signal.getsignal(TERM) is signal.SIG_DFL, sys.excepthook.__module__)
 
 
-def shell(started, out, line, *extra, **environment):
+def test_importing_train_handles_no_signal(tmp_path):
+    assert run_ranks(show_handlers, 1, log_folder=tmp_path).check().output == "True sys\n"  # tests/warm.py imports it
+
+
+def shell(started, out, line, *extra):
     """Run the script from a shell line, in which "$@" is the command."""
     words = ["bash", "-c", line, "bash", *command(started, out, *extra)]
-    return subprocess.run(
-        words, capture_output=True, text=True, timeout=120, check=False, env={**ENVIRONMENT, **environment}
-    )
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
 
 
-@pytest.mark.parametrize(
-    "line", ['exec "$@" <&- >&- 2>&-', '"$@" | true; exit ${PIPESTATUS[0]}', 'exec "$@" > /dev/full']
-)
-def test_nobody_who_listens_is_no_reason_to_fail(started, tmp_path, line):
+def test_closed_standard_files_are_no_reason_to_fail(started, tmp_path):
+    """In a Python of its own: what it opens while it starts and imports would get their numbers."""
     out = started.copy(tmp_path / "out")
-    outcome = shell(started, out, line, "--resume", "auto")
+    outcome = shell(started, out, 'exec "$@" <&- >&- 2>&-', "--resume", "auto")
     assert outcome.returncode == 0, outcome.stderr
     assert read_status(out)["state"] == "finished"
     assert outcome.stderr == ""
+
+
+def write_to_nobody():
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(write, 1)
+
+
+@pytest.mark.parametrize("options", [{"prepare": (write_to_nobody,)}, {"stdout": "/dev/full"}], ids=["pipe", "full"])
+def test_nobody_who_listens_is_no_reason_to_fail(started, tmp_path, options):
+    out = started.copy(tmp_path / "out")
+    outcome = run_forked(started, out, "--resume", "auto", **options).check()
+    assert read_status(out)["state"] == "finished"
+    assert outcome.output == ""
 
 
 def test_a_name_that_the_terminal_cannot_show_is_shown_otherwise(started, tmp_path):
@@ -194,25 +222,56 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_otherwise(started, tmp_pa
         (images / split / "class0").rename(images / split / os.fsdecode(b"\xff\xe9"))
     (images / "train" / os.fsdecode(b"\xff\xe9") / "image000.jpg").write_bytes(b"no image")
     out = tmp_path / "r\xe9sultat"
-    bad = ["--data-path", images, "--bad-images", "skip"]
-    outcome = shell(started, out, 'exec "$@"', *bad, PYTHONIOENCODING="ascii")
-    assert outcome.returncode == 0, outcome.stderr
-    assert "1 image could not be read and had to be replaced" in outcome.stdout
-    assert r"\udcff\udce9" in outcome.stdout
-    assert r"r\xe9sultat" in outcome.stdout
+    run_forked(
+        started, out, "--data-path", images, "--bad-images", "skip", prepare=(speak_ascii,), stdout=tmp_path / "stdout"
+    ).check()
+    output = (tmp_path / "stdout").read_text("ascii")
+    assert "1 image could not be read and had to be replaced" in output
+    assert r"\udcff\udce9" in output
+    assert r"r\xe9sultat" in output
     assert read_status(out)["state"] == "finished"
 
 
-# The first of those that this process may use.
-ONE_CORE = "taskset -cp $(taskset -cp $$ | grep -o '[0-9]*' | sed -n 2p) $$ > /dev/null"
-# What bash sets or gives, the options, and what the one line says.
-LIMITS = {
+def speak_ascii():
+    os.environ["PYTHONIOENCODING"] = "ascii"
+
+
+def use_one_core():
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+
+
+def limit_memory(size):
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def check_refused(code, output, words):
+    assert code == 2, output
+    (error,) = [text for text in output.splitlines() if "error" in text]
+    assert error.startswith("train.py: error: ")
+    assert words in error
+    assert "Traceback" not in output
+
+
+# What bash sets, the options, and what the one line says.
+LIMITS_OF_IMPORTS = {
     "files": ("ulimit -n 32", ["--workers", 16], "Too many open files"),
     "memory": ("ulimit -v 2000000", [], "an import failed"),
-    "workers": (ONE_CORE, ["--workers", 1000], "--workers 1000: this process has 1 cores"),
-    "batch": (":", ["--batch-size", 1 << 24, "--train-crop-size", 16384], "more than this machine's memory"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS_OF_IMPORTS)
+def test_what_the_machine_does_not_give_the_imports_is_said_in_one_line(started, tmp_path, limit):
+    line, extra, words = LIMITS_OF_IMPORTS[limit]
+    outcome = shell(started, tmp_path / "out", f'{line}; exec "$@"', *extra)
+    check_refused(outcome.returncode, outcome.stdout + outcome.stderr, words)
+
+
+# What is set or given, the options, and what the one line says.
+LIMITS = {
+    "workers": ((use_one_core,), ["--workers", 1000], "--workers 1000: this process has 1 cores"),
+    "batch": ((), ["--batch-size", 1 << 24, "--train-crop-size", 16384], "more than this machine's memory"),
     "batches": (
-        "ulimit -v 16000000",
+        (limit_memory, 16_000_000 << 10),
         ["--workers", 64, "--prefetch-factor", 4096, "--train-crop-size", 1024],
         "no memory for",
     ),
@@ -221,23 +280,29 @@ LIMITS = {
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_what_the_machine_does_not_give_is_said_in_one_line(started, tmp_path, limit):
-    line, extra, words = LIMITS[limit]
-    outcome = shell(started, tmp_path / "out", f'{line}; exec "$@"', *extra)
-    assert outcome.returncode == 2, outcome.stdout + outcome.stderr
-    output = outcome.stdout + outcome.stderr
-    (error,) = [text for text in output.splitlines() if "error" in text]
-    assert error.startswith("train.py: error: ")
-    assert words in error
-    assert "Traceback" not in output
+    prepare, extra, words = LIMITS[limit]
+    outcome = run_forked(started, tmp_path / "out", *extra, prepare=prepare)
+    check_refused(outcome.codes[0], outcome.output, words)
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="sets a limit that root is free of")
+def allow_no_process():
+    """Limit the processes to this one, and be no longer free of the limit, as root and two capabilities make one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # the layout with 64 bits, and this process
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inherited; then their upper halves
+    assert libc.capget(header, sets) == 0
+    sets[0] &= ~(1 << 21 | 1 << 24)  # CAP_SYS_ADMIN and CAP_SYS_RESOURCE
+    os.setresuid(65534, 0, 0)
+    assert libc.capset(header, sets) == 0
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="sets a limit that root is free of")
 def test_no_more_processes_is_said_in_one_line(started, tmp_path):
-    line = "exec setpriv --ruid=65534 --bounding-set=-sys_resource,-sys_admin prlimit --nproc=1:1"
-    outcome = shell(started, tmp_path / "out", f'{line} "$@"')
-    assert outcome.returncode == 2, outcome.stderr
-    assert outcome.stderr.count("train.py: error: cannot start 2 loader processes") == 1
-    assert "Traceback" not in outcome.stderr
+    outcome = run_forked(started, tmp_path / "out", prepare=(allow_no_process,), stdout=tmp_path / "stdout")
+    assert outcome.codes == [2], outcome.output
+    assert outcome.output.count("train.py: error: cannot start 2 loader processes") == 1
+    assert "Traceback" not in outcome.output
 
 
 def test_garbage_is_looked_for_again_once_all_is_imported():
