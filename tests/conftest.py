@@ -73,16 +73,17 @@ def started_anywhere(image_folder, tmp_path_factory):
 
 
 @pytest.fixture
-def torchrun():
+def torchrun(tmp_path):
     """Return a function that runs train.py under the real torchrun and returns the finished process."""
+    from tests.ranks import start_torchrun
 
     def run(nproc: int, *argv: str, timeout_s: float = 240) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-        command += [str(REPOSITORY / "train.py"), *map(str, argv)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=REPOSITORY, env=environment
-        )
+        stdout, stderr = tmp_path / "torchrun.out", tmp_path / "torchrun.err"
+        agent = start_torchrun(nproc, REPOSITORY / "train.py", *argv, log=stderr, stdout=stdout)
+        agent.join(timeout_s)
+        if agent.exitcode is None:
+            agent.kill()  # its ranks end with it
+        return subprocess.CompletedProcess(argv, agent.exitcode, stdout.read_text(), stderr.read_text())
 
     return run
 

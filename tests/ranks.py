@@ -189,6 +189,15 @@ def module_rank(
         runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def start_torchrun(nproc: int, *argv, log: Path, stdout: Path | None = None) -> multiprocessing.Process:
+    """Start torchrun, all of whose imports are there; the processes that it starts are Pythons of their own."""
+    words = ["--standalone", f"--nproc_per_node={nproc}", *argv]
+    arguments = ("torch.distributed.run", words, (), None, stdout)
+    agent = _context.Process(target=_enter, args=(module_rank, dict(os.environ), str(log), arguments))
+    agent.start()
+    return agent
+
+
 def _open_output(number: int) -> io.TextIOWrapper:
     """Open a standard file as Python does when it starts."""
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))

@@ -197,5 +197,5 @@ def test_a_command_that_torchrun_starts_again_is_refused_each_time_and_at_once(f
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     done = torchrun(2, "--data-path", str(folders / "only_train"))
     assert done.stderr.count("train.py: error: --data-path") == 3, done.stderr
-    assert len(re.findall(r"\|\s+torch$", done.stderr, flags=re.M)) == 1  # torchrun's own import
+    assert not re.search(r"\|\s+torch$", done.stderr, flags=re.M)
     assert len(re.findall(r"\|\s+config$", done.stderr, flags=re.M)) >= 3

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
 from tests.endings import differing_results
-from tests.ranks import REPOSITORY, run_ranks, torchrun_environment, train_rank
+from tests.ranks import REPOSITORY, run_ranks, start_torchrun, torchrun_environment, train_rank
 from tests.started import PLAIN
 
 # 29 images in 4 shards of 2: 3 steps an epoch, 6 in all; nothing is saved but at the ends of epochs.
@@ -395,12 +394,9 @@ def wait_for(condition, timeout_s=90):
         time.sleep(0.1)
 
 
-def start_torchrun(runs, name, *extra, options=()):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
-    command += [str(REPOSITORY / "train.py"), *runs.argv(name, *ANYWHERE, *extra)]
-    log = open(runs.folder / f"{name}.log", "w")  # noqa: SIM115
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    runs.agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=REPOSITORY))
+def start_agent(runs, name, *extra, options=()):
+    command = [*options, REPOSITORY / "train.py", *runs.argv(name, *ANYWHERE, *extra)]
+    runs.agents.append(start_torchrun(2, *command, log=runs.folder / f"{name}.log"))
     return runs.agents[-1]
 
 
@@ -414,11 +410,11 @@ LONG = ["--epochs", 200, "--print-freq", 1, "--workers", 2]
 def test_a_torchrun_that_is_ended_leaves_a_saved_run_and_no_process(runs, number):
     """SIGTERM to the agent, which tells every process of its group; SIGKILL, of which the kernel tells the ranks."""
     name = f"agent-{number}"
-    agent = start_torchrun(runs, name, *LONG)
+    agent = start_agent(runs, name, *LONG)
     metrics = runs.folder / name / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)
-    agent.send_signal(number)
-    agent.wait(60)
+    os.kill(agent.pid, number)
+    agent.join(60)
     wait_for(lambda: not left_running(runs.folder / name), 30)
     status = runs.status(name)
     assert status["state"] == "preempted", (runs.folder / f"{name}.log").read_text()
@@ -430,12 +426,13 @@ def test_a_torchrun_that_is_ended_leaves_a_saved_run_and_no_process(runs, number
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been(runs):
-    agent = start_torchrun(runs, "elastic", "--checkpoint-steps", 1, "--resume", "", options=["--max-restarts=2"])
+    agent = start_agent(runs, "elastic", "--checkpoint-steps", 1, "--resume", "", options=["--max-restarts=2"])
     out = runs.folder / "elastic"
     wait_for(lambda: list(out.glob("checkpoint-0*.pth")))
     ranks = [process for process in left_running(out) if process != agent.pid]
     os.kill(max(ranks), signal.SIGKILL)
-    assert agent.wait(120) == 0, (runs.folder / "elastic.log").read_text()
+    agent.join(120)
+    assert agent.exitcode == 0, (runs.folder / "elastic.log").read_text()
     assert "going on from the newest checkpoint" in (runs.folder / "elastic.log").read_text()
     runs.run("undisturbed-anywhere", 1, *ANYWHERE).check()
     runs.check_same("elastic", "undisturbed-anywhere")
