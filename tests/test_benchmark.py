@@ -2,20 +2,18 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
-from tests.ranks import REPOSITORY, module_rank, run_ranks
+from tests.ranks import module_rank, run_ranks
 
 
-def run(tmp_path, *argv):
-    return run_ranks(module_rank, 1, "scripts.benchmark", ["loader", *argv], log_folder=tmp_path)
+def run(tmp_path, *argv, stdout=None):
+    return run_ranks(module_rank, 1, "scripts.benchmark", ["loader", *argv], (), None, stdout, log_folder=tmp_path)
 
 
 def test_the_loader_benchmark_writes_every_figure(image_folder, tmp_path):
-    command = [sys.executable, "-m", "scripts.benchmark", "loader", "--data-path", str(image_folder), "--workers", "1"]
-    command += ["--pack", f"copy={image_folder}", "--rounds", "1", "--batch-size", "8", "--json", str(tmp_path / "f")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=REPOSITORY)
+    argv = ["--data-path", image_folder, "--workers", 1, "--pack", f"copy={image_folder}", "--rounds", 1]
+    argv += ["--batch-size", 8, "--json", tmp_path / "f"]
+    errors = run(tmp_path, *argv, stdout=tmp_path / "stdout").check().output
     figures = json.loads((tmp_path / "f").read_text())
     decoders = ["pillow", "torchcodec"] if importlib.util.find_spec("torchcodec") else ["pillow"]
     names = {f"{folder}, {decoder}" for folder in ("raw", "copy") for decoder in decoders}
@@ -31,8 +29,8 @@ def test_the_loader_benchmark_writes_every_figure(image_folder, tmp_path):
     for splits in figures["pixel_difference"].values():
         # The images are enlarged, on which two roundings may add up.
         assert all(one["mean"] < 0.3 and one["max"] <= 2 for one in splits.values())
-    assert f"recommended: {figures['recommendation']}" in done.stdout
-    assert "Corrupt JPEG" not in done.stderr
+    assert f"recommended: {figures['recommendation']}" in (tmp_path / "stdout").read_text()
+    assert "Corrupt JPEG" not in errors
 
 
 def test_a_pack_is_given_with_a_name(tmp_path):

@@ -1,5 +1,6 @@
 """decode.py and the fast way of the presets: Pillow's pixels of a box, whatever the file."""
 
+import ctypes
 import importlib.util
 import io
 import os
@@ -14,6 +15,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 from torchvision.transforms import InterpolationMode
 
 from errors import BadImageError, UserError
@@ -21,7 +23,7 @@ from loading import decode
 from loading.decode import ImageFile, PillowDecoder, cut_rows, read_frame, shorten
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from tests.images import FILES, ROWS, encoded, picture
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, run_ranks
 
 has_torchcodec = pytest.mark.skipif(importlib.util.find_spec("torchcodec") is None, reason="needs torchcodec")
 
@@ -324,7 +326,7 @@ def test_short_memory_is_never_taken_for_damage(tmp_path):
     image.save(tmp_path / "progressive.jpg", progressive=True)
     image.save(tmp_path / "lossy.webp", method=0)
     image.save(tmp_path / "lossless.webp", method=0, lossless=True)
-    # One arena, in which no room is left over that the limit does not see.
+    # In a Python of its own, of one arena: what is free in a fork's memory, the limit would not see.
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", LITTLE_MEMORY, *map(str, tmp_path.iterdir())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
@@ -350,31 +352,32 @@ def test_torchcodec_is_within_one_grey_level_of_pillow(kind):
                 assert difference.max() <= 1
 
 
-SILENT = """
-import ctypes, os, sys
-from torch.utils.data import DataLoader
-from loading import decode
-payload = open(sys.argv[1], "rb").read()
-file = decode.ImageFile(payload, decode.DECODERS["torchcodec"]())
 class Heights:
+    """Images of one file, each a line higher than the last, and a line on standard error for each."""
+
+    def __init__(self, path):
+        self.file = decode.ImageFile(path.read_bytes(), decode.DECODERS["torchcodec"]())
+
     def __len__(self):
         return 100
+
     def __getitem__(self, number):
-        file.decode(0, 0, number + 1, 150)
+        self.file.decode(0, 0, number + 1, 150)
         os.write(2, b"seen" + os.linesep.encode())
         return number
-assert [int(number) for number in DataLoader(Heights(), batch_size=None, num_workers=1)] == list(range(100))
-ctypes.CDLL(None).perror(b"later")
-"""
+
+
+def decode_in_a_loader_process(path):
+    loader = DataLoader(Heights(path), batch_size=None, num_workers=1)
+    assert [int(number) for number in loader] == list(range(100))
+    ctypes.CDLL(None).perror(b"later")
 
 
 @has_torchcodec
 def test_decoding_in_a_loader_process_prints_nothing_and_hides_nothing_elsewhere(tmp_path):
     path = tmp_path / "image.jpg"
     path.write_bytes(FILES["4:2:0"])
-    command = [sys.executable, "-c", SILENT, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=REPOSITORY)
-    lines = done.stderr.splitlines()
+    lines = run_ranks(decode_in_a_loader_process, 1, path, log_folder=tmp_path).check().output.splitlines()
     assert lines[:-1] == ["seen"] * 100
     assert lines[-1].startswith("later")
 

@@ -3,7 +3,7 @@
 import io
 import os
 import subprocess
-import sys
+import warnings
 import zipfile
 
 import pytest
@@ -18,20 +18,16 @@ from checkpointing.schema import FORMAT, check_schema
 from checkpointing.weights import load_weights
 from errors import UserError
 from tests import fuzz
-from tests.ranks import REPOSITORY
+from tests.ranks import module_rank, run_ranks
 from tests.runs import state_at
 from tests.started import refused, run_train
 
 
-def test_a_short_round_finds_nothing():
-    command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz", "--cases", "80", "--seed", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert "cases=80" in done.stdout
-    assert "wrong=0" in done.stdout
+def test_a_short_round_finds_nothing(tmp_path):
+    argv, quiet = ["--cases", 80, "--seed", 1], (warnings.simplefilter, "ignore")
+    done = run_ranks(module_rank, 1, "tests.fuzz", argv, quiet, log_folder=tmp_path).check()
+    assert "cases=80" in done.output
+    assert "wrong=0" in done.output
 
 
 def case_that_is_right(bench, folder, rng):

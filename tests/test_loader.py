@@ -1,5 +1,7 @@
 """loader.py: the samples in the sampler's order, whoever loads them, and memory that is used again."""
 
+import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -14,7 +16,7 @@ from torch.utils.data import Dataset
 from checkpointing.preemption import start_worker
 from errors import ImageError, LimitError, UserError
 from loading.loader import BatchLoader, check_workers, collate
-from tests.ranks import REPOSITORY
+from tests.ranks import run_ranks
 
 
 class Numbers(Dataset):
@@ -147,22 +149,25 @@ class Large(Dataset):
 
 def load_large():
     loader = BatchLoader(Large(), Keys(3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
+    refusal = ""
     try:
         loader.start()
     except LimitError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        refusal = f"{type(error).__name__}: {error}"
+    if refusal:
+        sys.exit(refusal)  # after torch's complaint of its own half-made object, which is gone by now
     for image, label in loader:
         assert torch.equal(image.amax((1, 2, 3)), label.to(torch.uint8))
         print(label.tolist())
 
 
-def load_with_shared_memory_of(size):
+def load_with_shared_memory_of(size, stdout):
     """Load in a process whose /dev/shm is that small."""
-    command = f'mount -t tmpfs -o size={size} none /dev/shm && exec {sys.executable} -c "$0"'
-    return subprocess.run(
-        ["unshare", "-m", "sh", "-c", command, "from tests.test_loader import load_large; load_large()"],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+    assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", "/dev/shm"], check=True)
+    with open(stdout, "w") as file, contextlib.redirect_stdout(file):
+        load_large()
 
 
 HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(
@@ -171,16 +176,16 @@ HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, for a /dev/shm of its own")
-def test_batches_take_no_room_in_dev_shm():
-    done = load_with_shared_memory_of("1m")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split("\n") == ["[0, 1, 2]", "[3, 4, 5]", "[6]", ""]
+def test_batches_take_no_room_in_dev_shm(tmp_path):
+    done = run_ranks(load_with_shared_memory_of, 1, "1m", tmp_path / "stdout", log_folder=tmp_path)
+    assert (done.codes, done.output) == ([0], "")
+    assert (tmp_path / "stdout").read_text().split("\n") == ["[0, 1, 2]", "[3, 4, 5]", "[6]", ""]
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, for a /dev/shm of its own")
-def test_a_dev_shm_without_room_for_a_lock_is_one_line():
-    done = load_with_shared_memory_of("4k")
-    assert (done.returncode, done.stdout) == (1, "")
-    line = done.stderr.splitlines()[-1]  # torch complains of its own half-made object, where the process lives on
+def test_a_dev_shm_without_room_for_a_lock_is_one_line(tmp_path):
+    done = run_ranks(load_with_shared_memory_of, 1, "4k", tmp_path / "stdout", log_folder=tmp_path)
+    assert (done.codes, (tmp_path / "stdout").read_text()) == ([1], "")
+    line = done.output.splitlines()[-1]
     assert line.startswith("LimitError: cannot start 2 loader processes ([Errno 28] No space left on device)")
     assert line.endswith("the room in /dev/shm")

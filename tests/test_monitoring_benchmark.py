@@ -1,20 +1,17 @@
 """scripts/monitoring_benchmark.py: what it counts is all that surrounds a step, and all pictures of an evaluation."""
 
 import json
-import subprocess
-import sys
+import os
 
-from tests.ranks import REPOSITORY
+from tests.ranks import module_rank, run_ranks
 
 
 def test_costs_of_watching_are_measured(tmp_path):
-    path = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "scripts.benchmark", "monitoring", "--steps", "30", "--images", "700"]
-    done = subprocess.run(
-        [*command, "--json", str(path)], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
-        env={"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "here"
+    folder.mkdir()
+    path = folder / "figures.json"
+    argv = ["monitoring", "--steps", 30, "--images", 700, "--json", path]
+    run_ranks(module_rank, 1, "scripts.benchmark", argv, (os.chdir, folder), log_folder=tmp_path).check()
     figures = json.loads(path.read_text())
     step, evaluation = figures["step"], figures["evaluation"]
     assert 0 < step["median_s"] <= step["largest_s"]
@@ -24,4 +21,4 @@ def test_costs_of_watching_are_measured(tmp_path):
     assert figures["ratios"]["log_of_50_ms"] == step["log_s"] / 0.05
     assert evaluation["pictures"] == 4
     assert figures["evaluation_s"] == evaluation["observe_s"] + evaluation["draw_s"] > 0
-    assert sorted(tmp_path.iterdir()) == [path]  # the run's folder is gone
+    assert sorted(folder.iterdir()) == [path]  # the run's folder is gone

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import data
 from loading.decode import read_frame
 from tests.images import needs_jpegtran, write_images
 from tests.images import run_pack as run
-from tests.ranks import REPOSITORY, Outcome
+from tests.ranks import Outcome, module_rank, run_ranks
 
 
 def smooth_image(mode: str, size: tuple[int, int], seed: int = 0) -> Image.Image:
@@ -488,11 +487,11 @@ def test_verify_takes_an_index_for_no_part_of_the_pack_and_compares_the_names(sh
     assert f"{out}: the names of val are not those that were packed" in done.output.splitlines()
 
 
-def test_the_command_itself_runs_and_explains_itself():
-    command = [sys.executable, "-m", "scripts.pack", "--help"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
+def test_the_command_itself_runs_and_explains_itself(tmp_path):
+    stdout = tmp_path / "stdout"
+    run_ranks(module_rank, 1, "scripts.pack", ["--help"], (), None, stdout, log_folder=tmp_path).check()
     for word in ["--lossless", "--short-side", "--max-side", "--skip-bad", "tar xf", "examples:"]:
-        assert word in done.stdout
+        assert word in stdout.read_text()
 
 
 def test_a_shard_read_back_otherwise_than_written_is_not_kept(source):

@@ -5,8 +5,6 @@ import csv
 import io
 import json
 import os
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from PIL import Image
 
 from tests.exports import CLASSES, MODEL, plain_model, plain_probabilities, refused, run_tool, write_checkpoint
 from tests.images import write_images
-from tests.ranks import REPOSITORY, run_ranks, tool_rank
+from tests.ranks import module_rank, run_ranks, tool_rank
 
 # Of a probability: logits within 1e-4, of graphs; the same kernels in other batches, of weights.
 TOLERANCE = 1e-4
@@ -66,17 +64,18 @@ def test_average_and_raw_weights_are_told_apart(made, tmp_path):
     check(json.loads(output), plain_model(checkpoint, "model_ema"), paths_of(images))
 
 
-def test_json_stands_alone_on_standard_output(made):
-    """In a process as a user starts it: with the warnings of libraries, and paths that come from a pipe."""
+def test_json_stands_alone_on_standard_output(made, tmp_path):
+    """With the warnings of libraries, and paths that come from standard input."""
     _, out, images = made
-    command = [sys.executable, "-m", "scripts.predict", str(out / f"{MODEL}.pt2"), "-", "--json", "--topk", "2"]
     files = paths_of(images)[::-1]
-    done = subprocess.run(command, input="\n".join(files), cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    predictions = json.loads(done.stdout)
+    paths, stdout = tmp_path / "paths", tmp_path / "stdout"
+    paths.write_text("\n".join(files))
+    argv = [out / f"{MODEL}.pt2", "-", "--json", "--topk", 2]
+    done = run_ranks(module_rank, 1, "scripts.predict", argv, (), paths, stdout, log_folder=tmp_path).check()
+    predictions = json.loads(stdout.read_text())
     assert [each["file"] for each in predictions] == files
     assert [len(each["top"]) for each in predictions] == [2] * len(files)
-    assert all(line.startswith("predicting: ") for line in done.stderr.splitlines()), done.stderr
+    assert all(line.startswith("predicting: ") for line in done.output.splitlines()), done.output
 
 
 def predict_at_home(home, argv, stdout):

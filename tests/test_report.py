@@ -132,6 +132,7 @@ def test_damaged_lines_and_odd_files_are_passed_over(tmp_path):
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path):
+    # Of all tools this one alone is started as users do, in a Python of its own: it is among those that start fastest.
     command = [sys.executable, "-m", "scripts.report", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
     forked = run_ranks(tool_rank, 1, "report", [tmp_path / "missing"], log_folder=tmp_path)

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from checkpointing.weights import fetch_from_hub, load_weights
 from errors import UserError
 from scripts.trained import open_trained
 from tests.images import write_images
-from tests.ranks import REPOSITORY
+from tests.ranks import run_ranks
 from tests.started import SMALL_ANYWHERE, refused, run_train
 
 
@@ -69,22 +68,16 @@ def write_hub(folder, files):
         write(home / "snapshots" / ("1" * 40) / name)
 
 
-FETCH = """
-import sys
-from checkpointing.weights import fetch_from_hub, load_weights
-from errors import UserError
-try:
-    weights = load_weights(fetch_from_hub(sys.argv[1]), is_average=sys.argv[2] == "ema")
-    print(weights.kind, float(weights["weight"]))
-except UserError as error:
-    print("refused", error)
-"""
-
-
-def fetch(folder, name, kind="raw"):
-    environment = {**os.environ, "HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", FETCH, name, kind]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+def fetch_each(folder, names):
+    os.environ.update(HF_HUB_CACHE=str(folder), HF_HUB_OFFLINE="1")
+    for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]  # which has read the environment
+    for name, kind in names:
+        try:
+            weights = load_weights(fetch_from_hub(name), is_average=kind == "ema")
+            print(weights.kind, float(weights["weight"]))
+        except UserError as error:
+            print("refused", error)
 
 
 def test_a_name_of_the_hub_means_a_file_there(tmp_path):
@@ -96,11 +89,14 @@ def test_a_name_of_the_hub_means_a_file_there(tmp_path):
             "best.pth": lambda path: torch.save(checkpoint, path),
         },
     )
-    assert fetch(tmp_path, "hf-hub:someone/something") == "a bare state dict 3.0\n"
-    assert fetch(tmp_path, "hf-hub:someone/something/best.pth", "ema") == "the average 2.0\n"
-    missing = fetch(tmp_path, "hf-hub:someone/nothing")
+    names = [
+        ("hf-hub:someone/something", "raw"), ("hf-hub:someone/something/best.pth", "ema"),
+        ("hf-hub:someone/nothing", "raw"),
+    ]  # fmt: skip
+    ran = run_ranks(fetch_each, 1, tmp_path, names, log_folder=tmp_path).check()
+    whole, average, missing = ran.output.splitlines()
+    assert (whole, average) == ("a bare state dict 3.0", "the average 2.0")
     assert missing.startswith("refused --weights hf-hub:someone/nothing: cannot fetch model.safetensors: ")
-    assert missing.count("\n") == 1
 
 
 def test_a_name_without_its_parts_is_refused():
