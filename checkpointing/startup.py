@@ -1,6 +1,7 @@
 """Ahead of imports that take seconds: watch the signals, open standard files that are closed, begin to count time."""
 
 import gc
+import io
 import os
 import signal
 import sys
@@ -124,10 +125,14 @@ def _open_standard_files() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if stream.errors == "strict":  # and a path that it cannot encode would end the run
-            stream.reconfigure(errors="backslashreplace")
-        stream.reconfigure(line_buffering=True)  # a pipe would be given blocks
+    for number, name in [(1, "stdout"), (2, "stderr")]:
+        stream = getattr(sys, name)
+        # A path that it cannot encode would end the run.
+        errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+        # By lines, where a pipe would be given blocks, and with nothing below that keeps them: a line that nobody takes
+        # would be written again wherever a process is forked, and end the run there.
+        unbuffered = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        setattr(sys, name, io.TextIOWrapper(unbuffered, stream.encoding, errors, line_buffering=True))
 
 
 def _say_failed_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
