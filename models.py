@@ -19,6 +19,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError, counted, did_you_mean, in_one_line, require_timm
@@ -327,6 +328,25 @@ def _fitting_size(args: Any, split: str, size: int) -> str:
     return f"give one that it is made for, as --{split}-crop-size {native}"
 
 
+class _QuickShapes(TorchDispatchMode):
+    """Gives the shape of a normalised or activated tensor without memory, which is that of its input, at once.
+
+    torch would find it by a dozen operations in Python, which are most of the time of a pass. Sizes that do not fit are
+    left to it to refuse; batch norm looks for them before it comes here.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        ops = torch.ops.aten
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if function is ops.gelu.default:
+                return torch.empty_like(args[0])
+            if function is ops.native_batch_norm.default:
+                return torch.empty_like(args[0]), args[0].new_empty(0), args[0].new_empty(0)
+            if function is ops.native_layer_norm.default and args[0].shape[-len(args[1]) :] == tuple(args[1]):
+                return args[0].new_empty(args[0].shape), args[0].new_empty(0), args[0].new_empty(0)
+        return function(*args, **(kwargs or {}))
+
+
 def find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
     """Return why a model cannot take images of a shape, or None."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -335,7 +355,7 @@ def find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
         own = {name: tensor.detach().to(device) if device == "meta" else tensor.detach().clone()
                for name, tensor in state.items()}  # fmt: skip
         try:
-            with torch.no_grad(), torch.random.fork_rng([]):
+            with torch.no_grad(), torch.random.fork_rng([]), _QuickShapes():
                 torch.func.functional_call(model, own, torch.zeros(shape, device=device))
             return None
         except Exception as error:  # each layer has its own way to say so

@@ -100,6 +100,9 @@ class _WeightsOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = {} if kwargs is None else kwargs
+        filled = args[0] if args else kwargs.get("tensor")
+        if function in (Tensor.normal_, nn.init.normal_) and filled.is_meta:
+            return filled  # torch would take half a millisecond to find that out, for each layer
         if function in (torch.empty, torch.zeros, torch.ones) and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return function(*args, **kwargs)

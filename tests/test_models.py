@@ -122,6 +122,16 @@ def test_sizes_of_images_are_checked_once_for_the_same_options(monkeypatch):
     assert sizes == [224, 192]
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_norm_of_another_size_is_found_where_nothing_is_computed(norm, device):
+    model = nn.Sequential(nn.Flatten(), norm(3 * 32 * 32), nn.GELU()).to(device)
+    assert models.find_obstacle(model, (2, 3, 32, 32)) is None
+    assert str(3 * 32 * 32) in models.find_obstacle(model, (2, 3, 48, 48))
+    obstacle = models.find_obstacle(model, (1, 3, 32, 32))
+    assert obstacle is None if norm is nn.LayerNorm else "more than 1 value" in obstacle
+
+
 def test_unknown_weights_are_named_with_those_that_exist():
     args = config.parse_args(["--synthetic", "--model", "resnet50", "--weights", "IMAGENET1K_V3"])
     with pytest.raises(UserError, match="did you mean IMAGENET1K_V"):

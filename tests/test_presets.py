@@ -1,6 +1,7 @@
 """Pixels of the presets: torchvision's own, in every bit."""
 
 import io
+from functools import lru_cache
 
 import pytest
 import torch
@@ -210,28 +211,36 @@ def test_the_central_cut_is_torchvisions_whatever_is_left_undecoded(size, mode, 
         assert difference.mean() < 0.003
 
 
+@lru_cache(maxsize=1)  # the modes of a size follow one another
+def files_of_nearly(resize_size):
+    """Return (size, options, content) of files whose shorter side is within three pixels of a size."""
+    generator = torch.Generator().manual_seed(resize_size)
+    small = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=generator).numpy()
+    shorts = range(resize_size - 3, resize_size + 4)
+    sizes = [(short, long) for short in shorts for long in (short, short + 1, short * 4 // 3, short * 9 // 5)]
+    files = []
+    for number, (short, long) in enumerate(sizes):
+        options = [{}, {"progressive": True}, {"restart_marker_rows": 1}][number % 3]
+        for size in {(short, long), (long, short)}:
+            image = Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+            files.append((size, options, encoded(image, **options)))
+    return files
+
+
 @pytest.mark.parametrize("mode", ["BILINEAR", "BICUBIC"])
 @pytest.mark.parametrize(
     ("resize_size", "crop_size"), [(256, 224), (232, 224), (288, 288), (320, 299), (475, 456), (40, 32)]
 )
 def test_images_of_nearly_the_size_they_are_resized_to_are_torchvisions(resize_size, crop_size, mode):
-    generator = torch.Generator().manual_seed(resize_size)
-    small = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=generator).numpy()
     interpolation = InterpolationMode[mode]
     oracle = tv.Compose([tv.Resize(resize_size, interpolation), tv.CenterCrop(crop_size), tv.PILToTensor()])
     preset = presets.ClassificationPresetEval(crop_size=crop_size, resize_size=resize_size, interpolation=interpolation)
-    shorts = range(resize_size - 3, resize_size + 4)
-    sizes = [(short, long) for short in shorts for long in (short, short + 1, short * 4 // 3, short * 9 // 5)]
-    for number, (short, long) in enumerate(sizes):
-        options = [{}, {"progressive": True}, {"restart_marker_rows": 1}][number % 3]
-        for size in {(short, long), (long, short)}:
-            image = Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
-            payload = encoded(image, **options)
-            difference = (preset.load(payload).int() - oracle(Image.open(io.BytesIO(payload))).int()).abs()
-            # Both round twice, with weights of another precision: one pixel of a few 100,000 is off by two levels.
-            assert difference.max() <= 2, (size, options)
-            assert (difference > 1).sum() <= (1 if mode == "BILINEAR" else 50), (size, options)
-            assert difference.float().mean() < 0.05, (size, options)
+    for size, options, payload in files_of_nearly(resize_size):
+        difference = (preset.load(payload).int() - oracle(Image.open(io.BytesIO(payload))).int()).abs()
+        # Both round twice, with weights of another precision: one pixel of a few 100,000 is off by two levels.
+        assert difference.max() <= 2, (size, options)
+        assert (difference > 1).sum() <= (1 if mode == "BILINEAR" else 50), (size, options)
+        assert difference.float().mean() < 0.05, (size, options)
 
 
 def test_a_part_is_resized_alike_with_one_thread_and_with_more():

@@ -35,13 +35,17 @@ def assert_all_but(found, weights, *names):
         assert name in names or torch.equal(value, weights[name]), name
 
 
+@pytest.fixture(scope="module")
+def vit_weights():
+    return noisy(torchvision.models.VisionTransformer(64, 32, 12, 12, 768, 3072, num_classes=3))
+
+
 @pytest.mark.parametrize("size", [32, 96])
-def test_torchvisions_vit(size, capsys):
-    weights = noisy(torchvision.models.VisionTransformer(64, 32, 12, 12, 768, 3072, num_classes=3))
-    found = start("vit_b_32", size, dict(weights))
-    expected = interpolate_embeddings(size, 32, dict(weights))["encoder.pos_embedding"]
+def test_torchvisions_vit(size, vit_weights, capsys):
+    found = start("vit_b_32", size, dict(vit_weights))
+    expected = interpolate_embeddings(size, 32, dict(vit_weights))["encoder.pos_embedding"]
     assert torch.equal(found["encoder.pos_embedding"], expected)
-    assert_all_but(found, weights, "encoder.pos_embedding")
+    assert_all_but(found, vit_weights, "encoder.pos_embedding")
     num_positions = (size // 32) ** 2 + 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line == (
