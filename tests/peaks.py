@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import gc
 import io
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ def resolve(argv: Sequence[str]) -> config.Record:
 
 def measure(args: config.Record, num_steps: int = 2) -> int:
     """Return the bytes at the peak of some steps, from the allocator's own record of every allocation."""
+    gc.collect()  # what is older and freed meanwhile would count below nothing
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = models.place_model(models.build_model(args, CLASSES), args, CPU)
         model_ema = models.build_ema(args, model)
