@@ -186,6 +186,7 @@ def module_rank(
     if isinstance(name, Path):
         runpy.run_path(str(name), run_name="__main__")
     else:
+        sys.modules.pop(name, None)  # as it is not there yet where `python -m` runs it
         runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
