@@ -56,13 +56,14 @@ code=$?
 trap '' USR1 TERM
 
 must_requeue() {
-    for ((attempt = 0; attempt < 10; attempt++)); do # on a node so busy that Slurm does not answer, too
-        job=$(scontrol --oneliner show job "$SLURM_JOB_ID") && break
+    # A busy Slurm may not answer, and says SIGNALING for a moment of a job that runs, until its signal has arrived.
+    for ((attempt = 0; attempt < 10; attempt++)); do
+        job=$(scontrol --oneliner show job "$SLURM_JOB_ID") && [[ $job != *" JobState=SIGNALING "* ]] && break
         sleep 1
     done
     # Slurm ends a job that is cancelled, and requeues one that it preempts, by itself: then it runs no longer.
     case $job in
-    *" JobState=RUNNING "* | *" Reason=TimeLimit "*) ;;
+    *" JobState=RUNNING "* | *" JobState=SIGNALING "* | *" Reason=TimeLimit "*) ;;
     *) return 1 ;;
     esac
     says requeue true && return

@@ -247,10 +247,11 @@ train() { trap 'write preempted true; exit 1' TERM; write running false; while t
 [ -z "${SLURM_RESTART_COUNT:-}" ] || { write finished false; exit; }
 """
 # Stands before Slurm's own: on a busy node, SIGTERM reaches what the script runs after the step that it has ended, and
-# Slurm may not answer at once.
+# Slurm may not answer at once, nor say that the job runs.
 SCONTROL = f"""#!/bin/bash
 kill -TERM $$
 [ -e answered ] || {{ touch answered; exit 1; }}
+[ -e signaling ] || {{ touch signaling; {shutil.which("scontrol")} "$@" | sed s/=RUNNING/=SIGNALING/; exit; }}
 exec {shutil.which("scontrol")} "$@"
 """
 # What it does then, and how the job ends: state, restarts, exit code.
