@@ -116,5 +116,4 @@ def add_commands(commands: Any) -> None:
     command = commands.add_parser("monitoring", help="the cost of watching a run: a step, an evaluation's pictures")
     command.add_argument("--steps", metavar="N", type=int, default=1000, help="default: 1000")
     command.add_argument("--images", metavar="N", type=int, default=50_000, help="of the evaluation (default: 50000)")
-    command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     command.set_defaults(run=benchmark_monitoring)
