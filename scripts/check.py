@@ -5,6 +5,7 @@ import hashlib
 import os
 import shlex
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,13 +109,13 @@ def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
     return found
 
 
-def look_at_some(splits: dict[str, Source], task: tuple[str, list[int]]) -> list[Look]:
-    """Look at some images of a split, in a worker process."""
-    name, numbers = task
-    looks, index = [], splits[name]
-    for number in numbers:
+def look_at_some(splits: dict[str, Source], images: list[tuple[str, int]]) -> list[Look]:
+    """Look at some images, each the number of one in a split, in a worker process."""
+    looks = []
+    for split, number in images:
+        source = splits[split]
         try:
-            looks.append(look_at(index.name(number), with_retries(partial(index.read, number))))
+            looks.append(look_at(source.name(number), with_retries(partial(source.read, number))))
         except BadImageError as error:  # too many bytes
             looks.append(Look(0, 0, 0, (("not-an-image", str(error)),)))
         except (ImageError, MemoryError, OSError) as error:
@@ -124,11 +125,7 @@ def look_at_some(splits: dict[str, Source], task: tuple[str, list[int]]) -> list
 
 
 class Report:
-    """The findings, for people and for programs.
-
-    Args:
-        allowed: kinds of findings that do not make this data set unhealthy.
-    """
+    """The findings, for people and for programs; those of allowed kinds do not make the data set unhealthy."""
 
     def __init__(self, allowed: list[str]) -> None:
         self.allowed = allowed
@@ -234,29 +231,25 @@ def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Re
 
 def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int, report: Report) -> None:
     """Decode images, all or some of each split, and report their defects."""
-    chosen = {
-        name: numpy.linspace(0, len(index) - 1, min(sample or len(index), len(index)), dtype=int).tolist()
-        for name, index in splits.items()
-    }
-    tasks = [
-        (name, numbers[begin : begin + _IMAGES_PER_TASK])
-        for name, numbers in chosen.items()
-        for begin in range(0, len(numbers), _IMAGES_PER_TASK)
+    images = [
+        (name, number)
+        for name, source in splits.items()
+        for number in numpy.linspace(0, len(source) - 1, min(sample or len(source), len(source)), dtype=int).tolist()
     ]
-    seen = {name: numpy.zeros((len(numbers), 3), dtype=numpy.uint64) for name, numbers in chosen.items()}
-    filled = dict.fromkeys(splits, 0)
-    progress = Progress("checking", sum(map(len, chosen.values())), "images")
-    for (name, numbers), looks in zip(tasks, in_order(partial(look_at_some, splits), tasks, num_workers), strict=True):
-        for number, look in zip(numbers, looks, strict=True):
-            seen[name][filled[name]] = look[:3]
-            filled[name] += 1
-            for kind, reason in look.findings:
-                report.add(kind, name, splits[name].path(number), reason)
-            progress.update(num_bytes=look.num_bytes)
+    tasks = [images[begin : begin + _IMAGES_PER_TASK] for begin in range(0, len(images), _IMAGES_PER_TASK)]
+    looks = chain.from_iterable(in_order(partial(look_at_some, splits), tasks, num_workers))
+    seen = numpy.zeros((len(images), 3), dtype=numpy.uint64)
+    progress = Progress("checking", len(images), "images")
+    for place, ((name, number), look) in enumerate(zip(images, looks, strict=True)):
+        seen[place] = look[:3]
+        for kind, reason in look.findings:
+            report.add(kind, name, splits[name].path(number), reason)
+        progress.update(num_bytes=look.num_bytes)
     progress.finish()
-    for name, looks in seen.items():
-        report.splits[name].update(looked_at=len(looks), bytes=summary(looks[:, 1]), pixels=summary(looks[:, 2]))
-    find_equal(splits, chosen, seen, report)
+    for name in splits:
+        own = seen[[split == name for split, _ in images]]
+        report.splits[name].update(looked_at=len(own), bytes=summary(own[:, 1]), pixels=summary(own[:, 2]))
+    find_equal(splits, images, seen, report)
 
 
 def summary(numbers: numpy.ndarray) -> dict[str, int]:
@@ -270,24 +263,20 @@ def summary(numbers: numpy.ndarray) -> dict[str, int]:
     }  # fmt: skip
 
 
-def find_equal(splits: dict[str, Source], chosen: dict, seen: dict[str, numpy.ndarray], report: Report) -> None:
+def find_equal(splits: dict[str, Source], images: list[tuple[str, int]], seen: numpy.ndarray, report: Report) -> None:
     """Report images of equal bytes, within a split and between the two."""
-    places = [(name, number) for name, numbers in chosen.items() for number in numbers]
-    looks = numpy.concatenate(list(seen.values())) if seen else numpy.zeros((0, 3), dtype=numpy.uint64)
-    order = numpy.argsort(looks[:, 0], kind="stable")  # of equal ones the first in train stays first
-    digests = looks[order, 0]
+    order = numpy.argsort(seen[:, 0], kind="stable")  # of equal ones the first in train stays first
+    digests = seen[order, 0]
     first = 0
-    for place in numpy.flatnonzero((digests[1:] == digests[:-1]) & (looks[order[1:], 1] > 0)).tolist():
+    for place in numpy.flatnonzero((digests[1:] == digests[:-1]) & (seen[order[1:], 1] > 0)).tolist():
         if digests[first] != digests[place]:
             first = place
-        (name, number), (other_name, other) = places[order[place + 1]], places[order[first]]
+        (name, number), (other_name, other) = images[order[place + 1]], images[order[first]]
+        ours, theirs = splits[name], splits[other_name]
+        is_of_one_class = ours.classes[ours.label(number)] == theirs.classes[theirs.label(other)]
+        more = "" if is_of_one_class else ", which is of another class"
         kind = "duplicate" if name == other_name else "leak"
-        path, other_path = splits[name].path(number), splits[other_name].path(other)
-        labels = [
-            splits[each].classes[splits[each].label(image)] for each, image in ((name, number), (other_name, other))
-        ]
-        more = "" if labels[0] == labels[1] else ", which is of another class"
-        report.add(kind, name, path, f"has the bytes of {other_path}{more}")
+        report.add(kind, name, ours.path(number), f"has the bytes of {theirs.path(other)}{more}")
 
 
 def expectation(text: str) -> int | None:

@@ -207,13 +207,7 @@ def pack_images(convert: Convert, task: tuple[Source, range]) -> list[Packed]:
 
 
 class ShardWriter:
-    """Writes one shard and reads it back.
-
-    Args:
-        shard: says which images it holds.
-        results: the images as workers packed them; the writer takes as many as the shard has.
-        progress: counts the images.
-        skip_bad: leave out images that cannot be decoded.
+    """Writes one shard, of the next results of the workers, and reads it back.
 
     Attributes:
         record: the shard's part of the manifest.
@@ -272,11 +266,7 @@ class ShardWriter:
 class Pack:
     """The pack in OUT: the shards that it is to have, and the records of those that are whole.
 
-    Args:
-        out: the folder.
-        facts: settings, tools and source, on which every byte of the shards depends.
-        splits: the images.
-        shard_bytes: where `plan_shards` cuts them.
+    Every byte of the shards depends on the facts: settings, tools and source.
     """
 
     def __init__(self, out: Path, facts: dict, splits: list[Split], shard_bytes: int) -> None:

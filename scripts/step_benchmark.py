@@ -268,17 +268,20 @@ def describe(device: torch.device) -> dict[str, Any]:
 SWITCHES = ["--amp", "--tf32", "--channels-last", "--grad-checkpointing"]
 
 
+def to_argv(options: argparse.Namespace, *names: str) -> list[str]:
+    """Return the options of these names that have a value, as train.py's command line has them."""
+    given = {name: getattr(options, name) for name in names}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+
+
 def training_args(options: argparse.Namespace, *extra: str) -> argparse.Namespace:
     """Return the options of the run that is measured: recipe-like, and one process."""
     argv = ["--synthetic", "--lr-warmup-epochs", "1", "--lr-scheduler", "cosineannealinglr", "--lr", "0.01"]
-    argv += ["--model", options.model, "--batch-size", str(options.batch_size), "--epochs", "100", "--lr-per-step"]
-    argv += ["--train-crop-size", str(options.train_crop_size), "--val-crop-size", str(options.train_crop_size)]
-    argv += ["--workers", str(options.workers), "--opt", options.opt, *extra]
+    argv += ["--epochs", "100", "--lr-per-step", f"--val-crop-size={options.train_crop_size}"]
+    argv += to_argv(options, "model", "batch_size", "train_crop_size", "workers", "opt")
+    argv += to_argv(options, "device", "amp_dtype", "compile")
     argv += [switch for switch in SWITCHES if getattr(options, switch[2:].replace("-", "_"))]
-    for name in ("device", "amp_dtype", "compile"):
-        if getattr(options, name) is not None:
-            argv.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
-    args = config.parse_args(argv)
+    args = config.parse_args([*argv, *extra])
     record, _ = config.on_machine(args)
     record = config.with_shards(record.replaced(distributed=False, rank=0, world_size=1), state=None)
     return argparse.Namespace(**vars(record))  # of which each variant changes something
@@ -560,9 +563,7 @@ def run_saving(options: argparse.Namespace, folder: Path, num_steps: int) -> Non
     command += ["train.py", "--output-dir", str(folder)]
     command += ["--synthetic", str(num_steps * options.batch_size * options.nproc), "--epochs", "1", "--workers", "0"]
     command += ["--checkpoint-steps", str(options.every), "--print-freq", "1", "--lr", "1e-6"]
-    for name in ("model", "batch_size", "train_crop_size", "device"):
-        if getattr(options, name) is not None:
-            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    command += to_argv(options, "model", "batch_size", "train_crop_size", "device")
     start_processes(options, options.nproc, command, sys.stderr, "saving failed")
 
 
