@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy
 from PIL import Image
+from torchvision.datasets.folder import is_image_file
 
 import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
@@ -110,7 +111,7 @@ def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
 
 
 def look_at_some(splits: dict[str, Source], images: list[tuple[str, int]]) -> list[Look]:
-    """Look at some images, each the number of one in a split, in a worker process."""
+    """Look at some images, given by their splits and numbers, in a worker process."""
     looks = []
     for split, number in images:
         source = splits[split]
@@ -187,22 +188,17 @@ def open_splits(data_path: Path, report: Report) -> dict[str, Source]:
             splits[name] = open_source(data_path / name)
         except UserError as error:
             report.add("set", name, None, str(error) + advice(data_path, name))
-    if not splits and not any(is_flat(data_path, name) for name in ("train", "val")):
+    if not splits and not any(advice(data_path, name) for name in ("train", "val")):
         raise UserError(report.findings["set"][0]["reason"])
     return splits
 
 
-def is_flat(data_path: Path, name: str) -> bool:
-    """Tell whether a split is a folder of images without classes, or the official archive of them."""
+def advice(data_path: Path, name: str) -> str:
+    """Return the command that sorts images without classes, in a folder or in the official archive; or nothing."""
     root = data_path / name
     names = os.listdir(root) if root.is_dir() else []
-    is_folder = any(each.lower().endswith(tuple(_FORMATS)) for each in names)
-    return is_folder or (not names and name == "val" and (data_path / "ILSVRC2012_img_val.tar").is_file())
-
-
-def advice(data_path: Path, name: str) -> str:
-    """Return the command that sorts a flat split, or nothing."""
-    if not is_flat(data_path, name):
+    is_archive = not names and name == "val" and (data_path / "ILSVRC2012_img_val.tar").is_file()
+    if not is_archive and not any(map(is_image_file, names)):
         return ""
     source = shlex.quote(str(data_path))
     return f". This sorts it: python -m scripts.prepare {source} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets.folder import is_image_file
 
 import collectives
 import data
@@ -165,7 +165,7 @@ def open_set(text: str, *, has_real: bool) -> ImageSet:
             "of a pack without their ending, or DIR,LIST"
         )
     names = list_folder(root)
-    images = [each for each in names if each.lower().endswith(IMG_EXTENSIONS)]
+    images = list(filter(is_image_file, names))
     if not images or any(os.path.isdir(root / each) for each in names):
         return ImageSet(name, open_source(root), is_folder=True)
     if not has_real:
