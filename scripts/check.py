@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy
-from PIL import Image
+from PIL import ExifTags, Image
 from torchvision.datasets.folder import is_image_file
 
 import collectives
@@ -61,7 +61,6 @@ _FORMATS = {
     ".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".ppm": "PPM", ".pgm": "PPM", ".bmp": "BMP", ".tif": "TIFF",
     ".tiff": "TIFF", ".webp": "WEBP",
 }  # fmt: skip
-_EXIF_ORIENTATION = 0x0112
 
 # Of files that are one of these formats, however much of them is left.
 _BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"P5", b"P6")
@@ -102,7 +101,7 @@ def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
     if _FORMATS.get(os.path.splitext(name)[1].lower(), image.format) != image.format:
         found.append(("misnamed", f"it is {image.format}"))
     try:
-        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged metadata is any of a dozen kinds to Pillow, and nobody reads it
         orientation = 1
     if orientation != 1:

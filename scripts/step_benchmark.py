@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,13 +302,13 @@ def benchmark_step(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UserError: `--nproc` and `--compare` do not fit each other, or a process failed.
     """
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "json")}
     if options.compare:
-        return compare_loops(options)
+        return {"options": given, **compare_loops(options)}
     if options.nproc > 1:
         raise UserError(f"--nproc {options.nproc} needs --compare ddp,deterministic; the other ways are of one process")
     if options.threads:
         torch.set_num_threads(options.threads)
-    given = {name: value for name, value in vars(options).items() if name not in ("run", "json")}
     figures: dict[str, Any] = {"options": given, "ratios": {}}
     for variant, extra in [
         ("plain", []),
@@ -326,15 +327,15 @@ def benchmark_step(options: argparse.Namespace) -> dict[str, Any]:
             for name, values in rates.items()
         }
         flops, peak = count_flops(args, NUM_CLASSES), peak_tflops(args, device)
-        rate = summary["loop"]["images_per_s"]
+        achieved_tflops = summary["loop"]["images_per_s"] * flops / 1e12
         figures[variant] = {
             "rates": rates,
             "summary": summary,
             "memory_gib": {name: way.memory_gib for name, way in ways.items()} if device.type == "cuda" else {},
             "process_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             "gflop_per_image": flops / 1e9,
-            "achieved_tflops": rate * flops / 1e12,
-            "mfu": None if peak is None else rate * flops / 1e12 / peak,
+            "achieved_tflops": achieved_tflops,
+            "mfu": None if peak is None else achieved_tflops / peak,
         }
         show_step(variant, figures[variant], peak)
         suffix = "" if variant == "plain" else f"_{variant}"
@@ -402,24 +403,19 @@ def compare_rank(options: argparse.Namespace) -> None:
     ways = {}
     for name in options.compare:
         args, device = join_ranks(options, *LOOPS[name])
-        ways[name] = _deterministically(OurLoop(args, device, options.steps), args)
+        ways[name] = partial(run_together, OurLoop(args, device, options.steps))
     rates = interleave(ways, options.rounds)
     if collectives.is_main_process():
-        given = {name: value for name, value in vars(options).items() if name != "json"}
-        figures = {"options": given, "nproc": options.nproc, "rates": rates}
-        Path(options.json).write_text(json.dumps({**figures, "machine": describe(device)}))
+        figures = {"nproc": options.nproc, "rates": rates, "machine": describe(device)}
+        Path(options.json).write_text(json.dumps(figures))
     collectives.shut_down()
 
 
-def _deterministically(loop: OurLoop, args: argparse.Namespace) -> Callable[[], int]:
-    """Return a loop that chooses the kernels of its options first, and begins on all processes at once."""
-
-    def run() -> int:
-        models.set_up_device(args)
-        dist.barrier()
-        return loop()
-
-    return run
+def run_together(loop: OurLoop) -> int:
+    """Choose the kernels of a loop's options, and begin it on all processes at once."""
+    models.set_up_device(loop.args)
+    dist.barrier()
+    return loop()
 
 
 def scaling_rank(options: argparse.Namespace) -> None:
