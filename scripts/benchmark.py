@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, transforms
 
 import config
@@ -52,7 +52,7 @@ def load_plainly(path: str) -> Image.Image:
     return decode_plainly(Path(path).read_bytes())
 
 
-def torchvisions_images(options: argparse.Namespace, split: str) -> datasets.ImageFolder:
+def torchvisions_images(options: argparse.Namespace, split: str) -> Dataset:
     """Return the raw images of train or val, loaded in torchvision's way."""
     return datasets.ImageFolder(options.data_path / split, torchvisions_preset(split), loader=load_plainly)
 
