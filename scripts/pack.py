@@ -238,12 +238,12 @@ class ShardWriter:
 
     def _note(self, name: str, packed: Packed) -> None:
         """Count an image, and note why it was kept or left out; ImageError if it may not be left out."""
-        if packed.payload is None and not self.skip_bad:
-            raise ImageError(
-                f"cannot read image {self.split.root / name}: {packed.note}; replace it, or leave such images out with "
-                "--skip-bad (the same command goes on after the last whole shard)"
-            )
         if packed.payload is None:
+            if not self.skip_bad:
+                raise ImageError(
+                    f"cannot read image {self.split.root / name}: {packed.note}; replace it, or leave such images out "
+                    "with --skip-bad (the same command goes on after the last whole shard)"
+                )
             self.record["skipped"].append({"name": name, "reason": packed.note})
             return
         self.record["images"] += 1

@@ -73,9 +73,10 @@ _PNG = b"\x89PNG"
 
 
 class Image(NamedTuple):
-    """An image of a source: `class/file`, its size, and its bytes or a file that holds them."""
+    """An image of a source: its class, the name and size of its file, and its bytes or a file that holds them."""
 
-    name: str
+    synset: str
+    file: str
     num_bytes: int
     content: Callable[[], bytes] | Path
 
@@ -226,7 +227,7 @@ def tar_images(path: Path, truth: Truth | None) -> Iterator[Image]:
             for name, offset, size in tar_files(path, file, start, end):
                 if is_image_file(name):
                     synset = checked_class(class_tar[: -len(".tar")], path) if truth is None else truth.class_of(name)
-                    yield Image(f"{synset}/{name}", size, functools.partial(read, offset, size))
+                    yield Image(synset, name, size, functools.partial(read, offset, size))
 
 
 def folder_images(root: Path, truth: Truth | None) -> Iterator[Image]:
@@ -235,7 +236,7 @@ def folder_images(root: Path, truth: Truth | None) -> Iterator[Image]:
     for folder in folders:
         for name in sorted(filter(is_image_file, os.listdir(folder))):
             synset = truth.class_of(name) if truth else folder.name
-            yield Image(f"{synset}/{name}", (folder / name).stat().st_size, folder / name)
+            yield Image(synset, name, (folder / name).stat().st_size, folder / name)
 
 
 def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
@@ -255,7 +256,7 @@ def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
                     synset, file = parquet_name(image, label, number, synsets)
                     if class_of.setdefault(label, synset) != synset:
                         raise UserError(f"label {label} is {class_of[label]} and, of {image['path']}, {synset}")
-                    yield Image(f"{synset}/{file}", len(image["bytes"]), functools.partial(bytes, image["bytes"]))
+                    yield Image(synset, file, len(image["bytes"]), functools.partial(bytes, image["bytes"]))
                     number += 1
     classes = [synset for _, synset in sorted(class_of.items())]
     if classes != sorted({*classes}):
@@ -428,15 +429,14 @@ class Target:
             check_room(self.out, self.final.name, self.source.num_bytes - there)
 
     def _put(self, image: Image) -> None:
-        synset, file = image.name.split("/")
-        if synset not in self.names:
-            self.names[synset] = set()
+        target = self.images / image.synset / image.file
+        if image.synset not in self.names:
+            self.names[image.synset] = set()
             with self.writing():
-                (self.images / synset).mkdir(exist_ok=True)
-        if file in self.names[synset]:
-            raise UserError(f"{self.source.files[0]} holds {image.name} twice; get it anew")
-        self.names[synset].add(file)
-        target = self.images / synset / file
+                target.parent.mkdir(exist_ok=True)
+        if image.file in self.names[image.synset]:
+            raise UserError(f"{self.source.files[0]} holds {image.synset}/{image.file} twice; get it anew")
+        self.names[image.synset].add(image.file)
         is_there = target.is_file() and target.stat().st_size == image.num_bytes
         if not is_there:
             content = image.content if isinstance(image.content, Path) else image.content()
