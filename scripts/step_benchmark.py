@@ -398,17 +398,14 @@ def join_ranks(options: argparse.Namespace, *extra: str) -> tuple[argparse.Names
     return args, models.set_up_device(args)
 
 
-def compare_rank(options: argparse.Namespace) -> None:
-    """Measure the loops of `--compare` in turns, as one process of several; rank 0 writes. Collective."""
+def compare_rank(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the loops of `--compare` in turns, as one process of several. Collective: every rank must call it."""
     ways = {}
     for name in options.compare:
         args, device = join_ranks(options, *LOOPS[name])
         ways[name] = partial(run_together, OurLoop(args, device, options.steps))
     rates = interleave(ways, options.rounds)
-    if collectives.is_main_process():
-        figures = {"nproc": options.nproc, "rates": rates, "machine": describe(device)}
-        Path(options.json).write_text(json.dumps(figures))
-    collectives.shut_down()
+    return {"nproc": options.nproc, "rates": rates, "machine": describe(device)}
 
 
 def run_together(loop: OurLoop) -> int:
@@ -418,8 +415,8 @@ def run_together(loop: OurLoop) -> int:
     return loop()
 
 
-def scaling_rank(options: argparse.Namespace) -> None:
-    """Measure one process of several, started by torchrun; rank 0 writes the figures. Collective."""
+def scaling_rank(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the parts of a step, as one process of several. Collective: every rank must call it."""
     args, device = join_ranks(options)
     loop = OurLoop(args, device, options.steps)
     alone = copy.copy(args)
@@ -440,12 +437,9 @@ def scaling_rank(options: argparse.Namespace) -> None:
             way()
             synchronize(device)
             seconds[name].append((time.perf_counter() - start) / options.steps)
-    if collectives.is_main_process():
-        figures: dict[str, Any] = {name: statistics.median(values[1:]) for name, values in seconds.items()}
-        figures |= {"nproc": args.world_size, "batch_size": args.batch_size, "machine": describe(device)}
-        figures |= {"gradient_bytes": gradients.numel() * gradients.element_size(), "seconds": seconds}
-        Path(options.json).write_text(json.dumps(figures))
-    collectives.shut_down()
+    figures: dict[str, Any] = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    figures |= {"nproc": args.world_size, "batch_size": args.batch_size, "machine": describe(device)}
+    return figures | {"gradient_bytes": gradients.numel() * gradients.element_size(), "seconds": seconds}
 
 
 def start_processes(options: argparse.Namespace, max_nproc: int, command: list[str], stdout: Any, failure: str) -> None:
@@ -612,4 +606,7 @@ if __name__ == "__main__":
     if not sys.argv[1:] or not sys.argv[1].startswith("{"):
         sys.exit("python -m scripts.benchmark starts this, with step, scaling or saving; see its --help")
     OPTIONS = argparse.Namespace(**json.loads(sys.argv[1]))
-    compare_rank(OPTIONS) if OPTIONS.command == "step" else scaling_rank(OPTIONS)
+    FIGURES = compare_rank(OPTIONS) if OPTIONS.command == "step" else scaling_rank(OPTIONS)
+    if collectives.is_main_process():
+        Path(OPTIONS.json).write_text(json.dumps(FIGURES))
+    collectives.shut_down()
