@@ -7,16 +7,15 @@ import json
 import math
 import multiprocessing
 import random
-import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, transforms
 
 import config
@@ -24,10 +23,12 @@ import data
 from errors import UserError
 from loading import decode, loader
 from loading.decode import ImageFile, decode_plainly
+from loading.forms import open_source
 from presets import ClassificationPresetEval, ClassificationPresetTrain, resize
 from randomness import Draws
 from sampler import SampleKey, TrainSampler, VirtualShards
 from scripts import monitoring_benchmark, step_benchmark
+from scripts.step_benchmark import interleave, summarize
 
 # Loaded in one way before it is another's turn. Other users of the cores come and go within seconds, and would
 # otherwise be measured too.
@@ -36,9 +37,9 @@ EPOCHS_A_ROUND = 2
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def torchvisions_preset(*, is_training: bool) -> transforms.Compose:
-    """Return torchvision's reference preset (v1, PIL), built of the installed torchvision."""
-    if is_training:
+def torchvisions_preset(split: str) -> transforms.Compose:
+    """Return torchvision's reference preset (v1, PIL) for train or val, built of the installed torchvision."""
+    if split == "train":
         steps = [transforms.RandomResizedCrop(224, antialias=True), transforms.RandomHorizontalFlip()]
     else:
         steps = [transforms.Resize(256, antialias=True), transforms.CenterCrop(224)]
@@ -46,40 +47,14 @@ def torchvisions_preset(*, is_training: bool) -> transforms.Compose:
     return transforms.Compose(steps + to_float)
 
 
-def compare(
-    ways: dict[str, Callable[[int], int]], num_turns: int, rounds: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Run the ways by turns, in random order, and return each one's images per second of each round.
-
-    Args:
-        ways: each loads the images of a turn and returns how many.
-        num_turns: of a round.
-        rounds: how often all images are loaded.
-        clock: process_time for one thread, perf_counter for several processes.
-    """
-    rates = {name: [] for name in ways}
-    order, rng = list(ways), random.Random(0)
-    for round_number in range(rounds + 1):
-        num_images, spent_s = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0.0)
-        for turn in range(num_turns):
-            rng.shuffle(order)
-            for name in order:
-                start = clock()
-                num_images[name] += ways[name](turn)
-                spent_s[name] += clock() - start
-        for name in ways if round_number else ():  # the first warms the page cache and the processes
-            rates[name].append(num_images[name] / spent_s[name])
-        print(f"round {round_number} of {rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr)
-    return rates
+def load_plainly(path: str) -> Image.Image:
+    """Return an image as torchvision's loader does, which would open any format."""
+    return decode_plainly(Path(path).read_bytes())
 
 
-def summarize(rates: dict[str, list[float]], baseline: str) -> dict[str, dict[str, float]]:
-    """Return each way's median rate, and the spread of its ratio to the baseline of the same round."""
-    summary = {}
-    for name, values in rates.items():
-        ratios = [value / base for value, base in zip(values, rates[baseline], strict=True)]
-        summary[name] = {"images_per_s": statistics.median(values), **step_benchmark.spread(ratios)}
-    return summary
+def torchvisions_images(options: argparse.Namespace, split: str) -> Dataset:
+    """Return the raw images of train or val, loaded in torchvision's way."""
+    return datasets.ImageFolder(options.data_path / split, torchvisions_preset(split), loader=load_plainly)
 
 
 def show(title: str, summary: dict[str, dict[str, float]]) -> None:
@@ -87,8 +62,8 @@ def show(title: str, summary: dict[str, dict[str, float]]) -> None:
     print(f"\n{title}")
     width = max(map(len, summary)) + 2
     for name, row in summary.items():
-        spread = "{:.2f} to {:.2f}".format(*row["ratio_range"])
-        print(f"  {name:<{width}}{row['images_per_s']:9.1f} images/s   x{row['ratio']:.2f} ({spread})")
+        low, high = row["ratio_range"]
+        print(f"  {name:<{width}}{row['images_per_s']:9.1f} images/s   x{row['ratio']:.2f} ({low:.2f} to {high:.2f})")
 
 
 class Way(NamedTuple):
@@ -97,10 +72,13 @@ class Way(NamedTuple):
     folder: Path
     args: argparse.Namespace
 
-    def dataset(self, split: str) -> data.IndexedImageFolder:
+    def preset(self, split: str) -> ClassificationPresetTrain | ClassificationPresetEval:
+        """Return the preset of train or val."""
+        return data.build_presets(self.args)[0 if split == "train" else 1]
+
+    def images(self, split: str) -> data.IndexedImageFolder:
         """Return the images of train or val, loaded that way."""
-        preset = data.build_presets(self.args)[0 if split == "train" else 1]
-        return data.IndexedImageFolder(self.folder / split, preset)
+        return data.IndexedImageFolder(self.folder / split, self.preset(split))
 
 
 def ways_of(options: argparse.Namespace) -> dict[str, Way]:
@@ -116,50 +94,39 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     }
 
 
-def load_plainly(path: str) -> Image.Image:
-    """Return an image as torchvision's loader does, which would open any format."""
-    return decode_plainly(Path(path).read_bytes())
-
-
 def one_thread(options: argparse.Namespace, ways: dict[str, Way], split: str) -> dict[str, dict[str, float]]:
     """Compare from file to crop in this process, in CPU time: torchvision's way on the raw files, and ours."""
-    theirs = datasets.ImageFolder(
-        options.data_path / split, torchvisions_preset(is_training=split == "train"), loader=load_plainly
-    )
+    theirs = torchvisions_images(options, split)
     epochs = itertools.count()
 
-    def run(load_one: Callable, key_of: Callable[[int, int], int]) -> Callable[[int], int]:
-        def load(turn: int) -> int:
-            epoch, first = next(epochs), turn * IMAGES_A_TURN
+    def run(load_one: Callable[[int], Any]) -> Callable[[], int]:
+        firsts = itertools.cycle(range(0, len(theirs), IMAGES_A_TURN))
+
+        def load() -> int:
+            epoch, first = next(epochs), next(firsts)
             images = range(first, min(first + IMAGES_A_TURN, len(theirs)))
             for index in images:
-                load_one(key_of(index, epoch))
+                load_one(SampleKey(index, epoch) if split == "train" else index)
             return len(images)
 
         return load
 
-    def sample_key(index: int, epoch: int) -> int:
-        return SampleKey(index, epoch) if split == "train" else index
-
     torch.manual_seed(0)
-    runs = {"torchvision": run(theirs.__getitem__, lambda index, _: index)}
-    ours = {name: way.dataset(split) for name, way in ways.items()}
-    for name, dataset in ours.items():
-        if len(dataset) != len(theirs):
-            raise UserError(f"{name}: {len(dataset)} images in {split}, where --data-path has {len(theirs)}")
-    runs |= {name: run(dataset.load, sample_key) for name, dataset in ours.items()}
+    runs = {"torchvision": run(theirs.__getitem__)}
+    for name, way in ways.items():
+        ours = way.images(split)
+        if len(ours) != len(theirs):
+            raise UserError(f"{name}: {len(ours)} images in {split}, where --data-path has {len(theirs)}")
+        runs[name] = run(ours.load)
     num_turns = math.ceil(len(theirs) / IMAGES_A_TURN)
-    return summarize(compare(runs, num_turns, options.rounds, time.process_time), "torchvision")
+    return summarize(interleave(runs, options.rounds, num_turns, time.process_time), "torchvision")
 
 
 def end_to_end(options: argparse.Namespace, ways: dict[str, Way]) -> dict[str, dict[str, float]]:
     """Compare loaders with workers, in wall time, with one copy of each batch as pinning makes."""
-    theirs = datasets.ImageFolder(
-        options.data_path / "train", torchvisions_preset(is_training=True), loader=load_plainly
-    )
     loaders = {
         "torchvision": DataLoader(
-            theirs,
+            torchvisions_images(options, "train"),
             options.batch_size,
             shuffle=True,
             drop_last=True,
@@ -168,28 +135,26 @@ def end_to_end(options: argparse.Namespace, ways: dict[str, Way]) -> dict[str, d
         )
     }
     for name, way in ways.items():
-        dataset = way.dataset("train")
-        sampler = TrainSampler(len(dataset), VirtualShards(options.batch_size, 1))
-        loaders[name] = data.build_loader(dataset, sampler, way.args)
-
-    def run(loader: Iterable) -> Callable[[int], int]:
-        def load(_: int) -> int:
-            return sum(len(image.clone()) for image, *_ in loader)
-
-        return load
-
+        images = way.images("train")
+        sampler = TrainSampler(len(images), VirtualShards(options.batch_size, 1))
+        loaders[name] = data.build_loader(images, sampler, way.args)
     workers, before = {}, set(multiprocessing.active_children())
     for name, each in loaders.items():
         each.start() if isinstance(each, loader.BatchLoader) else iter(each)  # its processes stay
         workers[name] = set(multiprocessing.active_children()) - before
         before |= workers[name]
-    runs = {name: run(loader) for name, loader in loaders.items()}
-    figures = summarize(compare(runs, EPOCHS_A_ROUND, options.rounds, time.perf_counter), "torchvision")
+    runs = {name: partial(load_epoch, each) for name, each in loaders.items()}
+    figures = summarize(interleave(runs, options.rounds, EPOCHS_A_ROUND), "torchvision")
     for name, row in figures.items():
         row["worker_mib"] = max((private_mib(worker.pid) for worker in workers[name]), default=0.0)
         slots = getattr(loaders[name], "slots", [])
         row["shared_mib"] = sum(slot.nbytes for slot in slots) / 2**20
     return figures
+
+
+def load_epoch(batches: Iterable) -> int:
+    """Copy every batch, and return the number of their images."""
+    return sum(len(image.clone()) for image, *_ in batches)
 
 
 def private_mib(pid: int) -> float:
@@ -206,77 +171,67 @@ class StageClock:
     def __init__(self, preset: ClassificationPresetTrain) -> None:
         self.preset = preset
         self.spent_s = dict.fromkeys(["read", "header and box", "decode", "resize", "batch", "copy", "normalise"], 0.0)
+        self.begin_s = time.process_time()
+
+    def end(self, stage: str) -> None:
+        """Count the time since the last stage ended for this one."""
+        now_s = time.process_time()
+        self.spent_s[stage] += now_s - self.begin_s
+        self.begin_s = now_s
 
     def load(self, payload: bytes, draws: Draws) -> torch.Tensor:
         """Return the crop of a file."""
-        marks = [time.process_time()]
+        self.end("read")
         file = ImageFile(payload, self.preset.decoder)
         box = self.preset.box.draw(*file.size[::-1], draws)
-        marks.append(time.process_time())
+        self.end("header and box")
         pixels = file.decode(*box)
-        marks.append(time.process_time())
+        self.end("decode")
         crop = resize(pixels, self.preset.crop_size, self.preset.crop_size, self.preset.fast_mode)
-        marks.append(time.process_time())
-        for name, begin, end in zip(["header and box", "decode", "resize"], marks, marks[1:], strict=False):
-            self.spent_s[name] += end - begin
+        self.end("resize")
         return crop
 
 
 def stages(way: Way, num_images: int = 100) -> dict[str, float]:
     """Return the mean microseconds of CPU time that each stage of our way takes for a training image."""
-    clock = StageClock(data.build_presets(way.args)[0])
-    dataset = data.IndexedImageFolder(way.folder / "train", clock)
-    num_images = min(num_images, len(dataset))
-    start = time.process_time()
-    samples = [dataset.load(SampleKey(index, 0)) for index in range(num_images)]
-    clock.spent_s["read"] = time.process_time() - start - sum(clock.spent_s.values())
-    start = time.process_time()
+    images = way.images("train")
+    finish, _ = data.build_batch_transforms(way.args, len(images.classes))
+    num_images = min(num_images, len(images))
+    clock = StageClock(images.transform)
+    images.transform = clock
+    samples = [images.load(SampleKey(index, 0)) for index in range(num_images)]
+    clock.end("read")
     image, target = loader.collate(samples)
-    clock.spent_s["batch"] = time.process_time() - start
-    start = time.process_time()
+    clock.end("batch")
     image.clone()
-    clock.spent_s["copy"] = time.process_time() - start
-    finish, _ = data.build_batch_transforms(way.args, len(dataset.classes))
-    start = time.process_time()
+    clock.end("copy")
     finish(image, target, random.Random(0), 0)
-    clock.spent_s["normalise"] = time.process_time() - start
+    clock.end("normalise")
     return {name: seconds / num_images * 1e6 for name, seconds in clock.spent_s.items()}
 
 
-class Comparison:
-    """A preset that loads each file in torchvision's way too, with the same draws, and keeps the differences."""
-
-    def __init__(self, preset: ClassificationPresetTrain | ClassificationPresetEval, *, is_training: bool) -> None:
-        self.preset = preset
-        self.exact = transforms.Compose(torchvisions_preset(is_training=is_training).transforms[:3])
-        self.total, self.count, self.largest = 0, 0, 0
-
-    def load(self, payload: bytes, draws: None = None) -> torch.Tensor:
-        """Return our pixels."""
-        torch.manual_seed(self.count)
-        expected = self.exact(decode_plainly(payload))
-        torch.manual_seed(self.count)
-        found = self.preset.load(payload)
-        difference = (found.int() - expected.int()).abs()
-        self.total, self.count = self.total + int(difference.sum()), self.count + difference.numel()
-        self.largest = max(self.largest, int(difference.max()))
-        return found
-
-
 def pixel_difference(way: Way, split: str, num_images: int = 100) -> dict[str, float]:
-    """Return the mean and largest difference from torchvision's pixels of the same files, in grey levels."""
-    preset = data.build_presets(way.args)[0 if split == "train" else 1]
-    comparison = Comparison(preset, is_training=split == "train")
-    dataset = data.IndexedImageFolder(way.folder / split, comparison)
-    for index in range(0, len(dataset), max(len(dataset) // num_images, 1)):
-        dataset.load(index)
-    return {"mean": comparison.total / comparison.count, "max": comparison.largest}
+    """Return the mean and largest difference from torchvision's pixels of the same files and draws, in grey levels."""
+    preset, source = way.preset(split), open_source(way.folder / split)
+    exact = transforms.Compose(torchvisions_preset(split).transforms[:3])
+    total, count, largest = 0, 0, 0
+    for number in range(0, len(source), max(len(source) // num_images, 1)):
+        payload = source.read(number)
+        torch.manual_seed(count)
+        expected = exact(decode_plainly(payload))
+        torch.manual_seed(count)
+        difference = (preset.load(payload).int() - expected.int()).abs()
+        total, count = total + int(difference.sum()), count + difference.numel()
+        largest = max(largest, int(difference.max()))
+    return {"mean": total / count, "max": largest}
 
 
 def recommend(figures: dict, decoders: list[str]) -> str:
     """Return a sentence that recommends a decoder."""
-    if len(decoders) < 2:
+    if "torchcodec" not in decoders:
         return "torchcodec was not measured; it is often faster: pip install torchcodec"
+    if "pillow" not in decoders:
+        return "pillow, the default, was not measured; compare them by --decoder pillow torchcodec"
     rates = {name: figures["train"][f"raw, {name}"]["images_per_s"] for name in decoders}
     gain = rates["torchcodec"] / rates["pillow"]
     if gain < 1.05:
@@ -365,10 +320,11 @@ def main() -> None:
     command.add_argument("--workers", metavar="N", type=int, default=2, help="loader processes (default: 2)")
     command.add_argument("--batch-size", metavar="N", type=int, default=50, help="images a batch (default: 50)")
     command.add_argument("--rounds", metavar="N", type=positive, default=5, help="interleaved rounds (default: 5)")
-    command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     command.set_defaults(run=benchmark_loader)
     step_benchmark.add_commands(commands)
     monitoring_benchmark.add_commands(commands)
+    for command in commands.choices.values():
+        command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     options = parser.parse_args()
     try:
         figures = options.run(options)

@@ -5,11 +5,13 @@ import hashlib
 import os
 import shlex
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy
-from PIL import Image
+from PIL import ExifTags, Image
+from torchvision.datasets.folder import is_image_file
 
 import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
@@ -59,7 +61,6 @@ _FORMATS = {
     ".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".ppm": "PPM", ".pgm": "PPM", ".bmp": "BMP", ".tif": "TIFF",
     ".tiff": "TIFF", ".webp": "WEBP",
 }  # fmt: skip
-_EXIF_ORIENTATION = 0x0112
 
 # Of files that are one of these formats, however much of them is left.
 _BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"P5", b"P6")
@@ -100,7 +101,7 @@ def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
     if _FORMATS.get(os.path.splitext(name)[1].lower(), image.format) != image.format:
         found.append(("misnamed", f"it is {image.format}"))
     try:
-        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged metadata is any of a dozen kinds to Pillow, and nobody reads it
         orientation = 1
     if orientation != 1:
@@ -108,13 +109,13 @@ def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
     return found
 
 
-def look_at_some(splits: dict[str, Source], task: tuple[str, list[int]]) -> list[Look]:
-    """Look at some images of a split, in a worker process."""
-    name, numbers = task
-    looks, index = [], splits[name]
-    for number in numbers:
+def look_at_some(splits: dict[str, Source], images: list[tuple[str, int]]) -> list[Look]:
+    """Look at some images, given by their splits and numbers, in a worker process."""
+    looks = []
+    for split, number in images:
+        source = splits[split]
         try:
-            looks.append(look_at(index.name(number), with_retries(partial(index.read, number))))
+            looks.append(look_at(source.name(number), with_retries(partial(source.read, number))))
         except BadImageError as error:  # too many bytes
             looks.append(Look(0, 0, 0, (("not-an-image", str(error)),)))
         except (ImageError, MemoryError, OSError) as error:
@@ -124,11 +125,7 @@ def look_at_some(splits: dict[str, Source], task: tuple[str, list[int]]) -> list
 
 
 class Report:
-    """The findings, for people and for programs.
-
-    Args:
-        allowed: kinds of findings that do not make this data set unhealthy.
-    """
+    """The findings, for people and for programs; those of allowed kinds do not make the data set unhealthy."""
 
     def __init__(self, allowed: list[str]) -> None:
         self.allowed = allowed
@@ -190,22 +187,17 @@ def open_splits(data_path: Path, report: Report) -> dict[str, Source]:
             splits[name] = open_source(data_path / name)
         except UserError as error:
             report.add("set", name, None, str(error) + advice(data_path, name))
-    if not splits and not any(is_flat(data_path, name) for name in ("train", "val")):
+    if not splits and not any(advice(data_path, name) for name in ("train", "val")):
         raise UserError(report.findings["set"][0]["reason"])
     return splits
 
 
-def is_flat(data_path: Path, name: str) -> bool:
-    """Tell whether a split is a folder of images without classes, or the official archive of them."""
+def advice(data_path: Path, name: str) -> str:
+    """Return the command that sorts images without classes, in a folder or in the official archive; or nothing."""
     root = data_path / name
     names = os.listdir(root) if root.is_dir() else []
-    is_folder = any(each.lower().endswith(tuple(_FORMATS)) for each in names)
-    return is_folder or (not names and name == "val" and (data_path / "ILSVRC2012_img_val.tar").is_file())
-
-
-def advice(data_path: Path, name: str) -> str:
-    """Return the command that sorts a flat split, or nothing."""
-    if not is_flat(data_path, name):
+    is_archive = not names and name == "val" and (data_path / "ILSVRC2012_img_val.tar").is_file()
+    if not is_archive and not any(map(is_image_file, names)):
         return ""
     source = shlex.quote(str(data_path))
     return f". This sorts it: python -m scripts.prepare {source} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER"
@@ -234,29 +226,25 @@ def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Re
 
 def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int, report: Report) -> None:
     """Decode images, all or some of each split, and report their defects."""
-    chosen = {
-        name: numpy.linspace(0, len(index) - 1, min(sample or len(index), len(index)), dtype=int).tolist()
-        for name, index in splits.items()
-    }
-    tasks = [
-        (name, numbers[begin : begin + _IMAGES_PER_TASK])
-        for name, numbers in chosen.items()
-        for begin in range(0, len(numbers), _IMAGES_PER_TASK)
+    images = [
+        (name, number)
+        for name, source in splits.items()
+        for number in numpy.linspace(0, len(source) - 1, min(sample or len(source), len(source)), dtype=int).tolist()
     ]
-    seen = {name: numpy.zeros((len(numbers), 3), dtype=numpy.uint64) for name, numbers in chosen.items()}
-    filled = dict.fromkeys(splits, 0)
-    progress = Progress("checking", sum(map(len, chosen.values())), "images")
-    for (name, numbers), looks in zip(tasks, in_order(partial(look_at_some, splits), tasks, num_workers), strict=True):
-        for number, look in zip(numbers, looks, strict=True):
-            seen[name][filled[name]] = look[:3]
-            filled[name] += 1
-            for kind, reason in look.findings:
-                report.add(kind, name, splits[name].path(number), reason)
-            progress.update(num_bytes=look.num_bytes)
+    tasks = [images[begin : begin + _IMAGES_PER_TASK] for begin in range(0, len(images), _IMAGES_PER_TASK)]
+    looks = chain.from_iterable(in_order(partial(look_at_some, splits), tasks, num_workers))
+    seen = numpy.zeros((len(images), 3), dtype=numpy.uint64)
+    progress = Progress("checking", len(images), "images")
+    for place, ((name, number), look) in enumerate(zip(images, looks, strict=True)):
+        seen[place] = look[:3]
+        for kind, reason in look.findings:
+            report.add(kind, name, splits[name].path(number), reason)
+        progress.update(num_bytes=look.num_bytes)
     progress.finish()
-    for name, looks in seen.items():
-        report.splits[name].update(looked_at=len(looks), bytes=summary(looks[:, 1]), pixels=summary(looks[:, 2]))
-    find_equal(splits, chosen, seen, report)
+    for name in splits:
+        own = seen[[split == name for split, _ in images]]
+        report.splits[name].update(looked_at=len(own), bytes=summary(own[:, 1]), pixels=summary(own[:, 2]))
+    find_equal(splits, images, seen, report)
 
 
 def summary(numbers: numpy.ndarray) -> dict[str, int]:
@@ -270,24 +258,20 @@ def summary(numbers: numpy.ndarray) -> dict[str, int]:
     }  # fmt: skip
 
 
-def find_equal(splits: dict[str, Source], chosen: dict, seen: dict[str, numpy.ndarray], report: Report) -> None:
+def find_equal(splits: dict[str, Source], images: list[tuple[str, int]], seen: numpy.ndarray, report: Report) -> None:
     """Report images of equal bytes, within a split and between the two."""
-    places = [(name, number) for name, numbers in chosen.items() for number in numbers]
-    looks = numpy.concatenate(list(seen.values())) if seen else numpy.zeros((0, 3), dtype=numpy.uint64)
-    order = numpy.argsort(looks[:, 0], kind="stable")  # of equal ones the first in train stays first
-    digests = looks[order, 0]
+    order = numpy.argsort(seen[:, 0], kind="stable")  # of equal ones the first in train stays first
+    digests = seen[order, 0]
     first = 0
-    for place in numpy.flatnonzero((digests[1:] == digests[:-1]) & (looks[order[1:], 1] > 0)).tolist():
+    for place in numpy.flatnonzero((digests[1:] == digests[:-1]) & (seen[order[1:], 1] > 0)).tolist():
         if digests[first] != digests[place]:
             first = place
-        (name, number), (other_name, other) = places[order[place + 1]], places[order[first]]
+        (name, number), (other_name, other) = images[order[place + 1]], images[order[first]]
+        ours, theirs = splits[name], splits[other_name]
+        is_of_one_class = ours.classes[ours.label(number)] == theirs.classes[theirs.label(other)]
+        more = "" if is_of_one_class else ", which is of another class"
         kind = "duplicate" if name == other_name else "leak"
-        path, other_path = splits[name].path(number), splits[other_name].path(other)
-        labels = [
-            splits[each].classes[splits[each].label(image)] for each, image in ((name, number), (other_name, other))
-        ]
-        more = "" if labels[0] == labels[1] else ", which is of another class"
-        report.add(kind, name, path, f"has the bytes of {other_path}{more}")
+        report.add(kind, name, ours.path(number), f"has the bytes of {theirs.path(other)}{more}")
 
 
 def expectation(text: str) -> int | None:

@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets.folder import is_image_file
 
 import collectives
 import data
@@ -89,13 +90,7 @@ _UNKNOWN = "n/a"
 
 
 class ListedImages(Source):
-    """Images at given paths below a folder.
-
-    Args:
-        root: the folder.
-        names: the paths.
-        words: the class of each image, a name or a number; `_UNKNOWN` where they are not known.
-    """
+    """Images at given paths below a folder, and the word for the class of each: a name, a number or `_UNKNOWN`."""
 
     form = "list"
 
@@ -130,13 +125,10 @@ class ListedImages(Source):
 class ImageSet:
     """A set to evaluate on.
 
-    Args:
-        name: the set's.
-        source: its images; its classes are names or numbers of classes of the model.
-        is_folder: there is a folder for each class.
-
     Attributes:
-        words: the names or numbers; none where the classes of the images are not known.
+        source: its images.
+        is_folder: there is a folder for each class.
+        words: the names or numbers of its classes in the model; none where the classes of the images are not known.
         labels: (N,) int64: the number of each image's class in the model; -1 if none is known.
         columns: the numbers of the set's classes, where the model has others too; else None.
         found_by: how the classes were found.
@@ -158,15 +150,6 @@ class ImageSet:
         self.columns = torch.tensor(sorted(numbers)) if is_part else None
 
 
-def open_part(text: str, options: argparse.Namespace) -> ImageSet:
-    """Open the part of a `--set` that is to be evaluated."""
-    each = open_set(text, has_real=options.real is not None)
-    source = each.source
-    if each.name == "minival":
-        source, _ = data.hold_out(source, options.minival)
-    return ImageSet(each.name, data.limit_images(source, options.limit, each.name), is_folder=each.is_folder)
-
-
 def open_set(text: str, *, has_real: bool) -> ImageSet:
     """Open the whole set that a `--set` means."""
     name, _, place = text.partition("=")
@@ -182,7 +165,7 @@ def open_set(text: str, *, has_real: bool) -> ImageSet:
             "of a pack without their ending, or DIR,LIST"
         )
     names = list_folder(root)
-    images = [each for each in names if each.lower().endswith(IMG_EXTENSIONS)]
+    images = list(filter(is_image_file, names))
     if not images or any(os.path.isdir(root / each) for each in names):
         return ImageSet(name, open_source(root), is_folder=True)
     if not has_real:
@@ -293,11 +276,9 @@ def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
         raise UserError(f"{given} is no list of lists of labels, as the published real.json is")
     if any(type(label) is not int or not 0 <= label < num_classes for labels in real for label in labels):
         raise UserError(f"{given} holds labels that are no numbers of the {num_classes:,} classes of the checkpoint")
-    found = False
     for each in sets:
         matches = [_VAL_NAME.search(each.source.name(number)) for number in range(len(each.source))]
         if all(matches):
-            found = True
             numbers = [int(match[1]) for match in matches]
             if len(real) not in (NUM_VAL, len(numbers)) or not 1 <= min(numbers) <= max(numbers) <= len(real):
                 raise UserError(
@@ -307,18 +288,14 @@ def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
             each.real = [real[number - 1] for number in numbers]
         elif not each.words:
             raise UserError(f"--set {each.name}: its files are not named ILSVRC2012_val_*, by which --real finds them")
-    if not found:
+    if all(each.real is None for each in sets):
         raise UserError(f"{given}: there is no --set whose files are named ILSVRC2012_val_00000001.JPEG and so on")
 
 
 def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int) -> numpy.ndarray:
-    """Return for each image of a set, in order, its row of `rank_classes`. Collective: every rank must call it.
+    """Return for each image of the set at a place of the evaluation, in order, its row of `rank_classes`.
 
-    Args:
-        each: the set.
-        place: of the set among those of the evaluation.
-        evaluation: has the model.
-        k: how many of the best classes.
+    Collective: every rank must call it.
 
     Raises:
         NonFiniteError: the model's scores are not finite.
@@ -372,13 +349,7 @@ def share(is_hit: numpy.ndarray) -> dict[str, Any]:
 
 
 class Scores:
-    """The records of a set's images, in order.
-
-    Args:
-        each: the set.
-        rows: of `score_set`.
-        names: of the model's classes.
-        topk: each k of Acc@k.
+    """The records of a set's images, in order, from the rows of `score_set` and the names of the model's classes.
 
     Attributes:
         labels: (n,) the class, or -1.
@@ -530,7 +501,13 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
     seen = trained.trained_with.get("minival")
     if options.minival is not None and not (isinstance(seen, float) and options.minival <= seen):
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
-    sets = [open_part(text, options) for text in options.sets]
+    sets = []
+    for text in options.sets:
+        each = open_set(text, has_real=options.real is not None)
+        if each.name == "minival":
+            each.source, _ = data.hold_out(each.source, options.minival)
+        each.source = data.limit_images(each.source, options.limit, each.name)
+        sets.append(each)
     classes = ClassNumbers(trained.classes, num_classes, sets, is_published=trained.is_published)
     for each in sets:
         numbers, found_by = classes.find(each) if each.words else ([], "none")
@@ -556,37 +533,36 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
         **{name: getattr(args, name) for name in ("val_resize_size", "val_crop_size", "interpolation", "batch_size")},
         "sets": {},
     }  # fmt: skip
-    per_class, predictions = [], []
+    all_scores = []
     k = min(max(options.topk), num_classes)
     for place, each in enumerate(sets):
         rows = score_set(each, place, evaluation, k if each.columns is None else min(k, len(each.columns)))
         if args.rank == 0:
-            scores = Scores(each, rows, names, options.topk)
-            report["sets"][each.name] = scores.summarize()
-            per_class += scores.per_class() if options.per_class else []
-            predictions += scores.predictions() if options.predictions else []
+            all_scores.append(Scores(each, rows, names, options.topk))
+            report["sets"][each.name] = all_scores[-1].summarize()
     if args.rank == 0:
-        write_files(options, report, per_class, predictions, k)
+        write_files(options, report, all_scores, k)
     collectives.shut_down()
     return report if args.rank == 0 else None
 
 
-def write_files(options: argparse.Namespace, report: dict, per_class: list, predictions: list, k: int) -> None:
+def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scores], k: int) -> None:
     """Write the files that were asked for, the report last: if it is there, so are the others."""
-    header = ["set", "class", "name", "images", *(f"acc{each}" for each in options.topk)]
-    write_csv("--per-class", options.per_class, header, per_class)
-    header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
-    write_csv("--predictions", options.predictions, header, predictions)
+    if options.per_class is not None:
+        header = ["set", "class", "name", "images", *(f"acc{each}" for each in options.topk)]
+        write_csv("--per-class", options.per_class, header, [scores.per_class() for scores in all_scores])
+    if options.predictions is not None:
+        header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
+        write_csv("--predictions", options.predictions, header, [scores.predictions() for scores in all_scores])
     if options.json not in (None, _STDOUT):
         write_output(options.json, as_json(report), "--json")
 
 
-def write_csv(option: str, path: Path | None, header: list[str], lines: list[list]) -> None:
-    """Write a table, if its option is given."""
-    if path is not None:
-        stream = io.StringIO()
-        csv.writer(stream, lineterminator="\n").writerows([header, *lines])
-        write_output(path, stream.getvalue().encode("utf-8", "surrogateescape"), option)
+def write_csv(option: str, path: Path, header: list[str], parts: list[Iterator[list]]) -> None:
+    """Write a table of the lines of all sets."""
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(chain([header], *parts))
+    write_output(path, stream.getvalue().encode("utf-8", "surrogateescape"), option)
 
 
 def work() -> None:

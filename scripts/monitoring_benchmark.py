@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,8 +32,8 @@ ARGV = (
 class TimedRun(run.Run):
     """A run that notes the seconds that each step spends in it, and those in its lines and records."""
 
-    steps_s: list[float] = []  # noqa: RUF012 - of the process's one run
-    logs_s: list[float] = []  # noqa: RUF012 - likewise
+    steps_s: ClassVar[list[float]] = []  # of the process's one run
+    logs_s: ClassVar[list[float]] = []
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
@@ -116,5 +116,4 @@ def add_commands(commands: Any) -> None:
     command = commands.add_parser("monitoring", help="the cost of watching a run: a step, an evaluation's pictures")
     command.add_argument("--steps", metavar="N", type=int, default=1000, help="default: 1000")
     command.add_argument("--images", metavar="N", type=int, default=50_000, help="of the evaluation (default: 50000)")
-    command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     command.set_defaults(run=benchmark_monitoring)

@@ -33,7 +33,7 @@ from loading.decode import load_image
 from loading.forms import check_source, open_source
 from loading.index import with_retries
 from loading.progress import Progress, size_text
-from loading.source import digest, line_of
+from loading.source import Source, digest, line_of
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest, tar_members
 from scripts import tool
 
@@ -101,15 +101,20 @@ class Shard(NamedTuple):
     """The images, from `start` to `stop` of a split, that go into a file."""
 
     file: str
-    split: int
+    split: Split
     start: int
     stop: int
+
+    @property
+    def source_bytes(self) -> int:
+        """The size of the images' files."""
+        return sum(self.split.sizes[self.start : self.stop])
 
 
 def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
     """Cut each split where its source files add up to `shard_bytes`."""
     shards = []
-    for number, split in enumerate(splits):
+    for split in splits:
         start, filled, cuts = 0, 0, []
         for index, size in enumerate(split.sizes):
             if index > start and filled + size > shard_bytes:
@@ -117,7 +122,7 @@ def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
                 start, filled = index, 0
             filled += size
         cuts.append((start, len(split.sizes)))
-        shards += [Shard(f"{split.name}-{cut:06d}.tar", number, *bounds) for cut, bounds in enumerate(cuts)]
+        shards += [Shard(f"{split.name}-{cut:06d}.tar", split, *bounds) for cut, bounds in enumerate(cuts)]
     return shards
 
 
@@ -176,15 +181,14 @@ def shrink(payload: bytes, image: Image.Image, *, side: str, px: int, quality: i
 Convert = Callable[[bytes, Image.Image], Packed]
 
 
-def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int]) -> list[Packed]:
-    """Pack the images from `start` to `stop` of a split, in a worker.
+def pack_images(convert: Convert, task: tuple[Source, range]) -> list[Packed]:
+    """Pack some images of a source, in a worker.
 
     Raises:
         ImageError: the disk or memory failed, which may pass, or an image cannot be encoded.
     """
-    number, start, stop = task
-    source, packed = splits[number].source, []
-    for index in range(start, stop):
+    (source, numbers), packed = task, []
+    for index in numbers:
         path = source.path(index)
         try:
             payload = with_retries(partial(source.read, index))
@@ -203,28 +207,19 @@ def pack_images(splits: list[Split], convert: Convert, task: tuple[int, int, int
 
 
 class ShardWriter:
-    """Writes one shard and reads it back.
-
-    Args:
-        split: of the shard.
-        shard: says which images it holds.
-        results: the images as workers packed them; the writer takes as many as the shard has.
-        progress: counts the images.
-        skip_bad: leave out images that cannot be decoded.
+    """Writes one shard, of the next results of the workers, and reads it back.
 
     Attributes:
         record: the shard's part of the manifest.
     """
 
-    def __init__(
-        self, split: Split, shard: Shard, results: Iterator[Packed], progress: Progress, *, skip_bad: bool
-    ) -> None:
-        self.split, self.progress, self.skip_bad = split, progress, skip_bad
-        self.numbers = range(shard.start, shard.stop)
-        self.results = islice(results, len(self.numbers))
+    def __init__(self, shard: Shard, results: Iterator[Packed], progress: Progress, *, skip_bad: bool) -> None:
+        self.split, self.progress, self.skip_bad = shard.split, progress, skip_bad
+        self.names = shard.split.names[shard.start : shard.stop]
+        self.results = islice(results, len(self.names))
         self.record = {
-            "file": shard.file, "images": 0, "source_bytes": sum(split.sizes[shard.start : shard.stop]), "bytes": 0,
-            "sha256": "", "kept": {}, "skipped": [],
+            "file": shard.file, "images": 0, "source_bytes": shard.source_bytes, "bytes": 0, "sha256": "", "kept": {},
+            "skipped": [],
         }  # fmt: skip
 
     def write(self, file: BinaryIO) -> None:
@@ -232,23 +227,23 @@ class ShardWriter:
         sha256 = hashlib.sha256()
         hashing = SimpleNamespace(tell=file.tell, write=lambda content: sha256.update(content) or file.write(content))
         with tarfile.open(fileobj=hashing, mode="w", format=tarfile.GNU_FORMAT) as tar:
-            for number, packed in zip(self.numbers, self.results, strict=True):
+            for name, packed in zip(self.names, self.results, strict=True):
                 self.progress.update()
-                self._note(self.split.names[number], packed)
+                self._note(name, packed)
                 if packed.payload is not None:
-                    member = tarfile.TarInfo(f"{self.split.name}/{self.split.names[number]}")
+                    member = tarfile.TarInfo(f"{self.split.name}/{name}")
                     member.size = len(packed.payload)
                     tar.addfile(member, io.BytesIO(packed.payload))
         self.record |= {"bytes": file.tell(), "sha256": sha256.hexdigest()}
 
     def _note(self, name: str, packed: Packed) -> None:
         """Count an image, and note why it was kept or left out; ImageError if it may not be left out."""
-        if packed.payload is None and not self.skip_bad:
-            raise ImageError(
-                f"cannot read image {self.split.root / name}: {packed.note}; replace it, or leave such images out with "
-                "--skip-bad (the same command goes on after the last whole shard)"
-            )
         if packed.payload is None:
+            if not self.skip_bad:
+                raise ImageError(
+                    f"cannot read image {self.split.root / name}: {packed.note}; replace it, or leave such images out "
+                    "with --skip-bad (the same command goes on after the last whole shard)"
+                )
             self.record["skipped"].append({"name": name, "reason": packed.note})
             return
         self.record["images"] += 1
@@ -271,15 +266,11 @@ class ShardWriter:
 class Pack:
     """The pack in OUT: the shards that it is to have, and the records of those that are whole.
 
-    Args:
-        out: the folder.
-        facts: settings, tools and source, on which every byte of the shards depends.
-        splits: the images.
-        shards: the plan.
+    Every byte of the shards depends on the facts: settings, tools and source.
     """
 
-    def __init__(self, out: Path, facts: dict, splits: list[Split], shards: list[Shard]) -> None:
-        self.out, self.facts, self.splits, self.shards = out, facts, splits, shards
+    def __init__(self, out: Path, facts: dict, splits: list[Split], shard_bytes: int) -> None:
+        self.out, self.facts, self.splits, self.shards = out, facts, splits, plan_shards(splits, shard_bytes)
         self.records = {}  # by file name
 
     @property
@@ -312,14 +303,13 @@ class Pack:
 
     def check_room(self) -> None:
         """Raise UserError where even nine tenths do not fit; repacked JPEGs take about as much as before."""
-        needed = sum(sum(self.splits[shard.split].sizes[shard.start : shard.stop]) for shard in self.missing)
-        tool.check_room(self.out, "the pack", needed, share=0.9)
+        tool.check_room(self.out, "the pack", sum(shard.source_bytes for shard in self.missing), share=0.9)
 
     def save(self, fingerprints: dict[str, str] | None = None) -> None:
         """Write the manifest: of a complete pack, if the fingerprints of its splits are given."""
         parts = {}
-        for number, split in enumerate(self.splits):
-            planned = [shard.file for shard in self.shards if shard.split == number]
+        for split in self.splits:
+            planned = [shard.file for shard in self.shards if shard.split is split]
             records = [self.records[file] for file in planned if file in self.records]
             parts[split.name] = {
                 **{key: sum(record[key] for record in records) for key in ("images", "source_bytes", "bytes")},
@@ -348,16 +338,16 @@ class Pack:
         """Write the missing shards, one after the other, of images that workers pack."""
         missing = self.missing
         tasks = [
-            (shard.split, start, min(start + IMAGES_PER_TASK, shard.stop))
+            (shard.split.source, range(start, min(start + IMAGES_PER_TASK, shard.stop)))
             for shard in missing
             for start in range(shard.start, shard.stop, IMAGES_PER_TASK)
         ]
         num_images = sum(len(split.names) for split in self.splits)
         num_done = num_images - sum(shard.stop - shard.start for shard in missing)
         progress = Progress(f"packing into {self.out}", num_images, "images", first=num_done)
-        results = chain.from_iterable(in_order(partial(pack_images, self.splits, convert), tasks, num_workers))
+        results = chain.from_iterable(in_order(partial(pack_images, convert), tasks, num_workers))
         for shard in missing:
-            writer = ShardWriter(self.splits[shard.split], shard, results, progress, skip_bad=skip_bad)
+            writer = ShardWriter(shard, results, progress, skip_bad=skip_bad)
             self._write(shard.file, writer.write, writer.verify)
             self.records[shard.file] = writer.record
             self.save()
@@ -457,7 +447,7 @@ def pack(options: argparse.Namespace) -> None:
         earlier = prepare_folder(out, overwrite=options.overwrite)
         splits = [Split(options.data_path, name) for name in options.splits]
         facts = {"settings": settings, "tools": tools, "source": {split.name: split.describe() for split in splits}}
-        packed = Pack(out, facts, splits, plan_shards(splits, options.shard_mib * 2**20))
+        packed = Pack(out, facts, splits, options.shard_mib * 2**20)
         if earlier is not None:
             packed.go_on(earlier, skip_bad=options.skip_bad)
         if options.lossless:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets.folder import is_image_file
 
 from errors import StorageError, UserError, counted, in_one_line
 from files import explain_failure, locked, open_to_read, read_bytes, read_json, sync_folder, write_atomically
@@ -73,9 +73,10 @@ _PNG = b"\x89PNG"
 
 
 class Image(NamedTuple):
-    """An image of a source: `class/file`, its size, and its bytes or a file that holds them."""
+    """An image of a source: its class, the name and size of its file, and its bytes or a file that holds them."""
 
-    name: str
+    synset: str
+    file: str
     num_bytes: int
     content: Callable[[], bytes] | Path
 
@@ -90,11 +91,6 @@ class Source(NamedTuple):
     def describe(self) -> list:
         """Return facts that another run must find unchanged to go on with this one's images."""
         return [[path.name, path.stat().st_size] if path.is_file() else [str(path.resolve())] for path in self.files]
-
-
-def is_image(name: str) -> bool:
-    """Tell whether a file is an image by its name, as torchvision's `ImageFolder` does."""
-    return name.lower().endswith(IMG_EXTENSIONS)
 
 
 def checked_class(name: str, where: Any) -> str:
@@ -229,26 +225,24 @@ def tar_images(path: Path, truth: Truth | None) -> Iterator[Image]:
             classes = ((name, start, start + size) for name, start, size in members if name.endswith(".tar"))
         for class_tar, start, end in classes:
             for name, offset, size in tar_files(path, file, start, end):
-                if is_image(name):
+                if is_image_file(name):
                     synset = checked_class(class_tar[: -len(".tar")], path) if truth is None else truth.class_of(name)
-                    yield Image(f"{synset}/{name}", size, functools.partial(read, offset, size))
+                    yield Image(synset, name, size, functools.partial(read, offset, size))
 
 
 def folder_images(root: Path, truth: Truth | None) -> Iterator[Image]:
     """Yield the images of class folders or, with the truth, of a flat folder."""
     folders = [root] if truth else sorted(path for path in root.iterdir() if path.is_dir())
     for folder in folders:
-        for name in sorted(filter(is_image, os.listdir(folder))):
+        for name in sorted(filter(is_image_file, os.listdir(folder))):
             synset = truth.class_of(name) if truth else folder.name
-            yield Image(f"{synset}/{name}", (folder / name).stat().st_size, folder / name)
+            yield Image(synset, name, (folder / name).stat().st_size, folder / name)
 
 
 def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
-    """Yield the images of Hugging Face's files, under the names that they have in the official archives.
+    """Yield the images of Hugging Face's files of a split, under the names that they have in the official archives.
 
-    Args:
-        files: of a split, in order.
-        synsets: in the order of the labels, for images whose names do not contain their synsets.
+    The synsets, in the order of the labels, are for images whose names do not contain theirs.
     """
     class_of: dict[int, str] = {}
     number = 0
@@ -262,7 +256,7 @@ def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
                     synset, file = parquet_name(image, label, number, synsets)
                     if class_of.setdefault(label, synset) != synset:
                         raise UserError(f"label {label} is {class_of[label]} and, of {image['path']}, {synset}")
-                    yield Image(f"{synset}/{file}", len(image["bytes"]), functools.partial(bytes, image["bytes"]))
+                    yield Image(synset, file, len(image["bytes"]), functools.partial(bytes, image["bytes"]))
                     number += 1
     classes = [synset for _, synset in sorted(class_of.items())]
     if classes != sorted({*classes}):
@@ -285,7 +279,7 @@ def parquet_name(image: dict, label: int, number: int, synsets: list[str]) -> tu
 def has_class_folders(root: Path) -> bool:
     """Tell whether a split's folder holds class folders, and not images; UserError if it holds both."""
     entries = list(os.scandir(root))
-    is_flat = any(is_image(entry.name) for entry in entries)
+    is_flat = any(is_image_file(entry.name) for entry in entries)
     has_folders = any(entry.is_dir() for entry in entries)
     if is_flat and has_folders:
         raise UserError(f"{root} holds both images and folders; give one that holds all images, or class folders alone")
@@ -379,11 +373,7 @@ def check_md5(path: Path) -> None:
 class Target:
     """A split that is being built: in `SPLIT.partial` until all of it is there.
 
-    Args:
-        out: the folder that gets the split.
-        split: its name.
-        source: of its images.
-        is_copying: copy files even where they could be linked.
+    Files are linked where they can be, unless `is_copying`.
     """
 
     def __init__(self, out: Path, split: str, source: Source, *, is_copying: bool) -> None:
@@ -439,15 +429,14 @@ class Target:
             check_room(self.out, self.final.name, self.source.num_bytes - there)
 
     def _put(self, image: Image) -> None:
-        synset, file = image.name.split("/")
-        if synset not in self.names:
-            self.names[synset] = set()
+        target = self.images / image.synset / image.file
+        if image.synset not in self.names:
+            self.names[image.synset] = set()
             with self.writing():
-                (self.images / synset).mkdir(exist_ok=True)
-        if file in self.names[synset]:
-            raise UserError(f"{self.source.files[0]} holds {image.name} twice; get it anew")
-        self.names[synset].add(file)
-        target = self.images / synset / file
+                target.parent.mkdir(exist_ok=True)
+        if image.file in self.names[image.synset]:
+            raise UserError(f"{self.source.files[0]} holds {image.synset}/{image.file} twice; get it anew")
+        self.names[image.synset].add(image.file)
         is_there = target.is_file() and target.stat().st_size == image.num_bytes
         if not is_there:
             content = image.content if isinstance(image.content, Path) else image.content()

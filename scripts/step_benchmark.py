@@ -14,13 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import collectives
 import config
@@ -41,6 +42,7 @@ from run import BareRun
 from sampler import TrainSampler, VirtualShards
 
 NUM_CLASSES = 1000
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
 def synchronize(device: torch.device) -> None:
@@ -49,16 +51,24 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-class Step:
-    """One model with everything that a step of it needs, built as train.py builds it.
+class Way:
+    """A way to train: one model with everything that a step of it needs, built as train.py builds it.
+
+    A subclass has `run_steps`.
 
     Args:
         args: the options of the run, of one process.
         device: where it is.
+        num_steps: steps that a call runs.
+
+    Attributes:
+        memory_gib: the most memory of a GPU that was in use during the last call.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self.args, self.device = args, device
+    memory_gib = 0.0
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, num_steps: int) -> None:
+        self.args, self.device, self.num_steps = args, device, num_steps
         model = models.build_model(args, NUM_CLASSES)
         self.model = models.place_model(model, args, device)
         self.model_ema = models.build_ema(args, self.model)
@@ -67,21 +77,42 @@ class Step:
         self.scaler = models.build_scaler(args, device)
         self.shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
 
+    def __call__(self) -> int:
+        """Train; return the number of images."""
+        is_cuda = self.device.type == "cuda"
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.run_steps()
+        synchronize(self.device)
+        if is_cuda:
+            self.memory_gib = torch.cuda.max_memory_allocated(self.device) / 2**30
+        return self.num_steps * self.args.global_batch_size
+
+    def update(self, number: int) -> None:
+        """Clip, update the weights, and average them when it is time."""
+        self.scaler.unscale_(self.optimizer)
+        if self.args.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.model_ema and number % self.args.model_ema_steps == 0:
+            self.model_ema.update_parameters(self.model)
+
 
 class LoggedRun(BareRun):
     """A run's part in a step: the rates of a schedule, and a log window that is read when a line is due.
 
     Args:
-        step: whose optimizer and shards.
+        way: whose optimizer and shards.
         model: its model, wrapped for several processes.
     """
 
-    def __init__(self, step: Step, model: torch.nn.Module) -> None:
-        super().__init__(model, step.device)
-        self.sharded_step = gradients.build_sharded_step(step.args, model, step.shards, step.device)
-        self.scheduler = optim.build_lr_scheduler(step.args, step.optimizer)
-        self.tally = metrics.Tally([metrics.Accuracy()], step.shards.num_local)
-        self.args, self.parameters, self.due = step.args, list(step.model.parameters()), []
+    def __init__(self, way: Way, model: nn.Module) -> None:
+        super().__init__(model, way.device)
+        self.sharded_step = gradients.build_sharded_step(way.args, model, way.shards, way.device)
+        self.scheduler = optim.build_lr_scheduler(way.args, way.optimizer)
+        self.tally = metrics.Tally([metrics.Accuracy()], way.shards.num_local)
+        self.args, self.parameters, self.due = way.args, list(way.model.parameters()), []
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
@@ -99,193 +130,134 @@ class LoggedRun(BareRun):
             self.due = [float(norm) for norm in self.due]
 
 
-class OurLoop:
-    """The real `train_one_epoch` from the real loader.
-
-    Args:
-        args: as `Step`.
-        device: as `Step`.
-        num_steps: steps that a call runs.
-    """
+class OurLoop(Way):
+    """The real `train_one_epoch` from the real loader."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device, num_steps: int) -> None:
-        self.step, self.num_steps = Step(args, device), num_steps
+        super().__init__(args, device, num_steps)
         dataset = data.SyntheticImages(num_steps * args.global_batch_size, args.train_crop_size, NUM_CLASSES)
-        sampler = TrainSampler(len(dataset), self.step.shards)
+        sampler = TrainSampler(len(dataset), self.shards)
         self.loader = data.build_device_loader(args, dataset, sampler, device, NUM_CLASSES)
-        self.wrapped = gradients.wrap_model(self.step.model, args)
-        self.run = LoggedRun(self.step, self.wrapped)
+        self.wrapped = gradients.wrap_model(self.model, args)
+        self.run = LoggedRun(self, self.wrapped)
 
-    def __call__(self) -> int:
-        """Train; return the number of images."""
-        step = self.step
+    def run_steps(self) -> None:
+        """Run an epoch."""
         with redirect_stdout(io.StringIO()):
             train.train_one_epoch(
-                self.wrapped, step.criterion, step.optimizer, self.loader, step.device, 0, step.args, step.model_ema,
-                step.scaler, self.run,
+                self.wrapped, self.criterion, self.optimizer, self.loader, self.device, 0, self.args, self.model_ema,
+                self.scaler, self.run,
             )  # fmt: skip
-        synchronize(step.device)
-        return self.num_steps * step.args.global_batch_size
 
 
-class BareStep:
+class BareStep(Way):
     """The same arithmetic on a batch that is there already: passes, accumulation, clipping, update and average.
 
     Nothing is loaded, counted, seeded, scheduled or logged, and nothing is read.
-
-    Args:
-        args: as `Step`.
-        device: as `Step`.
-        num_steps: steps that a call runs.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device, num_steps: int) -> None:
-        self.step, self.num_steps = Step(args, device), num_steps
+        super().__init__(args, device, num_steps)
         size = args.train_crop_size
         memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
         image = torch.randn(args.batch_size, 3, size, size, device=device).to(memory_format=memory_format)
         self.batch = image, torch.arange(args.batch_size, device=device) % NUM_CLASSES
         self.autocast = models.autocast(args, device)
 
-    def __call__(self) -> int:
-        """Train; return the number of images."""
-        step, args = self.step, self.step.args
-        step.model.train()
+    def run_steps(self) -> None:
+        """Run the steps."""
+        (image, target), loss_scale = self.batch, 1.0 / self.shards.num_local
+        self.model.train()
         for number in range(self.num_steps):
-            step.optimizer.zero_grad()
-            for _ in step.shards.local:
-                self._passes(1.0 / step.shards.num_local)
-            step.scaler.unscale_(step.optimizer)
-            if args.clip_grad_norm is not None:
-                nn.utils.clip_grad_norm_(step.model.parameters(), args.clip_grad_norm)
-            step.scaler.step(step.optimizer)
-            step.scaler.update()
-            if step.model_ema and number % args.model_ema_steps == 0:
-                step.model_ema.update_parameters(step.model)
-        synchronize(step.device)
-        return self.num_steps * args.global_batch_size
-
-    def _passes(self, loss_scale: float) -> None:
-        image, target = self.batch
-        with self.autocast:
-            loss = self.step.criterion(self.step.model(image), target)
-        self.step.scaler.scale(loss * loss_scale).backward()
+            self.optimizer.zero_grad()
+            for _ in self.shards.local:
+                with self.autocast:
+                    loss = self.criterion(self.model(image), target)
+                self.scaler.scale(loss * loss_scale).backward()
+            self.update(number)
 
 
-class FloatImages(Dataset):
-    """Made-up images as torchvision's presets give them: float32, normalised, in the process that loads them.
-
-    They cost nothing to make, which is more than fair to torchvision's way.
-
-    Args:
-        num_images: the size of the set.
-        size_px: side of an image.
-    """
-
-    def __init__(self, num_images: int, size_px: int) -> None:
-        self.num_images = num_images
-        self.pool = torch.randn(data.SyntheticImages.POOL, 3, size_px, size_px)
-
-    def __len__(self) -> int:
-        return self.num_images
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return one image and its class."""
-        slot = index % len(self.pool)
-        return self.pool[slot], slot % NUM_CLASSES
-
-
-class TorchvisionsWay:
+class TorchvisionsWay(Way):
     """A plain loop written as torchvision's reference script writes it: NCHW, uncompiled, three numbers read a step.
 
-    Without accumulation, which that script does not have.
-
-    Args:
-        args: as `Step`; channels_last, compile and the global batch are not taken over.
-        device: as `Step`.
-        num_steps: steps that a call runs.
+    Without accumulation, which that script does not have: channels_last, compile and the global batch are not taken
+    over. Its images are as torchvision's presets give them, float32 and normalised in the process that loads them, but
+    cost nothing to make, which is more than fair.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device, num_steps: int) -> None:
         args = copy.copy(args)
         args.channels_last, args.compile, args.global_batch_size, args.num_shards = False, None, args.batch_size, 1
-        self.step, self.num_steps = Step(args, device), num_steps
-        is_cuda = device.type == "cuda"
-        dataset = FloatImages(num_steps * args.batch_size, args.train_crop_size)
+        super().__init__(args, device, num_steps)
+        pool, size = data.SyntheticImages.POOL, args.train_crop_size
+        images = TensorDataset(torch.randn(pool, 3, size, size), torch.arange(pool) % NUM_CLASSES)
         self.loader = DataLoader(
-            dataset, args.batch_size, shuffle=True, num_workers=args.workers, pin_memory=is_cuda,
+            Subset(images, [number % pool for number in range(num_steps * args.batch_size)]), args.batch_size,
+            shuffle=True, num_workers=args.workers, pin_memory=device.type == "cuda",
             persistent_workers=args.workers > 0,
         )  # fmt: skip
         # torchvision leaves the kernels to torch's defaults.
-        kernels = {"foreach": None, "fused": None}
-        for group in self.step.optimizer.param_groups:
-            group.update({name: value for name, value in kernels.items() if name in group})
-        self.step.optimizer._step_supports_amp_scaling = False
+        for group in self.optimizer.param_groups:
+            group.update({name: None for name in ("foreach", "fused") if name in group})
+        self.optimizer._step_supports_amp_scaling = False
 
-    def __call__(self) -> int:
-        """Train; return the number of images."""
-        step, args = self.step, self.step.args
-        step.model.train()
+    def run_steps(self) -> None:
+        """Run an epoch."""
+        self.model.train()
         logger = utils.MetricLogger()
         for number, (image, target) in enumerate(self.loader):
-            image, target = image.to(step.device), target.to(step.device)
-            with models.autocast(args, step.device):
-                output = step.model(image)
-                loss = step.criterion(output, target)
-            step.optimizer.zero_grad()
-            step.scaler.scale(loss).backward()
-            if args.clip_grad_norm is not None:
-                step.scaler.unscale_(step.optimizer)
-                nn.utils.clip_grad_norm_(step.model.parameters(), args.clip_grad_norm)
-            step.scaler.step(step.optimizer)
-            step.scaler.update()
-            if step.model_ema and number % args.model_ema_steps == 0:
-                step.model_ema.update_parameters(step.model)
+            image, target = image.to(self.device), target.to(self.device)
+            with models.autocast(self.args, self.device):
+                output = self.model(image)
+                loss = self.criterion(output, target)
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.update(number)
             correct1, correct5 = utils.accuracy(output, target, topk=(1, 5))
             logger.update(loss=loss.item(), acc1=correct1.item(), acc5=correct5.item())
-        synchronize(step.device)
-        return self.num_steps * args.batch_size
 
 
 def interleave(
-    ways: dict[str, Callable[[], int]], rounds: int, device: torch.device
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Run every way once a round, in random order, after a round that is not counted.
+    ways: dict[str, Callable[[], int]], rounds: int, num_turns: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Run the ways by turns, in random order, and return each one's images per second in each round.
 
-    Returns:
-        Each way's images per second in each round, and the most memory, GiB, that a GPU used in it.
+    Args:
+        ways: each does the work of a turn and returns the number of its images.
+        rounds: as many count; one before them warms the page cache, the processes and the kernels.
+        num_turns: of each way in a round.
+        clock: process_time for one thread, perf_counter for several processes and for devices.
     """
-    rates, memory = {name: [] for name in ways}, {}
+    rates = {name: [] for name in ways}
     order, rng = list(ways), random.Random(0)
     for round_number in range(rounds + 1):
-        rng.shuffle(order)
-        for name in order:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            start = time.perf_counter()
-            num_images = ways[name]()
-            if round_number:
-                rates[name].append(num_images / (time.perf_counter() - start))
-            if device.type == "cuda":
-                memory[name] = torch.cuda.max_memory_allocated(device) / 2**30
+        num_images, spent_s = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0.0)
+        for _ in range(num_turns):
+            rng.shuffle(order)
+            for name in order:
+                start = clock()
+                num_images[name] += ways[name]()
+                spent_s[name] += clock() - start
+        for name in ways if round_number else ():
+            rates[name].append(num_images[name] / spent_s[name])
         if collectives.is_main_process():
             print(f"round {round_number} of {rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr)
-    return rates, memory
+    return rates
 
 
-def summarize(rates: dict[str, list[float]], name: str) -> dict[str, dict[str, float]]:
-    """Return the median rate of every way, and the spread of the rate of `name` as a multiple of it, by rounds."""
-    summary = {}
-    for other, values in rates.items():
-        ratios = [ours / theirs for ours, theirs in zip(rates[name], values, strict=True)]
-        summary[other] = {"images_per_s": statistics.median(values), **spread(ratios)}
-    return summary
-
-
-def spread(ratios: list[float]) -> dict[str, Any]:
-    """Return the median, the quartiles and the range of ratios."""
+def compare_rates(rates: list[float], others: list[float]) -> dict[str, Any]:
+    """Return the median, the quartiles and the range of the ratios of some rates to others of the same rounds."""
+    ratios = [rate / other for rate, other in zip(rates, others, strict=True)]
     low, middle, high = quartiles(ratios)
     return {"ratio": middle, "ratio_quartiles": [low, high], "ratio_range": [min(ratios), max(ratios)]}
+
+
+def summarize(rates: dict[str, list[float]], baseline: str) -> dict[str, dict[str, Any]]:
+    """Return each way's median rate, and the spread of its ratio to the baseline's of the same round."""
+    return {
+        name: {"images_per_s": statistics.median(values), **compare_rates(values, rates[baseline])}
+        for name, values in rates.items()
+    }
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -297,17 +269,20 @@ def describe(device: torch.device) -> dict[str, Any]:
 SWITCHES = ["--amp", "--tf32", "--channels-last", "--grad-checkpointing"]
 
 
+def to_argv(options: argparse.Namespace, *names: str) -> list[str]:
+    """Return the options of these names that have a value, as train.py's command line has them."""
+    given = {name: getattr(options, name) for name in names}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+
+
 def training_args(options: argparse.Namespace, *extra: str) -> argparse.Namespace:
     """Return the options of the run that is measured: recipe-like, and one process."""
     argv = ["--synthetic", "--lr-warmup-epochs", "1", "--lr-scheduler", "cosineannealinglr", "--lr", "0.01"]
-    argv += ["--model", options.model, "--batch-size", str(options.batch_size), "--epochs", "100", "--lr-per-step"]
-    argv += ["--train-crop-size", str(options.train_crop_size), "--val-crop-size", str(options.train_crop_size)]
-    argv += ["--workers", str(options.workers), "--opt", options.opt, *extra]
+    argv += ["--epochs", "100", "--lr-per-step", f"--val-crop-size={options.train_crop_size}"]
+    argv += to_argv(options, "model", "batch_size", "train_crop_size", "workers", "opt")
+    argv += to_argv(options, "device", "amp_dtype", "compile")
     argv += [switch for switch in SWITCHES if getattr(options, switch[2:].replace("-", "_"))]
-    for name in ("device", "amp_dtype", "compile"):
-        if getattr(options, name) is not None:
-            argv.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
-    args = config.parse_args(argv)
+    args = config.parse_args([*argv, *extra])
     record, _ = config.on_machine(args)
     record = config.with_shards(record.replaced(distributed=False, rank=0, world_size=1), state=None)
     return argparse.Namespace(**vars(record))  # of which each variant changes something
@@ -327,13 +302,13 @@ def benchmark_step(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UserError: `--nproc` and `--compare` do not fit each other, or a process failed.
     """
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "json")}
     if options.compare:
-        return compare_loops(options)
+        return {"options": given, **compare_loops(options)}
     if options.nproc > 1:
         raise UserError(f"--nproc {options.nproc} needs --compare ddp,deterministic; the other ways are of one process")
     if options.threads:
         torch.set_num_threads(options.threads)
-    given = {name: value for name, value in vars(options).items() if name not in ("run", "json")}
     figures: dict[str, Any] = {"options": given, "ratios": {}}
     for variant, extra in [
         ("plain", []),
@@ -346,18 +321,21 @@ def benchmark_step(options: argparse.Namespace) -> dict[str, Any]:
         steps = max(options.steps // args.num_shards, 1)
         ways = {"loop": OurLoop(args, device, steps), "bare": BareStep(args, device, steps)}
         ways["torchvision"] = TorchvisionsWay(args, device, steps * args.num_shards)
-        rates, memory = interleave(ways, options.rounds, device)
-        summary = summarize(rates, "loop")
+        rates = interleave(ways, options.rounds)
+        summary = {
+            name: {"images_per_s": statistics.median(values), **compare_rates(rates["loop"], values)}
+            for name, values in rates.items()
+        }
         flops, peak = count_flops(args, NUM_CLASSES), peak_tflops(args, device)
-        rate = summary["loop"]["images_per_s"]
+        achieved_tflops = summary["loop"]["images_per_s"] * flops / 1e12
         figures[variant] = {
             "rates": rates,
             "summary": summary,
-            "memory_gib": memory,
+            "memory_gib": {name: way.memory_gib for name, way in ways.items()} if device.type == "cuda" else {},
             "process_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             "gflop_per_image": flops / 1e9,
-            "achieved_tflops": rate * flops / 1e12,
-            "mfu": None if peak is None else rate * flops / 1e12 / peak,
+            "achieved_tflops": achieved_tflops,
+            "mfu": None if peak is None else achieved_tflops / peak,
         }
         show_step(variant, figures[variant], peak)
         suffix = "" if variant == "plain" else f"_{variant}"
@@ -400,10 +378,9 @@ def compare_loops(options: argparse.Namespace) -> dict[str, Any]:
         figures = start_ranks(options, options.nproc, Path(folder), max_nproc=options.nproc)
     first = options.compare[0]
     print(f"{options.nproc} processes: images/s in all, and each as a multiple of {first} (quartiles; range)")
-    for name, values in figures["rates"].items():
-        row = summarize({name: values, first: figures["rates"][first]}, name)[first]
-        figures["summary"][name] = {**row, "images_per_s": statistics.median(values)}
-        print(row_text(name, figures["summary"][name]))
+    figures["summary"] = summarize(figures["rates"], first)
+    for name, row in figures["summary"].items():
+        print(row_text(name, row))
     figures["ratios"] = {f"{name}_vs_{first}": figures["summary"][name]["ratio"] for name in options.compare[1:]}
     return figures
 
@@ -421,39 +398,31 @@ def join_ranks(options: argparse.Namespace, *extra: str) -> tuple[argparse.Names
     return args, models.set_up_device(args)
 
 
-def compare_rank(options: argparse.Namespace) -> None:
-    """Measure the loops of `--compare` in turns, as one process of several; rank 0 writes. Collective."""
+def compare_rank(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the loops of `--compare` in turns, as one process of several. Collective: every rank must call it."""
     ways = {}
     for name in options.compare:
         args, device = join_ranks(options, *LOOPS[name])
-        ways[name] = _deterministically(OurLoop(args, device, options.steps), args)
-    rates, _ = interleave(ways, options.rounds, device)
-    if collectives.is_main_process():
-        given = {name: value for name, value in vars(options).items() if name != "json"}
-        figures = {"options": given, "nproc": options.nproc, "rates": rates, "summary": {}}
-        Path(options.json).write_text(json.dumps({**figures, "machine": describe(device)}))
-    collectives.shut_down()
+        ways[name] = partial(run_together, OurLoop(args, device, options.steps))
+    rates = interleave(ways, options.rounds)
+    return {"nproc": options.nproc, "rates": rates, "machine": describe(device)}
 
 
-def _deterministically(loop: OurLoop, args: argparse.Namespace) -> Callable[[], int]:
-    """Return a loop that chooses the kernels of its options first, and begins on all processes at once."""
-
-    def run() -> int:
-        models.set_up_device(args)
-        dist.barrier()
-        return loop()
-
-    return run
+def run_together(loop: OurLoop) -> int:
+    """Choose the kernels of a loop's options, and begin it on all processes at once."""
+    models.set_up_device(loop.args)
+    dist.barrier()
+    return loop()
 
 
-def scaling_rank(options: argparse.Namespace) -> None:
-    """Measure one process of several, started by torchrun; rank 0 writes the figures. Collective."""
+def scaling_rank(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the parts of a step, as one process of several. Collective: every rank must call it."""
     args, device = join_ranks(options)
     loop = OurLoop(args, device, options.steps)
     alone = copy.copy(args)
     alone.global_batch_size, alone.num_shards, alone.rank, alone.world_size = args.batch_size, 1, 0, 1
     bare = BareStep(alone, device, options.steps)
-    gradients = torch.zeros(sum(parameter.numel() for parameter in loop.step.model.parameters()), device=device)
+    gradients = torch.zeros(sum(parameter.numel() for parameter in loop.model.parameters()), device=device)
     ways = {
         "step_s": loop,
         "compute_s": bare,
@@ -468,37 +437,29 @@ def scaling_rank(options: argparse.Namespace) -> None:
             way()
             synchronize(device)
             seconds[name].append((time.perf_counter() - start) / options.steps)
-    if collectives.is_main_process():
-        figures: dict[str, Any] = {name: statistics.median(values[1:]) for name, values in seconds.items()}
-        figures |= {"nproc": args.world_size, "batch_size": args.batch_size, "machine": describe(device)}
-        figures |= {"gradient_bytes": gradients.numel() * gradients.element_size(), "seconds": seconds}
-        Path(options.json).write_text(json.dumps(figures))
-    collectives.shut_down()
+    figures: dict[str, Any] = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    figures |= {"nproc": args.world_size, "batch_size": args.batch_size, "machine": describe(device)}
+    return figures | {"gradient_bytes": gradients.numel() * gradients.element_size(), "seconds": seconds}
+
+
+def start_processes(options: argparse.Namespace, max_nproc: int, command: list[str], stdout: Any, failure: str) -> None:
+    """Run python, with the cores divided among `max_nproc` processes; UserError with a line if it fails."""
+    threads = options.threads or max(collectives.count_cores() // max_nproc, 1)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    folder = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, *command], stdout=stdout, check=False, cwd=folder, env=environment)
+    if done.returncode:
+        raise UserError(f"benchmark {failure}; see above")
 
 
 def start_ranks(options: argparse.Namespace, nproc: int, folder: Path, max_nproc: int) -> dict[str, Any]:
-    """Start torchrun on `nproc` processes and return the figures of rank 0.
-
-    Args:
-        options: of the command line.
-        nproc: how many.
-        folder: for the figures.
-        max_nproc: the largest number that is going to be compared, among which the cores are divided.
-
-    Raises:
-        UserError: a process failed; the last lines of its output.
-    """
+    """Start torchrun on `nproc` processes, of at most `max_nproc` that are compared; return the figures of rank 0."""
     path = folder / f"{nproc}.json"
     passed = {**vars(options), "json": str(path)}
     passed.pop("run", None)
-    threads = options.threads or max(len(os.sched_getaffinity(0)) // max_nproc, 1)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    done = subprocess.run(
-        [*command, "-m", "scripts.step_benchmark", json.dumps(passed)], stdout=subprocess.PIPE, text=True, check=False,
-        cwd=Path(__file__).parent.parent, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-    )  # fmt: skip
-    if done.returncode:
-        raise UserError(f"benchmark {options.command} failed on {nproc} processes; see above")
+    command = [*TORCHRUN, f"--nproc_per_node={nproc}", "-m", "scripts.step_benchmark", json.dumps(passed)]
+    failure = f"{options.command} failed on {nproc} processes"
+    start_processes(options, max_nproc, command, subprocess.DEVNULL, failure)
     return json.loads(path.read_text())
 
 
@@ -588,18 +549,12 @@ def benchmark_saving(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_saving(options: argparse.Namespace, folder: Path, num_steps: int) -> None:
     """Train so many steps into a folder, and save every few of them."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.nproc}"]
-    threads = options.threads or max(len(os.sched_getaffinity(0)) // options.nproc, 1)
-    command = [sys.executable, *(ranks if options.nproc > 1 else []), "train.py", "--output-dir", str(folder)]
+    command = [*TORCHRUN, f"--nproc_per_node={options.nproc}"] if options.nproc > 1 else []
+    command += ["train.py", "--output-dir", str(folder)]
     command += ["--synthetic", str(num_steps * options.batch_size * options.nproc), "--epochs", "1", "--workers", "0"]
     command += ["--checkpoint-steps", str(options.every), "--print-freq", "1", "--lr", "1e-6"]
-    for name in ("model", "batch_size", "train_crop_size", "device"):
-        if getattr(options, name) is not None:
-            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, stdout=sys.stderr, check=False, cwd=Path(__file__).parent.parent, env=environment)
-    if done.returncode:
-        raise UserError("benchmark saving failed; see above")
+    command += to_argv(options, "model", "batch_size", "train_crop_size", "device")
+    start_processes(options, options.nproc, command, sys.stderr, "saving failed")
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -611,17 +566,21 @@ def add_commands(commands: Any) -> None:
     """Register the commands here with the subparsers of scripts/benchmark.py; `options.run` is the function to call."""
     step = commands.add_parser("step", help="a training step, against its limit and torchvision's loop")
     scaling = commands.add_parser("scaling", help="1 to N processes, and a model of more")
-    for command, steps, rounds in [(step, 10, 9), (scaling, 10, 3)]:
-        command.add_argument("--model", default="resnet18", help="as train.py's (default: resnet18)")
-        command.add_argument("--train-crop-size", metavar="PX", type=int, default=224, help="default: 224")
-        command.add_argument("--batch-size", metavar="N", type=int, default=64, help="images a process (default: 64)")
+    saving = commands.add_parser("saving", help="steps beside which a checkpoint is written, against the others")
+    for command, model, size_px, batch_size, rounds, rounds_help in [
+        (step, "resnet18", 224, 64, 9, "default: 9, and a warm-up"),
+        (scaling, "resnet18", 224, 64, 3, "default: 3, and a warm-up"),
+        (saving, "resnet50", 128, 16, 9, "saves (default: 9, and a warm-up)"),
+    ]:
+        words = f"images a process (default: {batch_size})"
+        command.add_argument("--model", default=model, help=f"as train.py's (default: {model})")
+        command.add_argument("--train-crop-size", metavar="PX", type=int, default=size_px, help=f"default: {size_px}")
+        command.add_argument("--batch-size", metavar="N", type=int, default=batch_size, help=words)
         command.add_argument("--device", help="default: the accelerator that is there, else cpu")
+        command.add_argument("--rounds", metavar="N", type=int, default=rounds, help=rounds_help)
+    for command in (step, scaling):
         command.add_argument("--workers", metavar="N", type=int, default=0, help="loader processes (default: 0)")
-        command.add_argument("--steps", metavar="N", type=int, default=steps, help=f"a round (default: {steps})")
-        command.add_argument(
-            "--rounds", metavar="N", type=int, default=rounds, help=f"default: {rounds}, and a warm-up"
-        )
-        command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
+        command.add_argument("--steps", metavar="N", type=int, default=10, help="a round (default: 10)")
         for switch in SWITCHES:
             command.add_argument(switch, action="store_true", help="as train.py's")
         command.add_argument("--amp-dtype", choices=sorted(models.AMP_DTYPES), help="as train.py's")
@@ -633,25 +592,21 @@ def add_commands(commands: Any) -> None:
         help="compare ways of our loop instead, such as ddp,deterministic (--use-deterministic-algorithms)",
     )  # fmt: skip
     step.add_argument("--nproc", metavar="N", type=int, default=1, help="processes of --compare (default: 1)")
+    step.set_defaults(run=benchmark_step)
     scaling.add_argument("--nproc", metavar="N", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     scaling.add_argument("--threads", metavar="N", type=int, help="of each process (default: cores / the largest N)")
-    saving = commands.add_parser("saving", help="steps beside which a checkpoint is written, against the others")
-    saving.add_argument("--model", default="resnet50", help="as train.py's (default: resnet50)")
-    saving.add_argument("--train-crop-size", metavar="PX", type=int, default=128, help="default: 128")
-    saving.add_argument("--batch-size", metavar="N", type=int, default=16, help="images a process (default: 16)")
-    saving.add_argument("--device", help="default: the accelerator that is there, else cpu")
+    scaling.set_defaults(run=benchmark_scaling)
     saving.add_argument("--nproc", metavar="N", type=int, default=1, help="processes (default: 1)")
     saving.add_argument("--threads", metavar="N", type=int, help="of each process (default: cores / N)")
     saving.add_argument("--every", metavar="N", type=int, default=8, help="steps between saves (default: 8)")
-    saving.add_argument("--rounds", metavar="N", type=int, default=9, help="saves (default: 9, and a warm-up)")
-    saving.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     saving.set_defaults(run=benchmark_saving)
-    step.set_defaults(run=benchmark_step)
-    scaling.set_defaults(run=benchmark_scaling)
 
 
 if __name__ == "__main__":
     if not sys.argv[1:] or not sys.argv[1].startswith("{"):
         sys.exit("python -m scripts.benchmark starts this, with step, scaling or saving; see its --help")
     OPTIONS = argparse.Namespace(**json.loads(sys.argv[1]))
-    compare_rank(OPTIONS) if OPTIONS.command == "step" else scaling_rank(OPTIONS)
+    FIGURES = compare_rank(OPTIONS) if OPTIONS.command == "step" else scaling_rank(OPTIONS)
+    if collectives.is_main_process():
+        Path(OPTIONS.json).write_text(json.dumps(FIGURES))
+    collectives.shut_down()

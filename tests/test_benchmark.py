@@ -3,6 +3,9 @@
 import importlib.util
 import json
 
+import pytest
+
+from scripts.benchmark import recommend
 from tests.ranks import module_rank, run_ranks
 
 
@@ -44,3 +47,17 @@ def test_a_folder_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):
     assert outcome.codes == [2]
     assert len(outcome.output.splitlines()) == 1
     assert str(tmp_path / "no") in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("decoders", "words"),
+    [
+        (["pillow"], "torchcodec was not measured"),
+        (["torchcodec"], "pillow, the default, was not measured"),
+        (["torchcodec", "pillow"], "--decoder torchcodec: 1.20 times as fast"),
+    ],
+)
+def test_a_decoder_is_recommended_where_both_were_measured(decoders, words):
+    rates = {"pillow": 100.0, "torchcodec": 120.0}
+    figures = {"train": {f"raw, {name}": {"images_per_s": rates[name]} for name in decoders}}
+    assert recommend(figures, decoders).startswith(words)

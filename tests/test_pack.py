@@ -500,9 +500,8 @@ def test_a_shard_read_back_otherwise_than_written_is_not_kept(source):
 
     split = pack.Split(source, "val")
     results = iter([pack.Packed(split.source.read(index)) for index in range(3)])
-    writer = pack.ShardWriter(
-        split, pack.Shard("val-000000.tar", 0, 0, 3), results, pack.Progress("packing", 3, "images"), skip_bad=False
-    )
+    shard = pack.Shard("val-000000.tar", split, 0, 3)
+    writer = pack.ShardWriter(shard, results, pack.Progress("packing", 3, "images"), skip_bad=False)
     file = io.BytesIO()
     writer.write(file)
     path = source / "rotten.tar"

@@ -38,17 +38,17 @@ def test_the_bare_step_makes_the_updates_of_the_loop():
     loop, bare = (build(args, CPU, 2) for build in (step_benchmark.OurLoop, step_benchmark.BareStep))
     loop.loader = [bare.batch] * 4
     assert loop() == bare() == 8
-    for name, value in bare.step.model.state_dict().items():
-        torch.testing.assert_close(loop.step.model.state_dict()[name], value, rtol=1e-6, atol=1e-7)
-    for name, value in bare.step.model_ema.state_dict().items():
-        torch.testing.assert_close(loop.step.model_ema.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    for name, value in bare.model.state_dict().items():
+        torch.testing.assert_close(loop.model.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    for name, value in bare.model_ema.state_dict().items():
+        torch.testing.assert_close(loop.model_ema.state_dict()[name], value, rtol=1e-6, atol=1e-7)
 
 
 def test_torchvisions_way_takes_its_own_options():
     args = step_benchmark.training_args(parse("step", "--channels-last"), "--global-batch-size", "4")
     theirs = step_benchmark.TorchvisionsWay(args, CPU, 3)
     assert theirs() == 6
-    assert next(theirs.step.model.parameters()).is_contiguous()
+    assert next(theirs.model.parameters()).is_contiguous()
     assert args.channels_last
 
 
