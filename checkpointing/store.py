@@ -11,7 +11,7 @@ from typing import Any
 import collectives
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import HostCopy, RunState
-from checkpointing.copies import Writers, attempt, raise_first
+from checkpointing.copies import Writers
 from checkpointing.folder import CheckpointFolder, Found
 from errors import NoUsableCheckpointError, StorageError
 from files import read_bytes
@@ -120,12 +120,12 @@ class CheckpointManager:
         Where nodes keep copies, `auto` takes the newest of all nodes.
         """
         is_reader = self._writers.have_me if resume == "auto" else collectives.is_main_process()
-        found, refusal = attempt(self.files.read, resume) if is_reader else (None, None)
+        found, refusal = collectives.attempt(self.files.read, resume) if is_reader else (None, None)
         steps, refusals = zip(*collectives.gather_plain([found and found.state["step"], refusal]), strict=True)
         newest = max((step for step in steps if step is not None), default=None)
         if newest is not None:  # then it does not matter that another node has damaged files only
             refusals = [each for each in refusals if each and each[1] != NoUsableCheckpointError.exit_code]
-        raise_first(refusals)
+        collectives.raise_first(refusals)
         if newest is not None:
             return self._receive(found, steps.index(newest), resume)
         if resume == "auto":
