@@ -163,7 +163,7 @@ class CheckpointFinder:
     def find_best(self, name: str, step: int, resume: str) -> Path | None:
         """Return the file of the best evaluation so far, after a step, if this node has it."""
         source = Path(resume).parent if self.is_elsewhere(resume) else self.folder
-        return next((path for path in (source / f"{name}.pth", self.path_of(step)) if is_of(path, step)), None)
+        return next((path for path in (self.path_of(step), source / f"{name}.pth") if step_of(path) == step), None)
 
 
 def load(path: Path, name: str) -> Found:
@@ -184,8 +184,3 @@ def step_of(path: Path) -> int | None:
         raise
     except (UserError, OSError):
         return None
-
-
-def is_of(path: Path, step: int) -> bool:
-    """Tell whether a file is a good checkpoint of a step."""
-    return path.exists() and step_of(path) == step

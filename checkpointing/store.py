@@ -36,12 +36,12 @@ class Saving:
 
     def write(self) -> None:
         """Write, and note the outcome."""
+        say, self._files.say = self._files.say, self._lines.append
         try:
-            with self._files.heard_by(self._lines.append):
-                self._failure = self._write()
+            self._failure = self._write()
         except BaseException as error:
             self._error = error
-        self._write, self.is_written = None, True
+        self._files.say, self._write, self.is_written = say, None, True
 
     def wait(self) -> str | None:
         """Wait for the thread; say its lines, and return why the write failed, if it did."""
@@ -74,12 +74,9 @@ class CheckpointManager:
         minutes: float = 0.0,
         save_per_node: bool = False,
     ) -> None:
+        rank = collectives.get_rank()
         # `print` is silent on the other ranks.
-        say = (
-            print
-            if collectives.is_main_process()
-            else lambda text: print(f"rank {collectives.get_rank()}: {text}", force=True)
-        )
+        say = print if rank == 0 else lambda text: print(f"rank {rank}: {text}", force=True)
         self.folder, self.save_per_node = folder, save_per_node
         self.files = CheckpointFolder(folder, keep_last=keep_last, keep_every=keep_every, say=say)
         self._writers, self._thread, self._memory = Writers(), ThreadPoolExecutor(1, "checkpoint writer"), HostCopy()
