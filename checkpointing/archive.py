@@ -145,11 +145,7 @@ def check_pickle(file: Any, name: str, *, takes_namespace: bool = False) -> None
 
 
 def _storages(pickled: bytes, plain_globals: set[str]) -> Iterator[tuple[str, str, int]]:
-    """Yield the kind, the key and the number of elements of each storage in a pickle of `torch.save`.
-
-    Raises:
-        ValueError: `torch.save` did not write it, or it names more than plain data; the message says which name.
-    """
+    """Yield the kind, the key and the number of elements of each storage in a pickle; raises as `check_pickle`."""
     literals, stack, named = {}, [], None
     for opcode, argument, _ in pickletools.genops(pickled):
         _check_opcode(opcode.name, argument, plain_globals)

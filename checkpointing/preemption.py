@@ -192,9 +192,8 @@ class WatchedLoader(LoaderAround):
 
     def __iter__(self) -> Iterator:
         """Yield the batches. Collective: every rank must iterate to the end."""
-        rounds = max(int(length) for length in collectives.all_gather(torch.tensor([len(self.loader)])))
         batches = iter(self.loader)
-        for number in range(rounds):
+        for number in range(max(collectives.gather_plain(len(self.loader)))):
             self.beat()
             verdict = self.guard.agree()
             if verdict.stop:
@@ -253,7 +252,6 @@ class StallWatchdog:
     def __init__(self, timeout_s: float, describe: Callable[[], str], on_stall: Callable[[str], None]) -> None:
         self.timeout_s, self.describe, self.on_stall = timeout_s, describe, on_stall
         self._is_over = threading.Event()
-        self.beat()
 
     def beat(self) -> None:
         """Note that something has been done."""
