@@ -205,12 +205,11 @@ class ShardedStep:
         """
         seed_device(self.device, FORWARD, self.seed, step, shard)
         is_last = shard == self.shards.local[-1]
-        keeps_buffers = shard != 0 and bool(self._buffers)
-        saved = [buffer.clone() for buffer in self._buffers] if keeps_buffers else None
+        saved = [buffer.clone() for buffer in self._buffers] if shard != 0 else []
         is_ddp = isinstance(self.model, DistributedDataParallel)
         with self.model.no_sync() if is_ddp and not is_last else nullcontext():
             yield
-        if keeps_buffers:
+        if saved:
             torch._foreach_copy_(self._buffers, saved)
         if self.gradient_sum is not None:
             self.gradient_sum.add_shard()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from checkpointing.archive import find_bad_record
+from checkpointing.archive import Found, find_bad_record
 from checkpointing.checkpoint import RunState, tensors_in
-from checkpointing.finder import BEST_FILES, EVENT_FILES, CheckpointFinder, Found, step_in, step_of
+from checkpointing.finder import BEST_FILES, EVENT_FILES, CheckpointFinder, step_in, step_of
 from checkpointing.lock import lock_folder
 from errors import StorageError, UserError
 from files import (
@@ -142,7 +142,9 @@ class CheckpointFolder(CheckpointFinder):
         """
         path, record = self.folder / f"{name}.pth", run.bests[name]
         if os.path.lexists(path):
-            step = run.step if self._is_verified(path) else step_of(path)
+            # Another name of the checkpoint that was read at this start need not be read again.
+            is_verified = self.verified is not None and path.exists() and path.samefile(self.verified)
+            step = run.step if is_verified else step_of(path)
             if record is not None and step == record["step"]:
                 return
             if step is None:
@@ -159,10 +161,6 @@ class CheckpointFolder(CheckpointFinder):
         else:
             self.say(f"the best so far, of step {record['step']}, is not there any more: {path.name} starts anew")
             run.bests[name] = None
-
-    def _is_verified(self, path: Path) -> bool:
-        """Tell whether a path is another name of the checkpoint that was read at this start, all of it."""
-        return self.verified is not None and path.exists() and path.samefile(self.verified)
 
     def _erase(self) -> None:
         """Remove a run's files, and no others.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import collectives
-from checkpointing.archive import load_checkpoint
+from checkpointing.archive import Found, load_checkpoint
 from checkpointing.checkpoint import HostCopy, RunState
 from checkpointing.copies import Writers
-from checkpointing.folder import CheckpointFolder, Found
+from checkpointing.folder import CheckpointFolder
 from errors import NoUsableCheckpointError, StorageError
 from files import read_bytes
 
