@@ -5,7 +5,7 @@ import datetime
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -129,21 +129,26 @@ def call_on_master(function: Callable[..., bytes | None], *args: Any) -> bytes |
     Raises:
         UserError: the function's own, or the text of its OSError, on every rank.
     """
-    payload, error = None, None
-    if is_main_process():
-        try:
-            payload = function(*args)
-        except UserError as refusal:
-            error = refusal
-        except OSError as failure:  # the others must hear of it, or they would wait
-            error = UserError(str(failure))
-    verdict = {"is_none": payload is None, "error": error and str(error), "exit_code": error and error.exit_code}
-    verdict = json.loads(broadcast_bytes(json.dumps(verdict).encode()))
-    if verdict["error"] is not None:
-        error = UserError(verdict["error"])
-        error.exit_code = verdict["exit_code"]
+    payload, refusal = attempt(function, *args) if is_main_process() else (None, None)
+    is_none, refusal = json.loads(broadcast_bytes(json.dumps([payload is None, refusal]).encode()))
+    raise_first([refusal])
+    return None if is_none else broadcast_bytes(payload)
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, list | None]:
+    """Return the result of a call and None, or None and its error: text and exit code, which can be sent."""
+    try:
+        return function(*args), None
+    except (UserError, OSError) as error:  # the other ranks must hear of it, or they would wait
+        return None, [str(error), getattr(error, "exit_code", UserError.exit_code)]
+
+
+def raise_first(refusals: Iterable[list | None]) -> None:
+    """Raise the first of several errors, as `attempt` returns them, if there is one."""
+    for text, exit_code in filter(None, refusals):
+        error = UserError(text)
+        error.exit_code = exit_code
         raise error
-    return None if verdict["is_none"] else broadcast_bytes(payload)
 
 
 def setup_for_distributed(is_master: bool) -> None:

@@ -99,11 +99,7 @@ class PairwiseGradientSum:
             pairs = zip(gradients, (sums[self._places[p]] for p in parameters), strict=True)
             torch._foreach_add_(*zip(*(pair for pair in pairs if pair[1] is not None), strict=True))
         flat = bucket.buffer()
-        if self.shards.world_size == 1:
-            mean = Future(devices=None if flat.device.type == "cpu" else [flat.device])
-            mean.set_result(flat if self.shards.num_shards == 1 else flat.div_(self.shards.num_shards))
-            return mean
-        if self.shards.world_size == 2:
+        if self.shards.world_size <= 2:
             work = dist.all_reduce(flat, async_op=True)
             return work.get_future().then(lambda done: done.value()[0].div_(self.shards.num_shards))
         exchange = _Exchange(flat, self.shards)
@@ -121,10 +117,6 @@ class _Exchange:
     """One bucket on its way: every process sums its part of all processes' buckets, and all gather the parts.
 
     All steps are made by the thread of the backward pass, since every rank must begin its collectives in one order.
-
-    Args:
-        flat: this process's sums.
-        shards: its part of the step.
     """
 
     def __init__(self, flat: Tensor, shards: VirtualShards) -> None:
@@ -213,12 +205,11 @@ class ShardedStep:
         """
         seed_device(self.device, FORWARD, self.seed, step, shard)
         is_last = shard == self.shards.local[-1]
-        keeps_buffers = shard != 0 and bool(self._buffers)
-        saved = [buffer.clone() for buffer in self._buffers] if keeps_buffers else None
+        saved = [buffer.clone() for buffer in self._buffers] if shard != 0 else []
         is_ddp = isinstance(self.model, DistributedDataParallel)
         with self.model.no_sync() if is_ddp and not is_last else nullcontext():
             yield
-        if keeps_buffers:
+        if saved:
             torch._foreach_copy_(self._buffers, saved)
         if self.gradient_sum is not None:
             self.gradient_sum.add_shard()

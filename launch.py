@@ -38,33 +38,32 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
     """
     environ = os.environ if environ is None else environ
     address = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
-    common = {
-        "is_torchrun": "TORCHELASTIC_RUN_ID" in environ,
-        "attempt": int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        "num_nodes": int(environ.get("GROUP_WORLD_SIZE", "1")),
-        "is_restart": any(
-            environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-        ),
-        "job": environ.get("SLURM_JOB_ID"),
-        "error_file": environ.get("TORCHELASTIC_ERROR_FILE") or None,
-    }
-    if common["is_torchrun"]:
+    attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    on_node = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_STEP_TASKS_PER_NODE", "1")  # such as 8(x2)
+    launch = Launch(
+        num_local=int(re.match(r"\d+", on_node)[0]),
+        is_torchrun="TORCHELASTIC_RUN_ID" in environ,
+        attempt=attempt,
+        num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
+        is_restart=attempt > 0 or environ.get("SLURM_RESTART_COUNT", "0") != "0",
+        job=environ.get("SLURM_JOB_ID"),
+        error_file=environ.get("TORCHELASTIC_ERROR_FILE") or None,
+    )
+    if launch.is_torchrun:
         import socket  # not above: the script watches signals before it imports more than it must
 
-        common["agent"] = f"{environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
-    on_node = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_STEP_TASKS_PER_NODE", "1")  # such as 8(x2)
-    common["num_local"] = int(re.match(r"\d+", on_node)[0])
+        launch = launch._replace(agent=f"{environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}")
     if "RANK" in environ:
         rank = int(environ["RANK"])
         size, local_rank = int(environ.get("WORLD_SIZE", world_size)), int(environ.get("LOCAL_RANK", rank))
-        return Launch(rank, size, local_rank, is_launched=True, address=address, **common)
     # A batch script has SLURM_PROCID too, though nobody started its other tasks; only srun sets the step's variables.
-    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         rank, size, local_rank = (int(environ[f"SLURM_{name}"]) for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
         if not address.get("MASTER_ADDR"):
             address = _slurm_address(environ) | {name: value for name, value in address.items() if value}
-        return Launch(rank, size, local_rank, is_launched=True, address=address, **common)
-    return Launch(**common)
+    else:
+        return launch
+    return launch._replace(rank=rank, world_size=size, local_rank=local_rank, is_launched=True, address=address)
 
 
 def _slurm_address(environ: Mapping[str, str]) -> dict[str, str]:

@@ -3,11 +3,10 @@
 import os
 import threading
 from argparse import Namespace
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from files import open_regular
+from files import open_to_read
 from launch import read_launch
 
 
@@ -23,22 +22,18 @@ def read_ahead(args: Namespace, folder: str) -> None:
     """
     if not args.resume or args.dry_run or read_launch().rank:
         return
-    best = [Path(folder, "best.pth"), Path(folder, "best_ema.pth")]
-    threading.Thread(target=_read, args=(Path(folder), args.resume, best), daemon=True).start()
+    threading.Thread(target=_read, args=(Path(folder), args.resume), daemon=True).start()
 
 
-def _read(folder: Path, resume: str, best: Iterable[Path]) -> None:
+def _read(folder: Path, resume: str) -> None:
     with suppress(OSError):
         newest = Path(resume)
         if resume == "auto":
             newest = max(folder.glob("checkpoint-*.pth"), default=folder / "checkpoint.pth")
         part, numbers = bytearray(1 << 22), set()
-        for path in filter(Path.exists, (newest, *best)):
-            file = open_regular(path, os.O_RDONLY, follows_links=True)
-            try:
-                number = os.fstat(file).st_ino  # several names may be one file
-                while number not in numbers and os.readv(file, [part]):
+        for path in filter(Path.exists, (newest, folder / "best.pth", folder / "best_ema.pth")):
+            with open_to_read(path, buffering=0) as file:
+                number = os.fstat(file.fileno()).st_ino  # several names may be one file
+                while number not in numbers and file.readinto(part):
                     pass
                 numbers.add(number)
-            finally:
-                os.close(file)

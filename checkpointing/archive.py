@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +33,16 @@ _PLAIN_GLOBALS = {
 }  # fmt: skip
 
 
-def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
-    """Return the bytes and the state of a file that errors call `name`; check its claims before reading it.
+class Found(NamedTuple):
+    """A checkpoint that has been verified."""
+
+    path: Path
+    payload: bytes
+    state: dict
+
+
+def read_checkpoint(path: Path, name: str) -> Found:
+    """Return the checkpoint in a file that errors call `name`, verified; check its claims before reading it.
 
     Raises:
         UserError: it is damaged, or no checkpoint of this script.
@@ -51,7 +59,7 @@ def read_checkpoint(path: Path, name: str) -> tuple[bytes, dict]:
         retry_read(check, path)
     try:
         payload = read_bytes(path)
-        return payload, check_schema(load_checkpoint(payload, name), name)
+        return Found(path, payload, check_schema(load_checkpoint(payload, name), name))
     except MemoryError as error:
         raise StorageError(f"{name} does not fit into the memory that is free now") from error
 
@@ -145,11 +153,7 @@ def check_pickle(file: Any, name: str, *, takes_namespace: bool = False) -> None
 
 
 def _storages(pickled: bytes, plain_globals: set[str]) -> Iterator[tuple[str, str, int]]:
-    """Yield the kind, the key and the number of elements of each storage in a pickle of `torch.save`.
-
-    Raises:
-        ValueError: `torch.save` did not write it, or it names more than plain data; the message says which name.
-    """
+    """Yield the kind, the key and the number of elements of each storage in a pickle; raises as `check_pickle`."""
     literals, stack, named = {}, [], None
     for opcode, argument, _ in pickletools.genops(pickled):
         _check_opcode(opcode.name, argument, plain_globals)

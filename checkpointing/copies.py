@@ -1,7 +1,7 @@
 """Ranks that write checkpoints: rank 0 and, with `--save-per-node`, one for each folder that the nodes see."""
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,7 @@ from torch import distributed as dist
 
 import collectives
 from checkpointing.folder import explained
-from errors import UserError
 from launch import read_launch
-
-Refusal = list  # text and exit code of an error, as plain values that can be sent
 
 
 class Writers:
@@ -46,28 +43,12 @@ class Writers:
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function on the writers; an error of one is raised by all. Collective: every rank must call it."""
-        _, refusal = attempt(function, *args) if self.have_me else (None, None)
-        raise_first(collectives.gather_plain(refusal))
+        _, refusal = collectives.attempt(function, *args) if self.have_me else (None, None)
+        collectives.raise_first(collectives.gather_plain(refusal))
 
     def share(self, payload: bytes | None, source: int = 0) -> bytes:
         """Give one writer's bytes to all writers, which must all call it; b"" where there is only one writer."""
         return b"" if self._group is None else collectives.broadcast_bytes(payload, source, self._group)
-
-
-def attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Refusal | None]:
-    """Return the result of a call and None, or None and its error."""
-    try:
-        return function(*args), None
-    except (UserError, OSError) as error:
-        return None, [str(error), getattr(error, "exit_code", UserError.exit_code)]
-
-
-def raise_first(refusals: Iterable[Refusal | None]) -> None:
-    """Raise the first of several errors, if there is one."""
-    for text, exit_code in filter(None, refusals):
-        error = UserError(text)
-        error.exit_code = exit_code
-        raise error
 
 
 def _touch(path: Path) -> None:

@@ -5,9 +5,8 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-from checkpointing.archive import read_checkpoint
+from checkpointing.archive import Found, read_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
 from checkpointing.schema import OtherFormatError
 from errors import NoUsableCheckpointError, StorageError, UserError, counted
@@ -31,14 +30,6 @@ OWN_FILES = re.compile(
 )
 
 BEST_FILES = [f"{name}.pth" for name in dict.fromkeys(BEST_NAMES.values())]
-
-
-class Found(NamedTuple):
-    """A checkpoint that has been verified."""
-
-    path: Path
-    payload: bytes
-    state: dict
 
 
 class CheckpointFinder:
@@ -91,7 +82,7 @@ class CheckpointFinder:
 
     def _read_named(self, resume: str) -> Found:
         try:
-            return load(Path(resume), resume)
+            return read_checkpoint(Path(resume), resume)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise UserError(
                 f"--resume {resume} is not a file; give a checkpoint, or auto for the newest in --output-dir"
@@ -101,7 +92,7 @@ class CheckpointFinder:
         self.damaged = []
         for path in self._candidates():
             try:
-                return load(path, str(path))
+                return read_checkpoint(path, str(path))
             except FileNotFoundError:
                 if path.is_symlink():
                     self.damaged.append((path, f"{path} is a link to nothing"))
@@ -163,12 +154,7 @@ class CheckpointFinder:
     def find_best(self, name: str, step: int, resume: str) -> Path | None:
         """Return the file of the best evaluation so far, after a step, if this node has it."""
         source = Path(resume).parent if self.is_elsewhere(resume) else self.folder
-        return next((path for path in (source / f"{name}.pth", self.path_of(step)) if is_of(path, step)), None)
-
-
-def load(path: Path, name: str) -> Found:
-    """Return a checkpoint, verified; raises as `read_checkpoint`."""
-    return Found(path, *read_checkpoint(path, name))
+        return next((path for path in (self.path_of(step), source / f"{name}.pth") if step_of(path) == step), None)
 
 
 def step_in(path: Path) -> int:
@@ -179,13 +165,8 @@ def step_in(path: Path) -> int:
 def step_of(path: Path) -> int | None:
     """Return the step of a checkpoint, None if it is damaged or missing; StorageError if the disk does not answer."""
     try:
-        return load(path, path.name).state["step"]
+        return read_checkpoint(path, path.name).state["step"]
     except StorageError:
         raise
     except (UserError, OSError):
         return None
-
-
-def is_of(path: Path, step: int) -> bool:
-    """Tell whether a file is a good checkpoint of a step."""
-    return path.exists() and step_of(path) == step

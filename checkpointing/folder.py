@@ -8,14 +8,12 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import torch
 
-from checkpointing.archive import find_bad_record
+from checkpointing.archive import Found, find_bad_record
 from checkpointing.checkpoint import RunState, tensors_in
-from checkpointing.finder import BEST_FILES, EVENT_FILES, CheckpointFinder, Found, is_of, step_in, step_of
+from checkpointing.finder import BEST_FILES, EVENT_FILES, CheckpointFinder, step_in, step_of
 from checkpointing.lock import lock_folder
 from errors import StorageError, UserError
 from files import (
@@ -59,15 +57,6 @@ class CheckpointFolder(CheckpointFinder):
         self._is_locked, self._is_warned = False, set()
         self._owed = {}  # second names that are still to be given, and to which file
 
-    @contextmanager
-    def heard_by(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Have another function get the lines that are said."""
-        self.say, before = say, self.say
-        try:
-            yield
-        finally:
-            self.say = before
-
     def acquire(self) -> None:
         """Lock the folder against other runs, if it is there; if not, `open` does.
 
@@ -85,7 +74,7 @@ class CheckpointFolder(CheckpointFinder):
         resume: str,
         found: Found | None,
         run: RunState,
-        best_payloads: Mapping[str, bytes] = MappingProxyType({}),
+        best_payloads: Mapping[str, bytes] | None = None,
         *,
         overwrite: bool = False,
     ) -> None:
@@ -98,7 +87,6 @@ class CheckpointFolder(CheckpointFinder):
             UserError: the folder cannot be written, or has a run in it by now.
         """
         self.steps_per_epoch = run.steps_per_epoch
-        is_elsewhere = self.is_elsewhere(resume)
         with explained(self.folder):
             make_folder(self.folder)
             self.acquire()  # if it was not there before; another run may be in it now
@@ -106,21 +94,17 @@ class CheckpointFolder(CheckpointFinder):
             for path in self.own_files(LEFTOVERS):
                 with suppress(IsADirectoryError):
                     path.unlink(missing_ok=True)
-            if found is None or is_elsewhere:
+            if found is None or self.is_elsewhere(resume):
                 if not overwrite and self.holds_other_run(resume):
                     raise UserError(f"--output-dir {self.folder}: another run has begun there in the meantime")
                 self._erase()
             self._erase_old_curves()
             if found is not None:
-                self._adopt(found, run, Path(resume).parent if is_elsewhere else self.folder, best_payloads)
+                self._adopt(found, run, resume, best_payloads or {})
                 self._delete_old()  # which the last save may not have come to
 
     def _check_names(self) -> None:
-        """Check that nothing else has the name of one of our files, so that no write leaves the folder.
-
-        Raises:
-            UserError: a folder, a pipe or the like has, or a link or a file has the name of our folder.
-        """
+        """Raise UserError if something else has the name of one of our files: so no write leaves the folder."""
         for name in sorted({"tb", *SINGLE_FILES}):
             try:
                 mode = os.lstat(self.folder / name).st_mode
@@ -133,7 +117,7 @@ class CheckpointFolder(CheckpointFinder):
                 kind = kinds.get(stat.S_IFMT(mode), "pipe or device")
                 raise UserError(f"--output-dir {self.folder}: {name} is a {kind}; move it away")
 
-    def _adopt(self, found: Found, run: RunState, source: Path, best_payloads: Mapping[str, bytes]) -> None:
+    def _adopt(self, found: Found, run: RunState, resume: str, best_payloads: Mapping[str, bytes]) -> None:
         """Make the resumed checkpoint the newest of this folder, under all its names."""
         kept = {path: _move_aside(path, suffix=".corrupt") for path, _ in self.damaged if os.path.lexists(path)}
         self.say_damaged(found, kept)
@@ -145,20 +129,22 @@ class CheckpointFolder(CheckpointFinder):
             _write(path, found.payload)
         self.link(path, "checkpoint.pth")
         for name in run.bests:
-            self._adopt_best(name, run, source / f"{name}.pth", best_payloads.get(name))
+            self._adopt_best(name, run, resume, best_payloads.get(name))
 
     def _supersede(self, path: Path) -> None:
         """Keep a checkpoint that is newer than the resumed one under another name, so that `auto` passes it over."""
         self.say(f"{path.name} is newer than the resumed checkpoint; kept as {_move_aside(path, prefix='superseded-')}")
 
-    def _adopt_best(self, name: str, run: RunState, candidate: Path, payload: bytes | None) -> None:
+    def _adopt_best(self, name: str, run: RunState, resume: str, payload: bytes | None) -> None:
         """Make a best checkpoint the one that the resumed state names, or have the state name none.
 
-        It is in this folder, in that of the resumed checkpoint (`candidate`), or came from another node (`payload`).
+        It is in this folder, in that of the resumed checkpoint, or came from another node (`payload`).
         """
         path, record = self.folder / f"{name}.pth", run.bests[name]
         if os.path.lexists(path):
-            step = run.step if self._is_verified(path) else step_of(path)
+            # Another name of the checkpoint that was read at this start need not be read again.
+            is_verified = self.verified is not None and path.exists() and path.samefile(self.verified)
+            step = run.step if is_verified else step_of(path)
             if record is not None and step == record["step"]:
                 return
             if step is None:
@@ -167,21 +153,14 @@ class CheckpointFolder(CheckpointFinder):
                 self._supersede(path)
         if record is None:
             return
-        numbered = self.path_of(record["step"])
-        if is_of(numbered, record["step"]):
-            self.link(numbered, path.name)
-            return
-        if payload is None and candidate != path and is_of(candidate, record["step"]):
-            payload = read_bytes(candidate)
-        if payload is not None:
-            _write(path, payload)
-            return
-        self.say(f"the best so far, of step {record['step']}, is not there any more: {path.name} starts anew")
-        run.bests[name] = None
-
-    def _is_verified(self, path: Path) -> bool:
-        """Tell whether a path is another name of the checkpoint that was read at this start, all of it."""
-        return self.verified is not None and path.exists() and path.samefile(self.verified)
+        found = self.find_best(name, record["step"], resume)
+        if found == self.path_of(record["step"]):
+            self.link(found, path.name)
+        elif found is not None or payload is not None:
+            _write(path, payload or read_bytes(found))
+        else:
+            self.say(f"the best so far, of step {record['step']}, is not there any more: {path.name} starts anew")
+            run.bests[name] = None
 
     def _erase(self) -> None:
         """Remove a run's files, and no others.
@@ -215,8 +194,9 @@ class CheckpointFolder(CheckpointFinder):
                 os.fsync(records)
             except OSError as error:
                 self._warn_once("records", f"metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
+        num_bytes = sum(tensor.nbytes for tensor in tensors_in(state))  # nearly the size of a checkpoint
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
-        return self._commit(state["step"], lambda file: torch.save(state, file), _num_bytes(state), best_now)
+        return self._commit(state["step"], lambda file: torch.save(state, file), num_bytes, best_now)
 
     def save_copy(self, payload: bytes, step: int, best_now: Iterable[str]) -> str | None:
         """Write a checkpoint of another node; as `save`."""
@@ -326,8 +306,3 @@ def _move_aside(path: Path, prefix: str = "", suffix: str = "") -> str:
         name = f"{prefix}{number}-{path.name}" if prefix else f"{path.name}{suffix}-{number}"
     os.replace(path, path.with_name(name))
     return name
-
-
-def _num_bytes(value: Any) -> int:
-    """Return the bytes of all tensors in nested dicts and lists: nearly the size of a checkpoint."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))

@@ -33,13 +33,24 @@ def _describe_set(dataset: Any) -> dict:
 
 
 def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
-    """Return versions, code revision, threads and processes, which a run's numbers may depend on."""
-    return {
+    """Return versions, processor, code revision, threads and processes, which a run's numbers may depend on."""
+    found = {
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
         "decoder": decoder,
         "python": platform.python_version(),
-        **_describe_machine(args),
+        "pillow": PIL.__version__,
+    }
+    with suppress(PackageNotFoundError):
+        found["timm"] = version("timm")  # without its import, which takes seconds
+    kind = torch.device(args.device or "cpu").type
+    if kind == "cpu":
+        found["cpu"] = torch.backends.cpu.get_cpu_capability()
+    if kind == "cuda" and torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(args.device)
+        libraries = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "cudnn": torch.backends.cudnn.version()}
+        found |= {name: str(value) for name, value in libraries.items() if value is not None}
+    return found | {
         "revision": describe_revision(Path(__file__).parent.parent),
         "threads": torch.get_num_threads(),
         "world_size": args.world_size,
@@ -58,20 +69,6 @@ def describe_revision(folder: Path) -> str | None:
         return None
     commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), None)
     return commit and commit + "-dirty" * any(not line.startswith("# ") for line in lines)
-
-
-def _describe_machine(args: Any) -> dict[str, str]:
-    """Return the versions of optional packages, and the processor."""
-    found = {"pillow": PIL.__version__}
-    with suppress(PackageNotFoundError):
-        found["timm"] = version("timm")  # without its import, which takes seconds
-    kind = torch.device(args.device or "cpu").type
-    if kind == "cpu":
-        found["cpu"] = torch.backends.cpu.get_cpu_capability()
-    if kind == "cuda" and torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(args.device)
-        found |= {"cuda": torch.version.cuda, "rocm": torch.version.hip, "cudnn": torch.backends.cudnn.version()}
-    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def run_facts(args: Any, decoder: str, train: Any, val: Any) -> dict:

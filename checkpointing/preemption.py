@@ -60,10 +60,9 @@ class PreemptionGuard:
                 raise UserError("the torchrun that started this process is gone; start again")
 
     def begin(self, votes: Callable[[], dict[str, Any]]) -> None:
-        """Begin to join the knowledge of all ranks, beside their next step. Collective: every rank must call it.
+        """Begin to join the knowledge of all ranks, which `votes` gives as the arguments of `_as_integers`.
 
-        Args:
-            votes: the arguments of `_as_integers`.
+        That is done beside their next step. Collective: every rank must call it.
         """
         if self._begun is not None:
             self._begun()  # of the step before, which nobody has read
@@ -192,7 +191,7 @@ class WatchedLoader(LoaderAround):
 
     def __iter__(self) -> Iterator:
         """Yield the batches. Collective: every rank must iterate to the end."""
-        rounds = max(int(length) for length in collectives.all_gather(torch.tensor([len(self.loader)])))
+        rounds = max(collectives.gather_plain(len(self.loader)))
         batches = iter(self.loader)
         for number in range(rounds):
             self.beat()
@@ -253,7 +252,6 @@ class StallWatchdog:
     def __init__(self, timeout_s: float, describe: Callable[[], str], on_stall: Callable[[str], None]) -> None:
         self.timeout_s, self.describe, self.on_stall = timeout_s, describe, on_stall
         self._is_over = threading.Event()
-        self.beat()
 
     def beat(self) -> None:
         """Note that something has been done."""

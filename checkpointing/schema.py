@@ -33,7 +33,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Tell whether a value is text that can be printed on one line."""
     return type(value) is str and is_printable(value)
 
 
@@ -107,9 +106,7 @@ _SPLIT = {
     "fingerprint": (_is_text, "text"),
     "form": (_is_text, "text"),
     "path": (lambda value: type(value) is str, "a path"),
-    "sizes": (_is_text_or_none, "text or None"),
-    "times": (_is_text_or_none, "text or None"),
-    "checksums": (_is_text_or_none, "text or None"),
+    **dict.fromkeys(("sizes", "times", "checksums"), (_is_text_or_none, "text or None")),
 }
 
 # Each field of a checkpoint: a check of its value, and the expected value in words.

@@ -123,16 +123,15 @@ def _open_standard_files() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free: this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
-    for number, name in [(1, "stdout"), (2, "stderr")]:
-        stream = getattr(sys, name)
-        # A path that it cannot encode would end the run.
-        errors = "backslashreplace" if stream.errors == "strict" else stream.errors
-        # By lines, where a pipe would be given blocks, and with nothing below that keeps them: a line that nobody takes
-        # would be written again wherever a process is forked, and end the run there.
-        unbuffered = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
-        setattr(sys, name, io.TextIOWrapper(unbuffered, stream.encoding, errors, line_buffering=True))
+        stream = getattr(sys, name) or open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
+        if number:
+            # A path that it cannot encode would end the run.
+            errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+            # By lines, where a pipe would be given blocks, and with nothing below that keeps them: a line that nobody
+            # takes would be written again wherever a process is forked, and end the run there.
+            unbuffered = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
+            stream = io.TextIOWrapper(unbuffered, stream.encoding, errors, line_buffering=True)
+        setattr(sys, name, stream)
 
 
 def _say_failed_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

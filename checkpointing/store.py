@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import collectives
-from checkpointing.archive import load_checkpoint
+from checkpointing.archive import Found, load_checkpoint
 from checkpointing.checkpoint import HostCopy, RunState
-from checkpointing.copies import Writers, attempt, raise_first
-from checkpointing.folder import CheckpointFolder, Found
+from checkpointing.copies import Writers
+from checkpointing.folder import CheckpointFolder
 from errors import NoUsableCheckpointError, StorageError
 from files import read_bytes
 
@@ -36,12 +36,12 @@ class Saving:
 
     def write(self) -> None:
         """Write, and note the outcome."""
+        say, self._files.say = self._files.say, self._lines.append
         try:
-            with self._files.heard_by(self._lines.append):
-                self._failure = self._write()
+            self._failure = self._write()
         except BaseException as error:
             self._error = error
-        self._write, self.is_written = None, True
+        self._files.say, self._write, self.is_written = say, None, True
 
     def wait(self) -> str | None:
         """Wait for the thread; say its lines, and return why the write failed, if it did."""
@@ -74,12 +74,9 @@ class CheckpointManager:
         minutes: float = 0.0,
         save_per_node: bool = False,
     ) -> None:
+        rank = collectives.get_rank()
         # `print` is silent on the other ranks.
-        say = (
-            print
-            if collectives.is_main_process()
-            else lambda text: print(f"rank {collectives.get_rank()}: {text}", force=True)
-        )
+        say = print if rank == 0 else lambda text: print(f"rank {rank}: {text}", force=True)
         self.folder, self.save_per_node = folder, save_per_node
         self.files = CheckpointFolder(folder, keep_last=keep_last, keep_every=keep_every, say=say)
         self._writers, self._thread, self._memory = Writers(), ThreadPoolExecutor(1, "checkpoint writer"), HostCopy()
@@ -120,12 +117,12 @@ class CheckpointManager:
         Where nodes keep copies, `auto` takes the newest of all nodes.
         """
         is_reader = self._writers.have_me if resume == "auto" else collectives.is_main_process()
-        found, refusal = attempt(self.files.read, resume) if is_reader else (None, None)
+        found, refusal = collectives.attempt(self.files.read, resume) if is_reader else (None, None)
         steps, refusals = zip(*collectives.gather_plain([found and found.state["step"], refusal]), strict=True)
         newest = max((step for step in steps if step is not None), default=None)
         if newest is not None:  # then it does not matter that another node has damaged files only
             refusals = [each for each in refusals if each and each[1] != NoUsableCheckpointError.exit_code]
-        raise_first(refusals)
+        collectives.raise_first(refusals)
         if newest is not None:
             return self._receive(found, steps.index(newest), resume)
         if resume == "auto":

@@ -116,11 +116,7 @@ def _load(path: Path) -> dict:
 
 
 def _take(content: dict, key: str | None, source: str) -> Weights:
-    """Return the state dict under a key, or the content itself.
-
-    Raises:
-        UserError: there is none, or it claims more than the file holds.
-    """
+    """Return the state dict under a key, or the content itself; UserError if it is none, or claims too much."""
     found = content if key is None else content.get(key)
     expected = " or ".join(f"`{name}`" for name in ([key] if key else _RAW_KEYS))
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found):
@@ -197,9 +193,9 @@ def average_checkpoints(
         UserError: one cannot be read, or holds no weights.
     """
     paths = list(map(Path, inputs))
-    contents = map(_load, paths)  # one at a time
     first, sums = None, {}
-    for path, content in zip(paths, contents, strict=True):
+    for path in paths:
+        content = _load(path)
         weights = _take(content, "model", str(path))
         if look is not None:
             look(path, content)
