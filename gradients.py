@@ -99,7 +99,11 @@ class PairwiseGradientSum:
             pairs = zip(gradients, (sums[self._places[p]] for p in parameters), strict=True)
             torch._foreach_add_(*zip(*(pair for pair in pairs if pair[1] is not None), strict=True))
         flat = bucket.buffer()
-        if self.shards.world_size <= 2:
+        if self.shards.world_size == 1:
+            mean = Future(devices=None if flat.device.type == "cpu" else [flat.device])
+            mean.set_result(flat if self.shards.num_shards == 1 else flat.div_(self.shards.num_shards))
+            return mean
+        if self.shards.world_size == 2:
             work = dist.all_reduce(flat, async_op=True)
             return work.get_future().then(lambda done: done.value()[0].div_(self.shards.num_shards))
         exchange = _Exchange(flat, self.shards)
