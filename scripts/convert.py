@@ -279,19 +279,14 @@ def convert(options: argparse.Namespace) -> None:
         print(f"left out: {line}")
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
+def main() -> None:
+    """Convert the checkpoint of the command line."""
     usage = f"CHECKPOINT --to {'|'.join(WRITERS)} --output FILE [--model NAME] [--ema]"
     parser = build_parser(PROG, usage, "Rewrite a checkpoint for another script.", EPILOG)
     add_options(parser, "a checkpoint of any of these scripts, or a state dict")
     parser.add_argument("--to", choices=WRITERS, required=True, help="the script that is to read it")
     parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
-    return parser
-
-
-def main() -> None:
-    """Convert the checkpoint of the command line."""
-    run(PROG, lambda: convert(get_args_parser().parse_args()), "interrupted; nothing was written")
+    run(PROG, lambda: convert(parser.parse_args()), "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

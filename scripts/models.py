@@ -153,18 +153,6 @@ def finite(text: str) -> float:
     return number
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
-    parser = build_parser(PROG, "[WORD] [options]", "List the models that can be trained here.", EPILOG)
-    parser.add_argument("word", metavar="WORD", nargs="?", default="", help="only models with it in their names")
-    parser.add_argument("--sort", choices=SORTS, default="name", help="acc1: the best first (default: name)")
-    parser.add_argument("--min-acc1", metavar="X", type=finite, help="only those with at least this Acc@1 published")
-    parser.add_argument("--max-params", metavar="M", type=finite, help="only those of at most this many millions")
-    parser.add_argument("--json", action="store_true", help="print a list of objects, with every number unrounded")
-    parser.add_argument("--timm", action="store_true", help="timm's models, which --model timm/NAME trains")
-    return parser
-
-
 def show(options: argparse.Namespace) -> None:
     """Print the models that the options choose; UserError if there is none."""
     rows = list_facts(options.word, is_timm=options.timm)
@@ -180,7 +168,14 @@ def show(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """List the models that the command line asks for."""
-    run(PROG, lambda: show(get_args_parser().parse_args()), "interrupted")
+    parser = build_parser(PROG, "[WORD] [options]", "List the models that can be trained here.", EPILOG)
+    parser.add_argument("word", metavar="WORD", nargs="?", default="", help="only models with it in their names")
+    parser.add_argument("--sort", choices=SORTS, default="name", help="acc1: the best first (default: name)")
+    parser.add_argument("--min-acc1", metavar="X", type=finite, help="only those with at least this Acc@1 published")
+    parser.add_argument("--max-params", metavar="M", type=finite, help="only those of at most this many millions")
+    parser.add_argument("--json", action="store_true", help="print a list of objects, with every number unrounded")
+    parser.add_argument("--timm", action="store_true", help="timm's models, which --model timm/NAME trains")
+    run(PROG, lambda: show(parser.parse_args()), "interrupted")
 
 
 if __name__ == "__main__":

@@ -124,8 +124,8 @@ def updated(trained: Trained, classes: list[str]) -> Weights:
     return weights
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
+def main() -> None:
+    """Re-estimate the statistics of the command line's checkpoint."""
     usage = "CHECKPOINT --data-path DIR --output FILE [options]"
     parser = build_parser(PROG, usage, "Compute BatchNorm's running statistics anew.", EPILOG)
     add_options(parser)
@@ -135,12 +135,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--images", metavar="N", type=positive, default=16384, help="how many training images (default: 16,384)"
     )
     add_machine_options(parser)
-    return parser
-
-
-def main() -> None:
-    """Re-estimate the statistics of the command line's checkpoint."""
-    run(PROG, lambda: work(get_args_parser().parse_args()), "interrupted; nothing was written")
+    run(PROG, lambda: work(parser.parse_args()), "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

@@ -144,8 +144,8 @@ def work(options: argparse.Namespace) -> None:
     )
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
+def main() -> None:
+    """Sweep the sizes of the command line."""
     usage = "CHECKPOINT --data-path DIR [options]"
     parser = build_parser(PROG, usage, "Evaluate at several sizes: a table of Acc@1.", EPILOG)
     add_options(parser)
@@ -156,12 +156,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", type=output_file, help="write all results there")
     parser.add_argument("--picture", metavar="FILE", type=picture_file, help="draw the curves there (needs matplotlib)")
     add_machine_options(parser)
-    return parser
-
-
-def main() -> None:
-    """Sweep the sizes of the command line."""
-    run(PROG, lambda: work(get_args_parser().parse_args()), "interrupted; start it again: nothing is kept")
+    run(PROG, lambda: work(parser.parse_args()), "interrupted; start it again: nothing is kept")
 
 
 if __name__ == "__main__":
