@@ -45,15 +45,10 @@ _MOST_CLASSES = 1 << 24
 
 
 class Graph(NamedTuple):
-    """An exported graph, as ready to be used as a `Trained`.
+    """An exported graph, as ready to be used as a `Trained`."""
 
-    Attributes:
-        model: from (B, 3, S, S) normalised floats on the CPU to (B, num_classes) logits.
-        description: as `checked` returns it.
-    """
-
-    model: Callable[[Tensor], Tensor]
-    description: dict[str, Any]
+    model: Callable[[Tensor], Tensor]  # from (B, 3, S, S) normalised floats on the CPU to (B, num_classes) logits
+    description: dict[str, Any]  # as `checked` returns it
 
     @property
     def preset(self) -> ClassificationPresetEval:
@@ -163,11 +158,6 @@ def describe_weights(weights: Weights, path: Path) -> None:
     weights.options |= {"mean": named["mean"], "std": named["std"], "model": description["model"]}
     if description["initial_weights"] is not None:
         weights.options["weights"] = description["initial_weights"]
-
-
-def is_graph(path: Path) -> bool:
-    """Tell by its name whether a file is an exported graph, and neither a checkpoint nor weights."""
-    return path.suffix in (".onnx", ".pt2")
 
 
 def open_graph(path: Path, source: str) -> Graph:

@@ -25,7 +25,7 @@ from files import open_to_read, read_bytes
 from loading.decode import decode_plainly
 from loading.progress import Progress
 from presets import ClassificationPresetEval
-from scripts.exported import Graph, is_graph, open_graph, own_stdout
+from scripts.exported import Graph, open_graph, own_stdout
 from scripts.tool import as_json, build_parser, output_file, positive, run, write_output
 from scripts.trained import Trained, add_options, open_given
 
@@ -78,7 +78,7 @@ class Prediction(NamedTuple):
 def open_model(options: argparse.Namespace) -> Trained | Graph:
     """Open the checkpoint, exported file or published weights of the command line, for images on the CPU."""
     path = Path(options.checkpoint)
-    if is_graph(path) and path.is_file():
+    if path.suffix in (".onnx", ".pt2") and path.is_file():
         for flag, is_given in {"--ema": options.ema, "--model": options.model}.items():
             if is_given:
                 raise UserError(f"{path} is an exported graph, which has its weights in it; leave out {flag}")
