@@ -34,12 +34,9 @@ same device, --batch-size and number of threads the result is the same in every 
 
 
 def choose_images(num_images: int, number: int, batch_size: int) -> list[int]:
-    """Return images of a set in a fixed random order, so that neighbours in a batch are of different classes.
+    """Return `number` of a set's images, or as many as it has, in full batches if there is one.
 
-    Args:
-        num_images: the size of the set.
-        number: how many to take; rounded down to full batches, if there is one.
-        batch_size: images in a batch.
+    They come in a fixed random order, so that neighbours in a batch are of different classes.
     """
     number = min(num_images, number)
     order = torch.randperm(num_images, generator=torch.Generator().manual_seed(0))

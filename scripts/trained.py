@@ -108,11 +108,7 @@ def check_classes(trained: Trained, images: data.IndexedImageFolder) -> None:
 
 
 class _Sets(Dataset):
-    """Several sets behind each other, so that one group of loader processes, started once, serves them all.
-
-    Args:
-        sets: the sets; one may be there several times, with other presets.
-    """
+    """Several sets behind each other, so that one group of loader processes, started once, serves them all."""
 
     def __init__(self, sets: list[data.IndexedImageFolder]) -> None:
         self.sets, self.firsts = sets, [0, *accumulate(map(len, sets))]
@@ -149,7 +145,7 @@ class Evaluation:
     Args:
         trained: the model, which moves to the device.
         args: as `settle` returns them.
-        sets: images, each set prepared by its own preset.
+        sets: images, each set prepared by its own preset; one may be there several times, with other presets.
     """
 
     def __init__(self, trained: Trained, args: config.Record, sets: list[data.IndexedImageFolder]) -> None:
