@@ -93,11 +93,10 @@ def _between(low: float, high: float, share: float) -> float:
 
 
 class _Preset:
-    """A list of transforms of a PIL image, and a faster way to nearly the same pixels."""
+    """A list of transforms of a PIL image, and a faster way to nearly the same pixels: `_load_fast`.
 
-    # Whether `load` draws from its argument alone.
-    takes_draws = False
-    leaves_decoding = False
+    A preset's `takes_draws` tells whether `load` draws from its argument alone.
+    """
 
     def __init__(
         self,
@@ -133,10 +132,6 @@ class _Preset:
         """
         return self.finish(self.pixels(image))
 
-    def at(self, epoch: int) -> "_Preset":
-        """Return the preset of an epoch: this one."""
-        return self
-
     def pixels(self, image: Image.Image) -> torch.Tensor:
         """Return an image as (3, crop_size, crop_size) uint8, drawing from the process's generators."""
         return self.to_pixels(image)
@@ -158,9 +153,6 @@ class _Preset:
         if self.fast_mode is None:
             return self.pixels(decode_plainly(payload))
         return self._load_fast(ImageFile(payload, self.decoder), draws or TorchDraws())
-
-    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor | EncodedCrop:
-        raise NotImplementedError
 
     def _leave(
         self,

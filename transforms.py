@@ -252,9 +252,7 @@ class RandomMix:
     ) -> None:
         self.mixup, self.cutmix, self.prob, self.switch_prob = mixup, cutmix, prob, switch_prob
 
-    def draw(
-        self, image: Tensor, rng: random.Random
-    ) -> tuple["RandomMixUp | RandomCutMix | RandomMixEach", Tensor] | None:
+    def draw(self, image: Tensor, rng: random.Random) -> tuple[RandomMixUp | RandomCutMix, Tensor] | None:
         """Draw the one that mixes a (B, C, H, W) batch, and the tensor of its `mix`; None for neither."""
         is_mixed, is_cut = rng.random() < self.prob, rng.random() < self.switch_prob
         if not is_mixed:

@@ -137,8 +137,8 @@ def average(options: argparse.Namespace) -> None:
         )
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
+def main() -> None:
+    """Average the checkpoints of the command line."""
     usage = "RUN (--last N | --best N) --output FILE | CHECKPOINT... --output FILE"
     parser = build_parser(PROG, usage, "Average the weights of several checkpoints.", EPILOG)
     parser.add_argument(
@@ -148,12 +148,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("--best", metavar="N", type=positive, help="the N that were evaluated best, by metrics.jsonl")
     parser.add_argument("--metric", default="acc1", help="of --best; of loss the lowest is best (default: acc1)")
     parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
-    return parser
-
-
-def main() -> None:
-    """Average the checkpoints of the command line."""
-    run(PROG, lambda: average(get_args_parser().parse_args()), "interrupted; nothing was written")
+    run(PROG, lambda: average(parser.parse_args()), "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

@@ -58,49 +58,31 @@ _KNOWN = {"model", "state_dict", "model_ema", "state_dict_ema", "optimizer", "sc
 
 
 class Parts(NamedTuple):
-    """All that is known of a checkpoint, whoever wrote it; None for a part that it does not have.
+    """All that is known of a checkpoint, whoever wrote it; None for a part that it does not have."""
 
-    Attributes:
-        trained: the model with its weights.
-        weights: as they are in the file, with options and classes.
-        average: likewise.
-        num_averaged: how often the average was moved.
-        optimizer: its state as torch has it; it fits the model.
-        scaler: the state of a GradScaler.
-        epoch: the last that was completed.
-        best_acc1: of the evaluations so far.
-        script: the one that wrote it.
-        lost: a line about each thing that is left out.
-    """
-
-    trained: Trained
-    weights: Weights
-    average: Weights | None
-    num_averaged: Tensor | None
-    optimizer: dict | None
-    scaler: dict | None
-    epoch: int | None
-    best_acc1: float | None
-    script: str
-    lost: list[str]
+    trained: Trained  # the model with its weights
+    weights: Weights  # as they are in the file, with options and classes
+    average: Weights | None  # likewise
+    num_averaged: Tensor | None  # how often the average was moved
+    optimizer: dict | None  # its state as torch has it; it fits the model
+    scaler: dict | None  # the state of a GradScaler
+    epoch: int | None  # the last that was completed
+    best_acc1: float | None  # of the evaluations so far
+    lost: list[str]  # a line about each thing that is left out
 
 
-def read(path: Path, *, model: str | None, is_average: bool) -> Parts:
-    """Return all that is in a checkpoint.
-
-    Args:
-        path: its file.
-        model: its model's name, where the file does not say it.
-        is_average: take the average as the weights.
-    """
+def read(options: argparse.Namespace) -> Parts:
+    """Return all that is in the checkpoint of the command line; with --ema its average stands for the weights."""
+    path = Path(options.checkpoint)
+    name = str(path)
     if not path.is_file():
-        raise UserError(f"{path} is no file; give a checkpoint")
-    content = read_content(path, str(path))
-    weights = take_weights(content, str(path), is_average=is_average)
+        raise UserError(f"{name} is no file; give a checkpoint")
+    content = read_content(path, name)
+    weights = take_weights(content, name, is_average=options.ema)
     key = next((key for key in ("model_ema", "state_dict_ema") if content.get(key)), None)
-    average = take_weights(content, str(path), is_average=True) if key and not is_average else None
+    average = take_weights(content, name, is_average=True) if key and not options.ema else None
     count = content[key].get("n_averaged") if key else None
-    trained, script = build_named(str(path), weights, model), weights.script
+    trained, script = build_named(name, weights, options.model), weights.script
     weights.options["model"] = trained.args.model
     others = [] if script == BARE else sorted(str(name) for name in content.keys() - _KNOWN)
     lost = [f"{', '.join(others)}: no other script can use it"] if others else []
@@ -111,7 +93,7 @@ def read(path: Path, *, model: str | None, is_average: bool) -> Parts:
     return Parts(
         trained, weights, average, count if isinstance(count, Tensor) and count.numel() == 1 else None, optimizer,
         content.get("scaler") if isinstance(content.get("scaler"), dict) else None,
-        find_epoch(content, script), find_best(content), script, lost,
+        find_epoch(content, script), find_best(content), lost,
     )  # fmt: skip
 
 
@@ -265,33 +247,29 @@ def say_missing(parts: Parts, to: str) -> list[str]:
 def convert(options: argparse.Namespace) -> None:
     """Write the checkpoint for another script."""
     check_output(options.output, [options.checkpoint])
-    parts = read(Path(options.checkpoint), model=options.model, is_average=options.ema)
+    parts = read(options)
     name = find_counterpart(parts, options.to)
     kept, lost = carry_optimizer(parts, options.to, name)
     content = WRITERS[options.to](parts, name)
     write_weights(options.output, {**content, **kept})
+    script = parts.weights.script
     no_values = sorted(parts.weights.options.keys() - content["args"].keys())
     lost += [f"args {', '.join(no_values)}: no plain values"] if no_values else []
-    kind = parts.weights.kind.partition(",")[0] if parts.script != BARE else f"the weights of {name}"
+    kind = parts.weights.kind.partition(",")[0] if script != BARE else f"the weights of {name}"
     carried = [kind, *(["their average"] if parts.average is not None and options.to != "pytorch-examples" else [])]
-    print(f"{options.output}: {', '.join([*carried, *kept])}; from {parts.script} for {options.to}, as {name}")
+    print(f"{options.output}: {', '.join([*carried, *kept])}; from {script} for {options.to}, as {name}")
     for line in parts.lost + lost + say_missing(parts, options.to):
         print(f"left out: {line}")
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
+def main() -> None:
+    """Convert the checkpoint of the command line."""
     usage = f"CHECKPOINT --to {'|'.join(WRITERS)} --output FILE [--model NAME] [--ema]"
     parser = build_parser(PROG, usage, "Rewrite a checkpoint for another script.", EPILOG)
     add_options(parser, "a checkpoint of any of these scripts, or a state dict")
     parser.add_argument("--to", choices=WRITERS, required=True, help="the script that is to read it")
     parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
-    return parser
-
-
-def main() -> None:
-    """Convert the checkpoint of the command line."""
-    run(PROG, lambda: convert(get_args_parser().parse_args()), "interrupted; nothing was written")
+    run(PROG, lambda: convert(parser.parse_args()), "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import importlib
 import io
 import json
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from checkpointing.archive import load_checkpoint
 from data import IndexedImageFolder
@@ -22,9 +22,9 @@ from files import make_folder, read_bytes, read_json
 from loading.progress import size_text
 from options import short_name
 from presets import ClassificationPresetEval
-from scripts.exported import FORMAT, OPTIONS, TOLERANCE, checked, extra_files, open_graph, own_stdout, packed
+from scripts.exported import EXTRA_FILE, FORMAT, OPTIONS, TOLERANCE, checked, open_graph, own_stdout, packed
 from scripts.model_card import write_card
-from scripts.predict import batches_of, find_images, load_images, open_image
+from scripts.predict import find_images, load_batches, open_image
 from scripts.tool import as_json, build_parser, positive, run, write_output
 from scripts.trained import Trained, add_options, check_classes, open_given
 
@@ -95,13 +95,8 @@ class Export:
         self.weights = stream.getvalue()
         self.sha256 = hashlib.sha256(self.weights).hexdigest()
         self.description = describe(trained, self.expected[1].shape[1], self.sha256)
-        self.program_description = extra_files(self.description)
+        self.record_path = folder / f"{self.name}.json"
         self.files = self._files_of_before()
-
-    @property
-    def record_path(self) -> Path:
-        """NAME.json."""
-        return self.folder / f"{self.name}.json"
 
     def _files_of_before(self) -> dict[str, dict]:
         """Return what an earlier export wrote of the files that are still there; refuse those of other weights."""
@@ -161,7 +156,8 @@ class Export:
     def make_program(self, program: Any = None) -> bytes:
         """Return an exported program, by default the model's, as a .pt2 archive."""
         stream = io.BytesIO()
-        torch.export.save(program or self.trace(), stream, extra_files=self.program_description)
+        extra_files = {EXTRA_FILE: json.dumps(packed(self.description))}
+        torch.export.save(program or self.trace(), stream, extra_files=extra_files)
         return stream.getvalue()
 
     def make_package(self) -> bytes:
@@ -173,7 +169,8 @@ class Export:
 
     def make_int8(self) -> bytes:
         """Return the model in 8-bit integers, and note its logits, which the file is expected to give."""
-        quantized = quantize(self.trace(is_strict=True).module(), self.images.calibration())
+        batches = _load(self.images.calibrating, "calibrating")
+        quantized = quantize(self.trace(is_strict=True).module(), (image for image, _ in batches))
         program = self.trace(quantized, is_strict=True)
         quantized = program.module()
         # By the number of images: other kernels round other values up.
@@ -195,7 +192,7 @@ class Export:
 
         Those of int8 are compared with the quantized model in memory.
         """
-        graph = open_graph(path, name, is_onnx=form == "onnx")
+        graph = open_graph(path, name)
         if graph.description != self.description:
             raise UserError(f"{name} was read back with another description than it was given; not written")
         is_int8 = form == "int8"
@@ -270,48 +267,35 @@ class Measure:
     """
 
     def __init__(self, trained: Trained, data_path: Path | None, calibration: list[str], sample: int | None) -> None:
-        self.preset, self.val = trained.preset, None
+        preset, self.has_classes = trained.preset, data_path is not None
         if calibration:
-            self.loads = [partial(_load_image, self.preset, path) for path in find_images(calibration)]
+            self.calibrating = [partial(_load_image, preset, path) for path in find_images(calibration)]
         elif data_path is not None:
-            train = IndexedImageFolder(data_path / "train", self.preset)
-            self.loads = [partial(train.__getitem__, number) for number in _spaced(len(train), _CALIBRATION_IMAGES)]
+            self.calibrating = _spaced(IndexedImageFolder(data_path / "train", preset), _CALIBRATION_IMAGES)
         else:
             raise UserError(
                 "--format int8 needs images to calibrate with: give --data-path DATA_PATH, which measures the accuracy "
                 "too, or --calibration IMAGE..."
             )
+        self.measuring = self.calibrating
         if data_path is not None:
-            self.val = IndexedImageFolder(data_path / "val", self.preset)
-            check_classes(trained, self.val)
-            self.numbers = _spaced(len(self.val), sample or len(self.val))
-
-    def calibration(self) -> Iterator[Tensor]:
-        """Yield the batches to calibrate with."""
-        return (image for image, _ in self._load(self.loads, "calibrating"))
-
-    def _load(self, loads: list[Callable], work: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images and their classes in batches."""
-        for batch in batches_of(loads, _BATCH_SIZE, work):
-            images, labels = zip(*load_images(lambda load: load(), batch), strict=True)
-            yield torch.stack(images), torch.tensor(labels)
+            val = IndexedImageFolder(data_path / "val", preset)
+            check_classes(trained, val)
+            self.measuring = _spaced(val, sample or len(val))
 
     def compare(self, model: Callable, quantized: Callable) -> dict[str, Any]:
         """Return how often two models agree on the same images, and the accuracy of both where classes are known."""
-        loads = self.loads
-        if self.val is not None:
-            loads = [partial(self.val.__getitem__, number) for number in self.numbers]
         guesses = [
             torch.stack([labels, *(logits_of(each, images).argmax(dim=1) for each in (model, quantized))])
-            for images, labels in self._load(loads, "measuring")
+            for images, labels in _load(self.measuring, "measuring")
         ]
         targets, before, after = torch.cat(guesses, dim=1)
-        measured = {"n": len(loads), "agreement": 100 * (before == after).double().mean().item()}
-        words = f"the same class as the checkpoint for {measured['agreement']:.2f}% of {counted(len(loads), 'image')}"
-        if self.val is not None:
+        measured = {"n": len(targets), "agreement": 100 * (before == after).double().mean().item()}
+        words = f"the same class as the checkpoint for {measured['agreement']:.2f}% of {counted(len(targets), 'image')}"
+        if self.has_classes:
             both = [100 * (each == targets).double().mean().item() for each in (before, after)]
             measured |= dict(zip(("acc1_before", "acc1_after"), both, strict=True))
-            words = f"Acc@1 {both[0]:.3f} before and {both[1]:.3f} after, n={len(loads)}; {words}"
+            words = f"Acc@1 {both[0]:.3f} before and {both[1]:.3f} after, n={len(targets)}; {words}"
         return {**measured, "words": words}
 
 
@@ -320,9 +304,15 @@ def _load_image(preset: ClassificationPresetEval, path: Path) -> tuple[Tensor, i
         return preset(open_image(path)), -1
 
 
-def _spaced(length: int, number: int) -> list[int]:
-    number = min(number, length)
-    return [place * length // number for place in range(number)]
+def _spaced(images: IndexedImageFolder, number: int) -> list[Callable[[], tuple[Tensor, int]]]:
+    """Return what loads so many images of a set, evenly spaced."""
+    number = min(number, len(images))
+    return [partial(images.__getitem__, place * len(images) // number) for place in range(number)]
+
+
+def _load(loads: list[Callable[[], tuple[Tensor, int]]], work: str) -> Iterator[list[Tensor]]:
+    """Yield images and their classes in batches."""
+    return map(default_collate, load_batches(lambda load: load(), loads, _BATCH_SIZE, work))
 
 
 def forms(text: str) -> list[str]:
@@ -333,31 +323,6 @@ def forms(text: str) -> list[str]:
         wrong = f"{unknown[0]} is none" if unknown else "none is given"
         raise argparse.ArgumentTypeError(f"{wrong}; there are {', '.join(FORMS)}")
     return names
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
-    parser = build_parser(
-        PROG, "CHECKPOINT --format NAME --output DIR [options]", "Turn a trained model into files for others.", EPILOG
-    )
-    add_options(parser)
-    parser.add_argument(
-        "--format", metavar="NAME", type=forms, action="extend", required=True, dest="forms",
-        help=f"the forms to write, with commas between them: {', '.join(FORMS)}",
-    )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the folder of the files")
-    parser.add_argument(
-        "--data-path", metavar="DATA_PATH", type=Path,
-        help="as train.py's: int8 is calibrated with images of train/, and its accuracy measured on val/",
-    )  # fmt: skip
-    parser.add_argument(
-        "--calibration", metavar="IMAGE", nargs="+", default=[], help="files and folders to calibrate int8 with"
-    )
-    parser.add_argument("--sample", metavar="N", type=positive, help="measure int8 on N images of val/ (default: all)")
-    parser.add_argument(
-        "--results", metavar="FILE", type=Path, help="JSON of scripts.evaluate, whose results the model card shows"
-    )
-    return parser
 
 
 def export(options: argparse.Namespace) -> None:
@@ -385,9 +350,28 @@ def export(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Export the model of the command line."""
+    parser = build_parser(
+        PROG, "CHECKPOINT --format NAME --output DIR [options]", "Turn a trained model into files for others.", EPILOG
+    )
+    add_options(parser)
+    parser.add_argument(
+        "--format", metavar="NAME", type=forms, action="extend", required=True, dest="forms",
+        help=f"the forms to write, with commas between them: {', '.join(FORMS)}",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the folder of the files")
+    parser.add_argument(
+        "--data-path", metavar="DATA_PATH", type=Path,
+        help="as train.py's: int8 is calibrated with images of train/, and its accuracy measured on val/",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calibration", metavar="IMAGE", nargs="+", default=[], help="files and folders to calibrate int8 with"
+    )
+    parser.add_argument("--sample", metavar="N", type=positive, help="measure int8 on N images of val/ (default: all)")
+    parser.add_argument(
+        "--results", metavar="FILE", type=Path, help="JSON of scripts.evaluate, whose results the model card shows"
+    )
     logging.disable(logging.WARNING)  # torch's exporters tell of each of their passes
-    warnings.simplefilter("ignore")
-    run(PROG, lambda: export(get_args_parser().parse_args()), "interrupted; the same command goes on")
+    run(PROG, lambda: export(parser.parse_args()), "interrupted; the same command goes on")
 
 
 if __name__ == "__main__":

@@ -37,21 +37,18 @@ TOLERANCE = 1e-4
 # The fields that are texts in themselves; the others are JSON in files that hold texts only.
 _TEXTS = {"schema", "model", "weights", "sha256"}
 
+# The file in a program's archive that holds its description.
+EXTRA_FILE = "touchstone.json"
+
 _HASHED = re.compile(r"-[0-9a-f]{8}$")
-_EXTRA_FILE = "touchstone.json"
 _MOST_CLASSES = 1 << 24
 
 
 class Graph(NamedTuple):
-    """An exported graph, as ready to be used as a `Trained`.
+    """An exported graph, as ready to be used as a `Trained`."""
 
-    Attributes:
-        model: from (B, 3, S, S) normalised floats on the CPU to (B, num_classes) logits.
-        description: as `checked` returns it.
-    """
-
-    model: Callable[[Tensor], Tensor]
-    description: dict[str, Any]
+    model: Callable[[Tensor], Tensor]  # from (B, 3, S, S) normalised floats on the CPU to (B, num_classes) logits
+    description: dict[str, Any]  # as `checked` returns it
 
     @property
     def preset(self) -> ClassificationPresetEval:
@@ -163,20 +160,12 @@ def describe_weights(weights: Weights, path: Path) -> None:
         weights.options["weights"] = description["initial_weights"]
 
 
-def is_graph(path: Path) -> bool:
-    """Tell by its name whether a file is an exported graph, and neither a checkpoint nor weights."""
-    return path.suffix in (".onnx", ".pt2")
-
-
-def open_graph(path: Path, source: str, *, is_onnx: bool | None = None) -> Graph:
+def open_graph(path: Path, source: str) -> Graph:
     """Open an exported graph to compute with on the CPU. A .pt2 is a program: opening it may run any code in it.
 
-    Args:
-        path: of the file.
-        source: its name in messages.
-        is_onnx: whether it is ONNX; None: by its name.
+    Messages call it `source`, whose end tells its form: while it is written, the file has another name.
     """
-    if path.suffix == ".onnx" if is_onnx is None else is_onnx:
+    if source.endswith(".onnx"):
         return _open_onnx(path, source)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -205,10 +194,10 @@ def _open_onnx(path: Path, source: str) -> Graph:
 def _open_program(path: Path, source: str) -> Graph:
     # Registers the operations of quantized graphs.
     importlib.import_module("torch.ao.quantization.fx._decomposed")
-    files = {_EXTRA_FILE: ""}
+    files = {EXTRA_FILE: ""}
     with in_one_line(f"{source} cannot be opened"), open(path, "rb") as file:
         model = torch.export.load(file, extra_files=files).module()
-        texts = json.loads(files[_EXTRA_FILE] or "{}")
+        texts = json.loads(files[EXTRA_FILE] or "{}")
     return Graph(model, unpacked(texts, source))
 
 
@@ -220,11 +209,6 @@ def _open_package(path: Path, source: str, texts: dict[str, str]) -> Graph:
         size = description["preprocessing"]["crop_size"]
         model(torch.zeros(1, 3, size, size))
     return Graph(model, description)
-
-
-def extra_files(description: dict[str, Any]) -> dict[str, str]:
-    """Return a description as the extra file of a program."""
-    return {_EXTRA_FILE: json.dumps(packed(description))}
 
 
 @contextmanager

@@ -86,13 +86,7 @@ def _sets(checkpoint: dict) -> dict[str, dict]:
 
 
 def _find_record(folder: Path, step: Any, best: str) -> dict:
-    """Return the line of a run's log about the evaluation at a step; an empty one where there is none.
-
-    Args:
-        folder: of the run.
-        step: of the checkpoint.
-        best: of `BEST_NAMES`: whether the weights were evaluated, or their average.
-    """
+    """Return the record of a run's evaluation at a step: of the weights (best) or the average (best_ema); else {}."""
     with suppress(OSError, UserError):
         for record in reversed(read_records(folder)):
             if step is not None and (BEST_NAMES.get(record["kind"]), record["step"]) == (best, step):

@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,8 +33,6 @@ their parameters, the GFLOPs at their default image size, and the size of their 
 
 # The columns that models can be sorted by, and whether the largest value comes first.
 SORTS = {"name": False, "acc1": True, "params": False, "flops": False, "size": False}
-
-_TITLES = ["model", "params M", "GFLOPs", "Acc@1", "MiB", "weights"]
 
 
 def recipes_by_model() -> dict[str, list[str]]:
@@ -66,18 +65,14 @@ def timm_facts(name: str) -> dict[str, Any]:
     """Return the sizes of timm's model, counted without its weights; None for each that cannot be counted."""
     timm = require_timm("--timm", name)
     facts = {"name": f"timm/{name}", **dict.fromkeys(("params", "flops", "acc1", "acc5", "size", "weights"))}
-    try:
-        with torch.device("meta"), torch.no_grad():
-            model = timm.create_model(name).eval()
-            facts["params"] = sum(parameter.numel() for parameter in model.parameters())
-            state = model.state_dict().values()
-            facts["size"] = sum(tensor.numel() * tensor.element_size() for tensor in state) / 2**20
-            counter = FlopCounterMode(display=False)
-            with counter:
-                model(torch.zeros(1, *model.default_cfg["input_size"]))
-            facts["flops"] = counter.get_total_flops() / 2e9  # two operations each multiply-add
-    except Exception:  # each model has its own reason to need memory
-        return facts
+    # Each model has its own reason to need memory.
+    with suppress(Exception), torch.device("meta"), torch.no_grad():
+        model = timm.create_model(name).eval()
+        facts["params"] = sum(parameter.numel() for parameter in model.parameters())
+        facts["size"] = sum(tensor.nbytes for tensor in model.state_dict().values()) / 2**20
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, *model.default_cfg["input_size"]))
+        facts["flops"] = counter.get_total_flops() / 2e9  # two operations each multiply-add
     return facts
 
 
@@ -112,6 +107,7 @@ def select(rows: list[dict], *, sort: str, min_acc1: float | None, max_params: f
 
 def table(rows: list[dict], width: float) -> list[str]:
     """Return the lines of a table of at most this width; recipes that have no room are counted."""
+    head = ["model", "params M", "GFLOPs", "Acc@1", "MiB", "weights"]
     cells = [
         [
             row["name"], _number(row["params"] and row["params"] / 1e6, 1), _number(row["flops"], 2),
@@ -120,7 +116,7 @@ def table(rows: list[dict], width: float) -> list[str]:
         for row in rows
     ]  # fmt: skip
     lines = []
-    for line, names in zip(aligned([_TITLES, *cells], (0, 5)), [["recipes"], *map(_short_names, rows)], strict=True):
+    for line, names in zip(aligned([head, *cells], (0, 5)), [["recipes"], *map(_short_names, rows)], strict=True):
         words = f"{line}  {_some(names, width - len(line) - 2)}".rstrip()
         lines.append(words if math.isinf(width) else words[: int(width)])
     return lines
@@ -153,18 +149,6 @@ def finite(text: str) -> float:
     return number
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
-    parser = build_parser(PROG, "[WORD] [options]", "List the models that can be trained here.", EPILOG)
-    parser.add_argument("word", metavar="WORD", nargs="?", default="", help="only models with it in their names")
-    parser.add_argument("--sort", choices=SORTS, default="name", help="acc1: the best first (default: name)")
-    parser.add_argument("--min-acc1", metavar="X", type=finite, help="only those with at least this Acc@1 published")
-    parser.add_argument("--max-params", metavar="M", type=finite, help="only those of at most this many millions")
-    parser.add_argument("--json", action="store_true", help="print a list of objects, with every number unrounded")
-    parser.add_argument("--timm", action="store_true", help="timm's models, which --model timm/NAME trains")
-    return parser
-
-
 def show(options: argparse.Namespace) -> None:
     """Print the models that the options choose; UserError if there is none."""
     rows = list_facts(options.word, is_timm=options.timm)
@@ -180,7 +164,14 @@ def show(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """List the models that the command line asks for."""
-    run(PROG, lambda: show(get_args_parser().parse_args()), "interrupted")
+    parser = build_parser(PROG, "[WORD] [options]", "List the models that can be trained here.", EPILOG)
+    parser.add_argument("word", metavar="WORD", nargs="?", default="", help="only models with it in their names")
+    parser.add_argument("--sort", choices=SORTS, default="name", help="acc1: the best first (default: name)")
+    parser.add_argument("--min-acc1", metavar="X", type=finite, help="only those with at least this Acc@1 published")
+    parser.add_argument("--max-params", metavar="M", type=finite, help="only those of at most this many millions")
+    parser.add_argument("--json", action="store_true", help="print a list of objects, with every number unrounded")
+    parser.add_argument("--timm", action="store_true", help="timm's models, which --model timm/NAME trains")
+    run(PROG, lambda: show(parser.parse_args()), "interrupted")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from PIL import Image
@@ -25,11 +25,9 @@ from files import open_to_read, read_bytes
 from loading.decode import decode_plainly
 from loading.progress import Progress
 from presets import ClassificationPresetEval
-from scripts.exported import Graph, is_graph, open_graph, own_stdout
+from scripts.exported import Graph, open_graph, own_stdout
 from scripts.tool import as_json, build_parser, output_file, positive, run, write_output
 from scripts.trained import Trained, add_options, open_given
-
-T = TypeVar("T")
 
 PROG = "python -m scripts.predict"
 
@@ -80,7 +78,7 @@ class Prediction(NamedTuple):
 def open_model(options: argparse.Namespace) -> Trained | Graph:
     """Open the checkpoint, exported file or published weights of the command line, for images on the CPU."""
     path = Path(options.checkpoint)
-    if is_graph(path) and path.is_file():
+    if path.suffix in (".onnx", ".pt2") and path.is_file():
         for flag, is_given in {"--ema": options.ema, "--model": options.model}.items():
             if is_given:
                 raise UserError(f"{path} is an exported graph, which has its weights in it; leave out {flag}")
@@ -121,19 +119,15 @@ def _images_of(path: Path) -> list[Path]:
     return found
 
 
-def batches_of(things: list[T], size: int, work: str) -> Iterator[list[T]]:
-    """Yield images in lists of a size, the last one perhaps shorter, and say how far the work on them is."""
+def load_batches(load: Callable[[Any], Any], things: list, size: int, work: str) -> Iterator[list]:
+    """Yield in lists of a size what a function that decodes an image returns for each thing, computed on all cores."""
     progress = Progress(work, len(things), "images")
-    for begin in range(0, len(things), size):
-        yield things[begin : begin + size]
-        progress.update(len(things[begin : begin + size]))
-    progress.finish()
-
-
-def load_images(load: Callable[[T], Any], things: list[T]) -> list[Any]:
-    """Return the result of a function that decodes an image for each thing, in order, on all cores."""
     with ThreadPoolExecutor(collectives.count_cores()) as pool:
-        return list(pool.map(load, things))
+        for begin in range(0, len(things), size):
+            loaded = list(pool.map(load, things[begin : begin + size]))
+            yield loaded
+            progress.update(len(loaded))
+    progress.finish()
 
 
 def predict_all(
@@ -141,12 +135,11 @@ def predict_all(
 ) -> Iterator[Prediction | str]:
     """Yield for each image its prediction, or why it cannot be read."""
     load = partial(_load, opened.preset, has_thumbnail=bool(options.html))
-    for batch in batches_of(paths, options.batch_size, "predicting"):
-        loaded = load_images(load, batch)
-        good = [each[0] for each in loaded if not isinstance(each, str)]
+    for loaded in load_batches(load, paths, options.batch_size, "predicting"):
+        good = [each[1] for each in loaded if not isinstance(each, str)]
         tops = iter(_top(opened.model, classes, torch.stack(good), options.topk) if good else [])
-        for path, each in zip(batch, loaded, strict=True):
-            yield each if isinstance(each, str) else Prediction(str(path), next(tops), each[1])
+        for each in loaded:
+            yield each if isinstance(each, str) else Prediction(each[0], next(tops), each[2])
 
 
 def open_image(path: Path) -> Image.Image:
@@ -155,10 +148,12 @@ def open_image(path: Path) -> Image.Image:
         return decode_plainly(file.read())
 
 
-def _load(preset: ClassificationPresetEval, path: Path, *, has_thumbnail: bool) -> tuple[Tensor, bytes | None] | str:
+def _load(
+    preset: ClassificationPresetEval, path: Path, *, has_thumbnail: bool
+) -> tuple[str, Tensor, bytes | None] | str:
     try:
         image = open_image(path)
-        return preset(image), _thumbnail(image) if has_thumbnail else None
+        return str(path), preset(image), _thumbnail(image) if has_thumbnail else None
     except (BadImageError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         return f"{one_line(str(path))} cannot be read: {one_line(str(reason))}"
@@ -216,22 +211,6 @@ def write_page(path: Path, predictions: list[Prediction], kind: str) -> None:
     write_output(path, page.encode(errors="backslashreplace"), "--html")
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
-    parser = build_parser(PROG, "CHECKPOINT IMAGE... [options]", "Name the classes of images.", EPILOG)
-    add_options(parser, "a checkpoint, an exported file, or the name of published weights")
-    parser.add_argument("images", metavar="IMAGE", nargs="+", help="files, folders, or - for paths on standard input")
-    forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
-    forms.add_argument("--csv", action="store_true", help="print comma-separated values")
-    parser.add_argument("--html", metavar="FILE", type=output_file, help="write a page of the pictures there too")
-    parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
-    parser.add_argument("--batch-size", metavar="N", type=positive, default=32, help="images at once (default: 32)")
-    parser.add_argument("--device", help="where to compute (default: the accelerator, if there is one)")
-    parser.add_argument("--classes", metavar="FILE", type=Path, help="names of the classes, one a line")
-    return parser
-
-
 def predict(options: argparse.Namespace) -> int:
     """Print the classes of the images, and return the exit code."""
     with own_stdout() as stdout:
@@ -254,8 +233,19 @@ def predict(options: argparse.Namespace) -> int:
 
 def main() -> None:
     """Predict the classes of the command line's images."""
+    parser = build_parser(PROG, "CHECKPOINT IMAGE... [options]", "Name the classes of images.", EPILOG)
+    add_options(parser, "a checkpoint, an exported file, or the name of published weights")
+    parser.add_argument("images", metavar="IMAGE", nargs="+", help="files, folders, or - for paths on standard input")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
+    forms.add_argument("--csv", action="store_true", help="print comma-separated values")
+    parser.add_argument("--html", metavar="FILE", type=output_file, help="write a page of the pictures there too")
+    parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
+    parser.add_argument("--batch-size", metavar="N", type=positive, default=32, help="images at once (default: 32)")
+    parser.add_argument("--device", help="where to compute (default: the accelerator, if there is one)")
+    parser.add_argument("--classes", metavar="FILE", type=Path, help="names of the classes, one a line")
     logging.disable(logging.WARNING)  # torch's, on opening what it exported
-    run(PROG, lambda: predict(get_args_parser().parse_args()), "interrupted")
+    run(PROG, lambda: predict(parser.parse_args()), "interrupted")
 
 
 if __name__ == "__main__":

@@ -34,12 +34,9 @@ same device, --batch-size and number of threads the result is the same in every 
 
 
 def choose_images(num_images: int, number: int, batch_size: int) -> list[int]:
-    """Return images of a set in a fixed random order, so that neighbours in a batch are of different classes.
+    """Return `number` of a set's images, or as many as it has, in full batches if there is one.
 
-    Args:
-        num_images: the size of the set.
-        number: how many to take; rounded down to full batches, if there is one.
-        batch_size: images in a batch.
+    They come in a fixed random order, so that neighbours in a batch are of different classes.
     """
     number = min(num_images, number)
     order = torch.randperm(num_images, generator=torch.Generator().manual_seed(0))
@@ -124,8 +121,8 @@ def updated(trained: Trained, classes: list[str]) -> Weights:
     return weights
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
+def main() -> None:
+    """Re-estimate the statistics of the command line's checkpoint."""
     usage = "CHECKPOINT --data-path DIR --output FILE [options]"
     parser = build_parser(PROG, usage, "Compute BatchNorm's running statistics anew.", EPILOG)
     add_options(parser)
@@ -135,12 +132,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--images", metavar="N", type=positive, default=16384, help="how many training images (default: 16,384)"
     )
     add_machine_options(parser)
-    return parser
-
-
-def main() -> None:
-    """Re-estimate the statistics of the command line's checkpoint."""
-    run(PROG, lambda: work(get_args_parser().parse_args()), "interrupted; nothing was written")
+    run(PROG, lambda: work(parser.parse_args()), "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

@@ -112,15 +112,16 @@ def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list
         for at, kind in enumerate(KINDS):
             curves = [run.points(kind, name) for run in group]
             steps = sorted({step for curve in curves for step in curve})
+            if not steps:
+                continue
             values = [[curve[step] for curve in curves if step in curve] for step in steps]
             title = escape(f"{label}: {KINDS[kind]}" if len(groups) > 1 else KINDS[kind])
             color, dash = (COLORS[number % 10], at) if len(groups) > 1 else (COLORS[at], 1)
             style = {"name": title, "legendgroup": title, "mode": "lines" if kind == "train" else "lines+markers"}
             means, spreads = [statistics.fmean(v) for v in values], [spread(v) for v in values]
-            if steps:
-                line = {"color": color, "dash": ["dot", "solid", "dash", "solid", "dash"][dash]}
-                yield steps, group[0], {**style, "y": means, "line": line}
-            if len(group) > 1 and steps:
+            line = {"color": color, "dash": ["dot", "solid", "dash", "solid", "dash"][dash]}
+            yield steps, group[0], {**style, "y": means, "line": line}
+            if len(group) > 1:
                 ys = [m + s for m, s in zip(means, spreads, strict=True)]
                 ys += [m - s for m, s in zip(means, spreads, strict=True)][::-1]
                 band = {"fill": "toself", "fillcolor": color, "opacity": 0.2, "line": {"width": 0}, "hoverinfo": "skip"}
@@ -130,13 +131,13 @@ def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list
 def draw_curves(groups: dict[str, list[LoggedRun]]) -> str:
     """Return HTML with curves and the library that draws them; buttons make steps, epochs or hours the x axis."""
     make_subplots = require_package("plotly.subplots", PROG).make_subplots
-    panels = [curves for name in PANELS if (curves := (name, list(traces(groups, name))))[1]]
+    panels = {name: curves for name in PANELS if (curves := list(traces(groups, name)))}
     if not panels:
         return "<p>No records yet.</p>"
     rows, seen, axes = (len(panels) + 1) // 2, set(), {"step": [], "epoch": [], "hours": []}
-    titles = [PANELS[name] for name, _ in panels]
+    titles = [PANELS[name] for name in panels]
     figure = make_subplots(rows, 2, subplot_titles=titles, vertical_spacing=0.25 / rows, horizontal_spacing=0.07)
-    for panel, (name, curves) in enumerate(panels):
+    for panel, (name, curves) in enumerate(panels.items()):
         for xs, run, style in curves:
             axes["step"].append(xs)
             axes["epoch"].append([x / run.steps_per_epoch for x in xs])
@@ -232,10 +233,10 @@ def write_report(folders: list[Path], out: Path | None) -> Path:
     """Write the page of one run or of several and return its path; UserError as `LoggedRun`."""
     runs = [LoggedRun(folder) for folder in dict.fromkeys(folders)]
     if len(runs) > 1:
-        title, path, describe = f"{len(runs)} runs", out or Path("comparison.html"), compare_runs
+        title, path, content = f"{len(runs)} runs", out or Path("comparison.html"), compare_runs(runs)
     else:
-        title, path, describe = runs[0].name, out or runs[0].folder / "report.html", lambda runs: describe_run(*runs)
-    page = f"{HEAD.format(title=escape(title))}{describe(runs)}</body></html>\n"
+        title, path, content = runs[0].name, out or runs[0].folder / "report.html", describe_run(runs[0])
+    page = f"{HEAD.format(title=escape(title))}{content}</body></html>\n"
     tool.write_output(path, page.encode(errors="backslashreplace"), "--out")
     return path
 

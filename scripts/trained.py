@@ -30,23 +30,14 @@ from scripts.tool import positive
 
 
 class Trained(NamedTuple):
-    """A model and the facts that its users need.
+    """A model and the facts that its users need."""
 
-    Attributes:
-        model: on the CPU, in evaluation mode; from (B, 3, S, S) normalised floats to (B, num_classes) logits.
-        args: the options that it is evaluated with: `model`, `val_crop_size`, `interpolation` ...
-        classes: the names of the classes; None where the file does not have them.
-        kind: which weights these are, as words for a message.
-        trained_with: all options that the file has from its training or publication.
-        is_published: the weights were given by their name; their classes are named by English words.
-    """
-
-    model: nn.Module
-    args: config.Record
-    classes: list[str] | None
-    kind: str
-    trained_with: dict[str, Any]
-    is_published: bool = False
+    model: nn.Module  # on the CPU, evaluating: from (B, 3, S, S) normalised floats to (B, num_classes) logits
+    args: config.Record  # the options that it is evaluated with: `model`, `val_crop_size`, `interpolation` ...
+    classes: list[str] | None  # their names; None where the file does not have them
+    kind: str  # which weights these are, as words for a message
+    trained_with: dict[str, Any]  # all options that the file has from its training or publication
+    is_published: bool = False  # the weights were given by their name; their classes are named by English words
 
     @property
     def preset(self) -> ClassificationPresetEval:
@@ -82,12 +73,6 @@ def add_machine_options(parser: argparse.ArgumentParser, *others: str) -> None:
         replace(BY_NAME[name], help=text).add_to(parser, has_default=False)
 
 
-# Options of the tools that take the place of the checkpoint's own.
-_OWN_OPTIONS = (
-    "batch_size", "data_path", "device", "interpolation", "val_crop_size", "val_resize_size", "workers",
-)  # fmt: skip
-
-
 def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Record:
     """Return the options that a model is computed with on this machine.
 
@@ -96,7 +81,8 @@ def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = Tr
         options: of the tool; those that take the place of the checkpoint's have our names.
         is_alone: the tool runs as one process.
     """
-    given = {name: value for name in _OWN_OPTIONS if (value := getattr(options, name, None)) is not None}
+    ours = ("batch_size", "data_path", "device", "interpolation", "val_crop_size", "val_resize_size", "workers")
+    given = {name: value for name in ours if (value := getattr(options, name, None)) is not None}
     given |= {"synthetic": None} if "data_path" in given else {}
     args = trained.args.replaced(**given, test_only=True, compile=None, decode_device="cpu")
     config.validate(args)
@@ -122,11 +108,7 @@ def check_classes(trained: Trained, images: data.IndexedImageFolder) -> None:
 
 
 class _Sets(Dataset):
-    """Several sets behind each other, so that one group of loader processes, started once, serves them all.
-
-    Args:
-        sets: the sets; one may be there several times, with other presets.
-    """
+    """Several sets behind each other, so that one group of loader processes, started once, serves them all."""
 
     def __init__(self, sets: list[data.IndexedImageFolder]) -> None:
         self.sets, self.firsts = sets, [0, *accumulate(map(len, sets))]
@@ -163,7 +145,7 @@ class Evaluation:
     Args:
         trained: the model, which moves to the device.
         args: as `settle` returns them.
-        sets: images, each set prepared by its own preset.
+        sets: images, each set prepared by its own preset; one may be there several times, with other presets.
     """
 
     def __init__(self, trained: Trained, args: config.Record, sets: list[data.IndexedImageFolder]) -> None:
@@ -229,14 +211,6 @@ def build_named(source: str, weights: Weights, model: str | None, *, size: int |
 def build_trained(
     source: str, name: str, weights: Weights, *, size: int | None = None, is_typed: bool = False
 ) -> Trained:
-    """Return the model with its weights, and the options that it is evaluated with.
-
-    Args:
-        source: the weights' name in messages.
-        name: of the model.
-        weights: its weights.
-        size: of the images, in pixels; by default that of the weights.
-        is_typed: whether the command line names the model, so that its own file may be run.
-    """
+    """Return the model with its weights, and the options that it is evaluated with; as `build_evaluated`."""
     model, args = build_evaluated(source, name, weights, size=size, is_typed=is_typed)
     return Trained(model, args, weights.classes, weights.kind, weights.options)

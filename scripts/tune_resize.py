@@ -76,14 +76,9 @@ def sweep(trained: Trained, args: config.Record, cells: list[tuple[int, int]]) -
     return results
 
 
-def best_of(results: list[dict]) -> dict:
-    """Return the result of the highest Acc@1; of equal ones that of the smallest sizes."""
-    return min(results, key=lambda result: (-result["acc1"], result["crop"], result["resize"]))
-
-
-def table(results: list[dict]) -> str:
+def table(results: list[dict], best: dict) -> str:
     """Return Acc@1 by resize (rows) and crop (columns), the best one with a star."""
-    best, crops = best_of(results), sorted({result["crop"] for result in results})
+    crops = sorted({result["crop"] for result in results})
     rows = [["resize", *(f"crop {crop} " for crop in crops)]]
     for resize in sorted({result["resize"] for result in results}):
         found = {result["crop"]: result for result in results if result["resize"] == resize}
@@ -94,7 +89,7 @@ def table(results: list[dict]) -> str:
     return "\n".join(map(str.rstrip, aligned(rows)))
 
 
-def draw(results: list[dict], title: str, path: Path) -> None:
+def draw(results: list[dict], best: dict, title: str, path: Path) -> None:
     """Write a picture of Acc@1 over the resize, a curve for each crop."""
     from matplotlib.figure import Figure
 
@@ -103,7 +98,6 @@ def draw(results: list[dict], title: str, path: Path) -> None:
     for crop in sorted({result["crop"] for result in results}):
         points = sorted((result["resize"], result["acc1"]) for result in results if result["crop"] == crop)
         axis.plot(*zip(*points, strict=True), label=f"crop {crop} px", marker="o", markersize=4)
-    best = best_of(results)
     axis.plot(best["resize"], best["acc1"], marker="*", markersize=14, color="black", linestyle="", label="best")
     axis.set(xlabel="shorter side, px", ylabel="Acc@1, %", title=title)
     axis.grid(alpha=0.3)
@@ -131,21 +125,22 @@ def work(options: argparse.Namespace) -> None:
     if not cells:
         raise UserError(f"--crop {min(crops)} is larger than --resize {max(resizes)}; give a crop within the image")
     results = sweep(trained, args, cells)
-    best = best_of(results)
+    # Of equal ones that of the smallest sizes.
+    best = min(results, key=lambda result: (-result["acc1"], result["crop"], result["resize"]))
     if options.json:
         content = {"checkpoint": options.checkpoint, "weights": trained.kind, "best": best, "results": results}
         write_output(options.json, as_json(content), "--json")
     if options.picture:
-        draw(results, options.checkpoint, options.picture)
-    print(table(results))
+        draw(results, best, options.checkpoint, options.picture)
+    print(table(results, best))
     print(
         f"best: --val-resize-size {best['resize']} --val-crop-size {best['crop']}: Acc@1 {best['acc1']:.3f} "
         f"n={best['n']} (the checkpoint's own: {args.val_resize_size}, {args.val_crop_size})"
     )
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
+def main() -> None:
+    """Sweep the sizes of the command line."""
     usage = "CHECKPOINT --data-path DIR [options]"
     parser = build_parser(PROG, usage, "Evaluate at several sizes: a table of Acc@1.", EPILOG)
     add_options(parser)
@@ -156,12 +151,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", type=output_file, help="write all results there")
     parser.add_argument("--picture", metavar="FILE", type=picture_file, help="draw the curves there (needs matplotlib)")
     add_machine_options(parser)
-    return parser
-
-
-def main() -> None:
-    """Sweep the sizes of the command line."""
-    run(PROG, lambda: work(get_args_parser().parse_args()), "interrupted; start it again: nothing is kept")
+    run(PROG, lambda: work(parser.parse_args()), "interrupted; start it again: nothing is kept")
 
 
 if __name__ == "__main__":
