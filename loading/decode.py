@@ -8,6 +8,7 @@ import itertools
 import mmap
 import os
 import re
+import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ _OTHER_KINDS = {
     b"<": "HTML or XML, such as a server's answer",
 }  # fmt: skip
 
-# Start-of-frame markers of the kinds of JPEG that libjpeg decodes row by row: baseline, extended and progressive.
-_BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
+# Start-of-frame markers of the kinds of JPEG that libjpeg decodes row by row: baseline, extended between, progressive.
+_BASELINE, _PROGRESSIVE = 0xC0, 0xC2
 _HUFFMAN_TABLES, _START_OF_SCAN, _QUANTIZATION, _RESTART_INTERVAL, _EXIF, _COMMENT = 0xC4, 0xDA, 0xDB, 0xDD, 0xE1, 0xFE
 _IGNORED = 0xEF  # an application's segment that nobody reads
 _END_OF_IMAGE = b"\xff\xd9"
@@ -97,16 +98,16 @@ def read_frame(payload: bytes) -> Frame | None:
 
 
 def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> Frame | None:
-    kind, precision, num_components = payload[place + 1], payload[place + 4], payload[place + 9]
-    height = int.from_bytes(payload[place + 5 : place + 7], "big")
-    width = int.from_bytes(payload[place + 7 : place + 9], "big")
+    # Whether a file that is cut off can be read must not depend on which rows are wanted, so it is left to Pillow.
+    # Coded rows hold no such bytes, though the thumbnail in a header does; behind the end there may be anything. The
+    # header of a scan has ten bytes at least, and so all of both headers is there.
+    if payload.rfind(_END_OF_IMAGE, scan + 10) < 0:
+        return None
+    kind = payload[place + 1]
+    precision, height, width, num_components = struct.unpack_from(">BHHB", payload, place + 4)
     samplings = payload[place + 11 : place + 11 + 3 * num_components : 3]
     across, down = max(value >> 4 for value in samplings or b"\0"), max(value & 15 for value in samplings or b"\0")
     if precision != 8 or not (height and width and across and down):
-        return None
-    # Whether a file that is cut off can be read must not depend on which rows are wanted, so it is left to Pillow.
-    # Coded rows hold no such bytes, though the thumbnail in a header does; behind the end there may be anything.
-    if payload.rfind(_END_OF_IMAGE, scan) < 0:
         return None
     # Blocks of a grey image go one by one whatever its sampling says, so that only the plain one has rows of one block.
     has_rows = kind != _PROGRESSIVE and payload[scan + 4] == num_components
