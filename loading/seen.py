@@ -129,8 +129,8 @@ class SeenRecord:
         states, known = index.seen.states, self.known[name]
         numbers = numpy.flatnonzero((states != known).any(axis=1))
         rows = numpy.column_stack([numbers, states[numbers]]).astype(numpy.int64)
-        numbers, news = numpy.split(torch.cat(collectives.all_gather(torch.from_numpy(rows))).numpy(), [1], axis=1)
-        numbers = numbers[:, 0]
+        rows = torch.cat(collectives.all_gather(torch.from_numpy(rows))).numpy()
+        numbers, news = rows[:, 0], rows[:, 1:]
         before = known[numbers]
         has_other_size, has_other_time = ((before != news) & (before != 0)).T
         changed = numbers[has_other_size | has_other_time]

@@ -283,20 +283,15 @@ class _TarReader:
         self.path, self.file, self.split_name, self.progress = path, file, split_name, progress
         self.ignored, self.num_read = [], 0
 
-    def _members(self, start: int, end: int) -> Iterator[tarfile.TarInfo]:
-        """Yield the members of the tar from `start` to `end`; raises as `tar_members`."""
-        for member in tar_members(self.path, self.file, start, end):
-            self.progress.update(num_bytes=member.offset - self.num_read)
-            self.num_read = member.offset
-            yield member
-
     def _entries(self, start: int, end: int) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
         """Yield the folder, the name and the member of each image and class tar; for a folder, no name.
 
         Raises:
-            UserError: an image is a link or in pieces.
+            UserError: as `tar_members`; or an image is a link or in pieces.
         """
-        for member in self._members(start, end):
+        for member in tar_members(self.path, self.file, start, end):
+            self.progress.update(num_bytes=member.offset - self.num_read)
+            self.num_read = member.offset
             *folders, name = [part for part in member.name.split("/") if part not in ("", ".")] or [""]
             if member.isdir():
                 yield "/".join([*folders, name]), "", member

@@ -46,7 +46,7 @@ class LogFile:
         if self._tap is not None:
             self._tap.remove()
         self.__init__()
-        self._tap = Tap(after=self._see)
+        self._tap = Tap(self._see)
 
     def open(self, folder: Path) -> None:
         """Write what has been kept, and from now on each line as it is said, into a folder; nothing if none is kept."""
