@@ -225,20 +225,13 @@ class LenientImageFolder(IndexedImageFolder):
 
 
 class SyntheticImages(IndexedImageFolder):
-    """Made-up uint8 images, for runs without data: see `SyntheticSource`.
-
-    Args:
-        num_images: the size of the set.
-        size_px: side of an image.
-        num_classes: labels go round them.
-    """
+    """Made-up uint8 images with sides of `size_px`, for runs without data: see `SyntheticSource`."""
 
     POOL = SyntheticSource.POOL
 
     def __init__(self, num_images: int, size_px: int, num_classes: int = 1000) -> None:
-        self.index = SyntheticSource(num_images, size_px, num_classes)
-        self.classes = self.index.classes
-        self.transform, self.seed = ClassificationPresetEval(crop_size=size_px), 0
+        source = SyntheticSource(num_images, size_px, num_classes)
+        super().__init__(source.root, ClassificationPresetEval(crop_size=size_px), source=source)
 
     def load(self, key: int) -> tuple[Tensor, int]:
         """Return one image and its class, the same class for the same image."""

@@ -52,28 +52,18 @@ _SEGMENTS = {_HUFFMAN_TABLES, _QUANTIZATION, _RESTART_INTERVAL, _COMMENT, *range
 
 
 class Frame(NamedTuple):
-    """The header of a JPEG: its fields and their places in the file.
+    """The header of a JPEG: its fields and their places in the file; lengths are in pixels."""
 
-    Attributes:
-        place: of the start-of-frame segment in the file.
-        height: px.
-        width: px.
-        block_rows: rows of pixels that a row of blocks makes, which are decoded together.
-        margin: rows of pixels above and below a pixel that it may depend on: one where chroma is smoothed vertically,
-            and two rows of blocks in a progressive file, which are smoothed where its scans leave coefficients out.
-        num_components: 1 grey, 3 colour, 4 CMYK.
-        coded: where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise.
-        exif: of the segment that may say how to turn the image; 0 if there is none.
-    """
-
-    place: int
+    place: int  # of the start-of-frame segment in the file
     height: int
     width: int
-    block_rows: int
+    block_rows: int  # rows of pixels that a row of blocks makes, which are decoded together
+    # Rows of pixels above and below a pixel that it may depend on: one where chroma is smoothed vertically, and two
+    # rows of blocks in a progressive file, which are smoothed where its scans leave coefficients out.
     margin: int
-    num_components: int
-    coded: int
-    exif: int
+    num_components: int  # 1 grey, 3 colour, 4 CMYK
+    coded: int  # where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise
+    exif: int  # place of the segment that may say how to turn the image; 0 if there is none
 
 
 def read_frame(payload: bytes) -> Frame | None:
@@ -120,14 +110,11 @@ def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> F
 
 
 class Part(NamedTuple):
-    """A JPEG that holds some rows of another one: its bytes, the number of its first row in the whole, and its height.
+    """A JPEG that holds some rows of another one."""
 
-    Bytes that differ from the whole file's are a bytearray, and belong to the caller.
-    """
-
-    payload: bytes | bytearray
-    first: int
-    height: int
+    payload: bytes | bytearray  # a bytearray, which belongs to the caller, where it differs from the whole file
+    first: int  # number of its first row in the whole
+    height: int  # px
 
 
 def shorten(payload: bytes, frame: Frame, bottom: int) -> Part:
@@ -151,9 +138,11 @@ def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None
     """Return a JPEG of the rows from `top` to `bottom` and little more, cut out at the restart markers.
 
     Each row of blocks is coded on its own between two markers, so no pixel of it changes; the markers are numbered anew
-    from 0 to 7, over and over. None where the markers down to `bottom` are not those that the header promises. Damage
+    from 0 to 7, over and over. None where the header promises no markers, or those down to `bottom` are others. Damage
     further down, for which Pillow would refuse the whole file, is not seen.
     """
+    if not frame.coded:
+        return None
     num_rows = -(-frame.height // frame.block_rows)
     first = max(top - frame.margin, 0) // frame.block_rows
     last = min((bottom - 1 + frame.margin) // frame.block_rows, num_rows - 1)
@@ -372,7 +361,7 @@ class ImageFile:
         if self.frame is not None:
             bottom = top + height
             try:
-                part = self._cut_rows(top, bottom) or shorten(self.payload, self.frame, bottom)
+                part = cut_rows(self.payload, self.frame, top, bottom) or shorten(self.payload, self.frame, bottom)
                 box = (left, top - part.first, left + width, bottom - part.first)
                 return self.decoder.decode(part, self.frame, box)
             except (OSError, RuntimeError, ValueError):
@@ -388,8 +377,5 @@ class ImageFile:
         """
         if self.frame is None:
             return None
-        part = self._cut_rows(top, top + height) or Part(self.payload, 0, self.frame.height)
+        part = cut_rows(self.payload, self.frame, top, top + height) or Part(self.payload, 0, self.frame.height)
         return part._replace(payload=without_turning(part.payload, self.frame))
-
-    def _cut_rows(self, top: int, bottom: int) -> Part | None:
-        return cut_rows(self.payload, self.frame, top, bottom) if self.frame.coded else None

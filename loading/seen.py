@@ -21,11 +21,7 @@ from options import parse_allowed
 class SeenFiles:
     """The size and time of each file of a split as a run read it first, in memory that forked loader processes share.
 
-    At 8 bytes per image it is too much for a checkpoint.
-
-    Args:
-        num_images: of the split.
-        is_strict: whether a file that has another size now ends the run.
+    At 8 bytes per image it is too much for a checkpoint. With `is_strict` a file that has another size ends the run.
     """
 
     def __init__(self, num_images: int, *, is_strict: bool) -> None:

@@ -270,13 +270,9 @@ def tar_members(
 
 
 class _TarReader:
-    """The headers of one tar, of which only those that are images, class tars or folders count.
+    """The headers of one open tar, of which only those that are images, class tars or folders count.
 
-    Args:
-        path: the tar.
-        file: it, open.
-        split_name: optional first part of members' names.
-        progress: is told how far the reader is.
+    `split_name` is an optional first part of members' names.
     """
 
     def __init__(self, path: Path, file: BinaryIO, split_name: str, progress: Progress) -> None:

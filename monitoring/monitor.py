@@ -45,13 +45,7 @@ def begin_log(args: Any, lines: Iterable[str]) -> None:
 
 
 class Monitor:
-    """Writes metrics.jsonl and TensorBoard's events of one run.
-
-    Args:
-        folder: the output folder; None for a monitor that writes nothing.
-        run: the state of the run.
-        log_to: as `--log-to`.
-    """
+    """Writes metrics.jsonl and TensorBoard's events of one run into a folder; with None in its place, nothing."""
 
     def __init__(self, folder: Path | None, run: RunState, log_to: str | None = None) -> None:
         self.folder = folder
