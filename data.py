@@ -6,9 +6,10 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,11 @@ class IndexedImageFolder(Dataset):
         return {name: label for label, name in enumerate(self.classes)}
 
     @cached_property
-    def _samples(self) -> list[tuple[str, int]]:
-        return [(self.index.path(number), self.index.label(number)) for number in range(len(self))]
-
-    @property
     def samples(self) -> list[tuple[str, int]]:
         """The (path, class) of each image; for an image in a tar, its name in messages. Made on first use."""
-        return self._samples
+        return [(self.index.path(number), self.index.label(number)) for number in range(len(self))]
 
-    imgs = samples
+    imgs = property(attrgetter("samples"))
 
     @cached_property
     def targets(self) -> list[int]:
@@ -217,34 +214,24 @@ class LenientImageFolder(IndexedImageFolder):
         try:
             return *self._load(key), -1
         except BadImageError as error:
-            return *self._replacement(key, error), int(key)
-
-    def _replacement(self, key: int, error: BadImageError) -> tuple[Tensor, int]:
+            reason = error
         num_tries = min(self.MAX_TRIES, len(self))
         for step in range(1, num_tries):
+            number = (key + step) % len(self)
             with suppress(BadImageError):  # the next one may be good
-                number = (key + step) % len(self)
-                return self._load(
-                    SampleKey(number, key.epoch, key.repetition) if isinstance(key, SampleKey) else number
-                )
-        raise self.error(key, f"{error}; nor is any of the next {num_tries - 1} good: are these the images?")
+                other = SampleKey(number, key.epoch, key.repetition) if isinstance(key, SampleKey) else number
+                return *self._load(other), int(key)
+        raise self.error(key, f"{reason}; nor is any of the next {num_tries - 1} good: are these the images?")
 
 
 class SyntheticImages(IndexedImageFolder):
-    """Made-up uint8 images, for runs without data: see `SyntheticSource`.
-
-    Args:
-        num_images: the size of the set.
-        size_px: side of an image.
-        num_classes: labels go round them.
-    """
+    """Made-up uint8 images with sides of `size_px`, for runs without data: see `SyntheticSource`."""
 
     POOL = SyntheticSource.POOL
 
     def __init__(self, num_images: int, size_px: int, num_classes: int = 1000) -> None:
-        self.index = SyntheticSource(num_images, size_px, num_classes)
-        self.classes = self.index.classes
-        self.transform, self.seed = ClassificationPresetEval(crop_size=size_px), 0
+        source = SyntheticSource(num_images, size_px, num_classes)
+        super().__init__(source.root, ClassificationPresetEval(crop_size=size_px), source=source)
 
     def load(self, key: int) -> tuple[Tensor, int]:
         """Return one image and its class, the same class for the same image."""
@@ -393,8 +380,8 @@ def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
             "pin_memory": torch.device(args.device).type == "cuda",
             "batch_bytes": largest_batch_bytes(args),
         }
-    workers = {"num_workers": args.workers, "prefetch_factor": args.prefetch_factor, "worker_init_fn": start_worker}
-    return BatchLoader(dataset, sampler, **form, **workers)
+    form |= {"num_workers": args.workers, "prefetch_factor": args.prefetch_factor}
+    return BatchLoader(dataset, sampler, worker_init_fn=start_worker, **form)
 
 
 def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[BatchLoader | None]]:
@@ -417,16 +404,12 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Batch
     return sets, started
 
 
-def eval_batch_size(args: Any) -> int:
-    """Return how many images a process evaluates at once."""
-    return args.eval_batch_size or args.batch_size
-
-
 def build_samplers(
     dataset: Dataset | None, dataset_test: Dataset, args: Any
 ) -> tuple[TrainSampler | None, EvalSampler]:
     """Return the samplers of the training set's images (None for no set) and of the validation set's."""
-    test_sampler = EvalSampler(len(dataset_test), eval_batch_size(args), args.rank, args.world_size)
+    batch_size = args.eval_batch_size or args.batch_size
+    test_sampler = EvalSampler(len(dataset_test), batch_size, args.rank, args.world_size)
     if dataset is None:
         return None, test_sampler
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
@@ -476,8 +459,8 @@ def build_batch_transforms(
         switch_prob=args.mixup_switch_prob,
         mode=args.mixup_mode,
     )
-    fill = {"is_noisy": args.random_erase_fill == "pixel"}
-    erase = transforms.RandomErasing(args.random_erase, **fill) if args.random_erase > 0 else None
+    is_noisy = args.random_erase_fill == "pixel"
+    erase = transforms.RandomErasing(args.random_erase, is_noisy=is_noisy) if args.random_erase > 0 else None
     # Of no use on a CPU, and not in the thread that decodes: the model is compiled at the same time.
     is_compiled = args.compile is not None and device.type == "cuda" and args.decode_device == "cpu"
     backend = "inductor" if is_compiled else None
@@ -487,13 +470,11 @@ def build_batch_transforms(
     )
 
 
-class _AtOnce(Executor):
-    """An executor that runs each task at once, in the calling thread."""
-
-    def submit(self, function: Callable, *args: Any) -> Future:
-        done = Future()
-        done.set_result(function(*args))
-        return done
+def _at_once(function: Callable, *args: Any) -> Future:
+    """Do in the calling thread what an executor would do in another one."""
+    done = Future()
+    done.set_result(function(*args))
+    return done
 
 
 class DeviceLoader:
@@ -589,14 +570,15 @@ class DeviceLoader:
     def _one_ahead(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each batch once the device, or a thread, has been given the next one to prepare."""
         ready = None
-        with ThreadPoolExecutor(1, "decoder") if self.is_encoded else _AtOnce() as executor:
+        with ThreadPoolExecutor(1, "decoder") as executor:
+            submit = executor.submit if self.is_encoded else _at_once
             while True:
                 if self.stream is not None:
                     # The next batch may take memory of a batch that was dropped: not before the model, which works on
                     # another stream, is done with all that it was given until then. `record_stream` would do that too,
                     # but a host that runs ahead would take more and more memory.
                     self.stream.wait_stream(torch.cuda.current_stream(self.device))
-                following = executor.submit(self._prepare, batches)
+                following = submit(self._prepare, batches)
                 if ready is not None:
                     yield ready
                 ready, is_prepared = following.result()
@@ -616,13 +598,7 @@ def build_device_loader(
 ) -> DeviceLoader | None:
     """Return the loader of a set on the device, transformed for training if its sampler is; None for no set.
 
-    Args:
-        args: the options.
-        dataset: the set.
-        sampler: of its images.
-        device: where the batches go.
-        num_classes: of the model.
-        started: what `start_loaders` returned for the set.
+    `num_classes` is the model's, and `started` what `start_loaders` returned for the set.
     """
     if dataset is None:
         return None
@@ -638,8 +614,10 @@ def build_device_loader(
 def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: torch.device, started: list) -> list:
     """Return `build_device_loader`'s of the training set and of the validation set."""
     num_classes = len(datasets[1].classes)
-    each = zip(datasets, samplers, started, strict=True)
-    loaders = [build_device_loader(args, images, sampler, device, num_classes, own) for images, sampler, own in each]
+    loaders = [
+        build_device_loader(args, images, sampler, device, num_classes, own)
+        for images, sampler, own in zip(datasets, samplers, started, strict=True)
+    ]
     phases.end("data")
     return loaders
 
@@ -647,10 +625,7 @@ def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: to
 def load_ahead(data_loader: DeviceLoader | None, args: Any, state: dict | None) -> None:
     """Have loader processes begin with the images that a run trains on first, while it gets its model ready.
 
-    Args:
-        data_loader: of the training images; None for no set.
-        args: the options.
-        state: the checkpoint that the run goes on from, or None.
+    `state` is the checkpoint that the run goes on from, if any.
     """
     if data_loader is None:
         return

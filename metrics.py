@@ -160,11 +160,7 @@ def build_criterion(args: Any) -> nn.Module:
 def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: Dataset) -> nn.Module:
     """Return the criterion, which in training learns from `--teacher` too if there is one.
 
-    Args:
-        criterion: of the targets.
-        args: the options.
-        student: the bare model on its device.
-        val: the validation set, which has the classes' names.
+    The student is the bare model on its device; the validation set has the classes' names.
 
     Raises:
         UserError: the teacher cannot be used for these classes or sizes of images.
@@ -183,10 +179,6 @@ def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: D
 
 def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
     """Return the model of `--teacher` on the CPU, which scores images that are normalised for the student.
-
-    Args:
-        args: the options.
-        classes: the names of the data's classes.
 
     Raises:
         UserError: there is none, or it is of other classes or sizes of images.
@@ -426,9 +418,6 @@ class Tally:
         self._width = sum(metric.num_sums for metric in self.metrics) + 1  # the last column is the number of images
         self._counts = []  # images of each batch that is not read yet
         self._local = []  # read but not gathered yet: (batches, width) each
-        self._reset()
-
-    def _reset(self) -> None:
         self._sums = torch.zeros(self._width, dtype=torch.float64)
 
     def update(self, loss: Tensor, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
@@ -487,7 +476,7 @@ class Tally:
     def read(self) -> tuple[dict[str, Any], int]:
         """Return the values gathered since the last call by their names, and the number of images."""
         values = self._compute(self._sums)
-        self._reset()
+        self._sums = torch.zeros(self._width, dtype=torch.float64)
         return values
 
     def state_dict(self) -> dict:

@@ -101,6 +101,7 @@ class TrainSampler(Sampler):
     """
 
     goes_on = False  # a pass without a `set_epoch` before it is the next epoch, and not the same one again
+    repetitions = 1  # of each image; `RepeatedSampler` has more
 
     def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0) -> None:
         if num_images < shards.global_batch_size:
@@ -109,13 +110,9 @@ class TrainSampler(Sampler):
                 "choose a smaller --batch-size or --global-batch-size"
             )
         self.num_images, self.shards, self.seed = num_images, shards, seed
+        self.batch_size = shards.batch_size
         self.steps_per_epoch = num_images // shards.global_batch_size
         self.set_epoch(0)
-
-    @property
-    def batch_size(self) -> int:
-        """Images of a shard and step."""
-        return self.shards.batch_size
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         """Choose the epoch to yield, and its first step."""
@@ -136,8 +133,11 @@ class TrainSampler(Sampler):
 
     def _keys(self, order: torch.Tensor, step: int, shard: int) -> list[SampleKey]:
         first = step * self.shards.global_batch_size
-        images = order[first + shard : first + self.shards.global_batch_size : self.shards.num_shards]
-        return [SampleKey(index, self.epoch, 0) for index in images.tolist()]
+        places = torch.arange(first + shard, first + self.shards.global_batch_size, self.shards.num_shards)
+        images = order[places // self.repetitions].tolist()
+        repetitions = (places % self.repetitions).tolist()
+        keys = [SampleKey(index, self.epoch, number) for index, number in zip(images, repetitions, strict=True)]
+        return keys if self.shards.num_shards >= self.repetitions else _apart(keys)
 
     def indices_at(self, step: int) -> list[int]:
         """Return the images that this process uses in a step of the epoch."""
@@ -170,15 +170,6 @@ class RepeatedSampler(TrainSampler):
     def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0, repetitions: int = 3) -> None:
         super().__init__(num_images, shards, seed)
         self.repetitions = repetitions
-
-    def _keys(self, order: torch.Tensor, step: int, shard: int) -> list[SampleKey]:
-        first = step * self.shards.global_batch_size
-        places = range(first + shard, first + self.shards.global_batch_size, self.shards.num_shards)
-        images = order[torch.tensor(places) // self.repetitions].tolist()
-        keys = [
-            SampleKey(index, self.epoch, place % self.repetitions) for index, place in zip(images, places, strict=True)
-        ]
-        return keys if self.shards.num_shards >= self.repetitions else _apart(keys)
 
 
 def _apart(keys: list[SampleKey]) -> list[SampleKey]:

@@ -8,6 +8,7 @@ import itertools
 import mmap
 import os
 import re
+import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ _OTHER_KINDS = {
     b"<": "HTML or XML, such as a server's answer",
 }  # fmt: skip
 
-# Start-of-frame markers of the kinds of JPEG that libjpeg decodes row by row: baseline, extended and progressive.
-_BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
+# Start-of-frame markers of the kinds of JPEG that libjpeg decodes row by row: baseline, extended between, progressive.
+_BASELINE, _PROGRESSIVE = 0xC0, 0xC2
 _HUFFMAN_TABLES, _START_OF_SCAN, _QUANTIZATION, _RESTART_INTERVAL, _EXIF, _COMMENT = 0xC4, 0xDA, 0xDB, 0xDD, 0xE1, 0xFE
 _IGNORED = 0xEF  # an application's segment that nobody reads
 _END_OF_IMAGE = b"\xff\xd9"
@@ -51,28 +52,18 @@ _SEGMENTS = {_HUFFMAN_TABLES, _QUANTIZATION, _RESTART_INTERVAL, _COMMENT, *range
 
 
 class Frame(NamedTuple):
-    """The header of a JPEG: its fields and their places in the file.
+    """The header of a JPEG: its fields and their places in the file; lengths are in pixels."""
 
-    Attributes:
-        place: of the start-of-frame segment in the file.
-        height: px.
-        width: px.
-        block_rows: rows of pixels that a row of blocks makes, which are decoded together.
-        margin: rows of pixels above and below a pixel that it may depend on: one where chroma is smoothed vertically,
-            and two rows of blocks in a progressive file, which are smoothed where its scans leave coefficients out.
-        num_components: 1 grey, 3 colour, 4 CMYK.
-        coded: where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise.
-        exif: of the segment that may say how to turn the image; 0 if there is none.
-    """
-
-    place: int
+    place: int  # of the start-of-frame segment in the file
     height: int
     width: int
-    block_rows: int
+    block_rows: int  # rows of pixels that a row of blocks makes, which are decoded together
+    # Rows of pixels above and below a pixel that it may depend on: one where chroma is smoothed vertically, and two
+    # rows of blocks in a progressive file, which are smoothed where its scans leave coefficients out.
     margin: int
-    num_components: int
-    coded: int
-    exif: int
+    num_components: int  # 1 grey, 3 colour, 4 CMYK
+    coded: int  # where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise
+    exif: int  # place of the segment that may say how to turn the image; 0 if there is none
 
 
 def read_frame(payload: bytes) -> Frame | None:
@@ -97,16 +88,16 @@ def read_frame(payload: bytes) -> Frame | None:
 
 
 def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> Frame | None:
-    kind, precision, num_components = payload[place + 1], payload[place + 4], payload[place + 9]
-    height = int.from_bytes(payload[place + 5 : place + 7], "big")
-    width = int.from_bytes(payload[place + 7 : place + 9], "big")
+    # Whether a file that is cut off can be read must not depend on which rows are wanted, so it is left to Pillow.
+    # Coded rows hold no such bytes, though the thumbnail in a header does; behind the end there may be anything. The
+    # header of a scan has ten bytes at least, and so all of both headers is there.
+    if payload.rfind(_END_OF_IMAGE, scan + 10) < 0:
+        return None
+    kind = payload[place + 1]
+    precision, height, width, num_components = struct.unpack_from(">BHHB", payload, place + 4)
     samplings = payload[place + 11 : place + 11 + 3 * num_components : 3]
     across, down = max(value >> 4 for value in samplings or b"\0"), max(value & 15 for value in samplings or b"\0")
     if precision != 8 or not (height and width and across and down):
-        return None
-    # Whether a file that is cut off can be read must not depend on which rows are wanted, so it is left to Pillow.
-    # Coded rows hold no such bytes, though the thumbnail in a header does; behind the end there may be anything.
-    if payload.rfind(_END_OF_IMAGE, scan) < 0:
         return None
     # Blocks of a grey image go one by one whatever its sampling says, so that only the plain one has rows of one block.
     has_rows = kind != _PROGRESSIVE and payload[scan + 4] == num_components
@@ -119,14 +110,11 @@ def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> F
 
 
 class Part(NamedTuple):
-    """A JPEG that holds some rows of another one: its bytes, the number of its first row in the whole, and its height.
+    """A JPEG that holds some rows of another one."""
 
-    Bytes that differ from the whole file's are a bytearray, and belong to the caller.
-    """
-
-    payload: bytes | bytearray
-    first: int
-    height: int
+    payload: bytes | bytearray  # a bytearray, which belongs to the caller, where it differs from the whole file
+    first: int  # number of its first row in the whole
+    height: int  # px
 
 
 def shorten(payload: bytes, frame: Frame, bottom: int) -> Part:
@@ -150,9 +138,11 @@ def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None
     """Return a JPEG of the rows from `top` to `bottom` and little more, cut out at the restart markers.
 
     Each row of blocks is coded on its own between two markers, so no pixel of it changes; the markers are numbered anew
-    from 0 to 7, over and over. None where the markers down to `bottom` are not those that the header promises. Damage
+    from 0 to 7, over and over. None where the header promises no markers, or those down to `bottom` are others. Damage
     further down, for which Pillow would refuse the whole file, is not seen.
     """
+    if not frame.coded:
+        return None
     num_rows = -(-frame.height // frame.block_rows)
     first = max(top - frame.margin, 0) // frame.block_rows
     last = min((bottom - 1 + frame.margin) // frame.block_rows, num_rows - 1)
@@ -371,7 +361,7 @@ class ImageFile:
         if self.frame is not None:
             bottom = top + height
             try:
-                part = self._cut_rows(top, bottom) or shorten(self.payload, self.frame, bottom)
+                part = cut_rows(self.payload, self.frame, top, bottom) or shorten(self.payload, self.frame, bottom)
                 box = (left, top - part.first, left + width, bottom - part.first)
                 return self.decoder.decode(part, self.frame, box)
             except (OSError, RuntimeError, ValueError):
@@ -387,8 +377,5 @@ class ImageFile:
         """
         if self.frame is None:
             return None
-        part = self._cut_rows(top, top + height) or Part(self.payload, 0, self.frame.height)
+        part = cut_rows(self.payload, self.frame, top, top + height) or Part(self.payload, 0, self.frame.height)
         return part._replace(payload=without_turning(part.payload, self.frame))
-
-    def _cut_rows(self, top: int, bottom: int) -> Part | None:
-        return cut_rows(self.payload, self.frame, top, bottom) if self.frame.coded else None

@@ -20,27 +20,16 @@ _NOT_THE_IMAGE = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class EncodedCrop(NamedTuple):
-    """An image to decode, resize and cut on the device.
+    """An image to decode, resize and cut on the device."""
 
-    Attributes:
-        payload: a JPEG, whole or some of its rows.
-        box: top, left, height and width of the part to resize, px.
-        scale: of its height and of its width, by the resize.
-        cut: top and left of the crop in the resized part, px.
-        size: side of the crop, px.
-        mode: of the resize, bilinear or bicubic.
-        is_mirrored: left to right.
-        number: of the image in its data set.
-    """
-
-    payload: bytes | bytearray
-    box: tuple[int, int, int, int]
-    scale: tuple[float, float]
-    cut: tuple[int, int]
-    size: int
-    mode: str
-    is_mirrored: bool = False
-    number: int = -1
+    payload: bytes | bytearray  # a JPEG, whole or some of its rows
+    box: tuple[int, int, int, int]  # top, left, height and width of the part to resize, px
+    scale: tuple[float, float]  # of its height and of its width, by the resize
+    cut: tuple[int, int]  # top and left of the crop in the resized part, px
+    size: int  # side of the crop, px
+    mode: str  # of the resize, bilinear or bicubic
+    is_mirrored: bool = False  # left to right
+    number: int = -1  # of the image in its data set
 
 
 class UndecodableError(Exception):
@@ -83,9 +72,9 @@ class EncodedBatch:
             UndecodableError: one of them is damaged.
         """
         pieces = torch.from_numpy(self.payload).split(self.lengths)
-        jpegs = [piece for piece, crop in zip(pieces, self.crops, strict=True) if crop is not None]
+        encoded = [(piece, crop) for piece, crop in zip(pieces, self.crops, strict=True) if crop is not None]
         self.refused = []
-        decoded = iter(_decode_all(jpegs, [crop for crop in self.crops if crop is not None], device, self.refused))
+        decoded = iter(_decode_all(encoded, device, self.refused))
         batch = torch.empty((len(self), self.size, self.size, 3), dtype=torch.uint8, device=device)
         for place, piece, crop in zip(batch, pieces, self.crops, strict=True):
             if crop is None:
@@ -115,22 +104,20 @@ def _crop(pixels: Tensor, crop: EncodedCrop) -> Tensor:
     return part.flip(-1) if crop.is_mirrored else part
 
 
-def _decode_all(
-    jpegs: list[Tensor], crops: list[EncodedCrop], device: torch.device, refused: list[int]
-) -> list[Tensor]:
+def _decode_all(encoded: list[tuple[Tensor, EncodedCrop]], device: torch.device, refused: list[int]) -> list[Tensor]:
     """Return the (3, H, W) uint8 pixels of JPEGs on a device, decoded in one call.
 
     Pillow decodes those that fail there, and their numbers are added to `refused`.
     """
-    if not jpegs:
+    if not encoded:
         return []
     decode_jpeg = require_torchcodec("--decode-device").decoders.decode_jpeg
     try:
-        return decode_jpeg(jpegs, mode="RGB", device=device)
+        return decode_jpeg([jpeg for jpeg, _ in encoded], mode="RGB", device=device)
     except _NOT_THE_IMAGE:
         raise
     except RuntimeError:  # one of them, and it does not say which
-        return [_decode_one(decode_jpeg, *one, device, refused) for one in zip(jpegs, crops, strict=True)]
+        return [_decode_one(decode_jpeg, jpeg, crop, device, refused) for jpeg, crop in encoded]
 
 
 def _decode_one(

@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -122,7 +122,8 @@ class ImageIndex(Source):
                     if doubt:
                         print(f"the index of {self.where} is not cached this time: {doubt}")
                         return self
-                    write_atomically(cache, self.save)
+                    # With a CRC-32 for each array.
+                    write_atomically(cache, lambda file: numpy.savez(file, **self.arrays))
                     return self
             except OSError as error:
                 reasons.append(f"{cache.parent}: {error.strerror or error}")
@@ -192,10 +193,6 @@ class ImageIndex(Source):
         self.starts = arrays["starts"]
         self.labels = numpy.repeat(arrays["folder_labels"], numpy.diff(self.starts))
         self.arrays = arrays
-
-    def save(self, file: BinaryIO) -> None:
-        """Write the index, with a CRC-32 for each array."""
-        numpy.savez(file, **self.arrays)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -273,18 +270,12 @@ def _state(status: os.stat_result) -> tuple[int, int, int]:
 
 
 class Scan:
-    """The images that a scan finds, folder by folder and in order, and the states of all that it has looked at.
-
-    Args:
-        base: the data path.
-
-    Attributes:
-        doubt: why the scan may not be cached, or nothing.
-    """
+    """The images that a scan of a data path finds, folder by folder, and the states of all that it has looked at."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self.watched, self.states, self.doubt = [], [], ""
+        self.watched, self.states = [], []
+        self.doubt = ""  # why the scan may not be cached
         self.folders, self.labels, self.counts, self.names, self.places = [], [], [], [], []
 
     def watch(self, path: str, status: os.stat_result) -> None:

@@ -22,9 +22,6 @@ _SHARD = re.compile(r"(?P<split>[\w-]+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(-
 # A file name of ImageNet as Hugging Face has it: the official one with the synset behind it.
 _SYNSET_NAME = re.compile(r"(?P<stem>[\w-]+)_(?P<synset>n\d{8})\.(?P<ending>JPEG|jpe?g|png)")
 
-# Hugging Face's words for our splits.
-_SPLITS = {"val": ("val", "validation")}
-
 
 class ParquetIndex(ImageIndex):
     """The images of parquet files with the columns `image` (bytes and path) and `label`.
@@ -42,7 +39,7 @@ class ParquetIndex(ImageIndex):
     def find(cls, root: Path) -> list[Source]:
         """Return the files of the split beside its folder, if there are any."""
         names = [(name, _SHARD.fullmatch(name)) for name in list_folder(root.parent)]
-        splits = _SPLITS.get(root.name, (root.name,))
+        splits = ("val", "validation") if root.name == "val" else (root.name,)  # Hugging Face has other words
         files = [root.parent / name for name, found in names if found and found["split"] in splits]
         return [cls(root, files)] if files else []
 
@@ -76,7 +73,8 @@ class ParquetIndex(ImageIndex):
                     label = values["label"]
                     if label is None or label < 0:
                         raise UserError(f"{path}: row {row} of row group {group} has no label; that split has none")
-                    name = name_of((values["image"] or {}).get("path"), label, number)
+                    official = find_synset((values["image"] or {}).get("path"))
+                    name = official or (f"{label:06d}", f"{number:08d}.JPEG")
                     images.setdefault(label, []).append((*name, (file, group, row)))
                     number += 1
             progress.update()
@@ -122,12 +120,6 @@ class ParquetIndex(ImageIndex):
         return content
 
 
-def name_of(path: str | None, label: int, number: int) -> tuple[str, str]:
-    """Return the class and the file name of an image: the official ones, where its path says the synset."""
-    found = find_synset(path)
-    return found or (f"{label:06d}", f"{number:08d}.JPEG")
-
-
 def find_synset(path: str | None) -> tuple[str, str] | None:
     """Return the synset and the official file name that Hugging Face's path of an image says, or None."""
     found = _SYNSET_NAME.fullmatch(os.path.basename(path or ""))
@@ -143,10 +135,10 @@ def check_names(files: Sequence[Path]) -> None:
     found = [(path, _SHARD.fullmatch(path.name)) for path in files]
     there = {(match["split"], int(match["number"])) for _, match in found if match}
     for path, match in found:
-        for number in range(int(match["count"]) if match else 0):
+        count = int(match["count"]) if match else 0
+        for number in range(count):
             if (match["split"], number) not in there:
                 name = f"{match['split']}-{number:05d}-of-{match['count']}.parquet"
-                count = int(match["count"])
                 raise UserError(f"{path.with_name(name)} is missing; all {count} files of the set are needed")
 
 

@@ -25,10 +25,6 @@ def without_escapes(text: str) -> str:
     return _ESCAPES.sub("", text)
 
 
-def _ignore(_: str, text: str) -> None:
-    """Do nothing with a text."""
-
-
 class _Tapped:
     """A stream that calls functions with each text, before and after it is written; all else is the stream's own."""
 
@@ -49,13 +45,11 @@ class Tap:
     """Calls functions with each text that Python writes to its standard streams from now on.
 
     Args:
-        before: gets the stream's name and a text that is about to be written.
-        after: gets the same when it has been.
+        after: gets the stream's name and a text that has been written.
+        before: gets the same when it is about to be.
     """
 
-    def __init__(
-        self, before: Callable[[str, str], None] = _ignore, after: Callable[[str, str], None] = _ignore
-    ) -> None:
+    def __init__(self, after: Callable[[str, str], None], before: Callable[[str, str], None] = lambda *_: None) -> None:
         self._streams = {}
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -99,7 +93,7 @@ class LiveLine:
 
     def show(self, *fields: str) -> None:
         """Rewrite the line with as many fields as the terminal has room for now."""
-        self._tap = self._tap or Tap(self._clear_way, self._note_end)
+        self._tap = self._tap or Tap(self._note_end, self._clear_way)
         self._due_s = time.monotonic() + _LIVE_S
         if not self._is_at_start:  # somebody is in the middle of a line
             return

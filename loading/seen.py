@@ -21,11 +21,7 @@ from options import parse_allowed
 class SeenFiles:
     """The size and time of each file of a split as a run read it first, in memory that forked loader processes share.
 
-    At 8 bytes per image it is too much for a checkpoint.
-
-    Args:
-        num_images: of the split.
-        is_strict: whether a file that has another size now ends the run.
+    At 8 bytes per image it is too much for a checkpoint. With `is_strict` a file that has another size ends the run.
     """
 
     def __init__(self, num_images: int, *, is_strict: bool) -> None:
@@ -129,8 +125,8 @@ class SeenRecord:
         states, known = index.seen.states, self.known[name]
         numbers = numpy.flatnonzero((states != known).any(axis=1))
         rows = numpy.column_stack([numbers, states[numbers]]).astype(numpy.int64)
-        numbers, news = numpy.split(torch.cat(collectives.all_gather(torch.from_numpy(rows))).numpy(), [1], axis=1)
-        numbers = numbers[:, 0]
+        rows = torch.cat(collectives.all_gather(torch.from_numpy(rows))).numpy()
+        numbers, news = rows[:, 0], rows[:, 1:]
         before = known[numbers]
         has_other_size, has_other_time = ((before != news) & (before != 0)).T
         changed = numbers[has_other_size | has_other_time]

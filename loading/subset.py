@@ -10,12 +10,7 @@ from loading.source import Source, digest
 
 
 class Subset(Source):
-    """Some images of another source, numbered anew in the same order; its classes are all of the other's.
-
-    Args:
-        whole: the other source, open.
-        numbers: its images that are in this one.
-    """
+    """Some images of another, open source, numbered anew in the same order; its classes are all of the other's."""
 
     def __init__(self, whole: Source, numbers: Iterable[int]) -> None:
         super().__init__(whole.root)
@@ -81,11 +76,7 @@ def minival_numbers(source: Source, fraction: float) -> list[int]:
 
     Of each class they are the images whose names, class/file, have the smallest SHA-256 hashes: the given fraction of
     the class, rounded (halves up), but at least one and not all. So they are a function of names and fraction alone,
-    and a smaller fraction holds out some of the same images.
-
-    Args:
-        source: the whole training set.
-        fraction: of each class, above 0.
+    and a smaller fraction, above 0, holds out some of the same images.
     """
     labels = labels_of(source)
     hashes = [hashlib.sha256(name).digest() for name in source.names_in_bytes()]

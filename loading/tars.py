@@ -270,33 +270,24 @@ def tar_members(
 
 
 class _TarReader:
-    """The headers of one tar, of which only those that are images, class tars or folders count.
+    """The headers of one open tar, of which only those that are images, class tars or folders count.
 
-    Args:
-        path: the tar.
-        file: it, open.
-        split_name: optional first part of members' names.
-        progress: is told how far the reader is.
+    `split_name` is an optional first part of members' names.
     """
 
     def __init__(self, path: Path, file: BinaryIO, split_name: str, progress: Progress) -> None:
         self.path, self.file, self.split_name, self.progress = path, file, split_name, progress
         self.ignored, self.num_read = [], 0
 
-    def _members(self, start: int, end: int) -> Iterator[tarfile.TarInfo]:
-        """Yield the members of the tar from `start` to `end`; raises as `tar_members`."""
-        for member in tar_members(self.path, self.file, start, end):
-            self.progress.update(num_bytes=member.offset - self.num_read)
-            self.num_read = member.offset
-            yield member
-
     def _entries(self, start: int, end: int) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
         """Yield the folder, the name and the member of each image and class tar; for a folder, no name.
 
         Raises:
-            UserError: an image is a link or in pieces.
+            UserError: as `tar_members`; or an image is a link or in pieces.
         """
-        for member in self._members(start, end):
+        for member in tar_members(self.path, self.file, start, end):
+            self.progress.update(num_bytes=member.offset - self.num_read)
+            self.num_read = member.offset
             *folders, name = [part for part in member.name.split("/") if part not in ("", ".")] or [""]
             if member.isdir():
                 yield "/".join([*folders, name]), "", member

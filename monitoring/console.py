@@ -46,7 +46,7 @@ class LogFile:
         if self._tap is not None:
             self._tap.remove()
         self.__init__()
-        self._tap = Tap(after=self._see)
+        self._tap = Tap(self._see)
 
     def open(self, folder: Path) -> None:
         """Write what has been kept, and from now on each line as it is said, into a folder; nothing if none is kept."""
@@ -123,12 +123,7 @@ log = LogFile()
 
 
 class Outlook:
-    """Which epoch a run is in, of how many, and how long the rest of it will take at the pace of this process.
-
-    Args:
-        state: the position of the run.
-        epochs: how many it has.
-    """
+    """Which epoch a run is in, of how many, and how long the rest of it will take at the pace of this process."""
 
     def __init__(self, state: RunState, epochs: int) -> None:
         self.state, self.epochs = state, epochs
@@ -238,13 +233,7 @@ def python_command() -> str:
 
 
 def epoch_table(records: Iterable[dict], epochs: int, num_rows: int = 5) -> list[str]:
-    """Return a table of the last epochs that were evaluated; times are those of the clock, with pauses between starts.
-
-    Args:
-        records: those of metrics.jsonl.
-        epochs: how many the run has.
-        num_rows: how many of them are shown.
-    """
+    """Return a table of the last epochs that were evaluated, by the times of the clock, with pauses between starts."""
     rows, losses, before = {}, [], {}
     for record in records:
         if record["epoch"] != before.get("epoch"):

@@ -50,7 +50,7 @@ class Needs(NamedTuple):
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.weights + self.gradients + self.optimizer + self.average + self.activations
+        return sum(self[1:])
 
 
 class StorageCount(TorchDispatchMode):
@@ -100,9 +100,6 @@ class _WeightsOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = {} if kwargs is None else kwargs
-        filled = args[0] if args else kwargs.get("tensor")
-        if function in (Tensor.normal_, nn.init.normal_) and filled.is_meta:
-            return filled  # torch would take half a millisecond to find that out, for each layer
         if function in (torch.empty, torch.zeros, torch.ones) and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return function(*args, **kwargs)
@@ -177,7 +174,6 @@ def _held_gradients(args: Any) -> int:
 
 
 def _trace_shard(args: Any, model: nn.Module, device: torch.device, batch_size: int) -> None:
-    """Make the passes of a shard."""
     order = torch.channels_last if args.channels_last else torch.contiguous_format
     image = torch.empty(batch_size, 3, args.train_crop_size, args.train_crop_size, device=device)
     image = image.contiguous(memory_format=order)
@@ -190,11 +186,8 @@ def _trace_shard(args: Any, model: nn.Module, device: torch.device, batch_size: 
 
 
 def _num_bytes(tensors: Any) -> int:
-    storages = {}
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
+    storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 class Limit(NamedTuple):
@@ -260,9 +253,9 @@ def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
 
 def split(needs: Needs) -> str:
     """Return the total of the memory as a sum of its parts."""
-    names = {"optimizer": "optimizer state", "average": "average of the weights"}
-    parts = {name: getattr(needs, name) for name in ("weights", "gradients", "optimizer", "average", "activations")}
-    terms = " + ".join(f"{names.get(name, name)} {size_text(part)}" for name, part in parts.items() if part)
+    names = ("weights", "gradients", "optimizer state", "average of the weights", "activations")
+    parts = zip(names, needs[1:], strict=True)
+    terms = " + ".join(f"{name} {size_text(part)}" for name, part in parts if part)
     return f"{size_text(needs.total)} = {terms}"
 
 

@@ -88,14 +88,7 @@ class Pace:
 
 
 class Gauges:
-    """The fields of a training record beside the metrics.
-
-    Args:
-        args: the resolved options.
-        parts: model, optimizer and scaler of the run.
-        device: of the model.
-        num_classes: of the model.
-    """
+    """The fields of a training record beside the metrics; `parts` has the run's model, optimizer and scaler."""
 
     def __init__(self, args: Any, parts: dict[str, Any], device: torch.device, num_classes: int) -> None:
         self.parameters, self.scaler = list(parts["model"].parameters()), parts["scaler"]

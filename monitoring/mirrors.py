@@ -15,12 +15,7 @@ from monitoring.events import changed_options, drawn
 class WandbMirror:
     """A run of Weights & Biases; its own variables (WANDB_PROJECT, WANDB_MODE ...) say where.
 
-    Args:
-        folder: of the run.
-        key: the service's name of the run, or None at its first start.
-
-    Attributes:
-        key: as the argument.
+    The attribute `key` is the service's name of the run; the argument, None at the first start, is the same.
     """
 
     def __init__(self, folder: Path, key: str | None) -> None:
@@ -90,11 +85,9 @@ def _names(log_to: str | None) -> list[str]:
 
 
 class Mirrors:
-    """All mirrors of one run; `mirrors.json` in its folder keeps their keys. The first failure of one is its last.
+    """All mirrors of one run, as `--log-to` names them; `mirrors.json` in its folder keeps their keys.
 
-    Args:
-        folder: of the run, or None.
-        log_to: their names, as `--log-to`.
+    The first failure of one is its last.
     """
 
     def __init__(self, folder: Path | None, log_to: str | None) -> None:

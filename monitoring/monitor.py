@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,7 @@ def begin_log(args: Any, lines: Iterable[str]) -> None:
 
 
 class Monitor:
-    """Writes metrics.jsonl and TensorBoard's events of one run.
-
-    Args:
-        folder: the output folder; None for a monitor that writes nothing.
-        run: the state of the run.
-        log_to: as `--log-to`.
-    """
+    """Writes metrics.jsonl and TensorBoard's events of one run into a folder; with None in its place, nothing."""
 
     def __init__(self, folder: Path | None, run: RunState, log_to: str | None = None) -> None:
         self.folder = folder
@@ -60,9 +54,8 @@ class Monitor:
         self._pending = b""  # records that a full disk did not take; written with the next one
         self._events = None
         self._attempt = Attempts()
-        self._no_records, self._no_events = (
-            f"{name} in {folder} is not written" for name in ("metrics.jsonl", "the file of TensorBoard")
-        )
+        self._no_records = f"metrics.jsonl in {folder} is not written"
+        self._no_events = f"the file of TensorBoard in {folder} is not written"
 
     def open(self) -> None:
         """Begin to write; of a resumed run, drop records that an earlier process wrote beyond its state.
@@ -71,9 +64,8 @@ class Monitor:
             StorageError: the records of a resumed run cannot be read or written.
         """
         try:
-            records = self._truncate(self.run.step, self.run.is_evaluated) if self.run.is_resumed else self.records()
-            path = self.folder / "metrics.jsonl"
-            descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            records = self._truncate() if self.run.is_resumed else self.records()
+            descriptor = open_regular(self.folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             sync_folder(self.folder)  # or a power failure could leave a checkpoint, and no file of its records
         except OSError as error:
             raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
@@ -105,8 +97,9 @@ class Monitor:
             return [] if self.folder is None else read_records(self.folder)
         return []
 
-    def _truncate(self, step: int, is_evaluated: bool) -> list[dict]:
+    def _truncate(self) -> list[dict]:
         """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
+        step, is_evaluated = self.run.step, self.run.is_evaluated
         kept = [r for r in self.records() if r["step"] < step + (r["kind"] in ("train", "verdict") or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
@@ -129,28 +122,24 @@ class Monitor:
         record = {"kind": kind, "step": step, "epoch": epoch, **values, "hours": hours, "time": round(time.time(), 3)}
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._attempt(self._no_records, self._write_pending)
-        self._attempt(self._no_events, self._add_points, record)
+        self._attempt(self._no_events, self._update_events, record)
         self.mirrors.add(record)
 
     def _write_pending(self) -> None:
         while self._pending:
             self._pending = self._pending[self._file.write(self._pending) :]
 
-    def _add_points(self, record: dict) -> None:
+    def _update_events(self, record: dict | None = None) -> None:
+        """Add a record, or else new pictures, to the file of events; if that fails, the next record makes it anew."""
         if self._events is None:
             self._open_events()
-        else:
-            self._keep_events(self._events.add, record)
-
-    def _show_pictures(self) -> None:
-        if self._events.add_pictures(self.run.step) > MOST_GONE:
-            self._events.close(None)
-            self._open_events()
-
-    def _keep_events(self, write: Callable[..., None], *args: Any) -> None:
-        """Write to the file of events or, if that fails, give it up: the next record makes it anew."""
+            return
         try:
-            write(*args)
+            if record is not None:
+                self._events.add(record)
+            elif self._events.add_pictures(self.run.step) > MOST_GONE:
+                self._events.close(None)
+                self._open_events()
         except Exception:
             with suppress(OSError):
                 self._events.close(None)
@@ -166,7 +155,7 @@ class Monitor:
             return None
         self._attempt(self._no_records, self._write_pending)
         if self._events is not None:
-            self._attempt(self._no_events, self._keep_events, self._show_pictures)
+            self._attempt(self._no_events, self._update_events)
         return self._file.fileno()
 
 
@@ -189,9 +178,8 @@ def _parse_record(line: bytes) -> dict | None:
     try:
         record = json.loads(line)
         is_record = isinstance(record["kind"], str) and type(record["step"]) is type(record["epoch"]) is int
-        values = [value for name, value in record.items() if name != "kind"]
-        is_record = is_record and all(map(_is_value, values)) and record["time"] is not None
-        is_record = is_record and record["step"] >= 0
+        is_record = is_record and record["step"] >= 0 and record["time"] is not None
+        is_record = is_record and all(_is_value(value) for name, value in record.items() if name != "kind")
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return record if is_record else None

@@ -180,16 +180,15 @@ def draw_confusion(title: str, found: Predictions, names: list[str]) -> Image.Im
         y = top + MATRIX_PX * row
         sheet.text(GAP_PX, y + MATRIX_PX // 2, text, anchor="lm")
         for column in range(len(heads)):
-            share = counts[row, column] / max(counts[row].sum(), 1)
+            count = counts[row, column]
+            share = count / max(counts[row].sum(), 1)
             colour = BLUE if column == row else RED
             x = left + MATRIX_PX * column
             shade = tuple(round(255 - (255 - part) * share) for part in colour)
             sheet.draw.rectangle((x, y, x + MATRIX_PX - 2, y + MATRIX_PX - 2), fill=shade)
-            if counts[row, column]:
+            if count:
                 ink = "white" if share > 0.5 else INK
-                sheet.text(
-                    x + MATRIX_PX // 2 - 1, y + MATRIX_PX // 2 - 1, f"{counts[row, column]}", anchor="mm", fill=ink
-                )
+                sheet.text(x + MATRIX_PX // 2 - 1, y + MATRIX_PX // 2 - 1, f"{count}", anchor="mm", fill=ink)
     for column, head in enumerate(heads):
         sheet.text(left + MATRIX_PX * column + MATRIX_PX // 2, HEAD_PX, head, anchor="ma")
     return sheet.image

@@ -24,11 +24,8 @@ IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
 def preview(args: Any, *, is_estimated: bool = False) -> str:
     """Return the text of `--dry-run`. Reads no image, touches no output folder and needs no particular device.
 
-    Of several processes that a launcher started, only the first can print from then on.
-
-    Args:
-        args: the options.
-        is_estimated: also estimate memory, work, time and disk, which takes seconds.
+    Of several processes that a launcher started, only the first can print from then on. `is_estimated` also estimates
+    memory, work, time and disk, which takes seconds.
 
     Raises:
         UserError: the options cannot be used together.
@@ -62,21 +59,21 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
         scheduler.set_position(epoch, 0, steps_per_epoch)
         rates.append(f"{epoch}: {optim.current_lr(optimizer):.3g}")
     lines = [
-        f"# {about}",
-        *(f"# {note}" for note in notes),
-        f"# {args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {len(groups)} groups",
-        f"# global batch {args.global_batch_size} = {args.num_shards} shards x {args.batch_size} images; "
+        about,
+        *notes,
+        f"{args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {len(groups)} groups",
+        f"global batch {args.global_batch_size} = {args.num_shards} shards x {args.batch_size} images; "
         f"{world_size} {'process computes' if world_size == 1 else 'processes compute'} {shards.num_local} each",
-        f"# {steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
+        f"{steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
         f"{num_images % args.global_batch_size} images left out of each epoch, others each time",
-        *([f"# --sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
-        *(f"# {line}" for line in lacking),
+        *([f"--sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
+        *lacking,
         *reference_lines(args),
-        f"# learning rate at the start of epoch {', '.join(rates)}",
+        f"learning rate at the start of epoch {', '.join(rates)}",
     ]
     if is_estimated:
-        lines += [f"# {line}" for line in estimate.describe(args, num_classes, steps_per_epoch)]
-    return "\n".join([*lines, "", config.write_recipe(args)])
+        lines += estimate.describe(args, num_classes, steps_per_epoch)
+    return "\n".join([*(f"# {line}" for line in lines), "", config.write_recipe(args)])
 
 
 def count_images(args: Any) -> tuple[int, int, str]:
@@ -106,8 +103,6 @@ def reference_lines(args: Any) -> list[str]:
     if reference is None:
         return []
     if reference == args.global_batch_size:
-        return [f"# the recipe's reference batch is {reference} too: --lr {args.lr:g} as it stands"]
-    scaled = f"--lr-scaling {args.lr_scaling}: {args.lr:g} -> {rate:g}"
-    return [
-        f"# the recipe's reference batch is {reference}, {args.global_batch_size / reference:g} of it here; {scaled}"
-    ]
+        return [f"the recipe's reference batch is {reference} too: --lr {args.lr:g} as it stands"]
+    share, scaled = args.global_batch_size / reference, f"--lr-scaling {args.lr_scaling}: {args.lr:g} -> {rate:g}"
+    return [f"the recipe's reference batch is {reference}, {share:g} of it here; {scaled}"]

@@ -128,25 +128,21 @@ def find_shares(steps: Tensor) -> Shares | None:
     data_s, wait_s = (values.gather(0, last[None])[0] for values in (data, wait))
     slowest_s, rank, data_rank = 0.0, 0, None
     if world_size > 1:
-        is_other = (torch.arange(world_size) != last[:, None]).T
+        is_other = torch.arange(world_size) != last[:, None]
         others_data, others_wait = (
-            values.T[is_other.T].view(num_steps, -1).median(dim=1).values for values in (data, wait)
+            values.T[is_other].view(num_steps, -1).median(dim=1).values for values in (data, wait)
         )
         late = (others_wait - wait_s - (data_s - others_data).clamp(min=0)).clamp(min=0)
-        sums = _sum_by_rank(late, last, world_size)
+        sums = torch.bincount(last, late, world_size)
         rank = int(sums.argmax())
         slowest_s = float(sums[rank] - (sums.sum() - sums[rank]) / (world_size - 1))
-        sums = _sum_by_rank(data_s, last, world_size)
+        sums = torch.bincount(last, data_s, world_size)
         data_rank = int(sums.argmax()) if sums.max() > 0.8 * sums.sum() else None
     all_s = step_s * num_steps
     communication_s = float(wait_s.sum()) if world_size > 1 else 0.0
     data_share, communication, slowest = float(data_s.sum()) / all_s, communication_s / all_s, slowest_s / all_s
     compute = max(1 - data_share - communication - slowest, 0.0)
     return Shares(data_share, compute, communication, slowest, rank, data_rank, step_s)
-
-
-def _sum_by_rank(seconds: Tensor, ranks: Tensor, world_size: int) -> Tensor:
-    return torch.zeros(world_size, dtype=seconds.dtype).index_add_(0, ranks, seconds)
 
 
 def as_record(shares: Shares) -> dict[str, float | int]:
