@@ -163,10 +163,8 @@ def _call_builder(args: Any, build: Callable[..., nn.Module], options: Mapping[s
         # Some models compute while they are built, which those without memory cannot.
         if not given or (isinstance(error, RuntimeError) and torch.get_default_device().type == "meta"):
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
-        raise UserError(
-            f"--model-kwargs {' '.join(args.model_kwargs)}: {args.model} cannot be built with that: {reason}"
-        ) from error
+        with in_one_line(f"--model-kwargs {' '.join(args.model_kwargs)}: {args.model} cannot be built with that"):
+            raise
 
 
 def _build_custom(args: Any, num_classes: int) -> nn.Module:
@@ -314,14 +312,12 @@ def check_sizes(model: nn.Module, args: Any) -> None:
 
 def _fitting_size(args: Any, split: str, size: int) -> str:
     """Return which size of image to give instead."""
+    native = None
     if args.model.startswith("timm/"):
-        config = find_timm_config(args.model)
-        native = None if config is None else config.input_size[-1]
-        if config is not None and config.fixed_input_size and split == "train":
-            native = args.val_crop_size  # with which it was built
-    elif split_custom(args.model) is not None:
-        native = None
-    else:
+        if config := find_timm_config(args.model):
+            is_fixed = config.fixed_input_size and split == "train"  # to the size with which it was built
+            native = args.val_crop_size if is_fixed else config.input_size[-1]
+    elif not split_custom(args.model):
         native = torchvision.models.get_model_weights(args.model).DEFAULT.transforms().crop_size[0]
     if native in (None, size):
         return "give a size that it is made for"
