@@ -235,11 +235,7 @@ def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
 
 
 def list_recipes(word: str = "") -> str:
-    """Return the text of the recipe of this name, or a table of the recipes whose text holds the word.
-
-    Raises:
-        UserError: no recipe holds the word.
-    """
+    """Return the text of the recipe of this name, or a table of those that hold the word; UserError if none does."""
     paths = sorted(RECIPES_DIR.glob("*.toml"), key=lambda path: path.stem)
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     if word in texts:
@@ -529,11 +525,7 @@ def with_shards(args: Record, state: dict | None) -> Record:
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Check the options as far as possible before a device or a disk is touched.
-
-    Raises:
-        UserError: the first option that cannot be used.
-    """
+    """Raise UserError for the first option that cannot be used, as far as that shows before a device is touched."""
     _validate_texts(args)
     for name, option in BY_NAME.items():
         option.check(getattr(args, name))

@@ -230,11 +230,7 @@ def _build_torch_optimizer(args: Any, parameters: list[dict], options: dict) -> 
 
 
 def find_timm_optimizer(args: Any) -> tuple[Any, Any]:
-    """Return timm's module of optimizers, and its facts on the one that `--opt` names.
-
-    Raises:
-        UserError: there is no such optimizer.
-    """
+    """Return timm's module of optimizers, and its facts on the one that `--opt` names; UserError if it has none."""
     optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
     name = args.opt.removeprefix("timm/")
     if name not in optimizers.list_optimizers():
@@ -508,11 +504,7 @@ def schedule(args: Any) -> dict[str, Any]:
 
 
 def check_rates(args: Any) -> None:
-    """Refuse a schedule that grows beyond float32.
-
-    Raises:
-        UserError: it does.
-    """
+    """Raise UserError if the learning rate grows beyond float32."""
     try:
         rates = [lr_at(epoch, peak=args.lr, **schedule(args)) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
     except OverflowError:

@@ -98,11 +98,7 @@ class Option:
         group.add_argument(*self.aliases, self.flag, dest=self.dest, type=self.type, **settings, **given)
 
     def check(self, value: Any) -> None:
-        """Check a value against its bounds.
-
-        Raises:
-            UserError: it lies outside, or is not finite.
-        """
+        """Raise UserError if a value lies outside the bounds, or is not finite."""
         for number in value if isinstance(value, list | tuple) else [value]:
             if type(number) in (int, float):
                 self._check_number(number)
@@ -720,10 +716,8 @@ def short_name(model: str) -> str:
 
 def is_same_model(one: str, other: str) -> bool:
     """Tell whether two names mean the same model; the folder of a custom one does not matter, since files move."""
-    places = [split_custom(model) for model in (one, other)]
-    if None in places:
-        return one == other
-    return len({(os.path.basename(path), function) for path, function in places}) == 1
+    names = {os.path.basename(model) if split_custom(model) else model for model in (one, other)}
+    return len(names) == 1
 
 
 def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:

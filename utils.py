@@ -191,15 +191,13 @@ class MetricLogger:
 
     def timed(self, iterable: Iterable) -> Iterator:
         """Yield from `iterable`, and count the time spent waiting for it."""
-        iterator = iter(iterable)
+        iterator, end = iter(iterable), object()
         while True:
             start = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
+            item = next(iterator, end)
+            self.wait_s += time.perf_counter() - start
+            if item is end:
                 return
-            finally:
-                self.wait_s += time.perf_counter() - start
             yield item
 
     def log_every(self, iterable: Iterable, print_freq: int, header: str | None = None, start: int = 0) -> Iterator:
