@@ -29,6 +29,7 @@ from options import (
     WHY_TYPED,
     Option,
     build_parser,
+    defaults,
     parse_allowed,
     parse_kwargs,
     short_name,
@@ -234,11 +235,7 @@ def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
 
 
 def list_recipes(word: str = "") -> str:
-    """Return the text of the recipe of this name, or a table of the recipes whose text holds the word.
-
-    Raises:
-        UserError: no recipe holds the word.
-    """
+    """Return the text of the recipe of this name, or a table of those that hold the word; UserError if none does."""
     paths = sorted(RECIPES_DIR.glob("*.toml"), key=lambda path: path.stem)
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     if word in texts:
@@ -247,10 +244,10 @@ def list_recipes(word: str = "") -> str:
     for path in paths:
         if word.lower() in f"{path.stem}\n{texts[path.stem]}".lower():
             recipe = read_recipe(path)
-            options = {key: value for group in GROUPS for key, value in recipe.get(group, {}).items()}
-            facts = [recipe.get("expected-acc1"), recipe.get("reference-global-batch"), options.get("epochs")]
-            facts.append("differs" if "differs" in recipe.get("notes", "") else None)
-            rows.append((path.stem, *("-" if fact is None else str(fact) for fact in facts), recipe["title"]))
+            source = "differs" if "differs" in recipe.get("notes", "") else "-"
+            epochs = recipe.get("schedule", {}).get("epochs", "-")
+            facts = [recipe.get("expected-acc1", "-"), recipe.get("reference-global-batch", "-"), epochs, source]
+            rows.append((path.stem, *map(str, facts), recipe["title"]))
     if len(rows) == 1:
         raise UserError(f"--list-recipes {word}: no recipe holds this word{did_you_mean(word, texts)}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -314,7 +311,7 @@ def _toml(value: Any) -> str:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
-    parser = build_parser(add_help=True, has_defaults=False)
+    parser = build_parser()
     typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if "recipe" not in typed:
         return complete(typed)
@@ -392,18 +389,13 @@ def complete(
     """
     if "given" in given:
         return given
-    if getattr(given, "recipe", None) and reference_global_batch is None and len(vars(given)) >= len(BY_NAME):
+    values, preset = vars(given), defaults()
+    is_sparse = not preset.keys() <= values.keys()
+    if getattr(given, "recipe", None) and reference_global_batch is None and not is_sparse:
         raise UserError(f"--recipe {given.recipe} is read by config.parse_args, and not by the parser alone; use that")
-    defaults = {name: option.default for name, option in BY_NAME.items()}
-    values = vars(given)
-    is_sparse = len(values.keys() & defaults.keys()) < len(defaults)
-    names = [name for name, value in values.items() if name in defaults and (is_sparse or value != defaults[name])]
-    args = argparse.Namespace(
-        **{**defaults, **values},
-        given=sorted(names),
-        typed=sorted(names) if typed is None else typed,
-        reference_global_batch=reference_global_batch,
-    )
+    names = sorted(name for name in values.keys() & preset if is_sparse or values[name] != preset[name])
+    args = filled(given, given=names, typed=names if typed is None else typed)
+    args.reference_global_batch = reference_global_batch
     # For models of timm, `models.take_statistics` replaces these.
     args.mean, args.std = list(args.mean or IMAGENET_MEAN), list(args.std or IMAGENET_STD)
     args.model_kwargs = sorted(args.model_kwargs or ()) or None
@@ -416,8 +408,7 @@ def complete(
 
 def filled(args: argparse.Namespace, **others: Any) -> argparse.Namespace:
     """Return the options of somebody's own script; `others` and the defaults fill in those that it lacks."""
-    defaults = {name: option.default for name, option in BY_NAME.items()}
-    return argparse.Namespace(**{**defaults, **others, **vars(args)})
+    return argparse.Namespace(**{**defaults(), **others, **vars(args)})
 
 
 def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
@@ -469,11 +460,10 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
 
 def idle_options(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """Return a line about each of the named options that has no effect in this run."""
-    reasons = {name: f"it is about {option.about}" for name, option in BY_NAME.items() if _is_idle(name, args)}
+    reasons = {name: f"it is about {BY_NAME[name].about}" for name in names if _is_idle(name, args)}
     for others, is_idle, reason in IDLE:
         reasons |= {name: reason for name in others if name in names and is_idle(args)}
-    idle = [option for option in BY_NAME.values() if option.dest in reasons and option.dest in names]
-    lines = [f"{option.flag} has no effect: {reasons[option.dest]}" for option in idle]
+    lines = [f"{option.flag} has no effect: {reasons[name]}" for name, option in BY_NAME.items() if name in reasons]
     if args.batch_size == 1 and (args.mixup_alpha or args.cutmix_alpha):
         lines.append(
             "--mixup-alpha and --cutmix-alpha have no effect: --batch-size 1 leaves no other image to mix with"
@@ -497,21 +487,26 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
     Raises:
         UserError: the checkpoint holds an impossible value of an option.
     """
-    changes, lines = {}, []
-    for name, option in BY_NAME.items():
-        ours = getattr(args, name)
-        if name in STATISTICS and trained.get(name) is None:  # as in timm's own checkpoints
-            continue
-        if option.is_of_checkpoint and name not in args.given and trained.get(name, ours) != ours:
-            if not option.is_value(trained[name]):
-                raise UserError(f"{option.flag} {trained[name]!r} in the checkpoint is no value of this option")
-            if name == "model" and split_custom(trained[name]):
-                raise UserError(f"the checkpoint is of {trained[name]}, {WHY_TYPED}")
-            changes[name] = trained[name]
-            lines.append(f"{option.flag} {trained[name]}: as in the checkpoint")
+    changes = _differing(args, trained, [name for name, option in BY_NAME.items() if option.is_of_checkpoint])
+    if split_custom(changes.get("model", "")):
+        raise UserError(f"the checkpoint is of {changes['model']}, {WHY_TYPED}")
     args = args.replaced(**changes)
     validate(args)
-    return args, lines
+    return args, [f"{BY_NAME[name].flag} {value}: as in the checkpoint" for name, value in changes.items()]
+
+
+def _differing(args: Record, trained: dict, names: Sequence[str]) -> dict[str, Any]:
+    """Return the checkpoint's values of those of the named options that were not given and are others here."""
+    changes = {}
+    for name in names:
+        value = trained.get(name, getattr(args, name))
+        is_unknown = name in STATISTICS and value is None  # as in timm's own checkpoints
+        if name in args.given or is_unknown or value == getattr(args, name):
+            continue
+        if not BY_NAME[name].is_value(value):
+            raise UserError(f"{BY_NAME[name].flag} {value!r} in the checkpoint is no value of this option")
+        changes[name] = value
+    return changes
 
 
 def with_shards(args: Record, state: dict | None) -> Record:
@@ -522,22 +517,15 @@ def with_shards(args: Record, state: dict | None) -> Record:
     shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
     # GoogLeNet and Inception rescale inputs only for published weights.
     weights = args.weights if "weights" in args.given else state["args"]["weights"]
-    trained = {name: state["args"].get(name) for name in STATISTICS if name not in args.given}
-    changes = {name: values for name, values in trained.items() if values not in (None, getattr(args, name))}
+    changes = _differing(args, state["args"], STATISTICS)
     for name, values in changes.items():
-        if not BY_NAME[name].is_value(values):
-            raise UserError(f"--{name} {values!r} in the checkpoint is no value of this option")
         BY_NAME[name].check(values)
         print(f"--{name} {' '.join(map(str, values))}: as in the checkpoint")
     return args.replaced(**shards, weights=weights, **changes)
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Check the options as far as possible before a device or a disk is touched.
-
-    Raises:
-        UserError: the first option that cannot be used.
-    """
+    """Raise UserError for the first option that cannot be used, as far as that shows before a device is touched."""
     _validate_texts(args)
     for name, option in BY_NAME.items():
         option.check(getattr(args, name))

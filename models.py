@@ -33,11 +33,7 @@ AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
 
 
 def check_name(name: str) -> None:
-    """Refuse a model that torchvision does not have, or a file that is not there; others are looked up when built.
-
-    Raises:
-        UserError: torchvision has no such classifier, or there is no such file.
-    """
+    """Raise UserError for a model that torchvision lacks, or a missing file; timm's are looked up when built."""
     custom = split_custom(name)
     if custom is not None:
         path, function = custom
@@ -149,11 +145,7 @@ _NOT_FOR_KWARGS = {
 
 
 def _call_builder(args: Any, build: Callable[..., nn.Module], options: Mapping[str, Any]) -> nn.Module:
-    """Build a library's model from options of ours and the keyword arguments of `--model-kwargs`.
-
-    Raises:
-        UserError: one is for another option to say, or cannot be taken.
-    """
+    """Build a library's model from options of ours and the keyword arguments of `--model-kwargs`."""
     given = parse_kwargs(args.model_kwargs)
     for key in given.keys() & _NOT_FOR_KWARGS.keys():
         raise UserError(f"--model-kwargs {key}: {_NOT_FOR_KWARGS[key]} says that; leave it out")
@@ -163,10 +155,8 @@ def _call_builder(args: Any, build: Callable[..., nn.Module], options: Mapping[s
         # Some models compute while they are built, which those without memory cannot.
         if not given or (isinstance(error, RuntimeError) and torch.get_default_device().type == "meta"):
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
-        raise UserError(
-            f"--model-kwargs {' '.join(args.model_kwargs)}: {args.model} cannot be built with that: {reason}"
-        ) from error
+        with in_one_line(f"--model-kwargs {' '.join(args.model_kwargs)}: {args.model} cannot be built with that"):
+            raise
 
 
 def _build_custom(args: Any, num_classes: int) -> nn.Module:
@@ -314,14 +304,12 @@ def check_sizes(model: nn.Module, args: Any) -> None:
 
 def _fitting_size(args: Any, split: str, size: int) -> str:
     """Return which size of image to give instead."""
+    native = None
     if args.model.startswith("timm/"):
-        config = find_timm_config(args.model)
-        native = None if config is None else config.input_size[-1]
-        if config is not None and config.fixed_input_size and split == "train":
-            native = args.val_crop_size  # with which it was built
-    elif split_custom(args.model) is not None:
-        native = None
-    else:
+        if config := find_timm_config(args.model):
+            is_fixed = config.fixed_input_size and split == "train"  # to the size with which it was built
+            native = args.val_crop_size if is_fixed else config.input_size[-1]
+    elif not split_custom(args.model):
         native = torchvision.models.get_model_weights(args.model).DEFAULT.transforms().crop_size[0]
     if native in (None, size):
         return "give a size that it is made for"
@@ -366,13 +354,10 @@ def find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
 
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
-    """Return the names of the layers that end in class scores.
+    """Return the names of the layers that end in class scores; UserError if none does.
 
     timm's models know their one or two heads. Of others it is the last layer, and the last of each auxiliary
     classifier.
-
-    Raises:
-        UserError: none does.
     """
     sizes = {
         name: module.out_features if isinstance(module, nn.Linear) else module.out_channels
@@ -569,11 +554,7 @@ def _unmoved(module: nn.Module) -> Iterator[None]:
 
 
 def place_model(model: nn.Module, args: Any, device: torch.device) -> nn.Module:
-    """Move a model to its device, in the memory order that the options ask for, compile it, and return it.
-
-    Raises:
-        UserError: `--compile` cannot be used with accumulation in this mode.
-    """
+    """Move a model to its device, in the memory order that the options ask for; return it as `compile_model` does."""
     model.to(device, memory_format=torch.channels_last if args.channels_last else torch.preserve_format)
     return compile_model(model, args)
 

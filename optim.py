@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from errors import UserError, did_you_mean, require_timm
 from options import BY_NAME
@@ -229,11 +230,7 @@ def _build_torch_optimizer(args: Any, parameters: list[dict], options: dict) -> 
 
 
 def find_timm_optimizer(args: Any) -> tuple[Any, Any]:
-    """Return timm's module of optimizers, and its facts on the one that `--opt` names.
-
-    Raises:
-        UserError: there is no such optimizer.
-    """
+    """Return timm's module of optimizers, and its facts on the one that `--opt` names; UserError if it has none."""
     optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
     name = args.opt.removeprefix("timm/")
     if name not in optimizers.list_optimizers():
@@ -475,18 +472,12 @@ def lr_at(
 
 
 class LRScheduler:
-    """Sets the learning rate of every parameter group from the position in the run.
+    """Sets the learning rate of every parameter group from the position in the run."""
 
-    Args:
-        optimizer: whose rates.
-        is_per_step: whether the rate changes at each step, or at each epoch as torchvision's does.
-        options: `lr_at`'s, but for epoch and peak.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, is_per_step: bool = False, **options: Any) -> None:
+    def __init__(self, args: Any, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.is_per_step = is_per_step
-        self.options = options
+        self.is_per_step = args.lr_per_step  # or at each epoch, as torchvision's
+        self.options = schedule(args)
         # A group with a scale takes that share of the scheduled rate, its floor included.
         full = current_lr(optimizer)
         self.peaks = [full if "lr_scale" in group else group["lr"] for group in optimizer.param_groups]
@@ -499,13 +490,8 @@ class LRScheduler:
 
 
 def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Return the schedule that the options ask for.
-
-    Raises:
-        UserError: its rates grow beyond float32.
-    """
-    check_rates(args)
-    return LRScheduler(optimizer, is_per_step=args.lr_per_step, **schedule(args))
+    """Return the schedule that the options ask for, which `check_rates` has looked at."""
+    return LRScheduler(args, optimizer)
 
 
 def schedule(args: Any) -> dict[str, Any]:
@@ -518,11 +504,7 @@ def schedule(args: Any) -> dict[str, Any]:
 
 
 def check_rates(args: Any) -> None:
-    """Refuse a schedule that grows beyond float32.
-
-    Raises:
-        UserError: it does.
-    """
+    """Raise UserError if the learning rate grows beyond float32."""
     try:
         rates = [lr_at(epoch, peak=args.lr, **schedule(args)) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
     except OverflowError:
@@ -546,13 +528,14 @@ def clip_gradients(
         agc: the largest norm of an output's gradient as a share of its weights' norm: adaptive gradient clipping
             (Brock et al., arXiv 2102.06171).
     """
-    parameters = list(parameters) if agc is not None or max_norm is not None or is_read else []
-    clipped = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = None
+    if max_norm is None and agc is None and not is_read:
+        return None
+    parameters, norm = list(parameters), None
     if max_norm is not None or is_read:
+        clipped = [parameter for parameter in parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in clipped])
-    if max_norm is not None:
-        nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)
     if agc is not None:
         utilities = importlib.import_module(f"{require_timm('--clip-agc', agc).__name__}.utils")
         utilities.adaptive_clip_grad(parameters[:-2], agc)
@@ -581,14 +564,6 @@ def find_non_finite(model: nn.Module, average: nn.Module | None, optimizer: torc
         "weights": model.parameters(),
         "running statistics": model.buffers(),
         "averaged weights": [] if average is None else [*average.parameters(), *average.buffers()],
-        "optimizer's numbers": _tensors_in([*optimizer.state.values(), *optimizer.param_groups]),
+        "optimizer's numbers": filter(torch.is_tensor, tree_iter([*optimizer.state.values(), *optimizer.param_groups])),
     }
     return next((name.encode() for name, tensors in parts.items() if not all_finite(tensors)), None)
-
-
-def _tensors_in(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)

@@ -45,8 +45,8 @@ class Option:
     is_switch: bool = False  # needed only if the default is no bool
     is_action: bool = False  # a switch without a --no-NAME
     type: Callable[[str], Any] | None = None  # of each value; by default that of the default, else str
-    at_least: float | None = None
-    at_most: float | None = None
+    at_least: float = -MOST_COUNT
+    at_most: float = MOST_COUNT
     resume: str = ON_REQUEST  # FREE, SILENT, ON_REQUEST, or the reason why a resumed run cannot change it
     recipe: str = ALWAYS  # or NEVER, or IF_GIVEN
     is_of_checkpoint: bool = False  # an evaluation takes it from the checkpoint's run unless it is given
@@ -84,9 +84,11 @@ class Option:
         """Reason why a resumed run cannot change it, or None."""
         return None if self.resume in (FREE, SILENT, ON_REQUEST) else self.resume
 
-    def add_to(self, group: Any, *, has_default: bool) -> None:
-        """Add it to a group of a parser, which then fills in the default or leaves out an option that is not given."""
-        settings = {"default": self.default if has_default else argparse.SUPPRESS, "help": self.help}
+    def add_to(self, group: Any) -> None:
+        """Add it to a group of a parser; its help shows the default, unless that is empty or off."""
+        is_empty = self.default is None or self.default is False or self.default == ""
+        text = self.help if is_empty else f"{self.help} (default: {self.default})"
+        settings = {"default": argparse.SUPPRESS, "help": text}
         if self.is_switch:
             action = "store_true" if self.is_action else argparse.BooleanOptionalAction
             group.add_argument(self.flag, action=action, **settings)
@@ -96,11 +98,7 @@ class Option:
         group.add_argument(*self.aliases, self.flag, dest=self.dest, type=self.type, **settings, **given)
 
     def check(self, value: Any) -> None:
-        """Check a value against its bounds.
-
-        Raises:
-            UserError: it lies outside, or is not finite.
-        """
+        """Raise UserError if a value lies outside the bounds, or is not finite."""
         for number in value if isinstance(value, list | tuple) else [value]:
             if type(number) in (int, float):
                 self._check_number(number)
@@ -108,15 +106,13 @@ class Option:
     def _check_number(self, number: float) -> None:
         if type(number) is float and not math.isfinite(number):
             raise UserError(f"{self.flag} {number}: expected a finite number")
-        least = -MOST_COUNT if self.at_least is None else self.at_least
-        most = MOST_COUNT if self.at_most is None else self.at_most
-        if (least, most) == (0, 1) and not 0 <= number <= 1:
+        if (self.at_least, self.at_most) == (0, 1) and not 0 <= number <= 1:
             raise UserError(f"{self.flag} {number}: expected a number from 0 to 1")
-        if number < least:
-            raise UserError(f"{self.flag} {number}: expected {least} or more")
-        if number > most:
+        if number < self.at_least:
+            raise UserError(f"{self.flag} {number}: expected {self.at_least} or more")
+        if number > self.at_most:
             given = number if type(number) is float or number < 1 << 63 else "of that many digits"
-            raise UserError(f"{self.flag} {given}: expected {self.at_least or 0} to {most:.10g}")
+            raise UserError(f"{self.flag} {given}: expected {max(self.at_least, 0)} to {self.at_most:.10g}")
 
     def is_value(self, value: Any) -> bool:
         """Tell whether a plain value has the type and is among the choices of this option."""
@@ -677,6 +673,12 @@ OPTIONS = {
 GROUPS = [group for group in OPTIONS if group != "options"]
 BY_NAME = {option.dest: option for options in OPTIONS.values() for option in options}
 
+
+def defaults() -> dict[str, Any]:
+    """Return the default of every option by its name."""
+    return {name: option.default for name, option in BY_NAME.items()}
+
+
 # Options of other scripts and of torchvision's earlier ones, and advice for each.
 OTHER_NAMES = {
     "--pretrained": "write --weights DEFAULT",
@@ -714,10 +716,8 @@ def short_name(model: str) -> str:
 
 def is_same_model(one: str, other: str) -> bool:
     """Tell whether two names mean the same model; the folder of a custom one does not matter, since files move."""
-    places = [split_custom(model) for model in (one, other)]
-    if None in places:
-        return one == other
-    return len({(os.path.basename(path), function) for path, function in places}) == 1
+    names = {os.path.basename(model) if split_custom(model) else model for model in (one, other)}
+    return len(names) == 1
 
 
 def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:
@@ -812,27 +812,15 @@ most used: --recipe, --data-path, --model, --epochs, --batch-size, --lr, --amp,
   python train.py --data-path DIR --test-only --resume runs/resnet50/best.pth"""
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Append each option's default, unless it is empty or off; leave the epilog as it is."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        default = BY_NAME[action.dest].default if action.dest in BY_NAME else None
-        has_default = not (default is None or default is False or default == "")
-        return f"{action.help} (default: {default})" if has_default else action.help
-
-
 def get_args_parser(add_help: bool = True) -> argparse.ArgumentParser:
     """Return the parser of all options, torchvision's among them, in nine groups."""
-    return build_parser(add_help=add_help, has_defaults=True)
+    parser = build_parser(add_help=add_help)
+    parser.set_defaults(**defaults())
+    return parser
 
 
-def build_parser(*, add_help: bool, has_defaults: bool) -> argparse.ArgumentParser:
-    """Return the parser of all options.
-
-    Args:
-        add_help: whether it knows --help.
-        has_defaults: fill in the defaults; else the result holds only options that were given.
-    """
+def build_parser(*, add_help: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of all options, whose result holds only those that were given."""
     parser = OneLineParser(
         prog="train.py",
         usage="train.py [--recipe NAME] [--data-path DIR] [options]",
@@ -840,10 +828,10 @@ def build_parser(*, add_help: bool, has_defaults: bool) -> argparse.ArgumentPars
         epilog=EPILOG,
         add_help=add_help,
         allow_abbrev=False,
-        formatter_class=HelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for title, options in OPTIONS.items():
         group = parser if title == "options" else parser.add_argument_group(title)
         for option in options:
-            option.add_to(group, has_default=has_defaults)
+            option.add_to(group)
     return parser

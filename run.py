@@ -217,7 +217,8 @@ class Run(BareRun):
         self.clock = StepClock(self.model, device, args.world_size)
         num_profiled = args.profile if collectives.is_main_process() else None
         self.profile = StepProfile(num_profiled, self.folder, is_cuda=device.type == "cuda")
-        self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, self.note_stall)
+        note_stall = partial(self.status.write, "failed")
+        self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, note_stall)
         self.saved = self.saving = self.position  # nothing to save yet
         self.line_pace, self.window_pace = Pace(), Pace()
 
@@ -324,7 +325,8 @@ class Run(BareRun):
             if reason := self.why_stopped_early():
                 print(reason)
                 break
-            self.check()
+            if cause := self.preemption.agree().stop:
+                self.stop(cause)
             first_step = self.state.start_epoch(epoch)
             # Also where the epoch is only to be evaluated: the rate is part of what is saved.
             self.lr_scheduler.set_position(epoch, max(first_step - 1, 0), self.state.steps_per_epoch)
@@ -371,10 +373,6 @@ class Run(BareRun):
             return f"evaluating after step {self.state.step}"
         return f"{self.state.step} steps done, images of the next: {self.sampler.indices_at(self.state.steps)}"
 
-    def note_stall(self, reason: str) -> None:
-        """Record that the run hangs and is ended."""
-        self.status.write("failed", reason)
-
     # Around a step
 
     def steps(self, num_batches: int) -> range:
@@ -387,14 +385,11 @@ class Run(BareRun):
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
+        self.number = self.state.step
         self.clock.begin()
         self.lr_scheduler.set_position(epoch, step, self.state.steps_per_epoch)
         last = self.args.epochs * self.state.steps_per_epoch
         self.is_record_due = (self.state.step + 1) % self.args.print_freq == 0 or self.state.step + 1 == last
-
-    def shard(self, shard: int) -> AbstractContextManager:
-        """Return what surrounds the passes of a shard of the step that is under way."""
-        return self.sharded_step.shard(self.state.step, shard)
 
     def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
         """Take a shard's results after its passes: see `BareRun`."""
@@ -437,12 +432,6 @@ class Run(BareRun):
         is_written, bad_step = self.manager.is_written, self.finite.first_bad()
         return {"is_save_due": self.manager.is_due(), "is_written": is_written, "bad_step": bad_step}
 
-    def check(self) -> None:
-        """Stop before the next step or evaluation if a signal asks for it. Collective: every rank must call it."""
-        verdict = self.preemption.agree()
-        if verdict.stop:
-            self.stop(verdict.stop)
-
     def stop(self, cause: str) -> None:
         """Save unless the position is saved, and leave the loop. Collective: every rank must call it.
 
@@ -462,16 +451,12 @@ class Run(BareRun):
 
     def end_epoch(self) -> None:
         """Save an epoch that has been trained; say what limited it and which images have changed. Collective."""
-        self.give_verdict()
-        self.save()
-        self.seen.keep()
-
-    def give_verdict(self) -> None:
-        """Say and record what limited the steps of the epoch, if they tell. Collective: every rank must call it."""
         shares = find_shares(self.clock.gather())
         if shares is not None:
             print(f"Epoch: [{self.state.epoch}] {describe_limit(shares, self.args)}")
             self.monitor.write("verdict", self.state.step, self.state.epoch, **as_record(shares))
+        self.save()
+        self.seen.keep()
 
     def evaluated(self, kind: str, data_loader: Any) -> tuple[WatchedLoader, Callable[..., None]]:
         """Return a loader whose batches all ranks stop at together when a signal asks for it, and who looks at them.

@@ -191,15 +191,13 @@ class MetricLogger:
 
     def timed(self, iterable: Iterable) -> Iterator:
         """Yield from `iterable`, and count the time spent waiting for it."""
-        iterator = iter(iterable)
+        iterator, end = iter(iterable), object()
         while True:
             start = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
+            item = next(iterator, end)
+            self.wait_s += time.perf_counter() - start
+            if item is end:
                 return
-            finally:
-                self.wait_s += time.perf_counter() - start
             yield item
 
     def log_every(self, iterable: Iterable, print_freq: int, header: str | None = None, start: int = 0) -> Iterator:
@@ -268,11 +266,8 @@ def reduce_across_processes(value: Any) -> torch.Tensor:
     Integers are summed as int64 and floats as float64, where torchvision rounds both to float32.
     Collective: every rank must call it.
     """
-    if isinstance(value, torch.Tensor):
-        total = value.detach().clone()
-    else:
-        total = torch.tensor(value, dtype=torch.float64 if torch.tensor(value).is_floating_point() else torch.int64)
-    total = total.to(torch.float64 if total.is_floating_point() else torch.int64)
+    dtype = torch.float64 if torch.as_tensor(value).is_floating_point() else torch.int64
+    total = torch.as_tensor(value, dtype=dtype).detach().clone()
     if is_dist_avail_and_initialized():
         dist.barrier()
         dist.all_reduce(total)
