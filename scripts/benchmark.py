@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import itertools
-import json
 import math
 import multiprocessing
 import random
@@ -24,11 +23,13 @@ from errors import UserError
 from loading import decode, loader
 from loading.decode import ImageFile, decode_plainly
 from loading.forms import open_source
+from options import OneLineParser
 from presets import ClassificationPresetEval, ClassificationPresetTrain, resize
 from randomness import Draws
 from sampler import SampleKey, TrainSampler, VirtualShards
 from scripts import monitoring_benchmark, step_benchmark
 from scripts.step_benchmark import interleave, summarize
+from scripts.tool import as_json, output_file, positive, run, write_output
 
 # Loaded in one way before it is another's turn. Other users of the cores come and go within seconds, and would
 # otherwise be measured too.
@@ -297,16 +298,9 @@ def named_folder(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-def positive(text: str) -> int:
-    """Read a number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
-    return int(text)
-
-
 def main() -> None:
     """Run the benchmark that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmark", description=__doc__)
+    parser = OneLineParser(prog="python -m scripts.benchmark", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("loader", help="from files to batches, against torchvision's preset")
     command.add_argument("--data-path", metavar="DIR", type=Path, required=True, help="folder with train/ and val/")
@@ -318,20 +312,21 @@ def main() -> None:
         "--decoder", nargs="+", choices=sorted(decode.DECODERS), help="which to measure (default: those installed)"
     )
     command.add_argument("--workers", metavar="N", type=int, default=2, help="loader processes (default: 2)")
-    command.add_argument("--batch-size", metavar="N", type=int, default=50, help="images a batch (default: 50)")
+    command.add_argument("--batch-size", metavar="N", type=positive, default=50, help="images a batch (default: 50)")
     command.add_argument("--rounds", metavar="N", type=positive, default=5, help="interleaved rounds (default: 5)")
     command.set_defaults(run=benchmark_loader)
     step_benchmark.add_commands(commands)
     monitoring_benchmark.add_commands(commands)
     for command in commands.choices.values():
-        command.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
-    options = parser.parse_args()
-    try:
+        command.add_argument("--json", metavar="FILE", type=output_file, help="write every figure there")
+
+    def measure() -> None:
+        options = parser.parse_args()
         figures = options.run(options)
-    except UserError as error:
-        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        if options.json:
+            write_output(options.json, as_json(figures), "--json")
+
+    run(parser.prog, measure, "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import data
 import run
 import train
 from monitoring.pictures import Pictures
+from scripts.tool import positive
 
 # Lengths that the costs are compared with: a step, and an evaluation of ImageNet's 50,000 images.
 STEP_S = 0.05
@@ -114,6 +115,6 @@ def benchmark_monitoring(options: argparse.Namespace) -> dict[str, Any]:
 def add_commands(commands: Any) -> None:
     """Register `monitoring` with the subparsers of scripts/benchmark.py, which calls `options.run`."""
     command = commands.add_parser("monitoring", help="the cost of watching a run: a step, an evaluation's pictures")
-    command.add_argument("--steps", metavar="N", type=int, default=1000, help="default: 1000")
-    command.add_argument("--images", metavar="N", type=int, default=50_000, help="of the evaluation (default: 50000)")
+    command.add_argument("--steps", metavar="N", type=positive, default=1000, help="default: 1000")
+    command.add_argument("--images", metavar="N", type=positive, default=50_000, help="evaluated (default: 50000)")
     command.set_defaults(run=benchmark_monitoring)

@@ -40,6 +40,7 @@ from monitoring.monitor import read_records
 from options import COMPILE_MODES
 from run import BareRun
 from sampler import TrainSampler, VirtualShards
+from scripts.tool import positive
 
 NUM_CLASSES = 1000
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
@@ -567,44 +568,44 @@ def add_commands(commands: Any) -> None:
     step = commands.add_parser("step", help="a training step, against its limit and torchvision's loop")
     scaling = commands.add_parser("scaling", help="1 to N processes, and a model of more")
     saving = commands.add_parser("saving", help="steps beside which a checkpoint is written, against the others")
-    for command, model, size_px, batch_size, rounds, rounds_help in [
+    for command, model, px, batch_size, rounds, rounds_help in [
         (step, "resnet18", 224, 64, 9, "default: 9, and a warm-up"),
         (scaling, "resnet18", 224, 64, 3, "default: 3, and a warm-up"),
         (saving, "resnet50", 128, 16, 9, "saves (default: 9, and a warm-up)"),
     ]:
         words = f"images a process (default: {batch_size})"
         command.add_argument("--model", default=model, help=f"as train.py's (default: {model})")
-        command.add_argument("--train-crop-size", metavar="PX", type=int, default=size_px, help=f"default: {size_px}")
-        command.add_argument("--batch-size", metavar="N", type=int, default=batch_size, help=words)
+        command.add_argument("--train-crop-size", metavar="PX", type=positive, default=px, help=f"default: {px}")
+        command.add_argument("--batch-size", metavar="N", type=positive, default=batch_size, help=words)
         command.add_argument("--device", help="default: the accelerator that is there, else cpu")
-        command.add_argument("--rounds", metavar="N", type=int, default=rounds, help=rounds_help)
+        command.add_argument("--rounds", metavar="N", type=positive, default=rounds, help=rounds_help)
     for command in (step, scaling):
         command.add_argument("--workers", metavar="N", type=int, default=0, help="loader processes (default: 0)")
-        command.add_argument("--steps", metavar="N", type=int, default=10, help="a round (default: 10)")
+        command.add_argument("--steps", metavar="N", type=positive, default=10, help="a round (default: 10)")
         for switch in SWITCHES:
             command.add_argument(switch, action="store_true", help="as train.py's")
         command.add_argument("--amp-dtype", choices=sorted(models.AMP_DTYPES), help="as train.py's")
         command.add_argument("--compile", nargs="?", const="default", choices=COMPILE_MODES, help="likewise")
         command.add_argument("--opt", default="sgd", help="likewise (default: sgd)")
-    step.add_argument("--threads", metavar="N", type=int, help="CPU threads (default: torch's)")
+    step.add_argument("--threads", metavar="N", type=positive, help="CPU threads (default: torch's)")
     step.add_argument(
         "--compare", metavar="WAYS", type=loops,
         help="compare ways of our loop instead, such as ddp,deterministic (--use-deterministic-algorithms)",
     )  # fmt: skip
-    step.add_argument("--nproc", metavar="N", type=int, default=1, help="processes of --compare (default: 1)")
+    step.add_argument("--nproc", metavar="N", type=positive, default=1, help="processes of --compare (default: 1)")
     step.set_defaults(run=benchmark_step)
-    scaling.add_argument("--nproc", metavar="N", type=int, nargs="+", default=[1, 2], help="default: 1 2")
-    scaling.add_argument("--threads", metavar="N", type=int, help="of each process (default: cores / the largest N)")
+    scaling.add_argument("--nproc", metavar="N", type=positive, nargs="+", default=[1, 2], help="default: 1 2")
+    scaling.add_argument("--threads", metavar="N", type=positive, help="of each process (default: cores / largest N)")
     scaling.set_defaults(run=benchmark_scaling)
-    saving.add_argument("--nproc", metavar="N", type=int, default=1, help="processes (default: 1)")
-    saving.add_argument("--threads", metavar="N", type=int, help="of each process (default: cores / N)")
-    saving.add_argument("--every", metavar="N", type=int, default=8, help="steps between saves (default: 8)")
+    saving.add_argument("--nproc", metavar="N", type=positive, default=1, help="processes (default: 1)")
+    saving.add_argument("--threads", metavar="N", type=positive, help="of each process (default: cores / N)")
+    saving.add_argument("--every", metavar="N", type=positive, default=8, help="steps between saves (default: 8)")
     saving.set_defaults(run=benchmark_saving)
 
 
 if __name__ == "__main__":
     if not sys.argv[1:] or not sys.argv[1].startswith("{"):
-        sys.exit("python -m scripts.benchmark starts this, with step, scaling or saving; see its --help")
+        argparse.ArgumentParser().exit(2, "python -m scripts.benchmark step, scaling and saving start this\n")
     OPTIONS = argparse.Namespace(**json.loads(sys.argv[1]))
     FIGURES = compare_rank(OPTIONS) if OPTIONS.command == "step" else scaling_rank(OPTIONS)
     if collectives.is_main_process():

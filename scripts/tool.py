@@ -33,10 +33,9 @@ def build_parser(prog: str, usage: str, description: str, epilog: str) -> argpar
 
 def positive(text: str) -> int:
     """Return a number of at least one; an argparse type."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return int(text)
 
 
 def output_file(text: str) -> Path:

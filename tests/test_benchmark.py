@@ -9,14 +9,11 @@ from scripts.benchmark import recommend
 from tests.ranks import module_rank, run_ranks
 
 
-def run(tmp_path, *argv, stdout=None):
-    return run_ranks(module_rank, 1, "scripts.benchmark", ["loader", *argv], (), None, stdout, log_folder=tmp_path)
-
-
 def test_the_loader_benchmark_writes_every_figure(image_folder, tmp_path):
-    argv = ["--data-path", image_folder, "--workers", 1, "--pack", f"copy={image_folder}", "--rounds", 1]
+    argv = ["loader", "--data-path", image_folder, "--workers", 1, "--pack", f"copy={image_folder}", "--rounds", 1]
     argv += ["--batch-size", 8, "--json", tmp_path / "f"]
-    errors = run(tmp_path, *argv, stdout=tmp_path / "stdout").check().output
+    outcome = run_ranks(module_rank, 1, "scripts.benchmark", argv, (), None, tmp_path / "stdout", log_folder=tmp_path)
+    errors = outcome.check().output
     figures = json.loads((tmp_path / "f").read_text())
     decoders = ["pillow", "torchcodec"] if importlib.util.find_spec("torchcodec") else ["pillow"]
     names = {f"{folder}, {decoder}" for folder in ("raw", "copy") for decoder in decoders}
@@ -36,17 +33,21 @@ def test_the_loader_benchmark_writes_every_figure(image_folder, tmp_path):
     assert "Corrupt JPEG" not in errors
 
 
-def test_a_pack_is_given_with_a_name(tmp_path):
-    outcome = run(tmp_path, "--data-path", str(tmp_path), "--pack", "folder")
-    assert outcome.codes == [2]
-    assert "folder: expected NAME=DIR" in outcome.output
-
-
-def test_a_folder_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):
-    outcome = run(tmp_path, "--data-path", str(tmp_path / "no"))
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["loader", "--data-path", "no", "--pack", "folder"], "folder: expected NAME=DIR"),
+        (["loader", "--data-path", "no"], "--data-path no "),
+        (["step", "--rounds", "0"], "--rounds: 0: expected 1 or more"),
+        (["scaling", "--nproc", "1", "x"], "--nproc: x: expected 1 or more"),
+        (["monitoring", "--json", "no/figures"], "no/figures: expected a file"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line_and_exit_code_2(argv, words, tmp_path):
+    outcome = run_ranks(module_rank, 1, "scripts.benchmark", argv, log_folder=tmp_path)
     assert outcome.codes == [2]
     assert len(outcome.output.splitlines()) == 1
-    assert str(tmp_path / "no") in outcome.output
+    assert words in outcome.output
 
 
 @pytest.mark.parametrize(
