@@ -2,10 +2,10 @@
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from checkpointing.schema import FORMAT
 from errors import UserError, counted, duration, in_one_line
@@ -152,7 +152,7 @@ class HostCopy:
     def take(self, state: dict) -> dict:
         """Return a copy, good until the next one, whose tensors share memory where the originals do; see `wait`."""
         before, self._memories, memories, copies = self._memories, {}, {}, {}
-        for tensor in tensors_in(state):
+        for tensor in filter(torch.is_tensor, tree_iter(state)):
             source = tensor.untyped_storage()
             if source._cdata not in memories:  # by which torch.save tells them apart, too
                 kind = source.nbytes(), source.device.type == "cuda"
@@ -173,12 +173,3 @@ class HostCopy:
 
 def _allocate(num_bytes: int, is_pinned: bool) -> torch.UntypedStorage:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned).untyped_storage()
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)

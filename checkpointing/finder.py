@@ -153,8 +153,10 @@ class CheckpointFinder:
 
     def find_best(self, name: str, step: int, resume: str) -> Path | None:
         """Return the file of the best evaluation so far, after a step, if this node has it."""
-        source = Path(resume).parent if self.is_elsewhere(resume) else self.folder
-        return next((path for path in (self.path_of(step), source / f"{name}.pth") if step_of(path) == step), None)
+        paths = [self.path_of(step), self.folder / f"{name}.pth"]
+        if self.is_elsewhere(resume):  # what is in this folder may be another run's
+            paths = [Path(resume).with_name(f"{name}.pth")]
+        return next((path for path in paths if step_of(path) == step), None)
 
 
 def step_in(path: Path) -> int:

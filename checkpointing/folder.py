@@ -10,9 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from checkpointing.archive import Found, find_bad_record
-from checkpointing.checkpoint import RunState, tensors_in
+from checkpointing.checkpoint import RunState
 from checkpointing.finder import BEST_FILES, EVENT_FILES, CheckpointFinder, step_in, step_of
 from checkpointing.lock import lock_folder
 from errors import StorageError, UserError
@@ -153,9 +154,10 @@ class CheckpointFolder(CheckpointFinder):
                 self._supersede(path)
         if record is None:
             return
-        found = self.find_best(name, record["step"], resume)
-        if found == self.path_of(record["step"]):
-            self.link(found, path.name)
+        numbered = self.path_of(record["step"])
+        found = numbered if step_of(numbered) == record["step"] else self.find_best(name, record["step"], resume)
+        if found == numbered:
+            self.link(numbered, path.name)
         elif found is not None or payload is not None:
             _write(path, payload or read_bytes(found))
         else:
@@ -194,7 +196,7 @@ class CheckpointFolder(CheckpointFinder):
                 os.fsync(records)
             except OSError as error:
                 self._warn_once("records", f"metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
-        num_bytes = sum(tensor.nbytes for tensor in tensors_in(state))  # nearly the size of a checkpoint
+        num_bytes = sum(tensor.nbytes for tensor in filter(torch.is_tensor, tree_iter(state)))  # nearly a checkpoint's
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
         return self._commit(state["step"], lambda file: torch.save(state, file), num_bytes, best_now)
 

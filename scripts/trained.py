@@ -70,7 +70,7 @@ def add_machine_options(parser: argparse.ArgumentParser, *others: str) -> None:
         **dict.fromkeys(others, "in place of the checkpoint's own"),
     }
     for name, text in texts.items():
-        replace(BY_NAME[name], help=text).add_to(parser, has_default=False)
+        replace(BY_NAME[name], help=text, default=None).add_to(parser)
 
 
 def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Record:
