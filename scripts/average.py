@@ -40,7 +40,7 @@ python -m scripts.reestimate_bn computes them anew.
 
 
 def choose(sources: list[Path], last: int | None, best: int | None, metric: str) -> list[Path]:
-    """Return the checkpoints that the command line means; UserError if there are not as many."""
+    """Return the checkpoints that the command line names; UserError if there are fewer than it asks for."""
     folders = [path for path in sources if path.is_dir()]
     missing = next((path for path in sources if not path.is_file() and path not in folders), None)
     if missing is not None:
@@ -61,7 +61,7 @@ def choose(sources: list[Path], last: int | None, best: int | None, metric: str)
 
 
 def check_different(paths: list[Path]) -> None:
-    """Refuse a checkpoint that is given twice, as by two of a run's names for it."""
+    """Refuse a checkpoint that is given twice, such as a numbered file and the best.pth that is the same file."""
     seen = {}
     for path in paths:
         about = os.stat(path)
@@ -71,7 +71,7 @@ def check_different(paths: list[Path]) -> None:
 
 
 def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> list[Path]:
-    """Return the checkpoints of a run that are still there whose weights were evaluated best, the best first."""
+    """Return the checkpoints with the best results among those that a run still has, the best first."""
     try:
         records = [record for record in read_records(folder) if BEST_NAMES.get(record["kind"]) == "best"]
     except FileNotFoundError as error:
@@ -98,7 +98,7 @@ def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> l
 
 
 def check_same_kind(path: Path, content: dict[str, Any], first: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another model or other classes than the first, which fills `first`."""
+    """Refuse a checkpoint whose model or classes differ from the first one's, which `first` keeps."""
     facts = {"model": options_of(content).get("model"), "classes": take_weights(content, str(path)).classes}
     first.setdefault("path", path)
     for name, value in facts.items():
@@ -110,7 +110,7 @@ def check_same_kind(path: Path, content: dict[str, Any], first: dict[str, Any]) 
 
 
 def average(options: argparse.Namespace) -> None:
-    """Write the average of the checkpoints that the options mean."""
+    """Write the average of the checkpoints that the options name."""
     paths = choose(options.sources, options.last, options.best, options.metric)
     check_output(options.output, paths)
     progress, first = Progress("averaging", len(paths), "checkpoints"), {}
@@ -146,7 +146,7 @@ def main() -> None:
     )
     parser.add_argument("--last", metavar="N", type=positive, help="the N newest numbered checkpoints of the run")
     parser.add_argument("--best", metavar="N", type=positive, help="the N that were evaluated best, by metrics.jsonl")
-    parser.add_argument("--metric", default="acc1", help="of --best; of loss the lowest is best (default: acc1)")
+    parser.add_argument("--metric", default="acc1", help="ranks --best; the lowest loss is best (default: acc1)")
     parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
     run(PROG, lambda: average(parser.parse_args()), "interrupted; nothing was written")
 

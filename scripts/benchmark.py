@@ -31,15 +31,15 @@ from scripts import monitoring_benchmark, step_benchmark
 from scripts.step_benchmark import interleave, summarize
 from scripts.tool import as_json, output_file, positive, run, write_output
 
-# Loaded in one way before it is another's turn. Other users of the cores come and go within seconds, and would
-# otherwise be measured too.
+# Each way loads this many images, then another has its turn: so that other users of the cores, who come and go within
+# seconds, slow all ways alike.
 IMAGES_A_TURN = 100
 EPOCHS_A_ROUND = 2
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def torchvisions_preset(split: str) -> transforms.Compose:
-    """Return torchvision's reference preset (v1, PIL) for train or val, built of the installed torchvision."""
+    """Return torchvision's reference preset (v1, PIL) for train or val, built from the installed torchvision."""
     if split == "train":
         steps = [transforms.RandomResizedCrop(224, antialias=True), transforms.RandomHorizontalFlip()]
     else:
@@ -49,7 +49,7 @@ def torchvisions_preset(split: str) -> transforms.Compose:
 
 
 def load_plainly(path: str) -> Image.Image:
-    """Return an image as torchvision's loader does, which would open any format."""
+    """Return the RGB image in a file as torchvision's loader does, which also opens formats that we refuse."""
     return decode_plainly(Path(path).read_bytes())
 
 
@@ -68,7 +68,7 @@ def show(title: str, summary: dict[str, dict[str, float]]) -> None:
 
 
 class Way(NamedTuple):
-    """One of our ways to load: from which folder, and with which options."""
+    """One of our ways to load: the folder with train/ and val/, and the options."""
 
     folder: Path
     args: argparse.Namespace
@@ -78,12 +78,12 @@ class Way(NamedTuple):
         return data.build_presets(self.args)[0 if split == "train" else 1]
 
     def images(self, split: str) -> data.IndexedImageFolder:
-        """Return the images of train or val, loaded that way."""
+        """Return the images of train or val, loaded in this way."""
         return data.IndexedImageFolder(self.folder / split, self.preset(split))
 
 
 def ways_of(options: argparse.Namespace) -> dict[str, Way]:
-    """Return each decoder on each folder, by name; the first is the default of a run."""
+    """Return a way for each folder and decoder, by name; first the raw images with the first decoder."""
     folders = {"raw": options.data_path, **dict(options.pack)}
     common = ["--device", "cpu", "--workers", str(options.workers), "--batch-size", str(options.batch_size)]
     return {
@@ -96,7 +96,7 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
 
 
 def one_thread(options: argparse.Namespace, ways: dict[str, Way], split: str) -> dict[str, dict[str, float]]:
-    """Compare from file to crop in this process, in CPU time: torchvision's way on the raw files, and ours."""
+    """Compare the CPU time from file to crop in this process: of torchvision's way on the raw files, and of ours."""
     theirs = torchvisions_images(options, split)
     epochs = itertools.count()
 
@@ -124,7 +124,7 @@ def one_thread(options: argparse.Namespace, ways: dict[str, Way], split: str) ->
 
 
 def end_to_end(options: argparse.Namespace, ways: dict[str, Way]) -> dict[str, dict[str, float]]:
-    """Compare loaders with workers, in wall time, with one copy of each batch as pinning makes."""
+    """Compare the wall time of loaders with worker processes; each batch is copied once, as pinning would."""
     loaders = {
         "torchvision": DataLoader(
             torchvisions_images(options, "train"),
@@ -159,13 +159,13 @@ def load_epoch(batches: Iterable) -> int:
 
 
 def private_mib(pid: int) -> float:
-    """Return the memory of a process that it shares with no other."""
+    """Return the MiB of memory that a process shares with no other."""
     fields = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
     return sum(int(size) for name, size, _ in fields if name.startswith("Private_")) / 1024
 
 
 class StageClock:
-    """A training preset that takes the CPU time of its stages."""
+    """A training preset that measures the CPU time of its stages."""
 
     takes_draws = True
 
@@ -175,7 +175,7 @@ class StageClock:
         self.begin_s = time.process_time()
 
     def end(self, stage: str) -> None:
-        """Count the time since the last stage ended for this one."""
+        """Add the time since the last stage ended to this stage."""
         now_s = time.process_time()
         self.spent_s[stage] += now_s - self.begin_s
         self.begin_s = now_s
@@ -274,10 +274,10 @@ def benchmark_loader(options: argparse.Namespace) -> dict:
     show("training images, one thread, CPU time; ratios to torchvision on the raw files", figures["train"])
     show("evaluation images, one thread, CPU time", figures["eval"])
     show(f"training batches from {options.workers} processes, wall time", figures["end_to_end"])
-    print("\nmemory, MiB: the largest loader process's own, and the batches' that it shares")
+    print("\nmemory, MiB: private to the largest loader process, and shared for the batches")
     for name, row in figures["end_to_end"].items():
         print(f"  {name}: {row['worker_mib']:.0f} and {row['shared_mib']:.0f}")
-    print("\nstages, microseconds of CPU time a training image; the last two in the training process")
+    print("\nstages, microseconds of CPU time per training image; the last two in the training process")
     for name, spent in figures["stages_us"].items():
         print(f"  {name}: " + "   ".join(f"{stage} {value:.0f}" for stage, value in spent.items()))
     print("\npixels against torchvision's of the same files, grey levels of 255: mean and largest difference")
@@ -291,7 +291,7 @@ def benchmark_loader(options: argparse.Namespace) -> dict:
 
 
 def named_folder(text: str) -> tuple[str, Path]:
-    """Read NAME=DIR."""
+    """Return the name and the folder in NAME=DIR; an argparse type."""
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
         raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR")
@@ -306,19 +306,19 @@ def main() -> None:
     command.add_argument("--data-path", metavar="DIR", type=Path, required=True, help="folder with train/ and val/")
     command.add_argument(
         "--pack", metavar="NAME=DIR", type=named_folder, action="append", default=[],
-        help="another form of the same images, measured against the raw files; may be given again",
+        help="another form of the same images, measured against the raw files; may be repeated",
     )  # fmt: skip
     command.add_argument(
-        "--decoder", nargs="+", choices=sorted(decode.DECODERS), help="which to measure (default: those installed)"
+        "--decoder", nargs="+", choices=sorted(decode.DECODERS), help="decoders to measure (default: all installed)"
     )
     command.add_argument("--workers", metavar="N", type=int, default=2, help="loader processes (default: 2)")
-    command.add_argument("--batch-size", metavar="N", type=positive, default=50, help="images a batch (default: 50)")
+    command.add_argument("--batch-size", metavar="N", type=positive, default=50, help="images per batch (default: 50)")
     command.add_argument("--rounds", metavar="N", type=positive, default=5, help="interleaved rounds (default: 5)")
     command.set_defaults(run=benchmark_loader)
     step_benchmark.add_commands(commands)
     monitoring_benchmark.add_commands(commands)
     for command in commands.choices.values():
-        command.add_argument("--json", metavar="FILE", type=output_file, help="write every figure there")
+        command.add_argument("--json", metavar="FILE", type=output_file, help="write every figure to FILE")
 
     def measure() -> None:
         options = parser.parse_args()

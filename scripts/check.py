@@ -25,7 +25,7 @@ from scripts.tool import as_json, build_parser, output_file, positive, run, writ
 
 PROG = "python -m scripts.check"
 
-# ILSVRC2012's.
+# The numbers of ILSVRC2012.
 NUM_TRAIN, NUM_VAL, NUM_CLASSES = 1_281_167, 50_000, 1_000
 
 # Each kind of finding, the worst first: whether it makes a data set unhealthy, and its meaning.
@@ -62,12 +62,12 @@ _FORMATS = {
     ".tiff": "TIFF", ".webp": "WEBP",
 }  # fmt: skip
 
-# Of files that are one of these formats, however much of them is left.
+# The first bytes of these formats: a file with them that cannot be decoded is damaged, else it is no image.
 _BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"P5", b"P6")
 
 _IMAGES_PER_TASK = 16
 
-# Of each kind of finding in the printed report.
+# The printed report shows this many findings of each kind.
 _SHOWN = 5
 
 
@@ -81,7 +81,7 @@ class Look(NamedTuple):
 
 
 def look_at(name: str, payload: bytes) -> Look:
-    """Decode an image and return its oddities."""
+    """Decode an image and return its facts and findings."""
     digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big")
     if not payload:
         return Look(digest, 0, 0, (("empty", "the file is empty"),))
@@ -102,7 +102,7 @@ def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
         found.append(("misnamed", f"it is {image.format}"))
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # damaged metadata is any of a dozen kinds to Pillow, and nobody reads it
+    except Exception:  # Pillow raises many kinds for damaged metadata, which nobody reads
         orientation = 1
     if orientation != 1:
         found.append(("turned", f"EXIF orientation {orientation}"))
@@ -178,7 +178,7 @@ class Report:
 
 
 def open_splits(data_path: Path, report: Report) -> dict[str, Source]:
-    """Return the images of each split that can be opened, and report why another cannot."""
+    """Return the images of each split that can be opened, and report why the other splits cannot."""
     if not data_path.is_dir():
         raise UserError(f"{data_path} is no folder; give the one that holds train/ and val/")
     splits = {}
@@ -248,7 +248,7 @@ def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int,
 
 
 def summary(numbers: numpy.ndarray) -> dict[str, int]:
-    """Return the range, the median and the sum of the numbers that are known, which are above 0."""
+    """Return the range, the median and the sum of the known numbers, those above 0."""
     known = numpy.sort(numbers[numbers > 0])
     if not len(known):
         return dict.fromkeys(("smallest", "median", "largest", "total"), 0)
@@ -292,12 +292,12 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced"
     )
-    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the report there, with every finding")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the report to FILE, with every finding")
     parser.add_argument(
-        "--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="findings to note and not to mind"
+        "--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="kinds that are notes, not problems"
     )
     cores = collectives.count_cores()
-    parser.add_argument("--workers", metavar="N", type=positive, default=cores, help="processes (default: one a core)")
+    parser.add_argument("--workers", metavar="N", type=positive, default=cores, help="processes (default: 1 per core)")
     return parser
 
 

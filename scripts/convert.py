@@ -52,7 +52,7 @@ So train.py --weights and all tools take the result for touchstone, and train.py
 timm's --initial-checkpoint takes the weights.
 """
 
-# The keys that the readers below look at; anything else in a file is left out, and said.
+# The keys that the readers below look at; the tool leaves out all others, and says so.
 _KNOWN = {"model", "state_dict", "model_ema", "state_dict_ema", "optimizer", "scaler", "epoch", "args", "arch", "data",
           "best", "best_acc1", "metric", "version"}  # fmt: skip
 
@@ -63,11 +63,11 @@ class Parts(NamedTuple):
     trained: Trained  # the model with its weights
     weights: Weights  # as they are in the file, with options and classes
     average: Weights | None  # likewise
-    num_averaged: Tensor | None  # how often the average was moved
-    optimizer: dict | None  # its state as torch has it; it fits the model
-    scaler: dict | None  # the state of a GradScaler
-    epoch: int | None  # the last that was completed
-    best_acc1: float | None  # of the evaluations so far
+    num_averaged: Tensor | None  # number of updates of the average
+    optimizer: dict | None  # its state dict, which fits the model
+    scaler: dict | None  # the state dict of a GradScaler
+    epoch: int | None  # the last completed epoch
+    best_acc1: float | None  # the best of the evaluations so far
     lost: list[str]  # a line about each thing that is left out
 
 
@@ -98,7 +98,7 @@ def read(options: argparse.Namespace) -> Parts:
 
 
 def find_epoch(content: dict, script: str) -> int | None:
-    """Return the last epoch that was completed: pytorch/examples and old versions of timm write the next one."""
+    """Return the last completed epoch; pytorch/examples and old versions of timm write the next one instead."""
     epoch = content.get("epoch")
     if type(epoch) is not int:
         return None
@@ -120,11 +120,11 @@ def find_best(content: dict) -> float | None:
 
 
 def why_not(optimizer: Any, script: str, options: dict, model: nn.Module) -> str | None:
-    """Return why an optimizer's state cannot be carried, or None if it is that of train.py's with the same options."""
+    """Return why an optimizer's state cannot be converted, or None if train.py's with the same options can load it."""
     if script == "timm":
         return "timm groups and numbers its parameters otherwise"
     if options.get("freeze") or options.get("layer_decay") or str(options.get("opt", "sgd")).startswith("timm/"):
-        return "its groups are of options that the other scripts do not have"
+        return "its groups come from options that the other scripts do not have"
     ours = {name: value for name, value in options.items() if name in BY_NAME and BY_NAME[name].is_value(value)}
     args = config.filled(argparse.Namespace(**{**ours, "lr_scaling": "none"}))
     model.requires_grad_(True)
@@ -138,7 +138,7 @@ def why_not(optimizer: Any, script: str, options: dict, model: nn.Module) -> str
 
 
 def carry_optimizer(parts: Parts, to: str, name: str) -> tuple[dict, list[str]]:
-    """Return the optimizer and the scaler as the target has them, by their keys, and why one is left out."""
+    """Return the optimizer and the scaler under the target's keys, and a line about each that is left out."""
     kept, lost = {}, []
     if parts.optimizer is not None:
         groups, kind = parts.optimizer["param_groups"], parts.weights.options.get("opt", "sgd")
@@ -159,7 +159,7 @@ def carry_optimizer(parts: Parts, to: str, name: str) -> tuple[dict, list[str]]:
 
 
 def find_counterpart(parts: Parts, to: str) -> str:
-    """Return our name of the target's model that the weights fit: its own, or one that computes the same."""
+    """Return our name of the target's model that takes the weights: the same, or one that computes the same."""
     name = parts.trained.args.model
     if to == "touchstone" or name.startswith("timm/") == (to == "timm"):
         return name
@@ -178,9 +178,9 @@ def find_counterpart(parts: Parts, to: str) -> str:
 
 
 def as_average(parts: Parts) -> dict[str, Tensor]:
-    """Return the average as torch's AveragedModel and so torchvision has it."""
+    """Return the average as the state dict of torch's AveragedModel, which torchvision saves."""
     state = plain_state_dict(parts.average, "module.")
-    # A count of 0 would let the next update replace it.
+    # With a count of 0 the next update would replace the average.
     state["n_averaged"] = torch.tensor(1) if parts.num_averaged is None else parts.num_averaged
     state.move_to_end("n_averaged", last=False)
     return state
@@ -209,7 +209,7 @@ def in_parallel(state: dict[str, Tensor], arch: str) -> dict[str, Tensor]:
     """Return a state dict under the names that it has in pytorch/examples' wrapped model."""
     if not arch.startswith(("alexnet", "vgg")):
         return plain_state_dict(state, "module.")
-    # Of these it wraps the features alone.
+    # In these models it wraps the features alone.
     return OrderedDict((re.sub(r"^features\.", "features.module.", name), tensor) for name, tensor in state.items())
 
 
@@ -231,7 +231,7 @@ WRITERS: dict[str, Callable[[Parts, str], dict[str, Any]]] = {
 
 
 def say_missing(parts: Parts, to: str) -> list[str]:
-    """Return a line about each thing that the target wants and this checkpoint does not have, or has no place for."""
+    """Return a line about each part that the target wants and the checkpoint lacks, or that the target cannot hold."""
     lines = []
     if to == "pytorch-examples":
         if parts.average is not None:
@@ -267,7 +267,7 @@ def main() -> None:
     usage = f"CHECKPOINT --to {'|'.join(WRITERS)} --output FILE [--model NAME] [--ema]"
     parser = build_parser(PROG, usage, "Rewrite a checkpoint for another script.", EPILOG)
     add_options(parser, "a checkpoint of any of these scripts, or a state dict")
-    parser.add_argument("--to", choices=WRITERS, required=True, help="the script that is to read it")
+    parser.add_argument("--to", choices=WRITERS, required=True, help="the script that will read the file")
     parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
     run(PROG, lambda: convert(parser.parse_args()), "interrupted; nothing was written")
 

@@ -56,15 +56,15 @@ sets:
                   alphabetical order are its classes, or synsets are looked up in a set that has them all or in timm.
                   If there are folders of some classes alone (ImageNet-A, -R), the scores of all other classes are
                   left out before anything is computed, as in the papers of these sets.
-  NAME=DIR,LIST   images below DIR, and a list of them: `file label` a line, or CSV with the same two columns.
+  NAME=DIR,LIST   images below DIR, and a list of them: one `file label` per line, or CSV with the same two columns.
                   A label is the name or the number of a class; no classes are left out.
-  --minival F     of --set minival=DIR/train, which holds the same images as in training, only those that
-                  train.py --minival F has held out.
+  --minival F     evaluate --set minival=DIR/train, the training images, only on those that train.py --minival F
+                  held out.
   --real FILE     ReaL labels (real.json of Beyer et al., arXiv 2006.07159) for each set whose files are named
-                  ILSVRC2012_val_00000001.JPEG and so on, also where they lie in DIR without class folders: the share
-                  of images whose best class is among their labels; images without labels are left out.
+                  ILSVRC2012_val_00000001.JPEG and so on, also where they lie in DIR without class folders. ReaL is
+                  the share of images whose best class is among their labels; images without labels are left out.
 
-Acc@k, in percent, counts the images whose class is among the k best; of equal scores that of the lower class is better.
+Acc@k is the percentage of images whose class is among the k best; classes with equal scores rank by their numbers.
 NLL is the mean of the negative logarithm of the probability of an image's class, ECE the expected calibration error
 with 15 bins of equal width. The 95% interval is that of Acc@1, by a bootstrap over the images with a fixed seed.
 
@@ -72,7 +72,7 @@ Preprocessing and precision are those of the checkpoint's training or publicatio
 on any number of processes, with the same --batch-size and OMP_NUM_THREADS (1, if it is not set).
 """
 
-# How many of the pairs that are confused most often are reported.
+# The report has at most this many of the pairs that are confused most often.
 _NUM_CONFUSED = 10
 
 # The path that means standard output.
@@ -128,10 +128,10 @@ class ImageSet:
     Attributes:
         source: its images.
         is_folder: there is a folder for each class.
-        words: the names or numbers of its classes in the model; none where the classes of the images are not known.
+        words: the names or numbers of its classes in the model; empty where the classes of the images are not known.
         labels: (N,) int64: the number of each image's class in the model; -1 if none is known.
-        columns: the numbers of the set's classes, where the model has others too; else None.
-        found_by: how the classes were found.
+        columns: the numbers of the classes whose scores count, if there are folders of some classes alone; else None.
+        found_by: how the classes were found: `name`, `number`, `order`, `synset` or `none`.
         real: the ReaL labels of each image, or None.
     """
 
@@ -142,7 +142,7 @@ class ImageSet:
         self.words = [] if source.classes == [_UNKNOWN] else source.classes
 
     def number_classes(self, numbers: list[int], num_classes: int, found_by: str) -> None:
-        """Say which classes of the model the set's are."""
+        """Set the numbers that the set's classes have in the model."""
         table = numpy.array(numbers or [-1], dtype=numpy.int64)
         self.labels = table[labels_of(self.source)]
         self.found_by = found_by
@@ -151,7 +151,7 @@ class ImageSet:
 
 
 def open_set(text: str, *, has_real: bool) -> ImageSet:
-    """Open the whole set that a `--set` means."""
+    """Open the whole set that a `--set` names."""
     name, _, place = text.partition("=")
     if not name or not place:
         raise UserError(f"--set {text}: expected NAME=DIR or NAME=DIR,LIST, such as val=/data/imagenet/val")
@@ -217,9 +217,9 @@ class ClassNumbers:
     """Finds the class of the model that a word means.
 
     Args:
-        names: of the model's classes, or None.
-        num_classes: of the model.
-        sets: all that are evaluated; one that has all classes may name them.
+        names: the names of the model's classes, or None.
+        num_classes: the number of the model's classes.
+        sets: all evaluated sets; the folders of one that has all classes may name them.
         is_published: the names are English words, and sets may name the classes by synsets.
     """
 
@@ -259,7 +259,7 @@ class ClassNumbers:
         return [known[word] for word in words], found_by
 
     def _synsets(self, words: list[str]) -> dict[str, int]:
-        """Return the numbers of all synsets, as a whole set among these has them, or timm."""
+        """Return the numbers of all synsets, in the order of a set that has all classes, else of timm."""
         synsets = self.whole
         if synsets is None and self.num_classes == 1000 and all(map(_SYNSET.fullmatch, words)):
             require_timm("without a set of all 1000 classes, the order", "of the synsets")
@@ -268,7 +268,7 @@ class ClassNumbers:
 
 
 def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
-    """Give each set of ILSVRC2012's val its ReaL labels; UserError if there is no such set, or they are of another."""
+    """Give each set of ILSVRC2012's val its ReaL labels; UserError if there is no such set, or they do not fit it."""
     given = f"--real {path}"
     with in_one_line(f"{given} cannot be read"):
         real = json.loads(read_bytes(path, _MOST_LIST_BYTES))
@@ -293,7 +293,7 @@ def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
 
 
 def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int) -> numpy.ndarray:
-    """Return for each image of the set at a place of the evaluation, in order, its row of `rank_classes`.
+    """Return the rows of `rank_classes` for the images, in order, of the set at this place of the evaluation.
 
     Collective: every rank must call it.
 
@@ -340,7 +340,7 @@ def _rank(columns: Tensor | None, output: Tensor, target: Tensor, k: int) -> Ten
 
 
 def share(is_hit: numpy.ndarray) -> dict[str, Any]:
-    """Return the accuracy in percent and its interval, or None of both for no images."""
+    """Return the accuracy in percent and its 95% interval; both are None without images."""
     num_hits, num_images = int(is_hit.sum()), len(is_hit)
     if not num_images:
         return {"acc1": None, "acc1_interval": None}
@@ -353,9 +353,9 @@ class Scores:
 
     Attributes:
         labels: (n,) the class, or -1.
-        places: (n,) the place of the class among all, from 0.
+        places: (n,) the place of the image's class among all by score, from 0.
         best: (n, k) the best classes.
-        probabilities: (n, k) theirs.
+        probabilities: (n, k) the probabilities of the best classes.
     """
 
     def __init__(self, each: ImageSet, rows: numpy.ndarray, names: list[str], topk: list[int]) -> None:
@@ -386,7 +386,7 @@ class Scores:
         return {f"acc{k}": 100 * int((places < k).sum()) / len(places) for k in self.topk}
 
     def _most_confused(self) -> list[dict[str, Any]]:
-        """Return the pairs of a class and another one for which its images are taken most often."""
+        """Return the most frequent pairs of a class and the other class that its images are taken for."""
         is_miss = self.places > 0
         pairs = numpy.stack([self.labels[is_miss], self.best[is_miss, 0]], axis=1)
         pairs, counts = numpy.unique(pairs, axis=0, return_counts=True)  # in order of the numbers
@@ -443,7 +443,7 @@ def show_table(rows: list[list[str]]) -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """Return numbers of classes such as 1,5; an argparse type."""
+    """Return each k of a text such as 1,5, in ascending order, with 1 always among them; an argparse type."""
     return sorted({positive(word) for word in text.split(",")} | {1})
 
 
@@ -467,15 +467,15 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("--real", metavar="FILE", type=Path, help="ReaL labels of ILSVRC2012's val")
     parser.add_argument(
         "--minival", metavar="FRACTION", type=fraction,
-        help="take of --set minival=DIR/train only the images that training with this --minival has held out",
+        help="evaluate --set minival=DIR/train only on the images that training with this --minival held out",
     )  # fmt: skip
     for name, text in {
-        "--json": "write the results there; - for standard output, alone",
-        "--per-class": "write the accuracy of each class there, as CSV",
-        "--predictions": "write the best classes of each image there, as CSV",
+        "--json": "write the results to FILE; - prints them, and nothing else, to standard output",
+        "--per-class": "write the accuracy of each class to FILE, as CSV",
+        "--predictions": "write the best classes of each image to FILE, as CSV",
     }.items():
         parser.add_argument(name, metavar="FILE", type=output_file, help=text)
-    parser.add_argument("--topk", metavar="K,K", type=numbers, default=[1, 5], help="each k of Acc@k (default: 1,5)")
+    parser.add_argument("--topk", metavar="K,K", type=numbers, default=[1, 5], help="k of Acc@k, and 1 (default: 1,5)")
     parser.add_argument(
         "--limit", metavar="N", type=positive, help="only N images of each set, the first of each class in turn"
     )
@@ -484,7 +484,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Refuse options that name one file."""
+    """Refuse options that name the same file."""
     given = {"--json": options.json, "--per-class": options.per_class, "--predictions": options.predictions}
     given = {option: os.path.abspath(path) for option, path in given.items() if path is not None}
     if len(set(given.values())) < len(given):
@@ -492,7 +492,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -> tuple[list[ImageSet], list[str]]:
-    """Return the sets, and the names of the model's classes for the reader."""
+    """Return the sets, and the names of the model's classes for the results."""
     given = [text.partition("=")[0] for text in options.sets]
     if len(set(given)) < len(given):
         raise UserError(f"--set: two sets are called {next(name for name in given if given.count(name) > 1)}")
@@ -559,7 +559,7 @@ def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scor
 
 
 def write_csv(option: str, path: Path, header: list[str], parts: list[Iterator[list]]) -> None:
-    """Write a table of the lines of all sets."""
+    """Write the lines of all sets as one CSV file."""
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(chain([header], *parts))
     write_output(path, stream.getvalue().encode("utf-8", "surrogateescape"), option)
@@ -569,7 +569,7 @@ def work() -> None:
     """Evaluate on this process, alone or among others; all but rank 0 are silent."""
     launch = read_launch()
     if launch.is_launched:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a launcher ends it, in the middle of a collective too
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that a launcher can end it even inside a collective
     collectives.setup_for_distributed(launch.rank == 0)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():

@@ -30,7 +30,7 @@ from scripts.trained import Trained, add_options, check_classes, open_given
 
 PROG = "python -m scripts.export"
 
-# Of each form the end of its file's name, behind the model's; the packages that it needs; its description.
+# For each form: the end of its file's name, after the model's; the packages that it needs; its description.
 FORMS = {
     "weights": ("-SHA256.pth", (), "a state dict that torchvision's model loads, hashed as torch's hub checks it"),
     "safetensors": (".safetensors", ("safetensors.torch",), "the same weights; opening it can run nothing"),
@@ -56,7 +56,7 @@ examples:
 
 NAME is the model's, and ends in -ema for averaged weights. Beside the files lie NAME.md, a model card, and NAME.json,
 the same facts for programs. Every file holds the preprocessing and the names of the classes, except the .pth of
-`weights`: its are in NAME.json. `python -m scripts.predict FILE IMAGE` reads each of them.
+`weights`, for which NAME.json holds them. `python -m scripts.predict FILE IMAGE` reads each of these files.
 
 Each file is read back and compared with the checkpoint before it gets its name: weights in every bit; the logits of a
 graph for 1 and for 3 images may differ by {TOLERANCE:g} of the largest logit, or of 1 if all are smaller.
@@ -80,8 +80,8 @@ class Export:
     Args:
         trained: the model.
         folder: where the files go.
-        is_average: it is the average of a checkpoint, which the names then say.
-        images: calibrate and measure int8; None where it is not asked for.
+        is_average: the weights are a checkpoint's average, and the files' names say so.
+        images: those that calibrate and measure int8; None without int8.
     """
 
     def __init__(self, trained: Trained, folder: Path, *, is_average: bool, images: "Measure | None") -> None:
@@ -99,7 +99,7 @@ class Export:
         self.files = self._files_of_before()
 
     def _files_of_before(self) -> dict[str, dict]:
-        """Return what an earlier export wrote of the files that are still there; refuse those of other weights."""
+        """Return the records of an earlier export's files that still exist; refuse records of other weights."""
         record = read_json(self.record_path)
         files = record.get("files")
         differing = [name for name, value in self.description.items() if record.get(name) != value]
@@ -111,7 +111,7 @@ class Export:
         return {name: facts for name, facts in (files or {}).items() if (self.folder / name).is_file()}
 
     def write(self, form: str) -> str:
-        """Write one form, if it is what the checkpoint holds, and return a line about it."""
+        """Write one form, which gets its name once it agrees with the checkpoint, and return a line about it."""
         make = {
             "weights": lambda: self.weights, "safetensors": self.make_safetensors, "onnx": self.make_onnx,
             "torch-export": self.make_program, "aot-inductor": self.make_package, "int8": self.make_int8,
@@ -149,7 +149,7 @@ class Export:
         return proto.SerializeToString()
 
     def trace(self, model: nn.Module | None = None, *, is_strict: bool = False) -> Any:
-        """Return a model as an exported program of any number of images."""
+        """Return a model as an exported program for batches of any size."""
         batch = ({0: torch.export.Dim("batch", min=1)},)
         return torch.export.export(model or self.model, (self.probe[:2],), dynamic_shapes=batch, strict=is_strict)
 
@@ -168,12 +168,12 @@ class Export:
         return stream.getvalue()
 
     def make_int8(self) -> bytes:
-        """Return the model in 8-bit integers, and note its logits, which the file is expected to give."""
+        """Return the model in 8-bit integers, and keep its logits, which the file must reproduce."""
         batches = _load(self.images.calibrating, "calibrating")
         quantized = quantize(self.trace(is_strict=True).module(), (image for image, _ in batches))
         program = self.trace(quantized, is_strict=True)
         quantized = program.module()
-        # By the number of images: other kernels round other values up.
+        # For each number of images: kernels for other numbers round differently.
         self.quantized = {number: logits_of(quantized, self.probe[:number]) for number in _PROBES}
         return self.make_program(program)
 
@@ -190,7 +190,7 @@ class Export:
     def check_graph(self, form: str, path: Path, name: str) -> dict[str, Any]:
         """Refuse a file whose logits differ from the model's by more than `TOLERANCE`.
 
-        Those of int8 are compared with the quantized model in memory.
+        The logits of int8 are compared with those of the quantized model in memory.
         """
         graph = open_graph(path, name)
         if graph.description != self.description:
@@ -249,7 +249,7 @@ def quantize(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
         logits_of(prepared, batch)
     converted = pt2e.convert_pt2e(prepared)
     used = {node.target for node in converted.graph.nodes if node.op == "get_attr"}
-    # The weights in floats, which would make the file larger than the model.
+    # Delete the weights in floats, which would make the file larger than the model.
     for name in {name for name, _ in [*converted.named_parameters(), *converted.named_buffers()]} - used:
         owner, _, attribute = name.rpartition(".")
         delattr(converted.get_submodule(owner), attribute)
@@ -260,9 +260,9 @@ class Measure:
     """The images that int8 is calibrated with and measured on.
 
     Args:
-        trained: whose preprocessing and classes the images have.
-        data_path: train/ calibrates, and val/ measures the accuracy; None: `calibration` alone.
-        calibration: files and folders of images.
+        trained: the model, whose preprocessing and classes the images have.
+        data_path: val/ measures the accuracy, and train/ calibrates unless `calibration` does; or None.
+        calibration: files and folders of images that calibrate, and measure agreement where there is no val/.
         sample: how many images of val to measure on, evenly spaced; None for all.
     """
 
@@ -305,7 +305,7 @@ def _load_image(preset: ClassificationPresetEval, path: Path) -> tuple[Tensor, i
 
 
 def _spaced(images: IndexedImageFolder, number: int) -> list[Callable[[], tuple[Tensor, int]]]:
-    """Return what loads so many images of a set, evenly spaced."""
+    """Return functions that each load one image: `number` of a set, evenly spaced."""
     number = min(number, len(images))
     return [partial(images.__getitem__, place * len(images) // number) for place in range(number)]
 
@@ -316,7 +316,7 @@ def _load(loads: list[Callable[[], tuple[Tensor, int]]], work: str) -> Iterator[
 
 
 def forms(text: str) -> list[str]:
-    """Return the forms in a text such as weights,onnx; an argparse type."""
+    """Return the names of the forms in a text such as weights,onnx; an argparse type."""
     names = [name for name in text.split(",") if name]
     unknown = [name for name in names if name not in FORMS]
     if unknown or not names:
@@ -326,7 +326,7 @@ def forms(text: str) -> list[str]:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Write the forms that are asked for, and the card."""
+    """Write the chosen forms and the model card."""
     chosen = list(dict.fromkeys(options.forms))
     for form in chosen:
         for package in FORMS[form][1]:
@@ -358,10 +358,10 @@ def main() -> None:
         "--format", metavar="NAME", type=forms, action="extend", required=True, dest="forms",
         help=f"the forms to write, with commas between them: {', '.join(FORMS)}",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the folder of the files")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the folder to write to")
     parser.add_argument(
         "--data-path", metavar="DATA_PATH", type=Path,
-        help="as train.py's: int8 is calibrated with images of train/, and its accuracy measured on val/",
+        help="as train.py's: train/ calibrates int8, unless --calibration does, and val/ measures its accuracy",
     )  # fmt: skip
     parser.add_argument(
         "--calibration", metavar="IMAGE", nargs="+", default=[], help="files and folders to calibrate int8 with"
@@ -370,8 +370,8 @@ def main() -> None:
     parser.add_argument(
         "--results", metavar="FILE", type=Path, help="JSON of scripts.evaluate, whose results the model card shows"
     )
-    logging.disable(logging.WARNING)  # torch's exporters tell of each of their passes
-    run(PROG, lambda: export(parser.parse_args()), "interrupted; the same command goes on")
+    logging.disable(logging.WARNING)  # torch's exporters report each of their passes
+    run(PROG, lambda: export(parser.parse_args()), "interrupted; whole files stay; the same command writes all anew")
 
 
 if __name__ == "__main__":

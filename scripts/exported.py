@@ -1,4 +1,4 @@
-"""Exported models: the description that travels with each of them, and how their files are opened."""
+"""Describe exported models, in their files or beside them, and open the files."""
 
 import importlib
 import json
@@ -22,10 +22,10 @@ from files import read_json
 from options import BY_NAME
 from presets import ClassificationPresetEval
 
-# Of the descriptions; another number if a reader of this version would take them wrongly.
+# Format of the descriptions; its number changes when older readers would misread new descriptions.
 FORMAT = "touchstone-export-1"
 
-# The options that a description's words about the preprocessing stand for.
+# The fields of a description's `preprocessing` and the options that they hold.
 OPTIONS = {
     "resize_size": "val_resize_size", "crop_size": "val_crop_size", "interpolation": "interpolation",
     "backend": "backend",
@@ -34,7 +34,7 @@ OPTIONS = {
 # Largest difference of logits, as a share of the largest logit (of 1 if all are smaller): kernels sum in other orders.
 TOLERANCE = 1e-4
 
-# The fields that are texts in themselves; the others are JSON in files that hold texts only.
+# The fields that are text already; files that can hold only text have the others as JSON.
 _TEXTS = {"schema", "model", "weights", "sha256"}
 
 # The file in a program's archive that holds its description.
@@ -45,14 +45,14 @@ _MOST_CLASSES = 1 << 24
 
 
 class Graph(NamedTuple):
-    """An exported graph, as ready to be used as a `Trained`."""
+    """An exported graph, used like a `Trained`."""
 
     model: Callable[[Tensor], Tensor]  # from (B, 3, S, S) normalised floats on the CPU to (B, num_classes) logits
     description: dict[str, Any]  # as `checked` returns it
 
     @property
     def preset(self) -> ClassificationPresetEval:
-        """From a PIL image to (3, S, S) normalised floats."""
+        """The transform of a PIL image into (3, S, S) normalised floats."""
         named = self.description["preprocessing"]
         sizes = {name: named[name] for name in ("crop_size", "resize_size", "mean", "std", "backend")}
         return ClassificationPresetEval(**sizes, interpolation=InterpolationMode(named["interpolation"]))
@@ -64,12 +64,12 @@ class Graph(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Which weights these are, as words for a message."""
+        """Words for a message, such as `the raw weights of resnet18`."""
         return self.description["weights"]
 
 
 def packed(description: dict[str, Any]) -> dict[str, str]:
-    """Return a description as the flat texts that files of weights and graphs can hold."""
+    """Return a description as strings, which the metadata of safetensors, ONNX and .pt2 files can hold."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in description.items()}
 
 
@@ -87,7 +87,7 @@ def unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:
 
 
 def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return a description; UserError that names a field if it is not there, of another type or impossible."""
+    """Return a description; UserError names a field that is missing, of another type or impossible."""
     for name, is_right in _FIELDS.items():
         if not is_right(content.get(name)):
             raise UserError(f"{source}: its description is damaged: {name} is {str(content.get(name))[:80]!r}")
@@ -148,7 +148,7 @@ def find_description(path: Path) -> dict[str, Any] | None:
 
 
 def describe_weights(weights: Weights, path: Path) -> None:
-    """Add the description of a bare state dict, if there is one, to its options and classes."""
+    """Give a bare state dict the options and classes of its description, if it has one."""
     description = None if "model" in weights.options else find_description(path)
     if description is None:
         return
@@ -163,7 +163,7 @@ def describe_weights(weights: Weights, path: Path) -> None:
 def open_graph(path: Path, source: str) -> Graph:
     """Open an exported graph to compute with on the CPU. A .pt2 is a program: opening it may run any code in it.
 
-    Messages call it `source`, whose end tells its form: while it is written, the file has another name.
+    Messages call the file `source`, whose ending tells its form: `path` is a temporary name while it is written.
     """
     if source.endswith(".onnx"):
         return _open_onnx(path, source)
@@ -213,7 +213,7 @@ def _open_package(path: Path, source: str, texts: dict[str, str]) -> Graph:
 
 @contextmanager
 def own_stdout() -> Iterator[TextIO]:
-    """Return a stream to standard output, while all that others write there, C++ too, goes to standard error."""
+    """Yield a stream to standard output, and send all other output, C++'s too, to standard error meanwhile."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Write scikit-learn's handwritten digits as an image folder: real data to try everything on, from no download.
+"""Write scikit-learn's handwritten digits as an image folder: real data to try everything on, without a download.
 
 1,797 grey images of 8 x 8 px in ten classes (Alpaydin and Kaynak, UCI Machine Learning Repository, 1998). Every fifth
 image of a class goes to val/, the others to train/; the split is fixed.

@@ -20,13 +20,13 @@ def write_card(job: Any, source: str, *, is_average: bool, results: Any) -> Path
 
     Args:
         job: the export, `scripts.export.Export`.
-        source: the checkpoint, as it was given.
-        is_average: its average was exported.
-        results: those of `scripts.evaluate`, or None.
+        source: the checkpoint, as the command line gives it.
+        is_average: whether the checkpoint's average was exported.
+        results: the content of the JSON file of `scripts.evaluate`, or None.
     """
     path, checkpoint = Path(source), {}
     if path.is_file() and path.suffix != ".safetensors":
-        with suppress(UserError):  # of another script, which has none of the facts below
+        with suppress(UserError):  # a checkpoint of another script has none of the facts below
             checkpoint = load_checkpoint(path, source)
     about = job.description
     num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
@@ -39,7 +39,7 @@ def write_card(job: Any, source: str, *, is_average: bool, results: Any) -> Path
     for name, facts in sorted(job.files.items()):
         row = [f"`{name}`", facts["form"], size_text(facts["bytes"]), facts["compared"], f"`{facts['sha256']}`"]
         lines.append(f"| {' | '.join(row)} |")
-    lines += ["", "A `.pt2` is a program: open it only if you trust where you have it from.", ""]
+    lines += ["", "A `.pt2` is a program: open it only if you trust its source.", ""]
     lines += _preprocessing(about["preprocessing"])
     lines += _accuracy(path, checkpoint, is_average=is_average, results=results)
     lines += _data(_sets(checkpoint))
@@ -61,7 +61,7 @@ def _preprocessing(named: dict[str, Any]) -> list[str]:
 
 
 def _accuracy(path: Path, checkpoint: dict, *, is_average: bool, results: Any) -> list[str]:
-    """Return the results of the run's own evaluation of these weights, and those that were given."""
+    """Return lines on the run's own evaluation of these weights, and on the results of `scripts.evaluate`."""
     lines = []
     record = _find_record(path.parent, checkpoint.get("step"), "best_ema" if is_average else "best")
     for name, key in (("Acc@1", "acc1"), ("Acc@5", "acc5")):
@@ -79,7 +79,7 @@ def _accuracy(path: Path, checkpoint: dict, *, is_average: bool, results: Any) -
 
 
 def _sets(checkpoint: dict) -> dict[str, dict]:
-    """Return the facts of the sets that a checkpoint tells of, by their names."""
+    """Return the facts in a checkpoint about its training and validation images, by split."""
     described = checkpoint.get("data")
     sets = {"train": described, "val": described.get("val")} if isinstance(described, dict) else {}
     return {name: facts for name, facts in sets.items() if isinstance(facts, dict)}
@@ -120,7 +120,7 @@ def _training(options: dict[str, Any]) -> list[str]:
 
 
 def _curves(job: Any, picture: Path) -> list[str]:
-    """Copy the picture of the run's curves, if it has one, and return a link to it."""
+    """Copy the picture of a run's curves, if the run has one, and return lines with a link to it."""
     if not picture.is_file():
         return []
     name = f"{job.name}-curves.png"

@@ -44,7 +44,7 @@ def recipes_by_model() -> dict[str, list[str]]:
 
 
 def torchvision_facts(name: str) -> dict[str, Any]:
-    """Return the numbers that torchvision publishes of a model: of its default weights, and of each."""
+    """Return the numbers that torchvision publishes for a model's default weights, and for each of its weights."""
     known = torchvision.models.get_model_weights(name)
     weights = {member.name: _published(member) for member in known}
     default = known.DEFAULT.name if len(known) else None
@@ -62,10 +62,10 @@ def _published(member: torchvision.models.WeightsEnum) -> dict[str, float]:
 
 
 def timm_facts(name: str) -> dict[str, Any]:
-    """Return the sizes of timm's model, counted without its weights; None for each that cannot be counted."""
+    """Return the sizes of a model of timm's, counted without its weights; None for each that cannot be counted."""
     timm = require_timm("--timm", name)
     facts = {"name": f"timm/{name}", **dict.fromkeys(("params", "flops", "acc1", "acc5", "size", "weights"))}
-    # Each model has its own reason to need memory.
+    # A model that cannot be built or run without memory raises an error of its own.
     with suppress(Exception), torch.device("meta"), torch.no_grad():
         model = timm.create_model(name).eval()
         facts["params"] = sum(parameter.numel() for parameter in model.parameters())
@@ -95,7 +95,7 @@ def list_facts(word: str, *, is_timm: bool) -> list[dict[str, Any]]:
 
 
 def select(rows: list[dict], *, sort: str, min_acc1: float | None, max_params: float | None) -> list[dict]:
-    """Return the rows within bounds, sorted; a model of which the number is not known is last, or beyond a bound."""
+    """Return the rows within bounds, sorted; a model whose number is not known is last, or beyond a bound."""
     if min_acc1 is not None:
         rows = [row for row in rows if row["acc1"] is not None and row["acc1"] >= min_acc1]
     if max_params is not None:
@@ -106,7 +106,7 @@ def select(rows: list[dict], *, sort: str, min_acc1: float | None, max_params: f
 
 
 def table(rows: list[dict], width: float) -> list[str]:
-    """Return the lines of a table of at most this width; recipes that have no room are counted."""
+    """Return the lines of a table of at most this width; recipes without room are counted, not named."""
     head = ["model", "params M", "GFLOPs", "Acc@1", "MiB", "weights"]
     cells = [
         [
@@ -165,7 +165,7 @@ def show(options: argparse.Namespace) -> None:
 def main() -> None:
     """List the models that the command line asks for."""
     parser = build_parser(PROG, "[WORD] [options]", "List the models that can be trained here.", EPILOG)
-    parser.add_argument("word", metavar="WORD", nargs="?", default="", help="only models with it in their names")
+    parser.add_argument("word", metavar="WORD", nargs="?", default="", help="only models with WORD in their names")
     parser.add_argument("--sort", choices=SORTS, default="name", help="acc1: the best first (default: name)")
     parser.add_argument("--min-acc1", metavar="X", type=finite, help="only those with at least this Acc@1 published")
     parser.add_argument("--max-params", metavar="M", type=finite, help="only those of at most this many millions")

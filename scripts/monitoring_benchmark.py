@@ -1,4 +1,4 @@
-"""Measure the cost of watching a run: host time of the run around a step, and of the pictures of an evaluation."""
+"""Measure the cost of monitoring a run: host time around the model in a step, and for an evaluation's pictures."""
 
 import argparse
 import io
@@ -20,7 +20,7 @@ import train
 from monitoring.pictures import Pictures
 from scripts.tool import positive
 
-# Lengths that the costs are compared with: a step, and an evaluation of ImageNet's 50,000 images.
+# The length of the step that the costs are compared with, and the shape of an evaluation's outputs.
 STEP_S = 0.05
 NUM_CLASSES, BATCH_SIZE = 1000, 256
 
@@ -31,7 +31,7 @@ ARGV = (
 
 
 class TimedRun(run.Run):
-    """A run that notes the seconds that each step spends in it, and those in its lines and records."""
+    """A run that measures the seconds that each step spends outside the model, and those in lines and records."""
 
     steps_s: ClassVar[list[float]] = []  # of the process's one run
     logs_s: ClassVar[list[float]] = []
@@ -44,14 +44,14 @@ class TimedRun(run.Run):
             setattr(owner, name, timed(getattr(owner, name), self.logs_s))
 
     def begin_step(self, epoch: int, step: int) -> None:
-        """Begin a step, with sums of its own."""
+        """Begin a step, with new sums for it."""
         self.steps_s.append(0.0)
         self.logs_s.append(0.0)
         super().begin_step(epoch, step)
 
 
 def timed(work: Callable[..., Any], sums_s: list[float]) -> Callable[..., Any]:
-    """Return a function that adds its seconds to the last of some sums."""
+    """Return the function, changed to add the seconds of each call to the last of the sums."""
 
     def work_and_count(*args: Any) -> Any:
         start_s = time.perf_counter()
@@ -63,7 +63,7 @@ def timed(work: Callable[..., Any], sums_s: list[float]) -> Callable[..., Any]:
 
 
 def time_steps(num_steps: int) -> dict[str, float]:
-    """Train a small model for an epoch with everything at its default; return seconds of a step outside the model."""
+    """Train a small model for an epoch with monitoring at its defaults; return a step's seconds outside the model."""
     train.Run = TimedRun  # for this process, which trains nothing else
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         train.main(config.parse_args([*ARGV.split(), "--synthetic", str(2 * num_steps), "--output-dir", folder]))
@@ -97,7 +97,7 @@ def time_evaluation(num_images: int) -> dict[str, float]:
 
 
 def benchmark_monitoring(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both, and print the share of a step of 50 ms and the seconds of an evaluation."""
+    """Measure steps and an evaluation; print the cost as a share of a step of 50 ms, and in seconds."""
     step, evaluation = time_steps(options.steps), time_evaluation(options.images)
     shares = {name: step[f"{name}_s"] / STEP_S for name in ("mean", "log")}
     print(
@@ -114,7 +114,7 @@ def benchmark_monitoring(options: argparse.Namespace) -> dict[str, Any]:
 
 def add_commands(commands: Any) -> None:
     """Register `monitoring` with the subparsers of scripts/benchmark.py, which calls `options.run`."""
-    command = commands.add_parser("monitoring", help="the cost of watching a run: a step, an evaluation's pictures")
-    command.add_argument("--steps", metavar="N", type=positive, default=1000, help="default: 1000")
-    command.add_argument("--images", metavar="N", type=positive, default=50_000, help="evaluated (default: 50000)")
+    command = commands.add_parser("monitoring", help="the cost of monitoring: in a step, and for pictures")
+    command.add_argument("--steps", metavar="N", type=positive, default=1000, help="to train (default: 1000)")
+    command.add_argument("--images", metavar="N", type=positive, default=50_000, help="to evaluate (default: 50000)")
     command.set_defaults(run=benchmark_monitoring)

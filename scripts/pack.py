@@ -49,7 +49,7 @@ PASSING_FILES = re.compile(r"pack\.lock|\.touchstone-index-.*")
 
 IMAGES_PER_TASK = 8
 
-# Fields of a manifest, of a split in it and of a shard, without which it is damaged.
+# The fields that a manifest, each split in it and each shard must have, with their types.
 _MANIFEST = {"state": str, "settings": dict, "tools": dict, "source": dict, "splits": dict}
 _SPLIT = {"shards": list, **dict.fromkeys(("images", "classes", "num_shards", "bytes", "source_bytes", "skipped"), int)}
 _SHARD = {"file": str, "images": int, "bytes": int, "sha256": str, "kept": dict, "skipped": list}
@@ -168,7 +168,7 @@ def shrink(payload: bytes, image: Image.Image, *, side: str, px: int, quality: i
     if longest > px:
         image = image.resize(size, Image.Resampling.BICUBIC)
     image.info = {}
-    # Pillow's own guess is too small for some images when it optimizes, and fails with "broken data stream".
+    # Pillow's own buffer is too small for some images when it optimizes: it fails with "broken data stream".
     ImageFile.MAXBLOCK = max(1 << 16, 4 * image.width * image.height)
     file = io.BytesIO()
     image.save(file, "JPEG", quality=quality, optimize=True, subsampling="4:2:0", restart_marker_rows=1)
@@ -207,7 +207,7 @@ def pack_images(convert: Convert, task: tuple[Source, range]) -> list[Packed]:
 
 
 class ShardWriter:
-    """Writes one shard, of the next results of the workers, and reads it back.
+    """Writes the next results of the workers as one shard, and reads it back.
 
     Attributes:
         record: the shard's part of the manifest.
@@ -254,19 +254,19 @@ class ShardWriter:
             kept["first"] += [name] if kept["images"] <= 10 else []
 
     def verify(self, path: Path) -> None:
-        """Read the file back; raise OSError if the disk changed it."""
+        """Read the file back; raise OSError if its content differs from the content written."""
         with open(path, "rb") as file:
             if hasattr(os, "posix_fadvise"):  # read the disk, and not the copy in memory
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
         if checksum != self.record["sha256"]:
-            raise OSError(errno.EIO, "read back otherwise than it was written")
+            raise OSError(errno.EIO, "the content read back is not the content written")
 
 
 class Pack:
-    """The pack in OUT: the shards that it is to have, and the records of those that are whole.
+    """The pack in OUT: the planned shards, and the records of those that are whole.
 
-    Every byte of the shards depends on the facts: settings, tools and source.
+    The facts (settings, tools and source) determine every byte of the shards.
     """
 
     def __init__(self, out: Path, facts: dict, splits: list[Split], shard_bytes: int) -> None:
@@ -287,8 +287,8 @@ class Pack:
         ]
         if changes:
             raise UserError(
-                f"{self.out} holds a pack that was begun otherwise: {'; '.join(changes[:3])}. To go on give what it "
-                "was begun with; else choose another folder, or start over with --overwrite"
+                f"{self.out} holds a pack that was begun otherwise: {'; '.join(changes[:3])}. To go on restore the "
+                "old values; else choose another folder, or start over with --overwrite"
             )
         records = records_of(manifest)
         skipped = [image["name"] for record in records.values() for image in record["skipped"]]
@@ -306,7 +306,7 @@ class Pack:
         tool.check_room(self.out, "the pack", sum(shard.source_bytes for shard in self.missing), share=0.9)
 
     def save(self, fingerprints: dict[str, str] | None = None) -> None:
-        """Write the manifest: of a complete pack, if the fingerprints of its splits are given."""
+        """Write the manifest; it calls the pack complete if the fingerprints of its splits are given."""
         parts = {}
         for split in self.splits:
             planned = [shard.file for shard in self.shards if shard.split is split]
@@ -330,12 +330,12 @@ class Pack:
             write_atomically(self.out / file, *how)
         except OSError as error:
             raise UnfinishedError(
-                f"cannot write {self.out / file}: {error.strerror or error}; what is whole stays, and the same command "
-                "goes on from there"
+                f"cannot write {self.out / file}: {error.strerror or error}; whole shards stay, and the same command "
+                "goes on after them"
             ) from error
 
     def write(self, convert: Convert, *, num_workers: int, skip_bad: bool) -> None:
-        """Write the missing shards, one after the other, of images that workers pack."""
+        """Write the missing shards, one after the other, from images that workers pack."""
         missing = self.missing
         tasks = [
             (shard.split.source, range(start, min(start + IMAGES_PER_TASK, shard.stop)))
@@ -392,7 +392,7 @@ def prepare_folder(out: Path, *, overwrite: bool) -> dict | None:
     foreign = [path for path in paths if manifest is None or not OWN_FILES.fullmatch(path.name)]
     if foreign:
         raise UserError(f"{out} holds {foreign[0].name}, which is no part of a pack; choose an empty or new folder")
-    # The manifest last: without it a folder of tars is nobody's.
+    # The manifest goes last: in a folder without one this tool would refuse its own tars.
     for path in sorted(paths, key=lambda path: path.name == PACK_MANIFEST):
         if ".tmp." in path.name or overwrite:
             path.unlink()
@@ -512,7 +512,7 @@ def check_shard(out: Path, record: dict) -> list[str]:
             if size != record["bytes"]:
                 problems.append(f"{path}: {size:,} bytes, and the manifest says {record['bytes']:,}")
             elif checksum != record["sha256"]:
-                problems.append(f"{path}: its content is not what was written (SHA-256 differs)")
+                problems.append(f"{path}: its content has changed since it was written (SHA-256 differs)")
             for member in tar_members(path, file, 0, size):
                 num_images += 1
                 file.seek(member.offset_data)
@@ -558,18 +558,18 @@ def get_args_parser() -> argparse.ArgumentParser:
     usage = "--data-path DIR OUT (--lossless | --short-side PX | --max-side PX) [options]"
     parser = tool.build_parser(PROG, usage, "Write an image folder as tar files that load faster.", EPILOG)
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the pack: new, empty, or holding one already")
-    parser.add_argument("--data-path", metavar="DIR", type=Path, help="folder with train/ and val/, one folder a class")
-    words = "which of its folders (default: train val)"
+    parser.add_argument("--data-path", metavar="DIR", type=Path, help="folder with class folders in train/ and val/")
+    words = "folders of --data-path to pack (default: train val)"
     parser.add_argument("--splits", metavar="NAME", nargs="+", default=["train", "val"], help=words)
     modes = parser.add_mutually_exclusive_group(required=True)
     modes.add_argument("--lossless", action="store_true", help="the same pixels, restart markers added (by jpegtran)")
-    modes.add_argument("--short-side", metavar="PX", type=int, help="shrink so that the shorter side is at most this")
-    modes.add_argument("--max-side", metavar="PX", type=int, help="shrink so that the longer side is at most this")
+    modes.add_argument("--short-side", metavar="PX", type=int, help="shrink so that the shorter side is at most PX")
+    modes.add_argument("--max-side", metavar="PX", type=int, help="shrink so that the longer side is at most PX")
     modes.add_argument("--verify", action="store_true", help="check that every image in OUT is whole, and decodes")
-    parser.add_argument("--quality", metavar="Q", type=int, help="of JPEGs that are encoded again (default: 90)")
-    words = "MiB of the source that go into one tar (default: 512); shrunk images make it smaller"
+    parser.add_argument("--quality", metavar="Q", type=int, help="quality of JPEGs encoded again (default: 90)")
+    words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"
     parser.add_argument("--shard-mib", metavar="MIB", type=int, default=512, help=words)
-    words = "processes that pack images (default: one a core)"
+    words = "processes that pack images (default: 1 per core)"
     parser.add_argument("--workers", metavar="N", type=int, default=collectives.count_cores(), help=words)
     words = "leave out and list images that cannot be decoded; without it they stop the tool"
     parser.add_argument("--skip-bad", action="store_true", help=words)

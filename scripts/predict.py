@@ -42,9 +42,9 @@ The first argument is a checkpoint, a file of weights, a file of `python -m scri
 published weights. A .pt2 is a program: give only those that you trust. Images are prepared as in torchvision's
 evaluation, at the sizes at which the model was evaluated.
 
---json prints a list with one object an image and nothing else: file, class, probability, and top, a list of the topk
-classes and their probabilities. --csv prints one line an image and class: file, rank, class, probability. A class
-without a name is its number.
+--json prints a list with one object per image and nothing else: file, class, probability, and top, a list of the topk
+classes and their probabilities. --csv prints one line per image and class: file, rank, class, probability. A class
+without a name is given by its number.
 
 A path that is not there ends the command before anything is computed, with exit code 2. An image that cannot be read is
 named on standard error and left out, the others are predicted, and the exit code is 1.
@@ -63,7 +63,7 @@ ol {{margin: 4px 0; padding-left: 20px}} small {{color: #555}}
 
 
 class Prediction(NamedTuple):
-    """The likeliest classes of an image and their probabilities, and a small JPEG of it if that is wanted."""
+    """The likeliest classes of an image and their probabilities, and a small JPEG of it for --html, else None."""
 
     file: str
     top: list[tuple[str, float]]
@@ -94,7 +94,7 @@ def open_model(options: argparse.Namespace) -> Trained | Graph:
 
 
 def find_images(given: Iterable[str]) -> list[Path]:
-    """Return the images of files, folders (with all below them, sorted) and, for a -, of lines of standard input."""
+    """Return the paths of images: files, all in folders and below them, sorted, and for a - those on standard input."""
     paths = []
     for name in given:
         names = [line for line in sys.stdin.read().splitlines() if line] if name == "-" else [name]
@@ -120,7 +120,7 @@ def _images_of(path: Path) -> list[Path]:
 
 
 def load_batches(load: Callable[[Any], Any], things: list, size: int, work: str) -> Iterator[list]:
-    """Yield in lists of a size what a function that decodes an image returns for each thing, computed on all cores."""
+    """Apply `load`, which decodes an image, to all things, on all cores; yield results in order, `size` at a time."""
     progress = Progress(work, len(things), "images")
     with ThreadPoolExecutor(collectives.count_cores()) as pool:
         for begin in range(0, len(things), size):
@@ -143,7 +143,7 @@ def predict_all(
 
 
 def open_image(path: Path) -> Image.Image:
-    """Return the RGB image in a file; a pipe is refused, and not waited for."""
+    """Return the RGB image in a file; refuse a pipe instead of waiting for it."""
     with open_to_read(path, buffering=0) as file:
         return decode_plainly(file.read())
 
@@ -174,7 +174,7 @@ def _top(model: Callable, classes: list[str] | None, images: Tensor, topk: int) 
     num_classes = logits.shape[1]
     if classes is not None and len(classes) != num_classes:
         raise UserError(f"{counted(len(classes), 'name')} of classes were given, and the model has {num_classes}")
-    # Of equal ones the first, as an argmax has it.
+    # Of equal logits the first class is better, as for argmax.
     order = logits.argsort(dim=1, descending=True, stable=True)[:, :topk]
     probabilities = logits.softmax(dim=1).gather(1, order)
     return [
@@ -184,7 +184,7 @@ def _top(model: Callable, classes: list[str] | None, images: Tensor, topk: int) 
 
 
 def show(predictions: list[Prediction], options: argparse.Namespace, stream: TextIO) -> None:
-    """Write the predictions to standard output, in the form of the command line."""
+    """Write the predictions to the stream, in the form that the command line asks for."""
     if options.json:
         stream.write(as_json([each.as_json() for each in predictions]).decode())
     elif options.csv:
@@ -200,7 +200,7 @@ def show(predictions: list[Prediction], options: argparse.Namespace, stream: Tex
 
 
 def write_page(path: Path, predictions: list[Prediction], kind: str) -> None:
-    """Write a page of the pictures and their classes, which loads nothing from elsewhere."""
+    """Write an HTML page of the images and their classes; it loads nothing from elsewhere."""
     parts = [_PAGE.format(title=f"Predictions for {counted(len(predictions), 'image')}", kind=escape(kind))]
     for each in predictions:
         lines = "".join(f"<li>{escape(name)} <small>{100 * share:.1f}%</small></li>" for name, share in each.top)
@@ -239,12 +239,12 @@ def main() -> None:
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     forms.add_argument("--csv", action="store_true", help="print comma-separated values")
-    parser.add_argument("--html", metavar="FILE", type=output_file, help="write a page of the pictures there too")
+    parser.add_argument("--html", metavar="FILE", type=output_file, help="also write a page of the images to FILE")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
     parser.add_argument("--batch-size", metavar="N", type=positive, default=32, help="images at once (default: 32)")
     parser.add_argument("--device", help="where to compute (default: the accelerator, if there is one)")
-    parser.add_argument("--classes", metavar="FILE", type=Path, help="names of the classes, one a line")
-    logging.disable(logging.WARNING)  # torch's, on opening what it exported
+    parser.add_argument("--classes", metavar="FILE", type=Path, help="names of the classes, one per line")
+    logging.disable(logging.WARNING)  # torch's, about the programs that it exported itself
     run(PROG, lambda: predict(parser.parse_args()), "interrupted")
 
 

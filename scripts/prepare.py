@@ -63,17 +63,17 @@ disk, and copied otherwise. A split is built in OUT/train.partial and gets its n
 After an interruption of any kind the same command goes on where it stopped.
 """
 
-# More than the devkit's and Kaggle's small files, of which the largest has 10 MB.
+# A limit for the small files of the devkit and of Kaggle, the largest of which has 10 MB.
 _SMALL_BYTES = 1 << 26
 
-# Folders that are searched below one that is given: itself, Hugging Face's, Kaggle's and the devkit's.
+# Folders to search below each given one: itself, Hugging Face's, Kaggle's and the devkit's.
 _PLACES = ("", "data", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "ILSVRC2012_devkit_t12")
 
 _PNG = b"\x89PNG"
 
 
 class Image(NamedTuple):
-    """An image of a source: its class, the name and size of its file, and its bytes or a file that holds them."""
+    """An image of a source: its class, its file's name and size, and a function that reads it or the file's path."""
 
     synset: str
     file: str
@@ -85,7 +85,7 @@ class Source(NamedTuple):
     """The images of one split."""
 
     files: list[Path]  # archives, or the folder
-    num_bytes: int  # about that of the images
+    num_bytes: int  # size of the images; of archives and parquet files, theirs
     images: Callable[[], Iterator[Image]]  # in the same order each time
 
     def describe(self) -> list:
@@ -94,13 +94,13 @@ class Source(NamedTuple):
 
 
 def checked_class(name: str, where: Any) -> str:
-    """Return the name of a class; UserError if it cannot be that of a folder."""
+    """Return the name of a class; UserError if no folder can have it."""
     if not name or "/" in name or "\0" in name or name.startswith("."):
         raise UserError(f"{where} names a class {name!r}, which can be no folder; get it anew")
     return name
 
 
-# The devkit's meta.mat is a MAT file of level 5. Numbers, text and arrays of structs are read, of these numpy types.
+# The devkit's meta.mat is a level 5 MAT-file. We read its numbers, text and arrays of structs, as these numpy types.
 _MAT_TYPES = {
     1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8", 16: "u1",
     17: "<u2",
@@ -110,12 +110,12 @@ _MAT_STRUCT, _MAT_CHAR = 2, 4
 
 
 def mat_elements(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the type and the bytes of each element of a MAT file, or of an element of it."""
+    """Yield the type and the bytes of each data element in a MAT-file, or in one of its elements."""
     place = 0
     while place < len(content):
         kind, size = struct.unpack_from("<II", content, place)
         begin = place + 8
-        if kind >> 16:  # both numbers in four bytes, and four of content
+        if kind >> 16:  # a small data element: both numbers in four bytes, and four of content
             kind, size, begin = kind & 0xFFFF, kind >> 16, place + 4
         if begin + size > len(content):
             raise ValueError("it is torn")
@@ -128,7 +128,7 @@ def mat_elements(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def mat_array(content: bytes) -> tuple[str, Any]:
-    """Return the name and the value of an array: text, a list of numbers, a list of dicts, or None for others."""
+    """Return the name and the value of an array: text, a list of numbers, a list of dicts, or None for other types."""
     parts = mat_elements(content)
     flags, _, name = (part for _, part in islice(parts, 3))
     if flags[0] == _MAT_STRUCT:
@@ -169,7 +169,7 @@ class Truth(NamedTuple):
 
 
 def read_devkit(path: Path) -> Truth:
-    """Return the classes that the devkit lists, an archive or a folder; UserError if it is damaged or another."""
+    """Return the classes in the devkit, an archive or a folder; UserError if it is damaged or something else."""
     needed = {"meta.mat": b"", "ILSVRC2012_validation_ground_truth.txt": b""}
     with in_one_line(f"{path} is no readable {DEVKIT}; get it anew"):
         if path.is_dir():
@@ -242,7 +242,7 @@ def folder_images(root: Path, truth: Truth | None) -> Iterator[Image]:
 def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
     """Yield the images of Hugging Face's files of a split, under the names that they have in the official archives.
 
-    The synsets, in the order of the labels, are for images whose names do not contain theirs.
+    An image whose name does not contain its synset gets the one at its label's place in `synsets`.
     """
     class_of: dict[int, str] = {}
     number = 0
@@ -287,7 +287,7 @@ def has_class_folders(root: Path) -> bool:
 
 
 class Given:
-    """The files and folders of the command line, in which it finds the source of each split."""
+    """The files and folders of the command line; finds the source of each split among them."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.files: dict[str, Path] = {}
@@ -394,8 +394,8 @@ class Target:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             left = max(self.source.num_bytes - self.progress.bytes, 0)
             raise (UserError if is_full else StorageError)(
-                f"{self.final} cannot be written: {explain_failure(error, self.out, left)}; what is there stays, and "
-                "the same command goes on from there"
+                f"{self.final} cannot be written: {explain_failure(error, self.out, left)}; whole files stay, and "
+                "the same command goes on after them"
             ) from error
 
     def build(self) -> None:
@@ -471,19 +471,19 @@ class Target:
 
 
 def find_sources(given: Given, splits: list[str] | None) -> dict[str, Source]:
-    """Return the sources of the splits that are asked for, all of which must be there; by default of any there are."""
+    """Return the sources of these splits, each of which must have one; by default of all splits that have one."""
     found = {split: given.find(split) for split in splits or ("train", "val")}
     sources = {split: source for split, source in found.items() if source is not None}
     missing = [split for split in found if split not in sources]
     if missing and (splits or not sources):
-        raise UserError(f"there is no {' and no '.join(missing)} in what was given (--help lists what is known)")
+        raise UserError(f"there is no {' and no '.join(missing)} in the given sources (--help lists the known ones)")
     for split in missing:
-        print(f"{split}: none in what was given, and left out")
+        print(f"{split}: left out, for the given sources have none")
     return sources
 
 
 def is_finished(out: Path, split: str) -> bool:
-    """Tell whether a split is there, and tidy up behind a run that ended just after it; UserError if it is flat."""
+    """Tell whether a split is there, and remove the rest of a run that ended just after it; UserError if it is flat."""
     if not (out / split).exists():
         return False
     if not has_class_folders(out / split):
@@ -496,7 +496,7 @@ def is_finished(out: Path, split: str) -> bool:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Write the splits, each of which appears when it is complete."""
+    """Write the splits; each gets its name when it is complete."""
     given, out = Given(options.sources), options.out
     sources = find_sources(given, options.splits)
     make_out(out)
@@ -522,10 +522,10 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("sources", metavar="SOURCE", nargs="+", type=Path, help="archive, or folder that holds some")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder that gets train/ and val/; made if need be")
     parser.add_argument(
-        "--splits", nargs="+", choices=["train", "val"], help="only these (default: those that are there)"
+        "--splits", nargs="+", choices=["train", "val"], help="splits to write (default: those in the sources)"
     )
     parser.add_argument("--skip-md5", action="store_true", help="do not compare the official archives with their MD5")
-    parser.add_argument("--copy", action="store_true", help="copy images that are files, where they would be linked")
+    parser.add_argument("--copy", action="store_true", help="copy image files even where they could be linked")
     return parser
 
 

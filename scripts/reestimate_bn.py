@@ -34,9 +34,9 @@ same device, --batch-size and number of threads the result is the same in every 
 
 
 def choose_images(num_images: int, number: int, batch_size: int) -> list[int]:
-    """Return `number` of a set's images, or as many as it has, in full batches if there is one.
+    """Return the places of `number` images in a set of `num_images`, or of all; full batches alone, if there is one.
 
-    They come in a fixed random order, so that neighbours in a batch are of different classes.
+    Their order is random and fixed, so that neighbours in a batch are of different classes.
     """
     number = min(num_images, number)
     order = torch.randperm(num_images, generator=torch.Generator().manual_seed(0))
@@ -45,7 +45,7 @@ def choose_images(num_images: int, number: int, batch_size: int) -> list[int]:
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that normalise by running statistics in evaluation."""
+    """Return the BatchNorm layers that normalise by running statistics in evaluation."""
     layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     return [layer for layer in layers if layer.running_mean is not None]
 
@@ -54,7 +54,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
 def reestimate(model: nn.Module, batches: Iterable[Tensor], autocast: AbstractContextManager) -> None:
     """Set the running statistics of a model to their means over batches; all else stays in evaluation mode.
 
-    A layer that no image passes, such as those of an auxiliary classifier, keeps its statistics.
+    A layer that no image reaches, such as those of an auxiliary classifier, keeps its statistics.
     """
     layers = find_layers(model)
     kept = [(layer, layer.momentum, {name: buffer.clone() for name, buffer in layer.named_buffers()})
@@ -62,7 +62,7 @@ def reestimate(model: nn.Module, batches: Iterable[Tensor], autocast: AbstractCo
     model.eval()
     for layer in layers:
         layer.reset_running_stats()
-        layer.momentum = None  # by which torch takes the mean of all batches
+        layer.momentum = None  # so that torch takes the mean over all batches
         layer.train()
     for image in batches:
         with autocast:

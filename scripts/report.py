@@ -28,8 +28,8 @@ EXAMPLES = """examples:
   python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed alone are one band
 
 The page of one run has curves over steps, epochs or hours, a table of epochs, pictures, verdicts, starts, recipe and
-environment. The page of several runs has the options that differ, all curves in one plot each, and results with their
-spread.
+environment. The page of several runs has the options that differ, one plot of all runs for each measure, and results
+with their spread.
 """
 KINDS = {
     "train": "training", "val": "validation", "val_ema": "validation, averaged weights", "minival": "minival",
@@ -42,11 +42,11 @@ PANELS = {
 }  # fmt: skip
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22"]
 
-# Lines of log.txt: the verdict on an epoch, and the head of each start.
+# The beginnings of two kinds of lines in log.txt: the verdict on an epoch, and the head of a start.
 VERDICT, START = re.compile(r"verdict|Epoch: \[\d+\] (bound by|balanced)"), re.compile(r"==== ")
 _LARGEST = 32 << 20
 
-# The browser itself refuses to load anything from elsewhere.
+# With this policy the browser itself refuses to load anything from elsewhere.
 HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
 <title>{title}</title><style>
@@ -58,7 +58,7 @@ pre {{ background: #f7f7f7; overflow: auto; padding: 0.8em }} img {{ max-width: 
 
 
 class LoggedRun:
-    """A run as the files in its folder tell it; UserError if there is none."""
+    """A run, read from the files in its folder; UserError if it has no records."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -93,7 +93,7 @@ class LoggedRun:
 
 
 def group_seeds(runs: list[LoggedRun]) -> dict[str, list[LoggedRun]]:
-    """Return runs by a label; those that differ in their seeds alone are together."""
+    """Return groups of runs that differ in their seeds alone, by label."""
     groups = {}
     for run in runs:
         key = json.dumps({**run.options, "seed": None}, sort_keys=True, default=str) if run.options else run.name
@@ -107,7 +107,7 @@ def spread(values: list[float]) -> float:
 
 
 def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list[int], LoggedRun, dict]]:
-    """Yield the curves of one measure, and bands of several seeds, as steps, a run with them and plotly's arguments."""
+    """Yield each curve of one measure and each band of several seeds: steps, a run with them, plotly's arguments."""
     for number, (label, group) in enumerate(groups.items()):
         for at, kind in enumerate(KINDS):
             curves = [run.points(kind, name) for run in group]
@@ -168,7 +168,7 @@ def _text(value: Any) -> str:
 
 
 def epochs_table(run: LoggedRun) -> str:
-    """Return the table of a run's epochs: the last record of each kind in each."""
+    """Return the table of a run's epochs: each row has an epoch's last record of each kind."""
     names = [("train", "lr"), ("train", "images_per_s"), *((kind, name) for kind in KINDS for name in RESULTS)]
     columns = [column for column in names if run.points(*column)]
     last = {(record["epoch"], record["kind"]): record for record in run.records}

@@ -3,8 +3,8 @@
 #
 #     OUT=runs/resnet50 sbatch scripts/slurm.sh --model resnet50 --data-path /path/to/imagenet
 #
-# Slurm's warning comes 300 s before the time limit; every rank then stops after the same step and saves, and the job is
-# requeued. One that failed is not, for it would fail again, nor one that was cancelled. Run it from the repository's folder.
+# Slurm's warning comes 300 s before the time limit: every rank stops after the same step and saves, and this script
+# requeues the job, unless it was cancelled, or failed and would fail again. Run it from the repository's folder.
 #SBATCH --job-name=touchstone
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -17,13 +17,13 @@
 #SBATCH --signal=B:USR1@300
 set -u
 OUT=${OUT:?set OUT to the output folder, such as OUT=runs/resnet50}
-START_S=120 # that Python may take to start, its imports included
+START_S=120 # seconds that Python and its imports may take to start
 
 status() {
     cat "$OUT/status.json" 2>/dev/null
 }
 
-# An earlier job's end is not this one's.
+# The status that an earlier job left, which is not this one's.
 before=$(status)
 
 says() {
@@ -31,8 +31,8 @@ says() {
         status | python3 -c 'import json, sys; sys.exit(json.load(sys.stdin)[sys.argv[1]] != json.loads(sys.argv[2]))' "$@" 2>/dev/null
 }
 
-# The warning comes to this shell alone (B:). Of a SIGTERM to srun itself every rank would be killed, and of one while it
-# starts torchrun would die: so the step is told, once train.py has written that it runs.
+# The warning comes to this shell alone (B:). A SIGTERM to srun would kill every rank, and one to the step would kill
+# torchrun while it starts: so the step gets its SIGTERM once train.py has written that it runs.
 stop() {
     for ((second = 0; second < START_S; second++)); do
         [ "$(status)" = "$before" ] && kill -0 "$child" 2>/dev/null || break
@@ -41,7 +41,7 @@ stop() {
     scancel --signal=TERM "$SLURM_JOB_ID"
 }
 trap stop USR1
-# Slurm sends it to the step, too, and here it must not end the shell before the ranks have saved.
+# Slurm may send SIGTERM to this shell too, which must not end before the ranks have saved.
 trap : TERM
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
 srun --kill-on-bad-exit=1 torchrun --nnodes="${SLURM_NNODES:-1}" --nproc_per_node="${GPUS:-8}" --rdzv-backend=c10d \
@@ -52,22 +52,22 @@ child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 wait "$child"
 code=$?
-# A signal to the job may still come, and must not end the commands below: a child inherits this, but no handler.
+# A late signal to the job must not end the commands below: a child inherits an ignored signal, but no handler.
 trap '' USR1 TERM
 
 must_requeue() {
-    # A busy Slurm may not answer, and says SIGNALING for a moment of a job that runs, until its signal has arrived.
+    # A busy Slurm may not answer; and a running job is SIGNALING for a moment, until its signal has arrived.
     for ((attempt = 0; attempt < 10; attempt++)); do
         job=$(scontrol --oneliner show job "$SLURM_JOB_ID") && [[ $job != *" JobState=SIGNALING "* ]] && break
         sleep 1
     done
-    # Slurm ends a job that is cancelled, and requeues one that it preempts, by itself: then it runs no longer.
+    # Slurm itself ends a cancelled job and requeues a preempted one: then the job runs no longer.
     case $job in
     *" JobState=RUNNING "* | *" JobState=SIGNALING "* | *" Reason=TimeLimit "*) ;;
     *) return 1 ;;
     esac
     says requeue true && return
-    # With a GraceTime it leaves the rest to this script, also where torchrun died before train.py could write anything.
+    # With a GraceTime Slurm leaves the requeue to this script, even if torchrun died before train.py wrote anything.
     [ "$(status)" = "$before" ] && [[ $job == *" PreemptTime="[0-9]* ]]
 }
 

@@ -1,4 +1,4 @@
-"""Measure a training step against its limit and torchvision's way, over processes, and beside a save."""
+"""Measure a training step: against its limit and torchvision's way, on several processes, and after a save."""
 
 import argparse
 import copy
@@ -53,17 +53,17 @@ def synchronize(device: torch.device) -> None:
 
 
 class Way:
-    """A way to train: one model with everything that a step of it needs, built as train.py builds it.
+    """A way to train: one model with everything that its step needs, built as train.py builds it.
 
     A subclass has `run_steps`.
 
     Args:
-        args: the options of the run, of one process.
-        device: where it is.
-        num_steps: steps that a call runs.
+        args: the options of one process of the run.
+        device: the device of the model.
+        num_steps: steps per call.
 
     Attributes:
-        memory_gib: the most memory of a GPU that was in use during the last call.
+        memory_gib: the peak GPU memory of the last call; 0 on other devices.
     """
 
     memory_gib = 0.0
@@ -101,10 +101,10 @@ class Way:
 
 
 class LoggedRun(BareRun):
-    """A run's part in a step: the rates of a schedule, and a log window that is read when a line is due.
+    """A run's part in a step: learning rates of a schedule, and metrics that are read when a line is due.
 
     Args:
-        way: whose optimizer and shards.
+        way: has the optimizer and the shards.
         model: its model, wrapped for several processes.
     """
 
@@ -152,9 +152,9 @@ class OurLoop(Way):
 
 
 class BareStep(Way):
-    """The same arithmetic on a batch that is there already: passes, accumulation, clipping, update and average.
+    """The same arithmetic on a batch that is on the device: passes, accumulation, clipping, update and average.
 
-    Nothing is loaded, counted, seeded, scheduled or logged, and nothing is read.
+    It loads, counts, seeds, schedules and logs nothing, and reads nothing from the device.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device, num_steps: int) -> None:
@@ -179,11 +179,11 @@ class BareStep(Way):
 
 
 class TorchvisionsWay(Way):
-    """A plain loop written as torchvision's reference script writes it: NCHW, uncompiled, three numbers read a step.
+    """A plain loop like that of torchvision's reference script: NCHW, uncompiled, reading three numbers per step.
 
-    Without accumulation, which that script does not have: channels_last, compile and the global batch are not taken
-    over. Its images are as torchvision's presets give them, float32 and normalised in the process that loads them, but
-    cost nothing to make, which is more than fair.
+    It ignores channels_last, compile and the global batch, for that script has none of them. As from torchvision's
+    presets, its images are float32 and come normalised from the loader; here they cost nothing to make, which favours
+    torchvision.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device, num_steps: int) -> None:
@@ -197,7 +197,7 @@ class TorchvisionsWay(Way):
             shuffle=True, num_workers=args.workers, pin_memory=device.type == "cuda",
             persistent_workers=args.workers > 0,
         )  # fmt: skip
-        # torchvision leaves the kernels to torch's defaults.
+        # torchvision leaves the optimizer's kernels to torch's defaults.
         for group in self.optimizer.param_groups:
             group.update({name: None for name in ("foreach", "fused") if name in group})
         self.optimizer._step_supports_amp_scaling = False
@@ -225,8 +225,8 @@ def interleave(
 
     Args:
         ways: each does the work of a turn and returns the number of its images.
-        rounds: as many count; one before them warms the page cache, the processes and the kernels.
-        num_turns: of each way in a round.
+        rounds: rounds that count; one before them warms the page cache, the processes and the kernels.
+        num_turns: turns of each way in a round.
         clock: process_time for one thread, perf_counter for several processes and for devices.
     """
     rates = {name: [] for name in ways}
@@ -247,14 +247,14 @@ def interleave(
 
 
 def compare_rates(rates: list[float], others: list[float]) -> dict[str, Any]:
-    """Return the median, the quartiles and the range of the ratios of some rates to others of the same rounds."""
+    """Return the median, the quartiles and the range of the ratios of rates to others, round by round."""
     ratios = [rate / other for rate, other in zip(rates, others, strict=True)]
     low, middle, high = quartiles(ratios)
     return {"ratio": middle, "ratio_quartiles": [low, high], "ratio_range": [min(ratios), max(ratios)]}
 
 
 def summarize(rates: dict[str, list[float]], baseline: str) -> dict[str, dict[str, Any]]:
-    """Return each way's median rate, and the spread of its ratio to the baseline's of the same round."""
+    """Return each way's median rate, and its ratios to the baseline as `compare_rates` does."""
     return {
         name: {"images_per_s": statistics.median(values), **compare_rates(values, rates[baseline])}
         for name, values in rates.items()
@@ -262,7 +262,7 @@ def summarize(rates: dict[str, list[float]], baseline: str) -> dict[str, dict[st
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return the facts beside the options that a timing depends on."""
+    """Return the facts, besides the options, that a timing depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     return {"device": name, "torch": str(torch.__version__), "threads": torch.get_num_threads()}
 
@@ -277,7 +277,7 @@ def to_argv(options: argparse.Namespace, *names: str) -> list[str]:
 
 
 def training_args(options: argparse.Namespace, *extra: str) -> argparse.Namespace:
-    """Return the options of the run that is measured: recipe-like, and one process."""
+    """Return the options of the measured run: like a recipe's, for one process."""
     argv = ["--synthetic", "--lr-warmup-epochs", "1", "--lr-scheduler", "cosineannealinglr", "--lr", "0.01"]
     argv += ["--epochs", "100", "--lr-per-step", f"--val-crop-size={options.train_crop_size}"]
     argv += to_argv(options, "model", "batch_size", "train_crop_size", "workers", "opt")
@@ -286,19 +286,19 @@ def training_args(options: argparse.Namespace, *extra: str) -> argparse.Namespac
     args = config.parse_args([*argv, *extra])
     record, _ = config.on_machine(args)
     record = config.with_shards(record.replaced(distributed=False, rank=0, world_size=1), state=None)
-    return argparse.Namespace(**vars(record))  # of which each variant changes something
+    return argparse.Namespace(**vars(record))  # not frozen: some ways change an option
 
 
-# The second variant: the additions of a modern recipe to a step.
+# The additions of a modern recipe to a step, which the second variant measures.
 MODERN = ["--model-ema", "--model-ema-steps", "4", "--clip-grad-norm", "1.0"]
 
 
-# Ways of the loop that `--compare` knows, by the options that make them.
+# The ways of our loop that `--compare` knows, with the options that they add.
 LOOPS = {"ddp": [], "deterministic": ["--use-deterministic-algorithms"]}
 
 
 def benchmark_step(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure our loop against the bare step and torchvision's way, plain and with all that a step may have.
+    """Measure our loop against the bare step and torchvision's way: plain, and with average, clipping, accumulation.
 
     Raises:
         UserError: `--nproc` and `--compare` do not fit each other, or a process failed.
@@ -444,7 +444,7 @@ def scaling_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start_processes(options: argparse.Namespace, max_nproc: int, command: list[str], stdout: Any, failure: str) -> None:
-    """Run python, with the cores divided among `max_nproc` processes; UserError with a line if it fails."""
+    """Run Python, with the cores divided among `max_nproc` processes; UserError with `failure` if it fails."""
     threads = options.threads or max(collectives.count_cores() // max_nproc, 1)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     folder = Path(__file__).parent.parent
@@ -454,7 +454,7 @@ def start_processes(options: argparse.Namespace, max_nproc: int, command: list[s
 
 
 def start_ranks(options: argparse.Namespace, nproc: int, folder: Path, max_nproc: int) -> dict[str, Any]:
-    """Start torchrun on `nproc` processes, of at most `max_nproc` that are compared; return the figures of rank 0."""
+    """Start `nproc` processes with torchrun, each with 1 / `max_nproc` of the cores; return the figures of rank 0."""
     path = folder / f"{nproc}.json"
     passed = {**vars(options), "json": str(path)}
     passed.pop("run", None)
@@ -465,11 +465,11 @@ def start_ranks(options: argparse.Namespace, nproc: int, folder: Path, max_nproc
 
 
 ASSUMPTIONS = """\
-a step takes data + compute + whatever of the all-reduce the backward pass (2/3 of compute) does not hide:
+a step takes data + compute + the part of the all-reduce that the backward pass (2/3 of compute) does not hide:
   best:  data + compute/3 + max(2/3 compute, all-reduce); worst: data + compute + all-reduce + all else measured
-  compute and data are those of the largest measured number of processes: as many more cores, disks and GPUs are assumed
-  all-reduce = 2 (N - 1) / N x gradient bytes / bandwidth, a ring's; bandwidth is that of the largest measured number,
-  which says nothing of a network between machines"""
+  compute and data are measured at the largest number of processes: cores, disks and GPUs are assumed to grow with it
+  all-reduce = 2 (N - 1) / N x gradient bytes / bandwidth, as in a ring; the bandwidth is measured at the same number,
+  and says nothing of a network between machines"""
 
 
 def predict(measured: list[dict[str, Any]], nproc: int) -> dict[str, float]:
@@ -516,9 +516,9 @@ def benchmark_scaling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def benchmark_saving(options: argparse.Namespace) -> dict[str, Any]:
-    """Run train.py, which saves every few steps, and print how much longer the steps beside a save take than others.
+    """Run train.py, which saves every few steps, and print how much longer the steps after a save take than others.
 
-    The times are those of the run's own records, one a step.
+    The times are those of the run's own records, one per step.
 
     Raises:
         UserError: the run failed, or there are too few steps between two saves to tell.
@@ -530,7 +530,7 @@ def benchmark_saving(options: argparse.Namespace) -> dict[str, Any]:
         run_saving(options, Path(folder, "run"), (options.rounds + 2) * every)
         times = {row["step"]: row["time"] for row in read_records(Path(folder, "run")) if row["kind"] == "train"}
     ratios, costs, plain = [], [], []
-    for save in range(2 * every, (options.rounds + 2) * every, every):  # the first one takes new memory
+    for save in range(2 * every, (options.rounds + 2) * every, every):  # the first save allocates its memory
         steps = [times[step + 1] - times[step] for step in range(save, save + every)]
         base = statistics.median(steps[every // 2 :])
         plain.append(base)
@@ -549,7 +549,7 @@ def benchmark_saving(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_saving(options: argparse.Namespace, folder: Path, num_steps: int) -> None:
-    """Train so many steps into a folder, and save every few of them."""
+    """Train `num_steps` steps into a folder, and save every `--every` of them."""
     command = [*TORCHRUN, f"--nproc_per_node={options.nproc}"] if options.nproc > 1 else []
     command += ["train.py", "--output-dir", str(folder)]
     command += ["--synthetic", str(num_steps * options.batch_size * options.nproc), "--epochs", "1", "--workers", "0"]
@@ -567,21 +567,21 @@ def add_commands(commands: Any) -> None:
     """Register the commands here with the subparsers of scripts/benchmark.py; `options.run` is the function to call."""
     step = commands.add_parser("step", help="a training step, against its limit and torchvision's loop")
     scaling = commands.add_parser("scaling", help="1 to N processes, and a model of more")
-    saving = commands.add_parser("saving", help="steps beside which a checkpoint is written, against the others")
+    saving = commands.add_parser("saving", help="steps while a checkpoint is written, against the others")
     for command, model, px, batch_size, rounds, rounds_help in [
-        (step, "resnet18", 224, 64, 9, "default: 9, and a warm-up"),
-        (scaling, "resnet18", 224, 64, 3, "default: 3, and a warm-up"),
+        (step, "resnet18", 224, 64, 9, "rounds (default: 9, and a warm-up)"),
+        (scaling, "resnet18", 224, 64, 3, "rounds (default: 3, and a warm-up)"),
         (saving, "resnet50", 128, 16, 9, "saves (default: 9, and a warm-up)"),
     ]:
-        words = f"images a process (default: {batch_size})"
+        words = f"images per process (default: {batch_size})"
         command.add_argument("--model", default=model, help=f"as train.py's (default: {model})")
-        command.add_argument("--train-crop-size", metavar="PX", type=positive, default=px, help=f"default: {px}")
+        command.add_argument("--train-crop-size", metavar="PX", type=positive, default=px, help=f"side (default: {px})")
         command.add_argument("--batch-size", metavar="N", type=positive, default=batch_size, help=words)
         command.add_argument("--device", help="default: the accelerator that is there, else cpu")
         command.add_argument("--rounds", metavar="N", type=positive, default=rounds, help=rounds_help)
     for command in (step, scaling):
         command.add_argument("--workers", metavar="N", type=int, default=0, help="loader processes (default: 0)")
-        command.add_argument("--steps", metavar="N", type=positive, default=10, help="a round (default: 10)")
+        command.add_argument("--steps", metavar="N", type=positive, default=10, help="per round (default: 10)")
         for switch in SWITCHES:
             command.add_argument(switch, action="store_true", help="as train.py's")
         command.add_argument("--amp-dtype", choices=sorted(models.AMP_DTYPES), help="as train.py's")
@@ -594,11 +594,11 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     step.add_argument("--nproc", metavar="N", type=positive, default=1, help="processes of --compare (default: 1)")
     step.set_defaults(run=benchmark_step)
-    scaling.add_argument("--nproc", metavar="N", type=positive, nargs="+", default=[1, 2], help="default: 1 2")
-    scaling.add_argument("--threads", metavar="N", type=positive, help="of each process (default: cores / largest N)")
+    scaling.add_argument("--nproc", metavar="N", type=positive, nargs="+", default=[1, 2], help="counts (default: 1 2)")
+    scaling.add_argument("--threads", metavar="N", type=positive, help="CPU threads each (default: cores / largest N)")
     scaling.set_defaults(run=benchmark_scaling)
     saving.add_argument("--nproc", metavar="N", type=positive, default=1, help="processes (default: 1)")
-    saving.add_argument("--threads", metavar="N", type=positive, help="of each process (default: cores / N)")
+    saving.add_argument("--threads", metavar="N", type=positive, help="CPU threads each (default: cores / N)")
     saving.add_argument("--every", metavar="N", type=positive, default=8, help="steps between saves (default: 8)")
     saving.set_defaults(run=benchmark_saving)
 

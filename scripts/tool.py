@@ -1,6 +1,6 @@
-"""Shared by the tools: their parser, types of options, tables, files that they write, and errors of one line.
+"""Share a parser, option types, tables, output files and one-line errors among the tools.
 
-Any function of a tool may raise `UserError` for something that was given and cannot be used: `run` prints its line.
+Any function of a tool may raise `UserError` for a given value that cannot be used: `run` prints its line.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from options import OneLineParser
 
 
 def build_parser(prog: str, usage: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """Return a parser without options yet: `usage` comes behind the command, and the epilog keeps its lines."""
+    """Return a parser without options; `usage` follows the command, and the epilog keeps its line breaks."""
     return OneLineParser(
         prog=prog,
         usage=f"{prog} {usage}",
@@ -39,7 +39,7 @@ def positive(text: str) -> int:
 
 
 def output_file(text: str) -> Path:
-    """Return the path of a file that can be written, so that hours are not spent before it cannot; an argparse type."""
+    """Return the path of a file that can be written; refuse others before hours of work; an argparse type."""
     path = Path(text)
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK | os.X_OK):
         raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there and can be written to")
@@ -50,10 +50,10 @@ def write_output(path: Path, content: bytes, option: str = "", verify: Callable[
     """Write a file whole or not at all.
 
     Args:
-        path: of the file.
-        content: all of it.
-        option: names it, as --json.
-        verify: as `write_atomically` has it.
+        path: the file to write.
+        content: the whole content.
+        option: the option that names the file, such as --json, for a message.
+        verify: as in `write_atomically`.
     """
     try:
         write_atomically(path, lambda file: file.write(content), verify)
@@ -63,12 +63,12 @@ def write_output(path: Path, content: bytes, option: str = "", verify: Callable[
 
 
 def as_json(content: Any) -> bytes:
-    """Return plain values as the text of a file."""
+    """Return plain values as the bytes of a JSON file."""
     return json.dumps(content, indent=1).encode() + b"\n"
 
 
 def aligned(rows: list[list[str]], to_left: tuple[int, ...] = (0,)) -> list[str]:
-    """Return the lines of a table whose columns are aligned to the right, but for those that are named."""
+    """Return the lines of a table; columns are aligned to the right, or to the left if `to_left` has their number."""
     rows = [[one_line(word) for word in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -81,7 +81,7 @@ def aligned(rows: list[list[str]], to_left: tuple[int, ...] = (0,)) -> list[str]
 
 
 def explain(error: BaseException) -> BaseException:
-    """Return the error of one line for one of torch's that a user can act on; any other error as it is."""
+    """Return a one-line error for an error of torch's that a user can act on, and any other error unchanged."""
     if isinstance(error, RuntimeError):
         from monitoring.estimate import is_out_of_memory  # not above: it imports torch, and some tools do without
 
@@ -93,7 +93,7 @@ def explain(error: BaseException) -> BaseException:
 
 
 def make_out(out: Path) -> None:
-    """Make the folder that a tool writes to; UserError if that fails or its files could not be written."""
+    """Make the folder that a tool writes to; UserError if it cannot be made or cannot be written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -103,7 +103,7 @@ def make_out(out: Path) -> None:
 
 
 def check_room(folder: Path, name: str, num_bytes: float, share: float = 1.0) -> None:
-    """Raise UserError if less than a share of the bytes that `name` needs are free on the folder's disk."""
+    """Raise UserError if the folder's disk has less free space than this share of the bytes that `name` needs."""
     free = free_bytes(folder)
     if free < share * num_bytes:
         raise UserError(
@@ -113,13 +113,13 @@ def check_room(folder: Path, name: str, num_bytes: float, share: float = 1.0) ->
 
 
 def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_killed: str = "") -> None:
-    """Run a tool and leave with its exit code; an error that a user can act on is one line.
+    """Run a tool and exit with its code; print an error that a user can act on as one line.
 
     Args:
         prog: the tool's command.
         work: returns an exit code, or None for zero.
         when_interrupted: the message after Ctrl-C or SIGTERM.
-        when_killed: is put behind the message about a worker process that was killed.
+        when_killed: follows the message about a worker process that was killed.
     """
     # As Ctrl-C: a batch system ends a job with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""A trained model, from a checkpoint or by its name: how the tools open one and compute with it."""
+"""Open a trained model, from a checkpoint or by its published name, and compute with it."""
 
 import argparse
 from bisect import bisect_right
@@ -32,16 +32,16 @@ from scripts.tool import positive
 class Trained(NamedTuple):
     """A model and the facts that its users need."""
 
-    model: nn.Module  # on the CPU, evaluating: from (B, 3, S, S) normalised floats to (B, num_classes) logits
+    model: nn.Module  # on the CPU, in evaluation mode: (B, 3, S, S) normalised floats to (B, num_classes) logits
     args: config.Record  # the options that it is evaluated with: `model`, `val_crop_size`, `interpolation` ...
-    classes: list[str] | None  # their names; None where the file does not have them
-    kind: str  # which weights these are, as words for a message
-    trained_with: dict[str, Any]  # all options that the file has from its training or publication
-    is_published: bool = False  # the weights were given by their name; their classes are named by English words
+    classes: list[str] | None  # names of the classes; None where the file has none
+    kind: str  # words for a message, such as `the raw weights of resnet18`
+    trained_with: dict[str, Any]  # all options of its training or publication that the file holds
+    is_published: bool = False  # the weights were given by their name; their classes have English names
 
     @property
     def preset(self) -> ClassificationPresetEval:
-        """From a PIL image to (3, S, S) normalised floats."""
+        """The transform of a PIL image into (3, S, S) normalised floats."""
         return build_presets(self.args)[1]
 
     def count_classes(self) -> int:
@@ -54,15 +54,15 @@ class Trained(NamedTuple):
 def add_options(
     parser: argparse.ArgumentParser, source: str = "a file, or published weights: resnet50.IMAGENET1K_V2"
 ) -> None:
-    """Add the arguments that say which weights are meant, and of which model a bare state dict is."""
+    """Add the arguments that name the weights and, for a bare state dict, its model."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=source)
     parser.add_argument("--ema", action="store_true", help="take the averaged weights, not the raw ones")
-    names = "a torchvision name, timm/NAME, or FILE.py:FUNCTION, which is needed where the file says it too"
+    names = "a torchvision name, timm/NAME, or FILE.py:FUNCTION, which must be given even if the file says it"
     parser.add_argument("--model", metavar="NAME", help=f"the model, where the file does not say it: {names}")
 
 
 def add_machine_options(parser: argparse.ArgumentParser, *others: str) -> None:
-    """Add the options that say how images are loaded and where the model is computed, and others of train.py's."""
+    """Add the options for loading images and choosing the device, and `others` of train.py's."""
     parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
     texts = {
         "workers": "loader processes (default: as train.py)",
@@ -74,11 +74,11 @@ def add_machine_options(parser: argparse.ArgumentParser, *others: str) -> None:
 
 
 def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Record:
-    """Return the options that a model is computed with on this machine.
+    """Return the options with which a tool evaluates a model on this machine.
 
     Args:
         trained: the model and the options of its training.
-        options: of the tool; those that take the place of the checkpoint's have our names.
+        options: the tool's; those that replace the checkpoint's have the names of train.py's.
         is_alone: the tool runs as one process.
     """
     ours = ("batch_size", "data_path", "device", "interpolation", "val_crop_size", "val_resize_size", "workers")
@@ -108,7 +108,7 @@ def check_classes(trained: Trained, images: data.IndexedImageFolder) -> None:
 
 
 class _Sets(Dataset):
-    """Several sets behind each other, so that one group of loader processes, started once, serves them all."""
+    """Several sets, one after the other, so that the same loader processes, started once, serve them all."""
 
     def __init__(self, sets: list[data.IndexedImageFolder]) -> None:
         self.sets, self.firsts = sets, [0, *accumulate(map(len, sets))]
@@ -125,7 +125,7 @@ class _Sets(Dataset):
 
 
 class _SetSampler(Sampler):
-    """Yield some images of a set, given by their numbers in it, by their numbers among those of all sets."""
+    """Turn the numbers of images within a set into their numbers among the images of all sets."""
 
     def __init__(self, numbers: Any, first: int, batch_size: int) -> None:
         self.numbers, self.first, self.batch_size = numbers, first, batch_size
@@ -145,12 +145,12 @@ class Evaluation:
     Args:
         trained: the model, which moves to the device.
         args: as `settle` returns them.
-        sets: images, each set prepared by its own preset; one may be there several times, with other presets.
+        sets: images, each set with its own preset; the same images may come several times, with different presets.
     """
 
     def __init__(self, trained: Trained, args: config.Record, sets: list[data.IndexedImageFolder]) -> None:
         self.args, self.images = args, _Sets(sets)
-        # Before there are other threads, as those of the process group: see `BatchLoader.start`.
+        # Before other threads start, such as the process group's: see `BatchLoader.start`.
         (self.started,) = data.start_loaders([self.images], args)
         collectives.join_processes(args)
         self.device = models.set_up_device(args)
@@ -159,7 +159,7 @@ class Evaluation:
         self.autocast = models.autocast(args, self.device)
 
     def load(self, place: int, numbers: list[int] | None = None) -> data.DeviceLoader:
-        """Return the batches of some images of a set: by default of all, and of these the share of this process."""
+        """Return batches of the images of a set that have these numbers; by default of this process's share of all."""
         args, images = self.args, self.images.sets[place]
         self.images.current = images
         if numbers is None:
@@ -169,7 +169,7 @@ class Evaluation:
 
 
 def open_given(options: argparse.Namespace) -> Trained:
-    """Return the model that the arguments of `add_options` mean."""
+    """Return the model that the arguments of `add_options` name."""
     size = getattr(options, "val_crop_size", None)
     return open_trained(str(options.checkpoint), model=options.model, is_average=options.ema, size=size)
 
@@ -179,13 +179,13 @@ def open_trained(
 ) -> Trained:
     """Open a checkpoint of this script, torchvision, timm or pytorch/examples, a bare state dict, or published weights.
 
-    A bare state dict may be a safetensors file, and have been written by `scripts.export` with a description.
+    A bare state dict may be a safetensors file. If `scripts.export` wrote it, its description gives model and options.
 
     Args:
         source: a path; or `resnet50`, `resnet50.IMAGENET1K_V1` or `ResNet50_Weights.IMAGENET1K_V1`.
-        model: its name, where the file does not say it.
+        model: the model's name, where the file does not say it.
         is_average: take the average of a checkpoint, not its raw weights.
-        size: of the images, in pixels; by default that of the weights.
+        size: side of the images in pixels; by default that of the weights.
     """
     if Path(source).is_dir():
         raise UserError(f"{source} is a folder; give a file in it, such as {Path(source) / 'checkpoint.pth'}")
@@ -197,7 +197,7 @@ def open_trained(
 
 
 def build_named(source: str, weights: Weights, model: str | None, *, size: int | None = None) -> Trained:
-    """Return the model that a file says; refuse a `--model` that is another, or none where it is needed."""
+    """Return the model that a file names; refuse a `--model` that contradicts it, or a missing one that is needed."""
     name = weights.options.get("model")
     if None not in (name, model) and not is_same_model(name, model):
         raise UserError(f"{source} holds {weights.kind}, and --model is {model}; leave --model out")
@@ -211,6 +211,6 @@ def build_named(source: str, weights: Weights, model: str | None, *, size: int |
 def build_trained(
     source: str, name: str, weights: Weights, *, size: int | None = None, is_typed: bool = False
 ) -> Trained:
-    """Return the model with its weights, and the options that it is evaluated with; as `build_evaluated`."""
+    """Return the model with its weights and the options of its evaluation; arguments as of `build_evaluated`."""
     model, args = build_evaluated(source, name, weights, size=size, is_typed=is_typed)
     return Trained(model, args, weights.classes, weights.kind, weights.options)

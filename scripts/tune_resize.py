@@ -116,7 +116,7 @@ def picture_file(text: str) -> Path:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Print the table, and write the files that are asked for."""
+    """Print the table, and write the files that the options name."""
     trained = open_given(options)
     args = settle(trained, options)
     crops = options.crop or [args.val_crop_size]
@@ -125,7 +125,7 @@ def work(options: argparse.Namespace) -> None:
     if not cells:
         raise UserError(f"--crop {min(crops)} is larger than --resize {max(resizes)}; give a crop within the image")
     results = sweep(trained, args, cells)
-    # Of equal ones that of the smallest sizes.
+    # Of equal results the one at the smallest sizes.
     best = min(results, key=lambda result: (-result["acc1"], result["crop"], result["resize"]))
     if options.json:
         content = {"checkpoint": options.checkpoint, "weights": trained.kind, "best": best, "results": results}
@@ -148,8 +148,8 @@ def main() -> None:
     default = "from the crop on, 64 px in steps of 16"
     parser.add_argument("--resize", metavar="PX", type=sizes, help=f"224-288:16 or 224,256 (default: {default})")
     parser.add_argument("--crop", metavar="PX", type=sizes, help="likewise (default: the checkpoint's own)")
-    parser.add_argument("--json", metavar="FILE", type=output_file, help="write all results there")
-    parser.add_argument("--picture", metavar="FILE", type=picture_file, help="draw the curves there (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write all results to FILE")
+    parser.add_argument("--picture", metavar="FILE", type=picture_file, help="draw curves to FILE (needs matplotlib)")
     add_machine_options(parser)
     run(PROG, lambda: work(parser.parse_args()), "interrupted; start it again: nothing is kept")
 

@@ -467,7 +467,7 @@ def test_verify_says_what_is_wrong(short_side, tmp_path):
     assert "things are wrong" in error_line(done, 1)
     for path, words in [
         (torn, "3,000 bytes, and the manifest says"),
-        (flipped, "its content is not what was written"),
+        (flipped, "its content has changed since it was written"),
         (lost, "No such file"),
         (pipe, "is not a file"),
         (out / "train-000099.tar", "not in the manifest"),
@@ -510,6 +510,6 @@ def test_a_shard_read_back_otherwise_than_written_is_not_kept(source):
     rotten = bytearray(file.getvalue())
     rotten[700] ^= 4
     path.write_bytes(rotten)
-    with pytest.raises(OSError, match="read back otherwise"):
+    with pytest.raises(OSError, match="read back is not"):
         writer.verify(path)
     path.unlink()

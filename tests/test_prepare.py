@@ -336,7 +336,7 @@ def test_what_is_missing_is_named(official, tmp_path):
     (tmp_path / "file").touch()
     assert "cannot be made a folder" in error_line(run(tmp_path, official, tmp_path / "file" / "out"))
     done = run(tmp_path, official / "ILSVRC2012_img_train.tar", out, "--skip-md5").check()
-    assert "val: none in what was given" in done.output
+    assert "val: left out" in done.output
 
 
 def test_no_room_is_one_line_and_leaves_nothing_half(official, tmp_path):
