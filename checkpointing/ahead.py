@@ -1,4 +1,4 @@
-"""Checkpoints that a thread reads while Python imports: a run that goes on with them waits for no disk then."""
+"""Read checkpoints in a thread while Python imports, so that a resumed run need not wait for the disk afterwards."""
 
 import os
 import threading
@@ -13,12 +13,12 @@ from launch import read_launch
 def read_ahead(args: Namespace, folder: str) -> None:
     """Begin to read the files that a resumed run verifies first, into the system's cache alone.
 
-    A copy in this process would live on in every loader process that is forked. `CheckpointFinder` decides which files
-    count, and says what is wrong with them.
+    A copy in this process would live on in every loader process that is forked. `CheckpointFinder` later chooses among
+    the files and reports damage.
 
     Args:
         args: the options of the command line.
-        folder: of the run.
+        folder: the run's folder, which holds the checkpoints of `--resume auto`.
     """
     if not args.resume or args.dry_run or read_launch().rank:
         return

@@ -17,10 +17,10 @@ from checkpointing.schema import MOST_PICKLE_BYTES, check_schema
 from errors import StorageError, UserError
 from files import memory_bytes, read_bytes, retry_read
 
-# Bytes of a refused file in which code is looked for, which the message then names.
+# Bytes of a refused file that are searched for code to name in the message.
 _MOST_OLD_BYTES = 1 << 20
 
-# Bytes of an element, by the storages that `torch.save` names; and all names that it uses for plain data.
+# Bytes of an element of each storage type that `torch.save` writes; and all names that it writes for plain data.
 _ITEM_BYTES = {
     "torch BFloat16Storage": 2, "torch BoolStorage": 1, "torch ByteStorage": 1, "torch CharStorage": 1,
     "torch DoubleStorage": 8, "torch FloatStorage": 4, "torch HalfStorage": 2, "torch IntStorage": 4,
@@ -45,7 +45,7 @@ def read_checkpoint(path: Path, name: str) -> Found:
     """Return the checkpoint in a file that errors call `name`, verified; check its claims before reading it.
 
     Raises:
-        UserError: it is damaged, or no checkpoint of this script.
+        UserError: the file is damaged, or no checkpoint of this script.
         StorageError: the disk does not answer, or memory is short.
     """
 
@@ -114,7 +114,7 @@ def check_archive(file: Any, name: str) -> bool:
     if size > memory_bytes():
         raise UserError(f"{name} has {size / 1e9:,.1f} GB, and this machine {memory_bytes() / 1e9:,.1f} GB of memory")
     file.seek(0)
-    if file.read(4) != b"PK\3\4":  # as torch tells an archive from the files of versions before 1.6
+    if file.read(4) != b"PK\3\4":  # torch too tells archives from files of versions before 1.6 by these bytes
         return False
     try:
         with zipfile.ZipFile(file) as archive:
@@ -138,14 +138,14 @@ def check_pickle(file: Any, name: str, *, takes_namespace: bool = False) -> None
     Torch believes the size that a pickle gives, and would read beyond the record.
 
     Raises:
-        UserError: it names a storage of another size.
-        ValueError: it names anything else.
+        UserError: a storage has another size than its record, or the pickle is too large for a checkpoint.
+        ValueError: the pickle names anything but plain data.
     """
     with zipfile.ZipFile(file) as archive:
         root = archive.infolist()[0].filename.split("/")[0]
         sizes = {record.filename.removeprefix(f"{root}/data/"): record.file_size for record in archive.infolist()}
         if archive.getinfo(f"{root}/data.pkl").file_size > MOST_PICKLE_BYTES:
-            raise UserError(f"{name} is no checkpoint: it describes more than a model has")
+            raise UserError(f"{name} is no checkpoint: its pickle is larger than {MOST_PICKLE_BYTES >> 20} MiB")
         pickled = archive.read(f"{root}/data.pkl")
     for kind, key, numel in _storages(pickled, _PLAIN_GLOBALS | ({"argparse Namespace"} if takes_namespace else set())):
         if sizes.get(key) != _ITEM_BYTES[kind] * numel:
@@ -153,7 +153,7 @@ def check_pickle(file: Any, name: str, *, takes_namespace: bool = False) -> None
 
 
 def _storages(pickled: bytes, plain_globals: set[str]) -> Iterator[tuple[str, str, int]]:
-    """Yield the kind, the key and the number of elements of each storage in a pickle; raises as `check_pickle`."""
+    """Yield the type, the key and the number of elements of each storage in a pickle; ValueError as `check_pickle`."""
     literals, stack, named = {}, [], None
     for opcode, argument, _ in pickletools.genops(pickled):
         _check_opcode(opcode.name, argument, plain_globals)
@@ -188,7 +188,7 @@ def _check_opcode(name: str, argument: Any, plain_globals: set[str]) -> None:
 
 
 def _find_code(content: bytes) -> Exception:
-    """Return the reason to refuse a file that is no archive: code in the pickles that it begins with, if any.
+    """Return why a file that is no archive is refused: code in the pickles at its beginning, if they have any.
 
     Older versions of torch wrote several pickles in a row, and then the tensors.
     """
@@ -210,7 +210,7 @@ def find_bad_record(file: Any) -> str | None:
         zipfile.BadZipFile: the archive as a whole is damaged.
     """
     with zipfile.ZipFile(file) as archive:
-        # One flipped bit of the index turns a record into a folder. Python reads it all the same and finds it good;
+        # One flipped bit of the index turns a record into a folder. Python still reads the record and finds it good;
         # torch reads nothing and returns uninitialised memory.
         folders = (record.filename for record in archive.infolist() if record.external_attr & 0x10)
         return next(folders, None) or archive.testzip()
@@ -221,8 +221,8 @@ def _explain(name: str, error: Exception) -> str:
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found and found[1] == "argparse.Namespace":
         return (
-            f"{name} is a checkpoint of another script, as torchvision's reference script: it holds an "
-            "argparse.Namespace; to start from its weights, pass it to --weights"
+            f"{name} is a checkpoint of another script, such as torchvision's: it holds an argparse.Namespace; to "
+            "start from its weights, pass it to --weights"
         )
     if found:
         return f"{name} contains code ({found[1]}) and was refused; nothing in it was run"

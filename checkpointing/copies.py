@@ -1,4 +1,4 @@
-"""Ranks that write checkpoints: rank 0 and, with `--save-per-node`, one for each folder that the nodes see."""
+"""The ranks that write checkpoints: rank 0 or, with `--save-per-node`, one rank for each folder that the nodes see."""
 
 import secrets
 from collections.abc import Callable
@@ -13,25 +13,25 @@ from launch import read_launch
 
 
 class Writers:
-    """The ranks that write; rank 0 alone until `find` is called."""
+    """The ranks that write checkpoints; rank 0 alone until `find` is called."""
 
     def __init__(self) -> None:
         self.ranks, self._group = [0], None
 
     @property
     def have_me(self) -> bool:
-        """Whether this process is one of them."""
+        """Whether this process writes."""
         return collectives.get_rank() in self.ranks
 
     def find(self, folder: Path) -> None:
-        """Choose the first rank of each node, one for each folder. Collective: every rank must call it."""
+        """Choose each node's first rank, and one of them for a shared folder. Collective: every rank must call it."""
         rank, is_first = collectives.get_rank(), read_launch().local_rank == 0
         firsts = [number for number, is_one in enumerate(collectives.gather_plain(is_first)) if is_one]
         token = collectives.gather_plain(secrets.token_hex(8))[0]
         marks = {number: folder / f".node-{number}-{token}" for number in firsts}
         self.ranks = firsts
         self.call(_touch, marks.get(rank))
-        # Asked for by name: a listing may come from a network file system's cache.
+        # Look for each mark by its name: a network file system may answer a listing from its cache.
         lowest = collectives.gather_plain(min([number for number in firsts if marks[number].exists()] + [rank]))
         if is_first:
             marks[rank].unlink(missing_ok=True)
@@ -42,12 +42,12 @@ class Writers:
             self._group = dist.new_group(self.ranks, backend="gloo")
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function on the writers; an error of one is raised by all. Collective: every rank must call it."""
+        """Call a function on the writers; all ranks raise an error of one. Collective: every rank must call it."""
         _, refusal = collectives.attempt(function, *args) if self.have_me else (None, None)
         collectives.raise_first(collectives.gather_plain(refusal))
 
     def share(self, payload: bytes | None, source: int = 0) -> bytes:
-        """Give one writer's bytes to all writers, which must all call it; b"" where there is only one writer."""
+        """Return one writer's bytes on all writers, which must all call it; b"" where there is only one writer."""
         return b"" if self._group is None else collectives.broadcast_bytes(payload, source, self._group)
 
 

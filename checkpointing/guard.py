@@ -33,7 +33,7 @@ def _describe_set(dataset: Any) -> dict:
 
 
 def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
-    """Return versions, processor, code revision, threads and processes, which a run's numbers may depend on."""
+    """Return all that a run's numbers may depend on: versions, processor, code revision, threads and processes."""
     found = {
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
@@ -82,9 +82,9 @@ def run_facts(args: Any, decoder: str, train: Any, val: Any) -> dict:
 
 
 def check_options(state: dict, args: Any, decoder: str) -> None:
-    """Check that the options compute the same numbers as the checkpoint's run; print all other differences.
+    """Check that the options compute the same numbers as the checkpoint's run; print harmless and allowed differences.
 
-    This comes before any data is read and before the shards are set.
+    The caller has neither read data nor set the shards yet.
 
     Raises:
         UserError: a difference changes numbers, and `--allow-change` does not name it.
@@ -123,9 +123,9 @@ def check_options(state: dict, args: Any, decoder: str) -> None:
 
 
 def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> None:
-    """Raise UserError if there is a checkpoint and it is of other classes or images.
+    """Raise UserError if there is a checkpoint, and its model, classes or images are not those of this run.
 
-    Without a training set the checkpoint is to be evaluated, which may be done on other images.
+    Without a training set the checkpoint is to be evaluated, and the images may differ.
     """
     if state is None:
         return
@@ -181,7 +181,7 @@ def _say_if(begin: str, texts: list[str], end: str = "") -> None:
 
 
 def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
-    """Return a line about the classes whose names differ in the checkpoint and in as many of the data, if any do."""
+    """Return a line about classes whose names differ from the checkpoint's, if any do; both must have as many."""
     labels = [label for label, names in enumerate(zip(theirs, ours, strict=True)) if names[0] != names[1]]
     if not labels:
         return []
@@ -193,9 +193,9 @@ def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
 
 
 def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list[str]:
-    """Return the differences of two sets that matter; add those that may not to the notes.
+    """Return the differences of two sets that matter; add those that may be harmless to the notes.
 
-    Names and labels are the same in any form and place, sizes and checksums within a form, times within a path.
+    Names and labels can be compared across forms and paths, sizes and checksums within a form, times within a path.
     """
     meanings = {"num_images": "there are more or fewer images", "fingerprint": "files have other names or labels"}
     is_same_form = theirs["form"] == ours["form"]
@@ -220,7 +220,7 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
     for name, value in vars(args).items():
         is_theirs = name in ("weights", "mean", "std") and name not in args.given
         is_theirs = is_theirs or (name == "global_batch_size" and value is None)
-        is_younger = name not in theirs and name not in args.given  # than the checkpoint, and not used
+        is_younger = name not in theirs and name not in args.given  # a newer option than the checkpoint, and unused
         if name in _DERIVED or name == "world_size" or is_theirs or is_younger:
             continue
         known = theirs.get(name, "unknown")
@@ -257,7 +257,7 @@ def _why_epochs_matter(args: Any) -> str | None:
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
     label = {"threads": "CPU threads (OMP_NUM_THREADS)", "world_size": "world-size"}.get(name, name.replace("_", "-"))
-    note = " (from here on; of good images the numbers are the same)" if name == "bad_images" else ""
+    note = " (from here on; good images give the same numbers)" if name == "bad_images" else ""
     return f"{label} {theirs} in the checkpoint, {ours} now{note}"
 
 

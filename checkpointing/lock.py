@@ -11,7 +11,7 @@ from errors import LockedError
 from files import lock_file
 from launch import read_launch
 
-# A run that lost its launcher, or saves because it was told to end, may take this long to stop.
+# Time that a run may take to stop after it lost its launcher, or was told to end and saves.
 WAIT_S = 60.0
 
 # Answers of a file system without locks.
@@ -19,13 +19,13 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def lock_folder(folder: Path) -> None:
-    """Lock `.lock` in a folder until the process ends, and write the holder into it; without locks, say so.
+    """Lock `.lock` in a folder until the process ends, and write this holder into it; say so if there are no locks.
 
     Nothing else may open the file, and nobody deletes it: one process could lock a deleted file while another makes
     a new one.
 
     Raises:
-        LockedError: it is still held after `WAIT_S`; names the holder.
+        LockedError: another process, which the message names, still holds the lock after `WAIT_S`.
         OSError: the file cannot be opened, or is a link.
     """
     path = folder / ".lock"

@@ -60,31 +60,31 @@ class PreemptionGuard:
                 raise UserError("the torchrun that started this process is gone; start again")
 
     def begin(self, votes: Callable[[], dict[str, Any]]) -> None:
-        """Begin to join the knowledge of all ranks, which `votes` gives as the arguments of `_as_integers`.
+        """Begin to combine the votes of all ranks while they compute their next step.
 
-        That is done beside their next step. Collective: every rank must call it.
+        `votes` returns arguments of `_as_integers`. Collective: every rank must call it.
         """
         if self._begun is not None:
-            self._begun()  # of the step before, which nobody has read
+            self._begun()  # end the exchange of the step before, whose result nobody has read
         if collectives.get_world_size() > 1:
             self._begun = collectives.begin_largest(self._as_integers(**votes()))
 
     def agreed(self, votes: Callable[[], dict[str, Any]]) -> Verdict:
-        """Return the agreement that was begun last, if any; of one process alone, that of now. Collective."""
+        """Return the agreement begun last, or `NOTHING`; a single process takes its votes of now. Collective."""
         if collectives.get_world_size() == 1:
             return _read_verdict(self._as_integers(**votes()))
         begun, self._begun = self._begun, None
         return _read_verdict(begun()) if begun else NOTHING
 
     def agree(self, votes: Callable[[], dict[str, Any]] = dict) -> Verdict:
-        """Join the knowledge of all ranks, and wait for it. Collective: every rank must call it."""
+        """Combine the votes of all ranks, and wait for the result. Collective: every rank must call it."""
         self.begin(votes)
         return self.agreed(votes)
 
     def _as_integers(
         self, *, is_save_due: bool = False, is_written: bool = False, bad_step: int | None = None
     ) -> list[int]:
-        """Return a process's knowledge so that the largest integers of all are that of all; see `Verdict`."""
+        """Return this process's votes as integers, whose maxima over all ranks are the agreement; see `Verdict`."""
         bad = NEVER if bad_step is None else -bad_step
         number = self.signals.number
         return [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written), bad]
@@ -107,7 +107,7 @@ def end_with_parent(number: int) -> None:
 def is_orphan() -> bool:
     """Tell whether the torchrun that started this process died before `end_with_parent` was called.
 
-    Then process 1 is the parent; in a container torchrun itself may be that, which the executable tells: Python.
+    The parent is process 1 then. In a container that may be torchrun itself, which runs the same Python as this one.
     """
     try:
         return os.getppid() == 1 and os.readlink("/proc/1/exe") != os.readlink("/proc/self/exe")
@@ -118,9 +118,9 @@ def is_orphan() -> bool:
 def start_worker(worker: int) -> None:
     """Prepare a loader process: it ends with its parent, or when its parent says so, and by no signal from elsewhere.
 
-    torchrun and terminals signal the whole process group; a loader that died of it would end the run before anything
-    is saved (docs/research/RELIABILITY.md, finding 3). Off Linux it dies of anybody's SIGTERM. On SIGUSR2, from the
-    stall watchdog, it prints its Python stacks.
+    torchrun and terminals signal the whole process group; a loader that died of the signal would end the run before
+    it could save (docs/research/RELIABILITY.md, finding 3). Off Linux a loader dies of anybody's SIGTERM. On SIGUSR2,
+    from the stall watchdog, it prints its Python stacks.
     """
     faulthandler.register(signal.SIGUSR2, file=2)
     for number in SIGNALS:
@@ -130,7 +130,7 @@ def start_worker(worker: int) -> None:
         return
     parent = multiprocessing.parent_process().pid
     end_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before it was asked to take this process along
+    if os.getppid() != parent:  # the parent ended before `end_with_parent`
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_told, args=(parent,), daemon=True, name="end when told").start()
@@ -148,7 +148,7 @@ def _end_when_told(parent: int) -> None:
 
 
 class LoaderAround:
-    """A loader around another one, as long as that and of the same data set.
+    """A loader that wraps another one, with the same length and data set.
 
     Args:
         loader: yields batches; has a length and a `dataset`.
@@ -164,7 +164,7 @@ class LoaderAround:
 
     @property
     def numbers(self) -> Callable[[], Iterator]:
-        """The loader's, which yields the images' numbers of each batch, if it has it."""
+        """The loader's own function, if it has one, that yields the image numbers of each batch."""
         return self.loader.numbers
 
     def __len__(self) -> int:
@@ -174,7 +174,7 @@ class LoaderAround:
 class WatchedLoader(LoaderAround):
     """A loader that every rank leaves after the same round when a stop is asked for.
 
-    Ranks may have different numbers of batches; those that have no more go on agreeing until the last one has none.
+    Ranks may have different numbers of batches; a rank that has no more goes on agreeing until all have finished.
 
     Args:
         loader: as `LoaderAround`.
@@ -205,7 +205,7 @@ class WatchedLoader(LoaderAround):
 class FiniteWatch:
     """Learn which losses were not finite, without waiting for the device.
 
-    A flag is copied to the host beside the computation, and read when it has arrived: a step later, or more.
+    Each step's flag is copied to the host beside the computation, and read once it has arrived: a step later or more.
     """
 
     NUM_FLAGS = 64  # on the way at once
@@ -220,9 +220,9 @@ class FiniteWatch:
     def note(self, step: int, values: Sequence[torch.Tensor]) -> None:
         """Take the losses of a step, or other scalar tensors on the device that must be finite."""
         if self.device_type not in ("cpu", "cuda"):
-            return  # reading would wait; the log lines and the saves look, too
+            return  # reading would wait; log lines and saves check the losses too
         if len(self._pending) == self.NUM_FLAGS:
-            return  # nobody asks; the losses are checked again when a line is due
+            return  # nobody calls `first_bad`; the next log line checks the losses
         place = next(self._places)
         is_finite = torch.stack([value.detach() for value in values]).isfinite().all()
         self._flags[place].copy_(is_finite, non_blocking=True)
@@ -242,12 +242,12 @@ class StallWatchdog:
     """End a run that hangs, after every rank has printed the Python stacks of all threads, and its present work.
 
     Args:
-        timeout_s: how long nothing may happen; 0 for ever.
+        timeout_s: most seconds between two beats; 0 for no limit.
         describe: names the present work.
         on_stall: called last, with the reason.
     """
 
-    LINGER_S = 5.0  # a launcher ends all ranks when one has left; all should speak first
+    LINGER_S = 5.0  # a launcher ends all ranks when one has left; all should print their stacks first
 
     def __init__(self, timeout_s: float, describe: Callable[[], str], on_stall: Callable[[str], None]) -> None:
         self.timeout_s, self.describe, self.on_stall = timeout_s, describe, on_stall

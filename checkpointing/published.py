@@ -1,4 +1,4 @@
-"""Weights that others have published: torchvision's by their names, and those that `--weights` means."""
+"""Fetch published weights: torchvision's by name, and those that `--weights` names."""
 
 import sys
 from pathlib import Path
@@ -17,14 +17,14 @@ from options import split_custom
 
 
 def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
-    """Return the state dict that `--weights` means, or None.
+    """Return the state dict that `--weights` names, or None without the option.
 
     Args:
         args: the options.
-        val: the validation set, which has the classes' names.
+        val: the validation set, for the names of its classes.
 
     Raises:
-        UserError: it means none, or cannot be evaluated on these classes.
+        UserError: it names no weights, or weights that cannot be evaluated on these classes.
     """
     if args.weights is None:
         return None
@@ -38,10 +38,10 @@ def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
 
 
 def fetch_by_name(source: str) -> tuple[str, Weights]:
-    """Return the model and the weights that a name of torchvision's published weights means.
+    """Return the model and the weights for a name of torchvision's published weights.
 
     Args:
-        source: `resnet50`, whose default weights are meant, `resnet50.IMAGENET1K_V1` or
+        source: `resnet50` for its default weights, `resnet50.IMAGENET1K_V1` or
             `ResNet50_Weights.IMAGENET1K_V1`.
 
     Raises:
@@ -85,7 +85,7 @@ def resolve_weights(args: Any) -> Any:
     """Return the member of torchvision's weights enumeration that `args.weights` names.
 
     Raises:
-        UserError: there is none of that name for the model.
+        UserError: the model has no weights of that name.
     """
     if args.model.startswith("timm/") or split_custom(args.model) is not None:
         raise UserError(f"--weights {args.weights} is not a file; for {args.model}, give a file with a state dict")
@@ -104,15 +104,15 @@ def fetch_published(weights: WeightsEnum, source: str) -> dict[str, Tensor]:
     """Return the state dict of torchvision's weights, from torch's cache or the network.
 
     Args:
-        weights: which ones.
-        source: what to call them in a message.
+        weights: a member of a weights enumeration.
+        source: the weights' name in messages.
 
     Raises:
         UserError: they cannot be fetched, or the copy in the cache is damaged.
     """
     is_shown = collectives.is_main_process() and sys.stderr.isatty()  # a bar would fill a log
     try:
-        # Torch's hub would unpickle whatever is in its cache: its default is weights_only=False.
+        # Torch's hub would unpickle any file in its cache: its default is weights_only=False.
         return weights.get_state_dict(progress=is_shown, check_hash=True, weights_only=True)
     except OSError as error:
         raise UserError(f"{source}: cannot download {weights.url} ({error})") from error

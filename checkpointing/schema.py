@@ -12,7 +12,7 @@ from options import MOST_COUNT
 
 FORMAT = 2
 
-# No checkpoint has more bytes in its pickle, values, levels of nesting, or characters in a text.
+# Limits of a checkpoint: bytes of its pickle, values, levels of nesting, and characters of a text.
 MOST_PICKLE_BYTES, MOST_VALUES, MOST_DEPTH, MOST_CHARACTERS = 1 << 24, 1_000_000, 12, 1 << 16
 
 
@@ -155,7 +155,7 @@ def check_schema(state: dict, name: str) -> dict:
     """Return the state if it is a sound checkpoint of this script, though perhaps of another model or other data.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not sound, or not of this script.
         OtherFormatError: another version of this script wrote it.
     """
     missing = sorted({field.split(".")[0] for field in _FIELDS} - state.keys())
@@ -178,7 +178,7 @@ def check_schema(state: dict, name: str) -> dict:
 def _find_foreign(state: dict) -> str | None:
     """Say why a state is not plain data, or is too large to look through; else return None.
 
-    An object counts as often as it occurs: a list may hold a list ten times, which holds another ten times ...
+    An object counts each time it occurs: nested lists that each hold the next one ten times are small only in memory.
     """
     todo, count = [(state, 0)], 0
     while todo:
@@ -224,7 +224,7 @@ def _find_misfit(state: dict) -> str | None:
 
 
 def _find_contradiction(state: dict) -> str | None:
-    """Name two fields of a state that are right alone and contradict each other; None if there are none."""
+    """Name fields of a state that are each valid but contradict each other; None if there are none."""
     position, shards, data = state["position"], state["shards"], state["data"]
     batch, num_shards = shards["global_batch_size"], shards["num_shards"]
     steps_per_epoch = data["num_images"] // batch
@@ -240,10 +240,10 @@ def _find_contradiction(state: dict) -> str | None:
         (state["step"] == position["epoch"] * steps_per_epoch + position["steps"], f"step {state['step']}"),
         (state["epoch"] == position["epoch"] - (not is_complete), f"{state['epoch']} as the last epoch"),
         (all(best["step"] <= state["step"] for best in bests), "a best evaluation that is still to come"),
-        (len(data["classes"]) == data["num_classes"], f"{data['num_classes']} classes and other names"),
+        (len(data["classes"]) == data["num_classes"], f"{data['num_classes']} classes, {len(data['classes'])} names"),
         (
             all(type(key) is str or key in numbers for key in state["optimizer"]["state"]),
-            "an optimizer's state for parameters that it has not",
+            "optimizer state of parameters that are in no group",
         ),
     ]:
         if not is_right:

@@ -11,29 +11,29 @@ from types import FrameType, TracebackType
 from errors import say
 from launch import read_launch
 
-# The last two come from a terminal that is closed, or a key; torchrun passes them on.
+# The last two come from a terminal that is closed, or from its quit key; torchrun passes them on.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Signals:
     """Take the signals that announce an end.
 
-    A handler only sets a flag: it runs at any place of the program, where neither a file nor a collective may be
-    touched (docs/research/RELIABILITY.md, 3.9).
+    A handler only sets a flag: it may interrupt any line of the program, and so may use neither files nor collectives
+    (docs/research/RELIABILITY.md, 3.9).
 
     Attributes:
-        number: the first one that came; 0 for none.
+        number: the first signal that came; 0 for none.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self._when = "before the first step"
-        self._handlers = {}  # that were there before
+        self._handlers = {}  # the handlers before `install`, by signal
 
     def install(self) -> None:
         """Handle the signals from now on."""
         for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 self._handlers.setdefault(number, signal.signal(number, self._note))
 
     def begin_steps(self) -> None:
@@ -55,7 +55,7 @@ class Signals:
                 raise KeyboardInterrupt
             say("train.py: error: interrupted")
             os._exit(1)
-        is_first, self.number = not self.number, self.number or number  # before it is said, and another one may come
+        is_first, self.number = not self.number, self.number or number  # before `say`, which a signal may interrupt
         if is_first and read_launch().local_rank == 0:
             more = "; once more to stop at once" if number == signal.SIGINT else ""
             say(f"{signal.Signals(number).name}: stopping {self._when}{more}")
@@ -75,9 +75,9 @@ class Phases:
         self._mark_s = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Count the time since the last phase to this one, which ends now; a phase may have several parts."""
+        """End a phase now, and count the time since the last one ended; a phase may have several parts."""
         now_s = time.perf_counter()
-        if self._mark_s is not None:  # in a script that calls `main`, the first one has no beginning
+        if self._mark_s is not None:  # in a script that calls `main`, nothing marks the beginning of the first phase
             self._spent_s[name] = self._spent_s.get(name, 0.0) + now_s - self._mark_s
         self._mark_s = now_s
 
@@ -99,11 +99,11 @@ def begin_script() -> None:
     phases.begin()
     _open_standard_files()
     sys.excepthook = _say_failed_import
-    gc.disable()  # or a quarter of the imports' time goes into looking for garbage among objects that stay
+    gc.disable()  # a quarter of the imports' time would go into collecting garbage among objects that stay
 
 
 def end_imports() -> None:
-    """Look for garbage from now on, but not among the objects of the imports, whose time ends here."""
+    """End the phase of the imports; collect garbage from now on, but not among the objects that they made."""
     gc.freeze()
     gc.enable()
     phases.end("import")
@@ -117,7 +117,7 @@ def take_signals() -> Signals:
 
 
 def _open_standard_files() -> None:
-    """Open closed standard files, or a checkpoint would get such a number, and messages be written into it."""
+    """Open closed standard files: a checkpoint could get such a descriptor, and messages would be written into it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -125,24 +125,24 @@ def _open_standard_files() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free: this one
         stream = getattr(sys, name) or open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
         if number:
-            # A path that it cannot encode would end the run.
+            # Otherwise a path that the stream cannot encode would end the run.
             errors = "backslashreplace" if stream.errors == "strict" else stream.errors
-            # By lines, where a pipe would be given blocks, and with nothing below that keeps them: a line that nobody
-            # takes would be written again wherever a process is forked, and end the run there.
+            # Line by line, into a pipe too, and without a buffer below: a forked process would inherit a line that
+            # could not be written, try to write it again, and end the run.
             unbuffered = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
             stream = io.TextIOWrapper(unbuffered, stream.encoding, errors, line_buffering=True)
         setattr(sys, name, stream)
 
 
 def _say_failed_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report a failed import in one line, once a machine, and any other error in a traceback."""
+    """Report a failed import in one line, once per machine, and any other error with a traceback."""
     if not issubclass(kind, ImportError | OSError | MemoryError):
         sys.__excepthook__(kind, error, trace)
         return
     if read_launch().local_rank == 0:
         reason = " ".join(str(error).split()) or "out of memory"
         say(
-            f"train.py: error: an import failed ({reason}); install what requirements.txt names, and see that "
+            f"train.py: error: an import failed ({reason}); install the packages of requirements.txt, and see that "
             "`ulimit -n` and `ulimit -v` leave enough files and memory"
         )
     os._exit(2)

@@ -10,7 +10,7 @@ from checkpointing.checkpoint import RunState
 from errors import StorageError
 from files import explain_failure, read_json, retry, write_atomically
 
-# After so many starts in a row at the same step, nothing starts a run again by itself.
+# After this many starts in a row at the same step, status.json no longer asks for another one.
 MOST_STARTS = 3
 
 
@@ -27,7 +27,7 @@ class StatusFile:
         self._is_warned = False
 
     def _last(self) -> tuple[dict | None, Any]:
-        """Return the start and the time in the file, or None."""
+        """Return the start and the time in the file, each None where it is missing."""
         status = read_json(self.folder / "status.json") if self.folder else {}
         start = status.get("start")
         return start if is_start(start) else None, status.get("time")
@@ -35,7 +35,7 @@ class StatusFile:
     def count_start(self, records: list[dict]) -> dict:
         """Return a record of this start: its position, the number of consecutive starts there, and its time.
 
-        It says how long earlier starts ran, by the last of their `records`; None if unknown.
+        Its `ran_s` is how long earlier starts ran, by the last of their `records`; None if unknown.
         """
         position, (before, time_s) = [self.state.step, self.state.is_evaluated], self._last()
         count = before["count"] + 1 if before and before["position"] == position else 1
@@ -50,15 +50,15 @@ class StatusFile:
     def replace(self, state: str, reason: str = "", start: dict | None = None) -> None:
         """Replace the file.
 
-        `requeue` tells a job script to start the run again: after a preemption, but not for ever at the same step.
+        `requeue` asks a job script to start the run again: after a preemption, but not for ever at the same step.
 
         Args:
             state: running, preempted, finished or failed.
             reason: why it stopped.
-            start: of `count_start`; by default, the file's own.
+            start: the record that `count_start` returns; by default, the one in the file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         step = self.state.step
         start = start or self._last()[0] or {"position": [step, False], "count": 1}
@@ -88,17 +88,17 @@ class StatusFile:
             retry(partial(self.replace, state, reason))
 
     def finish(self, reason: str = "") -> None:
-        """Record that the run has finished, and why if that was early.
+        """Record that the run has finished, and the reason if it stopped early.
 
         Raises:
-            StorageError: the file cannot be written, and nobody would know.
+            StorageError: the file cannot be written; a warning alone would leave the end unrecorded.
         """
         try:
             self._replace_patiently("finished", reason)
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
             raise StorageError(
-                f"all is saved, but status.json was not written: {why}; the same command ends it"
+                f"all is saved, but status.json was not written: {why}; give the same command again to finish"
             ) from error
 
 
@@ -114,11 +114,11 @@ def is_start(value: Any) -> bool:
 
 
 def time_run_s(start: dict | None, seen_s: list) -> float | None:
-    """Return how long a run had run when a start of it was last seen; None if the records do not tell.
+    """Return the seconds that a run had run when its start was last seen running; None if the records do not tell.
 
     Args:
         start: the record in a status.json, or None.
-        seen_s: times at which the start was running, or anything.
+        seen_s: times at which the start was running; values of other types or ranges are ignored.
     """
     began_s, earlier_s = ((start or {}).get(name) for name in ("began", "ran_s"))
     known_s = [time_s for time_s in [*seen_s, began_s, earlier_s] if type(time_s) is float and 0 <= time_s < 1e11]

@@ -22,7 +22,7 @@ class Saving:
 
     Args:
         files: the folder; None where nothing is written.
-        write: writes there, with no collective and not a word; returns why that failed, if it did.
+        write: writes there, calls no collective and prints by `files.say` alone; returns why it failed, or None.
     """
 
     def __init__(self, files: CheckpointFolder | None = None, write: Callable[[], str | None] | None = None) -> None:
@@ -44,7 +44,7 @@ class Saving:
         self._files.say, self._write, self.is_written = say, None, True
 
     def wait(self) -> str | None:
-        """Wait for the thread; say its lines, and return why the write failed, if it did."""
+        """Wait for the thread; print its lines, and return why the write failed, or None."""
         if self._thread is not None:
             self._thread.result()
         for line in self._lines:
@@ -55,13 +55,13 @@ class Saving:
 
 
 class CheckpointManager:
-    """The checkpoints of a run. Every method is collective but `is_due` and `close`, and fails on every rank alike.
+    """The checkpoints of a run. Methods are collective and fail on every rank alike, unless they say otherwise.
 
     A save is written beside the training. It counts as made when `settle` says so, on all ranks after the same step.
 
     Args:
-        folder: the output folder, on each node its own one or all the same.
-        minutes: from one checkpoint by the clock to the next; 0 for none.
+        folder: the output folder, shared by all nodes or one on each.
+        minutes: minutes between two checkpoints by the clock; 0 for none.
         save_per_node: let the first rank of each node keep a copy in its own `folder`.
     """
 
@@ -87,7 +87,7 @@ class CheckpointManager:
 
     @classmethod
     def of_options(cls, args: Any) -> "CheckpointManager":
-        """Return the one that the options ask for."""
+        """Return the manager that the options describe. Not collective."""
         return cls(
             Path(args.output_dir),
             keep_last=args.keep_last,
@@ -97,12 +97,12 @@ class CheckpointManager:
         )
 
     def is_due(self) -> bool:
-        """Tell on rank 0 whether the clock asks for a checkpoint; False on others, so that one answer decides."""
+        """Tell on rank 0 whether the clock asks for a checkpoint; False on other ranks. Not collective."""
         return collectives.is_main_process() and 0 < self._period_s <= time.monotonic() - self._last_s
 
     @property
     def is_written(self) -> bool:
-        """Whether rank 0 has written a save that is still to be settled; False on others, as `is_due`."""
+        """Whether rank 0 has written a save that `settle` has yet to report; False on others. Not collective."""
         return self._saving is not None and self._saving.is_written
 
     def lock(self) -> None:
@@ -114,13 +114,13 @@ class CheckpointManager:
     def read(self, resume: str) -> dict | None:
         """Return the checkpoint that `--resume` means, or None for a fresh start, as `CheckpointFinder.read`.
 
-        Where nodes keep copies, `auto` takes the newest of all nodes.
+        Where nodes keep copies, `auto` takes the newest copy of any node.
         """
         is_reader = self._writers.have_me if resume == "auto" else collectives.is_main_process()
         found, refusal = collectives.attempt(self.files.read, resume) if is_reader else (None, None)
         steps, refusals = zip(*collectives.gather_plain([found and found.state["step"], refusal]), strict=True)
         newest = max((step for step in steps if step is not None), default=None)
-        if newest is not None:  # then it does not matter that another node has damaged files only
+        if newest is not None:  # then a node that has only damaged files is no obstacle
             refusals = [each for each in refusals if each and each[1] != NoUsableCheckpointError.exit_code]
         collectives.raise_first(refusals)
         if newest is not None:
@@ -130,18 +130,18 @@ class CheckpointManager:
         return None
 
     def _receive(self, found: Found | None, source: int, resume: str) -> dict:
-        """Hand the checkpoint that one rank found to all."""
+        """Return on every rank the checkpoint that rank `source` found."""
         if source != 0:
             print(f"the newest checkpoint is the copy that rank {source} keeps")
         payload = collectives.broadcast_bytes(found and found.payload, source)
-        if collectives.get_rank() != source:  # which has loaded it already
+        if collectives.get_rank() != source:  # the source has loaded it already
             path = Path("checkpoint.pth") if resume == "auto" else Path(resume)
             found = Found(path, payload, load_checkpoint(payload, resume))
         self._found = found if self._writers.have_me else None
         return found.state
 
     def say_damaged(self) -> None:
-        """Name the damaged files where nothing is written, and so none is renamed."""
+        """Name the damaged files in an evaluation, which renames none. Not collective."""
         if self._found is not None:
             self.files.say_damaged(self._found, {})
 
@@ -158,7 +158,7 @@ class CheckpointManager:
         self._last_s = time.monotonic()
 
     def _receive_best(self, name: str, resume: str, run: RunState) -> bytes | None:
-        """Return a best checkpoint so far if only another node has it."""
+        """Return the bytes of a best checkpoint that other nodes have and this writer lacks, else None."""
         if run.bests[name] is None or name in run.best_now:
             return None
         path = self.files.find_best(name, run.bests[name]["step"], resume) if self._writers.have_me else None
@@ -170,14 +170,14 @@ class CheckpointManager:
         return None if path is not None else payload
 
     def save(self, run: RunState, *, records: int | None = None, is_last: bool = False) -> bool:
-        """Begin to save the run after a step that is the same on every rank, when the save before is settled.
+        """Begin to save the run after a step that is the same on every rank, once the save before is settled.
 
-        The last one is settled at once. Return whether it is made, which is not known of the others by then.
+        The last save is settled at once. Return whether it is made; False for other saves, whose outcome is not known.
 
         Args:
-            run: as it is now.
+            run: the state to save.
             records: descriptor of a file to make durable first.
-            is_last: whether nothing comes after it.
+            is_last: whether this is the run's last save.
 
         Raises:
             StorageError: as `settle`.
@@ -195,7 +195,7 @@ class CheckpointManager:
         self._memory.wait()
         failure, self._payload = self.files.save(state, best_now, records), b""
         if failure is None and len(self._writers.ranks) > 1:
-            with suppress(StorageError):  # then there is no copy of this one
+            with suppress(StorageError):  # then the other writers get no copy of this save
                 self._payload = read_bytes(self.folder / "checkpoint.pth")
         return failure
 
@@ -205,17 +205,17 @@ class CheckpointManager:
         except RuntimeError as error:
             if "start new thread" not in str(error):
                 raise
-            self._thread = ThreadPoolExecutor(1, "checkpoint writer")  # which has not taken this one up
+            self._thread = ThreadPoolExecutor(1, "checkpoint writer")  # the old one has this save in its queue
             saving.write()
 
     def settle(self, *, is_last: bool = False) -> bool:
         """Wait for the save that is under way, if there is one; return whether it is made.
 
         A failure is printed with its cause, and training goes on with the earlier checkpoints in place. Other nodes
-        get their copies here, since that needs all who write; each writes its own beside the training.
+        get their copies here, where all writers meet; each writes its own beside the training.
 
         Raises:
-            StorageError: it failed, and it was the last, or the one before failed too.
+            StorageError: the save failed, and it was the last, or the one before failed too.
         """
         if self._saving is None:
             return False
@@ -233,7 +233,7 @@ class CheckpointManager:
         return False
 
     def _copy(self, *, is_last: bool) -> None:
-        """Hand rank 0's file to the other writers, which begin to write it when their last copy is made."""
+        """Send rank 0's file to the other writers; each begins to write it when its copy before is made."""
         if not self._writers.have_me:
             return
         payload, self._payload = self._writers.share(self._payload), b""
@@ -251,7 +251,7 @@ class CheckpointManager:
             self.files.say(f"warning: the copy on this node: {failure}")
 
     def close(self) -> None:
-        """Wait for the writer where a run ends by an error, which the other ranks may not share; not collective."""
+        """Wait for the writer when a run ends; not collective, since an error may have ended this rank alone."""
         saving, self._saving = self._saving or Saving(), None
         failure = saving.wait()
         if failure is not None:

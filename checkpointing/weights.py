@@ -22,13 +22,13 @@ from files import explain_failure, write_atomically
 # Keys of a checkpoint's weights and of their average: torchvision's and ours, then those of the others.
 _RAW_KEYS, _AVERAGE_KEYS = ("model", "state_dict"), ("model_ema", "state_dict_ema")
 
-# The kind of a file that holds weights alone.
+# The kind of weights in a file that holds nothing else.
 BARE = "a bare state dict"
 
 # Prefix of names on the Hugging Face hub, and the default file there.
 HUB, SAFETENSORS = "hf-hub:", "model.safetensors"
 
-# Put before names by DistributedDataParallel and AveragedModel, and by pytorch/examples into those of AlexNet and VGG.
+# Prefixes by DistributedDataParallel and AveragedModel, and those that pytorch/examples puts into AlexNet's and VGG's.
 _WRAPPERS = re.compile(r"^(module\.)+|(?<=^features\.)module\.")
 
 
@@ -36,13 +36,13 @@ class Weights(OrderedDict):
     """A state dict that was read from a file, under the model's own names and with its modules' version notes."""
 
     kind: str  # words for a message, such as `the raw weights of resnet18`
-    script: str = ""  # that wrote it: see `find_script`
-    classes: list[str] | None = None  # their names, if the file has them
+    script: str = ""  # the script that wrote the file: see `find_script`
+    classes: list[str] | None = None  # names of the classes, if the file has them
     options: dict[str, Any]  # the checkpoint's, with its `arch` as the model; empty for a bare state dict
 
 
 def load_weights(path: Path, *, is_average: bool = False, name: str | None = None) -> Weights:
-    """Return the state dict in a file, or in the checkpoint that it is: its raw weights or their average.
+    """Return the state dict in a file, or in a checkpoint: its raw weights or their average.
 
     Messages call the file `name`, by default an argument of `--weights`.
 
@@ -92,10 +92,10 @@ def fetch_from_hub(name: str, source: str | None = None) -> Path:
 
     Args:
         name: hf-hub:ORG/NAME, which means model.safetensors there, or hf-hub:ORG/NAME/FILE.
-        source: its name in a message; by default an argument of `--weights`.
+        source: the file's name in messages; by default an argument of `--weights`.
 
     Raises:
-        UserError: it cannot be fetched, or the hub's package is not installed.
+        UserError: the file cannot be fetched, or the hub's package is not installed.
     """
     source = source or f"--weights {name}"
     owner, _, rest = name.removeprefix(HUB).partition("/")
@@ -116,7 +116,7 @@ def _load(path: Path) -> dict:
 
 
 def _take(content: dict, key: str | None, source: str) -> Weights:
-    """Return the state dict under a key, or the content itself; UserError if it is none, or claims too much."""
+    """Return the state dict under a key, or the content itself; UserError if that is no sound state dict."""
     found = content if key is None else content.get(key)
     expected = " or ".join(f"`{name}`" for name in ([key] if key else _RAW_KEYS))
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found):
@@ -124,9 +124,9 @@ def _take(content: dict, key: str | None, source: str) -> Weights:
     if not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
         raise UserError(f"{source} holds more than weights: expected a state dict, or a checkpoint with {expected}")
     for name, tensor in found.items():
-        # A model of the claimed size would be built.
+        # Otherwise a model of the claimed size would be built.
         if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise UserError(f"{source}: {name} claims to be larger than what is stored of it")
+            raise UserError(f"{source}: {name} claims to be larger than its stored bytes")
     # n_averaged is a counter of torch's AveragedModel.
     weights = Weights((_unwrap(name), tensor) for name, tensor in found.items() if name != "n_averaged")
     if len(weights) < len(found.keys() - {"n_averaged"}):
@@ -154,9 +154,9 @@ def find_script(content: dict) -> str:
 
 
 def options_of(content: dict) -> dict[str, Any]:
-    """Return a checkpoint's `args`, and its model's name, if printable.
+    """Return a checkpoint's `args`, with the model's name as `model` if it is printable.
 
-    pytorch/examples call it `arch`; timm's script names a model of timm's, without timm/.
+    pytorch/examples call the model `arch`; timm's script writes the names of its models without timm/.
     """
     args = content.get("args")
     options = vars(args) if isinstance(args, Namespace) else args
@@ -182,15 +182,15 @@ def average_checkpoints(
 ) -> dict[str, Any]:
     """Return the first of several checkpoints with the mean of all their weights as its `model`.
 
-    As in torchvision, a mean of integers is rounded down, and one of float16 is float32.
+    As in torchvision, means of integers are rounded down, and those of float16 are float32.
 
     Args:
         inputs: their paths.
         look: a function that gets each path and its content, and may raise; or None.
 
     Raises:
-        KeyError: one has other weights than the first.
-        UserError: one cannot be read, or holds no weights.
+        KeyError: a checkpoint has other names or shapes of weights than the first.
+        UserError: a checkpoint cannot be read, or holds no weights.
     """
     paths = list(map(Path, inputs))
     first, sums = None, {}
@@ -217,7 +217,7 @@ def average_checkpoints(
 def as_checkpoint(weights: Weights, **more: Any) -> dict[str, Any]:
     """Return weights and their options and classes as a checkpoint of plain data.
 
-    `--weights` and the tools take it. It lacks the position that `--resume` needs.
+    `--weights` and the tools accept it; it lacks the position that `--resume` needs.
     """
     classes = weights.classes
     known = {} if classes is None else {"data": {"num_classes": len(classes), "classes": classes}}
@@ -226,7 +226,7 @@ def as_checkpoint(weights: Weights, **more: Any) -> dict[str, Any]:
 
 
 def plain_state_dict(weights: Mapping[str, torch.Tensor], prefix: str = "") -> OrderedDict:
-    """Return an `OrderedDict`, with a prefix before all names, and with its modules' version notes."""
+    """Return weights as an `OrderedDict`, with a prefix before all names, and with their modules' version notes."""
     plain = OrderedDict((f"{prefix}{name}", tensor) for name, tensor in weights.items())
     notes = getattr(weights, "_metadata", None)
     if notes is not None:
@@ -240,7 +240,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
-    """Raise UserError if an output is one of the inputs, has the name of a run's own file, or cannot be there."""
+    """Raise UserError if an output is one of the inputs, has a name of a run's own files, or cannot be a file there."""
     if STATE_FILES.fullmatch(output.name):
         raise UserError(f"--output {output}: a run's own checkpoints have such names; give another one")
     if output.is_dir() or not output.parent.is_dir():
@@ -250,7 +250,7 @@ def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
 
 
 def write_weights(output: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint, which gets its name once it has been read back; UserError if it cannot be written."""
+    """Write a checkpoint and read it back before it gets its name; UserError if that fails."""
     stream = io.BytesIO()
     torch.save(content, stream)
     try:
@@ -268,14 +268,14 @@ def store_model_weights(
     Its name ends in the first eight digits of its SHA-256, which torch's hub checks.
 
     Args:
-        model: its names choose the weights; a copy of it loads them.
+        model: the model whose weights are taken; a copy of it loads them.
         checkpoint_path: path of the checkpoint.
-        checkpoint_key: key of its weights.
+        checkpoint_key: key of the weights in it.
         strict: whether the checkpoint must hold these weights and no others.
 
     Raises:
         UserError: the checkpoint cannot be read, or holds no weights there.
-        RuntimeError: they are of another model.
+        RuntimeError: the weights are of another model.
     """
     path, model, stream = Path(os.path.abspath(checkpoint_path)), copy.deepcopy(model), io.BytesIO()
     model.load_state_dict(_take(_load(path), checkpoint_key, str(path)), strict=strict)

@@ -1,1 +1,1 @@
-"""How images get in: where their bytes lie, how they are decoded, and the processes that do it."""
+"""Load images: find their bytes, decode them, and do both in worker processes."""

@@ -1,4 +1,4 @@
-"""JPEG bytes to the pixels of one box, decoding no more rows than the box needs."""
+"""Decode a box of a JPEG, and no more rows than the box needs."""
 
 import contextlib
 import ctypes
@@ -23,31 +23,31 @@ from errors import BadImageError, require_torchcodec
 
 # The formats that ImageFolder's extensions stand for. Pillow reads others too, and starts Ghostscript for one of them.
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
-_PLUGINS = (TiffImagePlugin, WebPImagePlugin)  # Pillow imports all that it has where one of FORMATS is not there yet
+_PLUGINS = (TiffImagePlugin, WebPImagePlugin)  # imported here, or Pillow would import all its plugins for these two
 
-# Pillow warns beyond this, a quarter of a GiB as RGB; photographs have a tenth of it.
+# Pillow warns of larger images; as RGB they take a quarter of a GiB. Photographs have a tenth of these pixels.
 MAX_PIXELS = (1 << 28) // 3
 
 # Memory of a decoder, beside the image, for each pixel: coefficients of a progressive JPEG, two canvases of a WebP ...
 _BYTES_PER_PIXEL, _BYTES_OF_DECODER = 16, 1 << 24
 
-# How files begin that are often found under an image's name.
+# First bytes of other kinds of files that often have an image's name.
 _OTHER_KINDS = {
     b"GIF8": "a GIF", b"%!PS": "PostScript", b"\xc5\xd0\xd3\xc6": "PostScript", b"%PDF": "a PDF",
     b"PK\3\4": "a zip archive", b"8BPS": "a Photoshop file", b"\0\0\0\x0cjP": "a JPEG 2000", b"\x1f\x8b": "gzip data",
     b"<": "HTML or XML, such as a server's answer",
 }  # fmt: skip
 
-# Start-of-frame markers of the kinds of JPEG that libjpeg decodes row by row: baseline, extended between, progressive.
+# Start-of-frame markers of the JPEGs that libjpeg decodes row by row: baseline to progressive; extended lies between.
 _BASELINE, _PROGRESSIVE = 0xC0, 0xC2
 _HUFFMAN_TABLES, _START_OF_SCAN, _QUANTIZATION, _RESTART_INTERVAL, _EXIF, _COMMENT = 0xC4, 0xDA, 0xDB, 0xDD, 0xE1, 0xFE
 _IGNORED = 0xEF  # an application's segment that nobody reads
 _END_OF_IMAGE = b"\xff\xd9"
 
 _RESTART = re.compile(rb"\xff[\xd0-\xd7]")  # in coded rows, where a zero follows any other 0xFF
-_RESTART_CODES = bytes(range(0xD0, 0xD8)) * 1024  # of as many rows of blocks as 65,535 px can have
+_RESTART_CODES = bytes(range(0xD0, 0xD8)) * 1024  # for all rows of blocks that 65,535 px can have
 
-# Segments that a decoder takes or skips as a whole; with any other one the file is left to the plain way.
+# Segments that a decoder takes or skips as a whole; `decode_plainly` decodes files with any other one.
 _SEGMENTS = {_HUFFMAN_TABLES, _QUANTIZATION, _RESTART_INTERVAL, _COMMENT, *range(0xE0, 0xF0)}
 
 
@@ -57,9 +57,9 @@ class Frame(NamedTuple):
     place: int  # of the start-of-frame segment in the file
     height: int
     width: int
-    block_rows: int  # rows of pixels that a row of blocks makes, which are decoded together
+    block_rows: int  # rows of pixels in a row of blocks, which is decoded as a whole
     # Rows of pixels above and below a pixel that it may depend on: one where chroma is smoothed vertically, and two
-    # rows of blocks in a progressive file, which are smoothed where its scans leave coefficients out.
+    # rows of blocks in a progressive file, since libjpeg smooths blocks whose coefficients are not complete.
     margin: int
     num_components: int  # 1 grey, 3 colour, 4 CMYK
     coded: int  # where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
 
 
 def read_frame(payload: bytes) -> Frame | None:
-    """Return the frame of a JPEG; None where the file is no JPEG, an unusual one, or cut off."""
+    """Return the frame of a JPEG; None if the file is no JPEG, an unusual one, or truncated."""
     if payload[:2] != b"\xff\xd8":
         return None
     place, start_of_frame, interval, exif = 2, 0, 0, 0
@@ -88,9 +88,9 @@ def read_frame(payload: bytes) -> Frame | None:
 
 
 def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> Frame | None:
-    # Whether a file that is cut off can be read must not depend on which rows are wanted, so it is left to Pillow.
-    # Coded rows hold no such bytes, though the thumbnail in a header does; behind the end there may be anything. The
-    # header of a scan has ten bytes at least, and so all of both headers is there.
+    # Whether a truncated file can be read must not depend on the rows that are wanted, so Pillow decodes it. Coded rows
+    # never hold the end marker, though a thumbnail in a header does, and other bytes may follow it. A scan's header has
+    # ten bytes at least, so a marker behind them means that the file holds both headers whole.
     if payload.rfind(_END_OF_IMAGE, scan + 10) < 0:
         return None
     kind = payload[place + 1]
@@ -99,7 +99,7 @@ def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> F
     across, down = max(value >> 4 for value in samplings or b"\0"), max(value & 15 for value in samplings or b"\0")
     if precision != 8 or not (height and width and across and down):
         return None
-    # Blocks of a grey image go one by one whatever its sampling says, so that only the plain one has rows of one block.
+    # A grey image stores single blocks whatever its sampling says: only with 1 x 1 do their rows match `block_rows`.
     has_rows = kind != _PROGRESSIVE and payload[scan + 4] == num_components
     has_rows = has_rows and (num_components > 1 or across == down == 1)
     has_rows = has_rows and interval == -(-width // (8 * across))
@@ -113,7 +113,7 @@ class Part(NamedTuple):
     """A JPEG that holds some rows of another one."""
 
     payload: bytes | bytearray  # a bytearray, which belongs to the caller, where it differs from the whole file
-    first: int  # number of its first row in the whole
+    first: int  # number of its first row in the whole image
     height: int  # px
 
 
@@ -137,9 +137,9 @@ def _set_height(jpeg: bytearray, frame: Frame, rows: int) -> None:
 def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None:
     """Return a JPEG of the rows from `top` to `bottom` and little more, cut out at the restart markers.
 
-    Each row of blocks is coded on its own between two markers, so no pixel of it changes; the markers are numbered anew
-    from 0 to 7, over and over. None where the header promises no markers, or those down to `bottom` are others. Damage
-    further down, for which Pillow would refuse the whole file, is not seen.
+    Each row of blocks is coded on its own between two markers, so none of its pixels change; the markers are numbered
+    anew, in cycles from 0 to 7. None where the header promises no markers, or those down to `bottom` are out of order.
+    Damage further down, for which Pillow would refuse the whole file, goes unnoticed.
     """
     if not frame.coded:
         return None
@@ -162,9 +162,9 @@ def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None
 
 
 def without_turning(payload: bytes | bytearray, frame: Frame) -> bytearray:
-    """Return a JPEG that TorchCodec does not turn as its EXIF data says; nor do Pillow and torchvision.
+    """Return a JPEG that TorchCodec does not rotate by its EXIF data, since Pillow and torchvision do not.
 
-    A bytearray is changed, bytes are copied.
+    A bytearray is changed in place, bytes are copied.
     """
     if isinstance(payload, bytes):
         payload = bytearray(payload)
@@ -175,9 +175,9 @@ def without_turning(payload: bytes | bytearray, frame: Frame) -> bytearray:
 
 @functools.cache
 def silence_libjpeg() -> None:
-    """Point C's variable `stderr` of this process elsewhere, for good: libjpeg remarks on each file that ends early.
+    """Send C's `stderr` of this process to /dev/null for good: libjpeg prints a warning for each truncated file.
 
-    File descriptor 2, and with it Python's sys.stderr, stays. Without glibc the remarks are printed.
+    File descriptor 2, and with it Python's sys.stderr, stays. Without glibc the warnings are printed.
     """
     if "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {}):
         library = ctypes.CDLL(None)
@@ -186,7 +186,7 @@ def silence_libjpeg() -> None:
 
 
 def check_num_pixels(height: int, width: int, claim: str = "it claims") -> None:
-    """Raise BadImageError where an image, or a resized one, has more pixels than memory is spent on."""
+    """Raise BadImageError if an image, or a resized one, has more than `MAX_PIXELS`."""
     if height * width > MAX_PIXELS:
         raise BadImageError(f"{claim} {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
 
@@ -199,8 +199,8 @@ def _blaming_bytes(num_pixels: int) -> Iterator[None]:
 
     Raises:
         BadImageError: the image is damaged.
-        MemoryError: there is none. Some decoders report a broken stream then, so memory is tried for here.
-        OSError: with a number, which those for damage have not.
+        MemoryError: memory is short. Some decoders report a broken stream instead, so this tries to allocate it.
+        OSError: the system failed: the error has a number, unlike those that report damage.
     """
     try:
         yield
@@ -235,20 +235,20 @@ def open_image(payload: bytes) -> Image.Image:
     """Return an image of which only the header has been read.
 
     Raises:
-        BadImageError: it is of none of `FORMATS`, claims too many pixels, or its header is damaged.
-        MemoryError: there is none.
+        BadImageError: the image is of none of `FORMATS`, claims too many pixels, or has a damaged header.
+        MemoryError: memory is short.
     """
     with _blaming_bytes(MAX_PIXELS):
         try:
             image = Image.open(io.BytesIO(payload), formats=FORMATS)
-        except UnidentifiedImageError as error:  # names an object in memory
+        except UnidentifiedImageError as error:  # its text names only an object in memory
             raise BadImageError(_say_kind(payload)) from error
-        except Image.DecompressionBombError as error:  # names another limit
+        except Image.DecompressionBombError as error:  # its text names another limit
             raise BadImageError(f"it claims far more than {MAX_PIXELS:,} pixels, the most that are decoded") from error
     check_num_pixels(image.height, image.width)
     if image.format == "TIFF":
         sides = (image.tag_v2.get(tag, 0) for tag in (TiffImagePlugin.TILELENGTH, TiffImagePlugin.TILEWIDTH))
-        check_num_pixels(*sides, "it claims tiles of")  # which are decoded whole, however small the image
+        check_num_pixels(*sides, "it claims tiles of")  # tiles are decoded whole, however small the image is
     return image
 
 
@@ -270,12 +270,12 @@ def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None)
         if box is not None and box != (0, 0, *image.size):
             image = image.crop(box)
         if isinstance(image.info.get("transparency"), bytes):
-            del image.info["transparency"]  # RGB has none, and convert() would warn of it
+            del image.info["transparency"]  # RGB has none, and convert() would warn
         return image.convert("RGB")
 
 
 class PillowDecoder:
-    """Decode with Pillow, which everybody has."""
+    """Decode with Pillow, which torchvision's loader uses too."""
 
     def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
         """Decode a part of a JPEG and return a box of it, (3, height, width) uint8, a view of channels-last pixels.
@@ -283,7 +283,7 @@ class PillowDecoder:
         The box is left, top, right, bottom in the part, px. A damaged file raises ValueError.
         """
         mode = "RGB" if frame.num_components == 3 else "L"
-        # Pillow's decoder without its file: the header is known, and need not be read again.
+        # Call Pillow's decoder directly: `Image.open` would parse the header again.
         image = Image.frombytes(mode, (frame.width, part.height), part.payload, "jpeg", mode, "")
         if box != (0, 0, *image.size):
             image = image.crop(box)
@@ -297,10 +297,10 @@ class PillowDecoder:
 
 
 class TorchcodecDecoder:
-    """Decode with TorchCodec, PyTorch's own and faster; an optional extra.
+    """Decode with TorchCodec, PyTorch's own and faster decoder; an optional extra.
 
     Raises:
-        UserError: it is not installed, or too old.
+        UserError: TorchCodec is not installed, or too old.
     """
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ class TorchcodecDecoder:
 
     def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
         """Decode a box of a part of a JPEG, as `PillowDecoder.decode`; a damaged file raises RuntimeError."""
-        if get_worker_info() is not None:  # elsewhere C's stderr may have more to say
+        if get_worker_info() is not None:  # other processes may need C's stderr
             silence_libjpeg()
         image = self.decode_jpeg(torch.frombuffer(without_turning(part.payload, frame), dtype=torch.uint8))
         left, top, right, bottom = box
@@ -320,17 +320,17 @@ class TorchcodecDecoder:
         return {"name": "torchcodec", "version": self.version}
 
 
-# By their names for `--decoder`.
+# Decoders by their names for `--decoder`.
 DECODERS: dict[str, Callable] = {"pillow": PillowDecoder, "torchcodec": TorchcodecDecoder}
 
 
 def describe(name: str) -> dict[str, str]:
-    """Return the name and versions of a decoder: others may give other pixels. UserError if it is not installed."""
+    """Return a decoder's name and versions, on which pixels depend. UserError if it is not installed."""
     return DECODERS[name]().describe()
 
 
 class ImageFile:
-    """An image in memory whose size is known, and of which nothing is decoded yet.
+    """An image in memory with a known size, not decoded yet.
 
     The decoder is for ordinary JPEGs; Pillow decodes all other files. Raises as `open_image`.
     """
@@ -356,7 +356,7 @@ class ImageFile:
         """Decode a box, px; raises as `load_image`.
 
         Returns:
-            (3, height, width) uint8, a view of channels-last pixels, exactly the decoder's of the whole file.
+            (3, height, width) uint8, a view of channels-last pixels: the same as if the whole file were decoded.
         """
         if self.frame is not None:
             bottom = top + height
@@ -365,7 +365,7 @@ class ImageFile:
                 box = (left, top - part.first, left + width, bottom - part.first)
                 return self.decoder.decode(part, self.frame, box)
             except (OSError, RuntimeError, ValueError):
-                # Damaged: Pillow then says how, or decodes as much as it can.
+                # The file is damaged: Pillow tells how, or decodes as much as it can.
                 _check_memory(self.size[0] * self.size[1])
         image = decode_plainly(self.payload, (left, top, left + width, top + height))
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)

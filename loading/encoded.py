@@ -1,4 +1,4 @@
-"""JPEGs that the device decodes: a loader hands them over in place of pixels."""
+"""Decode JPEGs on the device: loaders pass on JPEGs in place of pixels."""
 
 import io
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class EncodedCrop(NamedTuple):
 
     payload: bytes | bytearray  # a JPEG, whole or some of its rows
     box: tuple[int, int, int, int]  # top, left, height and width of the part to resize, px
-    scale: tuple[float, float]  # of its height and of its width, by the resize
+    scale: tuple[float, float]  # factors by which the resize scales the box's height and width
     cut: tuple[int, int]  # top and left of the crop in the resized part, px
     size: int  # side of the crop, px
     mode: str  # of the resize, bilinear or bicubic
@@ -33,7 +33,7 @@ class EncodedCrop(NamedTuple):
 
 
 class UndecodableError(Exception):
-    """Neither the device nor Pillow can decode an image, for a reason that Pillow gives."""
+    """Neither the device nor Pillow can decode an image; the text is Pillow's reason."""
 
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(reason)
@@ -44,10 +44,10 @@ class EncodedBatch:
     """The images of a batch as a loader hands them over: JPEGs, or pixels where only the CPU can decode.
 
     Args:
-        images: of one size; the pixels are (3, size, size) uint8.
+        images: crops of one size, encoded or as (3, size, size) uint8 pixels.
 
     Attributes:
-        refused: the images, by their numbers, that the device could not decode after all.
+        refused: numbers of the images that the device failed to decode and Pillow decoded instead.
     """
 
     def __init__(self, images: list[EncodedCrop | Tensor]) -> None:
@@ -55,7 +55,7 @@ class EncodedBatch:
         self.crops = [None if isinstance(image, Tensor) else image._replace(payload=b"") for image in images]
         pieces = [_bytes_of(image) for image in images]
         self.lengths = [len(piece) for piece in pieces]
-        # No tensor: those go from one process to another through /dev/shm, which containers keep small.
+        # No tensor: processes exchange tensors through /dev/shm, which containers keep small.
         self.payload = numpy.concatenate(pieces)
         self.refused = []
 
@@ -66,10 +66,10 @@ class EncodedBatch:
         """Decode, resize and cut the images on a device.
 
         Returns:
-            (B, 3, size, size) uint8, in channels-last order, there.
+            (B, 3, size, size) uint8, in channels-last order, on the device.
 
         Raises:
-            UndecodableError: one of them is damaged.
+            UndecodableError: an image is damaged.
         """
         pieces = torch.from_numpy(self.payload).split(self.lengths)
         encoded = [(piece, crop) for piece, crop in zip(pieces, self.crops, strict=True) if crop is not None]
@@ -91,11 +91,11 @@ def _bytes_of(image: EncodedCrop | Tensor) -> numpy.ndarray:
 
 
 def _crop(pixels: Tensor, crop: EncodedCrop) -> Tensor:
-    """Resize a box of (3, H, W) uint8 with antialiasing and cut the crop out of it: (3, size, size) float32."""
+    """Resize a box of (3, H, W) uint8 with antialiasing, and return the crop in it, (3, size, size) float32."""
     top, left, height, width = crop.box
     part = pixels[None, :, top : top + height, left : left + width].float()
-    # torch resizes uint8 on the CPU only. Columns first, and rounded in between, as Pillow does it: bicubic values
-    # beyond 0 and 255 are cut off twice.
+    # torch resizes uint8 on the CPU only. Like Pillow, resize the width first, and round and clamp after each of the
+    # two passes.
     for scale in ((1.0, crop.scale[1]), (crop.scale[0], 1.0)):
         part = F.interpolate(part, scale_factor=scale, mode=crop.mode, antialias=True, align_corners=False)
         part = part.add_(0.5).floor_().clamp_(0, 255)  # a half goes up
@@ -116,7 +116,7 @@ def _decode_all(encoded: list[tuple[Tensor, EncodedCrop]], device: torch.device,
         return decode_jpeg([jpeg for jpeg, _ in encoded], mode="RGB", device=device)
     except _NOT_THE_IMAGE:
         raise
-    except RuntimeError:  # one of them, and it does not say which
+    except RuntimeError:  # an image failed, and the error does not say which
         return [_decode_one(decode_jpeg, jpeg, crop, device, refused) for jpeg, crop in encoded]
 
 
@@ -137,7 +137,7 @@ def _decode_one(
 
 
 def describe(decode_device: str) -> str:
-    """Return the decoder of a device, on which pixels depend; nothing for the CPU."""
+    """Return words for the device's decoder, on which pixels depend; none for the CPU."""
     if decode_device == "cpu":
         return ""
     return f", nvJPEG by torchcodec {require_torchcodec('--decode-device').__version__}"
@@ -158,7 +158,7 @@ def find_obstacle(device: torch.device) -> str | None:
         found = torchcodec.decoders.decode_jpeg([jpeg], mode="RGB", device=device)[0].float().mean((1, 2)).tolist()
     except _NOT_THE_IMAGE:
         raise
-    except Exception as error:  # made without CUDA, a driver too old, no nvJPEG ...
+    except Exception as error:  # TorchCodec built without CUDA, a driver too old, no nvJPEG ...
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return f"TorchCodec {torchcodec.__version__} cannot use it ({reason[0]})"
     is_right = all(abs(value - expected) < 5 for value, expected in zip(found, (200, 100, 50), strict=True))
@@ -168,8 +168,8 @@ def find_obstacle(device: torch.device) -> str | None:
 def settle_decode_device(args: Any, device: torch.device, resumed: dict | None = None) -> str:
     """Return where to decode images: on the CPU if the device of any process cannot.
 
-    A run that began on the CPU stays with it, unless `--allow-change decode-device` is given; `guard.check_options`
-    refuses to move one that began on the device. Collective: every rank must call it.
+    A run that began to decode on the CPU goes on there, unless `--allow-change decode-device` is given;
+    `guard.check_options` refuses to move one that began on the device. Collective: every rank must call it.
     """
     if args.decode_device == "cpu":
         return "cpu"

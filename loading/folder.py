@@ -13,7 +13,7 @@ from loading.progress import Progress
 from loading.seen import SeenFiles
 from loading.source import Source
 
-# Which need not be put into lower case first.
+# Extensions that are recognised without a conversion to lower case.
 _USUAL_EXTENSIONS = (".JPEG", *IMG_EXTENSIONS)
 
 
@@ -58,7 +58,7 @@ class FolderIndex(ImageIndex):
         self.check_classes(classes, len(stray))
         progress = Progress(f"scanning {root}", len(classes), "class folders")
         for label, name in enumerate(classes):
-            # Sorted as the strings that paths are, like ImageFolder: "a b" comes before "a/b".
+            # Sorted by whole paths as strings, like ImageFolder: "a b" comes before "a/b".
             for folder, names in sorted(_walk(root, name, scan)):
                 scan.add(folder, label, names)
             progress.update()
@@ -84,16 +84,16 @@ def _list_folder(path: str, scan: Scan) -> tuple[list[str], list[str]]:
     """Return the images and the folders in a folder, both in order."""
     with os.scandir(path) as iterator:
         entries = list(iterator)
-    # Comprehensions: this is done for every image, and a loop with branches takes twice as long.
+    # Comprehensions: this runs for every image, and a loop with branches takes twice as long.
     try:
         folders = {entry.name for entry in entries if entry.is_dir()}
-    except OSError:  # of a link that leads in a circle
+    except OSError:  # a link leads in a circle
         folders = {entry.name for entry in entries if os.path.isdir(entry.path)}
     files = [entry.name for entry in entries if entry.name not in folders]
     images = [name for name in files if name.endswith(_USUAL_EXTENSIONS) or name.lower().endswith(IMG_EXTENSIONS)]
     if len(images) < len(files):
         others = [os.path.join(path, name) for name in set(files) - set(images)]
         dangling = [other for other in others if os.path.islink(other) and not os.path.exists(other)]
-        # A folder may appear there, on a disk that is not mounted now, and nothing here would tell.
+        # The link may lead to a disk that is not mounted: its folder could appear later without a change here.
         scan.doubt = scan.doubt or "".join(f"the link {link} leads nowhere" for link in dangling[:1])
     return sorted(images), sorted(folders)

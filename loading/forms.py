@@ -1,4 +1,4 @@
-"""Which forms of data there are, and in which of them a split is there."""
+"""The forms of data that can be read, and the choice of the one in which a split is present."""
 
 import os
 from pathlib import Path
@@ -9,26 +9,26 @@ from loading.parquet import ParquetIndex
 from loading.source import Source, list_folder
 from loading.tars import TarIndex
 
-# The one to use first is first.
+# In order of preference.
 FORMS: list[type[Source]] = [FolderIndex, TarIndex, ParquetIndex]
 
 
 def find_sources(root: Path) -> list[Source]:
-    """Return the sources that are there for a split, the one to use first; none of them is opened yet.
+    """Return the sources that are present for a split, in order of preference; none of them is opened yet.
 
     Raises:
-        UserError: a folder cannot be listed, a shard is missing between others, or a pack is not whole.
+        UserError: a folder cannot be listed, a set lacks a shard, or a pack is not complete.
     """
     found = [source for form in FORMS for source in form.find(root)]
     has_files = any(Path(source.where).parent == root for source in found)
     if has_files and not any(os.path.isdir(root / name) for name in list_folder(root)):
-        # The folder is where another form has its files, and no folder of class folders.
+        # The folder holds the files of another form, and no class folders.
         found = [source for source in found if source.where != str(root)]
     return found
 
 
 def check_source(root: Path) -> list[Source]:
-    """Return the sources that are there for a split.
+    """Return the sources that are present for a split, as `find_sources`.
 
     Raises:
         UserError: there are none.
@@ -43,7 +43,7 @@ def check_source(root: Path) -> list[Source]:
 
 
 def open_source(root: Path) -> Source:
-    """Return the images of a split, ready to be read; its root is the data path and the split's name.
+    """Return the preferred source of a split, opened; its root is the data path and the split's name.
 
     Raises:
         UserError: the split is not there, or cannot be an image folder.

@@ -19,11 +19,11 @@ from loading.source import Source, digest, line_of
 # A file that changed less than this before it was read may have changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
 
-# How long a read that failed is waited for before it is tried again: a network disk may only have hiccuped, and says
-# "No such file" then too.
+# Waits before a failed read is tried again: a network disk may fail for a moment only, and even report "No such file"
+# then.
 RETRY_WAITS_S = (0.05, 0.2, 0.8)
 
-# 12 bytes for each pixel that is decoded at most (`decode.MAX_PIXELS`); a larger file is no image, and fills memory.
+# 12 bytes for each of `decode.MAX_PIXELS`: a larger file can be no image, and would fill memory.
 _MAX_BYTES = 1 << 30
 
 T = TypeVar("T")
@@ -32,10 +32,10 @@ _FORMAT = "touchstone image index 2"
 
 
 class Names(Sequence):
-    """A sequence of names in one array, so that a million of them are one object, which no forked worker copies.
+    """A sequence of names in one array: forked workers would copy the pages of a million Python strings.
 
     Args:
-        blob: (bytes,) uint8: the names in UTF-8, each with a zero behind it.
+        blob: (bytes,) uint8, the names in UTF-8, each followed by a zero.
     """
 
     def __init__(self, blob: numpy.ndarray) -> None:
@@ -50,7 +50,7 @@ class Names(Sequence):
         return self.slice(number, number + 1)[:-1].decode("utf-8", "surrogateescape")
 
     def slice(self, first: int, last: int) -> bytes:
-        """Return the bytes of the names from `first` to below `last`, each with its zero."""
+        """Return the bytes of the names from `first` to before `last`, each with its zero."""
         begin = self.ends[first - 1] + 1 if first else 0
         return self.blob[begin : self.ends[last - 1] + 1].tobytes()
 
@@ -61,25 +61,25 @@ def encode(names: Iterable[str]) -> numpy.ndarray:
 
 
 def with_retries(work: Callable[[], T]) -> T:
-    """Return the result of `work`; where the system fails it, it is tried again three times."""
+    """Return the result of `work`; after an OSError or MemoryError, try again up to three times."""
     return retry(work, RETRY_WAITS_S)
 
 
 class ImageIndex(Source):
     """A source whose images are found by a scan of folders or files, in the order of torchvision's `ImageFolder`.
 
-    Everything is in a few arrays, which forked workers share and a cache file holds. A form gives `scan` and `read`.
+    Everything is in a few arrays, which forked workers share and a cache file holds. A form defines `scan` and `read`.
 
     Args:
         root: the data path and the split's name.
-        files: in which the images lie, in order; none where each has one of its own.
+        files: the files that hold the images, in order; none where each image is a file.
 
     Attributes:
         arrays: the content of the cache. classes, folders, names: bytes of `Names`; the images of a folder lie
             together, and names are relative to it. folder_labels: (folders,) int32. starts: (folders + 1,) int64, the
             number of each folder's first image. watched: bytes of `Names`, the folders or files that were scanned,
-            relative to the data path. states: (watched, 3) int64. Of images in files also places: (images, 3) int64,
-            each one's file by its number, offset and size. header: says of which split it is.
+            relative to the data path. states: (watched, 3) int64, as `_state`. places, of images in files: (images, 3)
+            int64, the number of its file and two numbers that the form defines. header: identifies the split.
     """
 
     def __init__(self, root: Path, files: Sequence[Path] = ()) -> None:
@@ -92,8 +92,8 @@ class ImageIndex(Source):
         """Add all images to a scan, and return the classes.
 
         Raises:
-            UserError: its names cannot be classes or images.
-            OSError: it cannot be read.
+            UserError: the split holds no valid classes and images.
+            OSError: the split cannot be read.
         """
 
     def class_path(self, name: str) -> str:
@@ -101,9 +101,9 @@ class ImageIndex(Source):
         return os.path.join(self.root, name)
 
     def open(self) -> "ImageIndex":
-        """Take the index from its cache where that is fresh, else scan, and write it for the next start.
+        """Take the index from its cache if that is fresh; else scan, and write a cache for the next start.
 
-        Of several processes that start together one scans, and the others wait for its cache.
+        If several processes start together, one scans, and the others wait for its cache.
 
         Raises:
             UserError: the split cannot be read, or cannot be an image folder.
@@ -115,14 +115,14 @@ class ImageIndex(Source):
             try:
                 cache.parent.mkdir(parents=True, exist_ok=True)
                 with locked(cache.with_suffix(".lock"), f"waiting for another process, which scans {self.where}"):
-                    # The process that had the lock before may have written it.
+                    # The process that held the lock before may have written the cache.
                     if not self.arrays and self._load(cache):
                         return self
                     doubt = "" if self.arrays else self._scan()
                     if doubt:
                         print(f"the index of {self.where} is not cached this time: {doubt}")
                         return self
-                    # With a CRC-32 for each array.
+                    # The format has a CRC-32 for each array.
                     write_atomically(cache, lambda file: numpy.savez(file, **self.arrays))
                     return self
             except OSError as error:
@@ -133,14 +133,14 @@ class ImageIndex(Source):
         return self
 
     def _header(self) -> numpy.ndarray:
-        """Return the header of this split's index, which another version or list of files would change."""
+        """Return the header of this split's index; it differs for other versions, splits and lists of files."""
         files = [os.path.relpath(file, self.root.parent) for file in self.files]
         return encode([_FORMAT, self.root.name, self.form, *IMG_EXTENSIONS, *files])
 
     def _load(self, cache: Path) -> bool:
-        """Take the index that a cache file holds if it is whole, of this split, and as the split is now."""
+        """Take the index from a cache file if that is undamaged, of this split, and up to date; tell whether it was."""
         try:
-            # Checks the CRC-32 of every array. A link is not followed: an index is written in its place, not through.
+            # Reading checks the CRC-32 of every array. A link is not followed: writing would replace it, too.
             with open_to_read(cache, follows_links=False) as stream, numpy.load(stream, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             if not numpy.array_equal(arrays["header"], self._header()):
@@ -155,7 +155,7 @@ class ImageIndex(Source):
         return True
 
     def _scan(self) -> str:
-        """Find out which images there are; return why that may not be cached, or nothing.
+        """Find the images; return why the index may not be cached, or an empty text.
 
         Raises:
             UserError: the split cannot be read, or cannot be an image folder.
@@ -177,7 +177,7 @@ class ImageIndex(Source):
         return scan.doubt
 
     def check_classes(self, classes: list[str], num_stray: int) -> None:
-        """Raise UserError where there are no classes; `num_stray` images are in none."""
+        """Raise UserError if there are no classes; `num_stray` is the number of images outside class folders."""
         if not classes and not num_stray:
             raise UserError(f"{self.where} holds neither images nor class folders; it needs one folder for each class")
         if not classes:
@@ -208,14 +208,14 @@ class ImageIndex(Source):
         return f"{self.folders[folder]}/{self.names[number]}"
 
     def names_in_bytes(self) -> Iterator[bytes]:
-        """Yield the names of all images folder by folder: image by image it would take seconds."""
+        """Yield the names of all images, made folder by folder: image by image would take seconds."""
         for number, folder in enumerate(self.folders):
             head = f"{folder}/".encode("utf-8", "surrogateescape")
             names = self.names.slice(self.starts[number], self.starts[number + 1])
             yield from (head + name for name in names.split(b"\0")[:-1])
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines of the fingerprint folder by folder: image by image it would take a second."""
+        """Yield the lines of the fingerprint folder by folder: image by image would take a second."""
         for number, label in enumerate(self.arrays["folder_labels"].tolist()):
             names = self.names.slice(self.starts[number], self.starts[number + 1])
             begin, end = line_of(f"{self.folders[number]}/\0", label).split(b"\0")
@@ -227,7 +227,7 @@ class ImageIndex(Source):
 
 
 def check_num_bytes(num_bytes: int) -> None:
-    """Raise BadImageError for a file that is too large for an image."""
+    """Raise BadImageError if a file is too large for an image."""
     if num_bytes > _MAX_BYTES:
         raise BadImageError(f"it has {num_bytes:,} bytes; an image has at most {_MAX_BYTES:,}")
 
@@ -235,18 +235,18 @@ def check_num_bytes(num_bytes: int) -> None:
 def cache_paths(root: Path) -> list[Path]:
     """Return where the index of a split may be cached: beside it, then in the user's cache folder."""
     place = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:16]
-    # An empty XDG_CACHE_HOME means the default too, says the XDG base directory specification.
+    # By the XDG base directory specification an empty XDG_CACHE_HOME means the default too.
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     name = f"touchstone-index-{root.name}"
     return [root.parent / f".{name}.npz", home / "touchstone" / f"{name}-{place}.npz"]
 
 
 def _check_arrays(arrays: dict[str, numpy.ndarray], num_files: int) -> None:
-    """Check that the arrays of an index, each whole by itself, fit each other.
+    """Check that the arrays of an index, each undamaged, fit each other.
 
     Raises:
-        KeyError: one is missing.
-        ValueError: they do not.
+        KeyError: an array is missing.
+        ValueError: shapes, types or values contradict each other.
     """
     blobs = ("classes", "folders", "names", "watched")
     num_classes, num_folders, num_images, num_watched = (len(Names(arrays[name])) for name in blobs)
@@ -265,12 +265,12 @@ def _check_arrays(arrays: dict[str, numpy.ndarray], num_files: int) -> None:
 
 
 def _state(status: os.stat_result) -> tuple[int, int, int]:
-    """Return numbers that change with a folder or a file; the size of a folder says nothing."""
+    """Return mtime, ctime (both ns) and size, which change with a file; the size of a folder says nothing and is 0."""
     return status.st_mtime_ns, status.st_ctime_ns, 0 if stat.S_ISDIR(status.st_mode) else status.st_size
 
 
 class Scan:
-    """The images that a scan of a data path finds, folder by folder, and the states of all that it has looked at."""
+    """The images that a scan of a data path finds, folder by folder, and the states of all folders or files it read."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -279,17 +279,17 @@ class Scan:
         self.folders, self.labels, self.counts, self.names, self.places = [], [], [], [], []
 
     def watch(self, path: str, status: os.stat_result) -> None:
-        """Take down the state of a folder or file, as it is just before it is read."""
+        """Record the state of a folder or file just before it is read."""
         self.watched.append(os.path.relpath(path, self.base))
         self.states.append(_state(status))
-        # A time far in the future was set, or the clock has been set back since: it is no sign of a change a moment
-        # ago, and a change from now on gives the folder or file another one, which a later start sees.
+        # A time far in the future was set on purpose, or the clock set back: it is no sign of a recent change, and a
+        # change from now on gives the folder or file another time, which a later start notices.
         now_ns = time.time_ns()
         if any(abs(now_ns - time_ns) < RACY_NS for time_ns in (status.st_mtime_ns, status.st_ctime_ns)):
             self.doubt = self.doubt or f"{path} was changed a moment ago"
 
     def add(self, folder: str, label: int, names: Sequence[str], places: numpy.ndarray | None = None) -> None:
-        """Add the images of a folder, with the (file, offset, size) of each if several are in a file."""
+        """Add the images of a folder, with (images, 3) int64 places as in `ImageIndex` if files hold several images."""
         if names:
             self.folders.append(folder)
             self.labels.append(label)
@@ -298,7 +298,7 @@ class Scan:
             self.places += [] if places is None else [places]
 
     def arrays(self) -> dict[str, numpy.ndarray]:
-        """Return everything as `ImageIndex` takes it."""
+        """Return the scan as arrays of an `ImageIndex`, without its classes and header."""
         arrays = {
             "watched": encode(self.watched),
             "states": numpy.array(self.states, dtype=numpy.int64).reshape(-1, 3),

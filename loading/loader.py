@@ -1,4 +1,4 @@
-"""Batches of uint8 images, loaded here or in worker processes, in the sampler's order and without a copy too many."""
+"""Load batches of uint8 images, here or in worker processes, in the sampler's order and without needless copies."""
 
 import itertools
 import math
@@ -17,16 +17,16 @@ from collectives import count_cores
 from errors import LimitError, UserError
 from files import memory_bytes
 
-# Batches that a loader of processes has room for beyond those being filled: the one that is used, and one more.
+# Slots beyond those that workers fill: one for the batch in use, and one more.
 _SPARE_SLOTS = 2
-# Loader processes that a core can be of use to, where they wait for a slow disk, and those that are allowed anywhere.
+# Most loader processes per core, since they may wait for a slow disk; and the number that every machine allows.
 _MOST_PER_CORE, _MOST_ANYWHERE = 32, 64
 
 _empty_bytes = partial(torch.empty, dtype=torch.uint8)
 
 
 def check_workers(num_workers: int) -> None:
-    """Refuse more workers than this machine can have any use for.
+    """Refuse more workers than this machine can use.
 
     Raises:
         UserError: there are too many.
@@ -40,10 +40,10 @@ def check_workers(num_workers: int) -> None:
 
 
 def check_memory(args: Any) -> None:
-    """Refuse batches that no memory of this machine holds.
+    """Refuse batches that do not fit into this machine's memory.
 
     Raises:
-        UserError: they are larger.
+        UserError: a batch is larger.
     """
     for flag, num_images, side in _pixels_of_batches(args):
         needed = num_images * 3 * side**2
@@ -60,7 +60,7 @@ def largest_batch_bytes(args: Any) -> int:
 
 
 def _pixels_of_batches(args: Any) -> list[tuple[str, int, int]]:
-    """Return the option, the images and their side of a batch in training and in evaluation."""
+    """Return the option, the number of images and their side in px, for batches of training and of evaluation."""
     is_own = args.eval_batch_size is not None
     evaluated = ("--eval-batch-size", args.eval_batch_size) if is_own else ("--batch-size", args.batch_size)
     return [("--batch-size", args.batch_size, args.train_crop_size), (*evaluated, args.val_crop_size)]
@@ -73,21 +73,21 @@ def collate(
 
     Args:
         samples: the images, best in channels-last order, and their classes.
-        empty: from a shape to the uint8 memory that the images are copied into.
+        empty: returns uint8 memory of a shape, to copy the images into.
 
     Returns:
         (B, 3, H, W) uint8 in channels-last order, and (B,) int64.
     """
     height, width = samples[0][0].shape[1:]
     batch = empty((len(samples), height, width, 3))
-    # numpy, because torch would copy each image with all threads that there are.
+    # By numpy, because torch would copy each image with all its threads.
     for place, (image, _) in zip(batch.numpy(), samples, strict=True):
         numpy.copyto(place, image.permute(1, 2, 0).numpy())
     return batch.permute(0, 3, 1, 2), torch.tensor([label for _, label in samples])
 
 
 class _Batches:
-    """A sampler's keys in batches, each with the slot that it goes into: round and round, or None without slots."""
+    """A sampler's keys in batches, each with its slot: they take turns. The slot is None if there are none."""
 
     def __init__(self, sampler: Any, num_slots: int) -> None:
         self.sampler = sampler
@@ -101,7 +101,7 @@ class _Batches:
 
 
 class _Filler(Dataset):
-    """The data set of a worker process: a batch at a time, into the given slot, if any."""
+    """The data set of a worker process: it loads a batch at a time, into the given slot, if any."""
 
     def __init__(self, dataset: Dataset, collate_fn: Callable, slots: list[Tensor]) -> None:
         self.dataset = dataset
@@ -109,7 +109,7 @@ class _Filler(Dataset):
         self.slots = slots
 
     def __getitems__(self, slot_and_keys: tuple[int | None, list[int]]) -> tuple:
-        """Return a batch; of one in a slot its number, the shape of its images, and the samples' other columns."""
+        """Return a batch; for one in a slot, the slot's number, the images' shape, and the samples' other columns."""
         slot, keys = slot_and_keys
         samples = [self.dataset.load(key) for key in keys]
         if slot is None:
@@ -129,19 +129,19 @@ def _as_it_is(batch: Any) -> Any:
 class BatchLoader:
     """Load batches, in this process or in worker processes.
 
-    Forked workers put images into shared memory that is used over and over: a batch is overwritten some batches later,
-    so take a copy of images that are to stay. Each fresh page of shared memory costs more than the copy into it
-    (docs/research/LOADING.md, 5). The batches take (num_workers x prefetch_factor + 2) x batch_bytes at most, in
-    nameless memory: none of it lies in /dev/shm.
+    Forked workers put images into shared memory and reuse it: a later batch overwrites it, so copy images that are to
+    stay. A fresh page of shared memory would cost more than the copy into it (docs/research/LOADING.md, 5). The
+    batches take (num_workers x prefetch_factor + 2) x batch_bytes at most, in anonymous memory: none of it lies in
+    /dev/shm.
 
     Args:
         dataset: its `load` makes an (image, class) sample of a key.
-        sampler: yields keys, one at a time, of which `batch_size` make a batch; None where it will be set later.
-        num_workers: processes; 0 for none.
-        prefetch_factor: batches each worker is ahead.
-        batch_bytes: the images of the largest batch; 0 for batches of any kind, which workers send as they are.
-        collate_fn: from samples, and an allocator where there is shared memory, to a batch.
-        pin_memory: copy the images into pinned memory, from where a GPU takes them without waiting.
+        sampler: yields keys one at a time, and has the `batch_size`; None if it is set later.
+        num_workers: processes; 0 loads in this process.
+        prefetch_factor: batches that each worker loads ahead.
+        batch_bytes: bytes of the images of the largest batch; 0 for other batches, which torch sends in its own way.
+        collate_fn: makes a batch of samples; with shared memory it also gets an allocator, as `collate`.
+        pin_memory: copy the images into pinned memory, from which a GPU copies without blocking the host.
         worker_init_fn: called first in each process, with its number.
 
     Raises:
@@ -164,7 +164,7 @@ class BatchLoader:
         self.pin_memory = pin_memory
         is_forked = num_workers > 0 and sys.platform == "linux"
         num_slots = num_workers * prefetch_factor + _SPARE_SLOTS if is_forked and batch_bytes else 0
-        # Nameless memory: no file in /dev/shm, which containers keep small. A page takes room once it is written to.
+        # Anonymous memory: no file in /dev/shm, which containers keep small. A page takes room once it is written to.
         try:
             memory = mmap.mmap(-1, max(num_slots * batch_bytes, 1))
         except (OSError, OverflowError) as error:
@@ -180,7 +180,7 @@ class BatchLoader:
             num_workers=num_workers,
             prefetch_factor=prefetch_factor if num_workers else None,
             persistent_workers=num_workers > 0,
-            # Forked, the processes end with their parent, however it ends; a fork server and its children would stay.
+            # Forked processes end with their parent, however it ends; a fork server and its children would stay.
             multiprocessing_context="fork" if is_forked else None,
             collate_fn=_as_it_is,
             worker_init_fn=worker_init_fn,
@@ -196,13 +196,13 @@ class BatchLoader:
         self._batches.sampler = sampler
 
     def start(self) -> None:
-        """Start the processes, which else begin with the first epoch.
+        """Start the processes, which otherwise start with the first epoch.
 
-        A process that is forked while another thread holds a lock of libc's or is in the middle of a first call into
-        C++ inherits both for ever, and may wait for them: so best before there are other threads.
+        Best called before there are other threads: a process that is forked while one of them holds a lock of libc, or
+        initialises a static of C++, inherits that state for ever, and may wait for its end.
 
         Raises:
-            LimitError: they cannot be started.
+            LimitError: the processes cannot be started.
         """
         sampler, self.sampler = self.sampler, None  # nothing is loaded yet
         try:
@@ -210,7 +210,7 @@ class BatchLoader:
         except (OSError, RuntimeError) as error:
             raise LimitError(
                 f"cannot start {self.loader.num_workers} loader processes ({error}); use fewer --workers, or raise "
-                "what limits them: `ulimit -n`, `ulimit -u`, the room in /dev/shm"
+                "their limits: `ulimit -n`, `ulimit -u`, the room in /dev/shm"
             ) from error
         self.sampler = sampler
 
@@ -223,7 +223,7 @@ class BatchLoader:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[tuple]:
-        # Processes start at once, in the thread that asks for them, and not with the first batch: they end with it.
+        # The processes start here, and not with the first batch: they end with the thread that starts them.
         return map(self._unpack, iter(self.loader))
 
     def _unpack(self, batch: tuple) -> tuple:

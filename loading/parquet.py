@@ -1,4 +1,4 @@
-"""Images in parquet files as Hugging Face publishes them, read where they lie."""
+"""Read images in parquet files, as Hugging Face publishes them, without extracting them."""
 
 import functools
 import importlib
@@ -19,17 +19,17 @@ from loading.source import Source, list_folder
 
 _SHARD = re.compile(r"(?P<split>[\w-]+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-f]+)?\.parquet")
 
-# A file name of ImageNet as Hugging Face has it: the official one with the synset behind it.
+# Hugging Face's name of an image of ImageNet: the official name, followed by the synset.
 _SYNSET_NAME = re.compile(r"(?P<stem>[\w-]+)_(?P<synset>n\d{8})\.(?P<ending>JPEG|jpe?g|png)")
 
 
 class ParquetIndex(ImageIndex):
     """The images of parquet files with the columns `image` (bytes and path) and `label`.
 
-    They are those of the folder that `scripts.prepare` would make: the same classes, names and order. Where no path
-    says the synset, a class is called by its number and an image by that of its row. An image is found by its row
-    group, all of which must be read for it: files with row groups of some hundred images, as Hugging Face writes them,
-    take several times as long as folders.
+    Classes, names and order are those of the folder that `scripts.prepare` would make. Where a path lacks the synset,
+    the name of the class is its label, and that of the image its row's number. To read an image, its whole row group
+    must be read: files with row groups of some hundred images, as Hugging Face writes them, take several times as long
+    as folders.
     """
 
     form = "parquet"
@@ -45,11 +45,11 @@ class ParquetIndex(ImageIndex):
 
     @property
     def where(self) -> str:
-        """A pattern for all files."""
+        """A pattern that matches all files."""
         return str(self.files[0].with_name(f"{_SHARD.fullmatch(self.files[0].name)['split']}-*.parquet"))
 
     def open(self) -> "ParquetIndex":
-        """Find out which images there are, as `ImageIndex`.
+        """Find the images, as `ImageIndex.open`.
 
         Raises:
             UserError: pyarrow is not installed, or a file is missing, damaged or has other columns.
@@ -61,7 +61,7 @@ class ParquetIndex(ImageIndex):
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of all files, and return the classes."""
         progress = Progress(f"scanning {self.where}", len(self.files), "files")
-        images, number = {}, 0  # (class, name) and place of each, by label
+        images, number = {}, 0  # (class, name, place) of each image, by label
         for file, path in enumerate(self.files):
             with open_to_read(path) as stream:
                 scan.watch(str(path), os.fstat(stream.fileno()))
@@ -72,7 +72,7 @@ class ParquetIndex(ImageIndex):
                 for row, values in enumerate(rows):
                     label = values["label"]
                     if label is None or label < 0:
-                        raise UserError(f"{path}: row {row} of row group {group} has no label; that split has none")
+                        raise UserError(f"{path}: row {row} of row group {group} has no label; use a labelled split")
                     official = find_synset((values["image"] or {}).get("path"))
                     name = official or (f"{label:06d}", f"{number:08d}.JPEG")
                     images.setdefault(label, []).append((*name, (file, group, row)))
@@ -121,16 +121,16 @@ class ParquetIndex(ImageIndex):
 
 
 def find_synset(path: str | None) -> tuple[str, str] | None:
-    """Return the synset and the official file name that Hugging Face's path of an image says, or None."""
+    """Return the synset and the official file name in Hugging Face's path of an image, or None if it has none."""
     found = _SYNSET_NAME.fullmatch(os.path.basename(path or ""))
     return (found["synset"], f"{found['stem']}.{found['ending']}") if found else None
 
 
 def check_names(files: Sequence[Path]) -> None:
-    """Refuse a set that lacks a file.
+    """Check that a set of files is complete.
 
     Raises:
-        UserError: it does.
+        UserError: a file is missing.
     """
     found = [(path, _SHARD.fullmatch(path.name)) for path in files]
     there = {(match["split"], int(match["number"])) for _, match in found if match}
@@ -168,17 +168,17 @@ def open_parquet(path: Path) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _open_once(process: int, path: str, mtime_ns: int) -> Any:
-    """Return an open file of this process; a forked one must not share its descriptor's position."""
+    """Return a file that this process opened; forked processes would share the position of one descriptor."""
     return open_parquet(Path(path))
 
 
 @functools.lru_cache(maxsize=2)
 def _read_group(process: int, path: str, mtime_ns: int, group: int) -> Any:
-    """Return the bytes of the images of a row group, as an array.
+    """Return the bytes of each image of a row group, as an arrow array.
 
     Raises:
         ImageError: the file is damaged.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         table = _open_once(process, path, mtime_ns).read_row_group(group, columns=["image.bytes"], use_threads=False)

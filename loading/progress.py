@@ -1,4 +1,4 @@
-"""How far long work is: one line that is rewritten in place on a terminal, else a line every few seconds."""
+"""Show the progress of long work: a line that is rewritten in place on a terminal, else a line every few seconds."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from errors import one_line
 
-# Between two lines where there is no terminal, and between two looks of a live line.
+# Seconds between two lines where there is no terminal, and between two updates of a live line.
 _PROGRESS_S, _LIVE_S = 5.0, 0.2
 
 
@@ -26,7 +26,7 @@ def without_escapes(text: str) -> str:
 
 
 class _Tapped:
-    """A stream that calls functions with each text, before and after it is written; all else is the stream's own."""
+    """A stream that calls functions before and after it writes each text; its other attributes are the stream's."""
 
     def __init__(self, stream: TextIO, before: Callable[[str], None], after: Callable[[str], None]) -> None:
         self._stream, self._before, self._after = stream, before, after
@@ -45,8 +45,8 @@ class Tap:
     """Calls functions with each text that Python writes to its standard streams from now on.
 
     Args:
-        after: gets the stream's name and a text that has been written.
-        before: gets the same when it is about to be.
+        after: called after each write with the stream's name and the text.
+        before: called likewise before each write.
     """
 
     def __init__(self, after: Callable[[str, str], None], before: Callable[[str, str], None] = lambda *_: None) -> None:
@@ -57,7 +57,7 @@ class Tap:
             setattr(sys, name, self._streams[name][1])
 
     def remove(self) -> None:
-        """Put the streams back, but for one that somebody has replaced in the meantime."""
+        """Put the streams back, except any that somebody has replaced in the meantime."""
         for name, (stream, tapped) in self._streams.items():
             if getattr(sys, name) is tapped:
                 setattr(sys, name, stream)
@@ -72,13 +72,13 @@ def is_terminal(stream: Any) -> bool:
 
 
 class LiveLine:
-    """The last line of a terminal, rewritten in place; all else that Python writes there meanwhile appears above it.
+    """The last line of a terminal, rewritten in place; other text that Python writes meanwhile appears above it.
 
-    A library, and our substitute where it is not installed, would be longer. The cursor waits at the line's beginning:
-    a terminal that is made narrower may break the line or cut it, and either way all of it is behind the cursor.
+    Using a library, with our substitute where it is not installed, would take more code. The cursor waits at the line's
+    beginning: a terminal that is made narrower may wrap or cut the line, and all of it is behind the cursor either way.
 
     Args:
-        stream: where it is shown; nothing is, unless that is a terminal.
+        stream: where the line is shown, if that is a terminal.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -99,12 +99,12 @@ class LiveLine:
             return
         encoding = self.stream.encoding
         fields = [one_line(field).encode(encoding, "backslashreplace").decode(encoding) for field in fields]
-        # Not in the last column, behind which some terminals begin a new line.
+        # Leave the last column free: some terminals begin a new line behind it.
         self._write(fit(fields, columns(self.stream) - 1) + "\r")
         self._is_shown = True
 
     def _write(self, text: str) -> None:
-        # By print, which is silent on all processes but the first; from the cursor on, the screen is cleared before.
+        # By print, which is silent on all processes but the first; the escape clears the screen from the cursor on.
         print(f"\x1b[J{text}", end="", file=self.stream, flush=True)
 
     def _clear_way(self, *_: str) -> None:
@@ -125,7 +125,7 @@ class LiveLine:
 
 
 def columns(stream: TextIO) -> int:
-    """Return the width of a terminal as it is now; 80 where it does not tell."""
+    """Return the present width of a terminal; 80 if it is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
@@ -133,7 +133,7 @@ def columns(stream: TextIO) -> int:
 
 
 def fit(fields: list[str], width: int) -> str:
-    """Return as many of the fields, from the first on, as fit into a width; of the first one, as much as does."""
+    """Return as many of the first fields as fit into a width, joined; cut the first one if it alone is too long."""
     for num_fields in range(len(fields), 0, -1):
         for gap in ("  ", " "):
             text = gap.join(fields[:num_fields])
@@ -154,14 +154,14 @@ def size_text(num_bytes: int) -> str:
 
 
 class Progress:
-    """How far long work is, on standard error: a live line on a terminal, else a line every few seconds.
+    """The progress of long work on standard error: a live line on a terminal, else a line every few seconds.
 
     Args:
         work: the first words of the line.
-        total: how many things there are, or zero where only their bytes are known.
+        total: number of things, or zero where only their bytes are known.
         unit: noun for the counted things.
-        total_bytes: how many bytes there are, or zero where only the number of things is known.
-        first: how many things an earlier run has done, which says nothing of how fast this one is.
+        total_bytes: number of bytes, or zero where only the number of things is known.
+        first: number of things that an earlier run has done; they do not count for the speed of this one.
     """
 
     def __init__(self, work: str, total: int = 0, unit: str = "", *, total_bytes: int = 0, first: int = 0) -> None:
@@ -174,7 +174,7 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """How much of the work is done."""
+        """The share of the work that is done, from 0 to 1."""
         done, total = (self.done, self.total) if self.total else (self.bytes, self.total_bytes)
         return min(done / max(total, 1), 1.0)
 
@@ -199,7 +199,7 @@ class Progress:
         return f"{self.work}: {', '.join(amounts)} ({self.share:.1%}), {left} left"
 
     def finish(self) -> None:
-        """Leave the last line standing; how many bytes there are is known now, and may have been a guess."""
+        """Leave the last line standing, with the number of bytes that were counted: the total may have been a guess."""
         self.total_bytes = self.total_bytes and self.bytes
         self.close()
         print(self, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Which images a run has read, and whether they are still the same."""
+"""Note which files a run has read, and notice when they change."""
 
 import io
 import mmap
@@ -19,22 +19,22 @@ from options import parse_allowed
 
 
 class SeenFiles:
-    """The size and time of each file of a split as a run read it first, in memory that forked loader processes share.
+    """The size and time of each file of a split when the run last read it, in memory that forked loaders share.
 
-    At 8 bytes per image it is too much for a checkpoint. With `is_strict` a file that has another size ends the run.
+    At 8 bytes per image it is too large for a checkpoint. With `is_strict` a file whose size changes ends the run.
     """
 
     def __init__(self, num_images: int, *, is_strict: bool) -> None:
         self.is_strict = is_strict
         memory = mmap.mmap(-1, max(8 * num_images, 1))
-        # (images, 2): its bytes and one, and the second that it was changed in; zeros before it is read.
+        # (images, 2): each file's size plus one, and its mtime in seconds; zeros before it is read.
         self.states = numpy.frombuffer(memory, dtype=numpy.uint32, count=2 * num_images).reshape(-1, 2)
 
     def note(self, number: int, path: str, status: os.stat_result) -> None:
-        """Take down the state of a file that is read.
+        """Record the state of a file that is being read.
 
         Raises:
-            ImageError: it is not the file that was read before.
+            ImageError: with `is_strict`, the file had another size when it was read before.
         """
         state = [(status.st_size + 1) % (1 << 32), int(status.st_mtime) % (1 << 32)]
         known = self.states[number].tolist()
@@ -51,17 +51,17 @@ class SeenFiles:
 class SeenRecord:
     """Remembers, from one start of a run to the next, the size and time of each file of its class folders.
 
-    A process notes them when it first opens a file (`SeenFiles`), which costs no look at a million files before
-    the first step, and compares them when it opens the file again. Here the notes of all processes are put together and
-    written to a file of the output folder. The next start knows nothing of files that were read since; a file
-    that is lost or damaged begins anew.
+    `SeenFiles` notes them whenever a process opens a file, and compares them with the notes before; so no start has to
+    look at a million files before its first step. This class merges the notes of all processes, and writes them to a
+    file in the output folder. The next start does not know files that were read after the last merge; if the file is
+    lost or damaged, it knows none.
 
-    As a context, it puts the notes together once more at an end that all ranks agree on.
+    As a context manager, it merges the notes once more at an end that all ranks agree on.
 
     Args:
         args: the options.
-        state: the checkpoint that the run goes on from, if any. Where that is not so, or `--allow-change data` is
-            given, nothing is known of any file.
+        state: the checkpoint that the run goes on from, or None. Without one, or with `--allow-change data`, no file
+            counts as known.
         datasets: the training and validation set, by their names.
     """
 
@@ -69,12 +69,12 @@ class SeenRecord:
 
     def __init__(self, args: Any, state: dict | None, **datasets: Dataset | None) -> None:
         self.folder = None if args.test_only else Path(args.output_dir)
-        # Files are those of the whole source, where a set is a part of one.
+        # Where a set is a part of a source, the notes are of the whole source's files.
         indexes = {name: dataset.index.whole for name, dataset in datasets.items() if hasattr(dataset, "index")}
         self.watched = {name: index for name, index in indexes.items() if index.seen is not None}
-        # Of other images nothing is known.
+        # The fingerprint keeps notes of other images from being used.
         self.keys = {name: f"{name}-{index.fingerprint()}" for name, index in self.watched.items()}
-        # As all processes know them; a row of `seen` that differs is news.
+        # The states that all processes know; a row of `seen` that differs is news.
         self.known = {name: numpy.zeros_like(index.seen.states) for name, index in self.watched.items()}
         self.is_new = state is None or "data" in parse_allowed(args.allow_change)
         self.is_elsewhere = not self.is_new and args.resume != "auto"
@@ -85,13 +85,13 @@ class SeenRecord:
         paths = {"train": state["data"]["path"], "val": state["data"]["val"]["path"]}
         for name, states in self._parse(payload or b"").items():
             if paths[name] != self.watched[name].identity()["path"]:
-                states[:, 1] = 0  # times of another disk differ by right
+                states[:, 1] = 0  # in another place files may have other times
             self.known[name][:] = self.watched[name].seen.states[:] = states
 
     def __enter__(self) -> "SeenRecord":
-        # Whatever is there may be another run's.
+        # A file that is there may be another run's.
         if self.is_new and self.folder is not None and collectives.is_main_process():
-            with suppress(OSError):  # not there; or the disk fails, which the next checkpoint will tell of
+            with suppress(OSError):  # no such file; or the disk fails, which the next checkpoint reports
                 (self.folder / self.FILE).unlink()
         elif self.is_elsewhere:
             self._write()
@@ -121,7 +121,7 @@ class SeenRecord:
             print(f"{self.folder / self.FILE} is not written: {explain_failure(error, self.folder, num_bytes)}")
 
     def _gather(self, name: str, index: Source) -> bool:
-        """Take the notes of all processes since the last call, and report files that have changed."""
+        """Merge all processes' notes since the last call, and report changed files; return whether there were notes."""
         states, known = index.seen.states, self.known[name]
         numbers = numpy.flatnonzero((states != known).any(axis=1))
         rows = numpy.column_stack([numbers, states[numbers]]).astype(numpy.int64)
@@ -141,17 +141,17 @@ class SeenRecord:
         return len(numbers) > 0
 
     def _read(self, path: Path) -> bytes | None:
-        """Return the file's content, as far as it is not larger than it may be."""
+        """Return the file's content, or None if it cannot be read or is larger than it may be."""
         most = 65536 + sum(states.nbytes for states in self.known.values())
         try:
             with open_to_read(path, follows_links=False) as file:
                 content = file.read(most + 1)
                 return content if len(content) <= most else None
-        except OSError:  # not there; or a disk that fails, which the next checkpoint will tell of
+        except OSError:  # no such file; or the disk fails, which the next checkpoint reports
             return None
 
     def _parse(self, payload: bytes) -> dict[str, numpy.ndarray]:
-        """Return the states of the sets in a file that is whole, as far as they are those of this run's sets."""
+        """Return the states in a file for those of this run's sets that it holds; none if it is damaged."""
         try:
             with numpy.load(io.BytesIO(payload), allow_pickle=False) as file:
                 arrays = {name: file[key] for name, key in self.keys.items() if key in file.files}

@@ -1,4 +1,4 @@
-"""The protocol of a source of images, by which the datasets read every form of data alike."""
+"""The interface of a source of images, through which the datasets read every form of data."""
 
 import hashlib
 import os
@@ -12,16 +12,16 @@ from errors import UserError
 class Source(ABC):
     """The images of one split in one form. A new form is a subclass, and an entry in `forms.FORMS`.
 
-    It gives `find`, `classes`, `__len__`, `label`, `name` and `read`; everything else has a default. Loader processes
+    It defines `find`, `classes`, `__len__`, `label`, `name` and `read`; everything else has a default. Loader processes
     are forked from the process that opened a source, and share its arrays.
 
     Args:
         root: the data path and the split's name; there need not be such a folder.
 
     Attributes:
-        form: its name in checkpoints and messages.
-        layout: the files that it needs in the data path, for a user who has none.
-        classes: their names, in the order of the labels.
+        form: the form's name in checkpoints and messages.
+        layout: the files that the form needs in the data path, for a message to a user who has none.
+        classes: names of the classes, in the order of the labels.
         seen: the `SeenFiles` of a source that notes which files were read.
     """
 
@@ -35,12 +35,12 @@ class Source(ABC):
 
     @classmethod
     def find(cls, root: Path) -> list["Source"]:
-        """Return the sources of this form that are at a root, the one to use first; none of them is opened yet."""
+        """Return the sources of this form at a root, in order of preference; none of them is opened yet."""
         return []
 
     @property
     def whole(self) -> "Source":
-        """The source that this one is a part of, which reads its files; or itself."""
+        """The source that this one is a part of and that reads its files; or this one itself."""
         return self
 
     @property
@@ -49,7 +49,7 @@ class Source(ABC):
         return str(self.root)
 
     def open(self) -> "Source":
-        """Find out which images there are, and return the source itself."""
+        """Find the images, and return the source itself."""
         return self
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Source(ABC):
 
     @abstractmethod
     def name(self, number: int) -> str:
-        """Return an image's name, class/file: the same in every form, and another for every image."""
+        """Return an image's name, class/file: the same in every form, and unique in the split."""
 
     def names_in_bytes(self) -> Iterator[bytes]:
         """Yield the names of all images, in order."""
@@ -71,13 +71,13 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, number: int) -> bytes:
-        """Return the bytes of an image's file. The caller tries again where the system fails it (`with_retries`).
+        """Return the bytes of an image's file. The caller tries again after a failure of the system (`with_retries`).
 
         Raises:
-            BadImageError: they can be no image.
-            MemoryError: there is none.
-            OSError: they cannot be read.
-            ImageError: the files are no longer those that were opened.
+            BadImageError: the bytes can be no image.
+            MemoryError: memory is short.
+            OSError: the file cannot be read.
+            ImageError: the files are damaged, or have changed since the source was opened.
         """
 
     def size(self, number: int) -> int:
@@ -98,15 +98,15 @@ class Source(ABC):
         return digest(self.lines())
 
     def identity(self) -> dict[str, str | None]:
-        """Return how a split can be told from another of the same names, without a look at each file.
+        """Return facts that tell a split from another with the same names, without a look at each file.
 
-        Its form and path; hashes of the images' sizes, of the times of its files, and of their checksums, or None.
+        They are its form and path, and hashes of the images' sizes, its files' times and their checksums, or None.
         """
         path = os.path.abspath(self.root)
         return {"form": self.form, "path": path, "sizes": None, "times": None, "checksums": None}
 
     def watch(self, *, is_strict: bool) -> None:
-        """Notice files that change from now on, where reading would not tell; see `SeenFiles`."""
+        """Notice files that change from now on, in a form whose `read` does not notice; see `SeenFiles`."""
         self.seen = None
 
 
@@ -124,10 +124,10 @@ def digest(pieces: Iterable[bytes]) -> str:
 
 
 def list_folder(folder: Path) -> list[str]:
-    """Return the names in a folder in order; none where there is no folder.
+    """Return the names in a folder, sorted; none if there is no such folder.
 
     Raises:
-        UserError: it cannot be listed.
+        UserError: the folder cannot be listed.
     """
     if not folder.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""Parts of a source: some of its images, chosen by formulas of names and labels, so that every process has the same."""
+"""Parts of a source: images chosen by formulas of names and labels, so that every process has the same."""
 
 import copy
 import hashlib
@@ -10,7 +10,7 @@ from loading.source import Source, digest
 
 
 class Subset(Source):
-    """Some images of another, open source, numbered anew in the same order; its classes are all of the other's."""
+    """Some images of another, opened source, numbered anew in the same order; it keeps all classes of that source."""
 
     def __init__(self, whole: Source, numbers: Iterable[int]) -> None:
         super().__init__(whole.root)
@@ -22,7 +22,7 @@ class Subset(Source):
 
     @property
     def whole(self) -> Source:
-        """The source that is no part of another, whose files these are."""
+        """The source that holds the files, itself no part of another."""
         return self._whole
 
     @property
@@ -54,7 +54,7 @@ class Subset(Source):
         return self._whole.path(int(self.numbers[number]))
 
     def fingerprint(self) -> str:
-        """Return a hash of the whole source's fingerprint and of the numbers: of a million names it takes no second."""
+        """Return a hash of the whole source's fingerprint and the numbers: faster than one of a million names."""
         return digest([self._whole.fingerprint().encode(), self.numbers.astype("<i8").tobytes()])
 
     def identity(self) -> dict[str, str | None]:
@@ -75,8 +75,8 @@ def minival_numbers(source: Source, fraction: float) -> list[int]:
     """Return the images of a training set that `--minival` holds out, in order.
 
     Of each class they are the images whose names, class/file, have the smallest SHA-256 hashes: the given fraction of
-    the class, rounded (halves up), but at least one and not all. So they are a function of names and fraction alone,
-    and a smaller fraction, above 0, holds out some of the same images.
+    the class, rounded (halves up), but at least one, and none of a class of one image. So they depend on names and
+    fraction alone, and a smaller fraction, above 0, holds out some of the same images.
     """
     labels = labels_of(source)
     hashes = [hashlib.sha256(name).digest() for name in source.names_in_bytes()]
@@ -92,14 +92,14 @@ def without(source: Source, numbers: Iterable[int]) -> Subset:
 
 
 def first_of_each_class(source: Source, num_images: int) -> list[int]:
-    """Return so many images, evenly over the classes: the first of each class, then the second of each, and so on."""
+    """Return `num_images` images, evenly over the classes: the first of each, then the second of each, and so on."""
     labels = labels_of(source)
     ranks = _ranks(labels, numpy.arange(len(labels)))
     return numpy.sort(numpy.lexsort((labels, ranks))[:num_images]).tolist()
 
 
 def _ranks(labels: numpy.ndarray, order: numpy.ndarray) -> numpy.ndarray:
-    """Return how many images of its own class come before each image in an order of all images."""
+    """Return, for each image, the number of images of its class before it in `order`, an order of all images."""
     counts = numpy.bincount(labels)
     ranks = numpy.empty_like(labels)
     by_class = order[numpy.argsort(labels[order], kind="stable")]

@@ -1,4 +1,4 @@
-"""Made-up images, for runs without data."""
+"""Synthetic images, for runs without data."""
 
 import io
 from pathlib import Path
@@ -11,7 +11,7 @@ from loading.source import Source
 
 
 class SyntheticSource(Source):
-    """A fixed pool of noise, so that loading costs next to nothing; labels go round the classes."""
+    """Images from a fixed pool of noise, so that loading costs next to nothing; labels cycle through the classes."""
 
     POOL = 64
     form = "synthetic"
@@ -32,7 +32,7 @@ class SyntheticSource(Source):
         return number % self.POOL % self.num_classes
 
     def name(self, number: int) -> str:
-        """Return a name that a file of the image could have."""
+        """Return a name such as a file of the image could have."""
         return f"{self.classes[self.label(number)]}/{number:09d}.png"
 
     def pixels(self, number: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Images in uncompressed tars: shards, packs, a tar of class folders or of class tars, or a tar for each class."""
+"""Read images in uncompressed tars: shards, packs, a tar of class folders or of class tars, or a tar for each class."""
 
 import functools
 import json
@@ -19,10 +19,10 @@ from loading.index import ImageIndex, Scan, check_num_bytes
 from loading.progress import Progress
 from loading.source import Source, digest, list_folder
 
-# The manifest that scripts/pack.py writes beside its shards, and its marks.
+# The manifest that scripts/pack.py writes beside its shards, and the values by which it is recognised.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
 
-# More than the manifest of any pack: a record of some hundred bytes a shard, and one for each image left out.
+# More than the manifest of any pack has: some hundred bytes for each shard, and for each image that was left out.
 _MANIFEST_BYTES = 1 << 26
 
 
@@ -32,7 +32,7 @@ class TarIndex(ImageIndex):
     Args:
         root: the data path and the split's name.
         files: the tars, in order.
-        form: "tars", whose members say the class, or "class tars", whose names do.
+        form: "tars" if the names of members hold the class, "class tars" if the names of the tars do.
     """
 
     layout = "{split}.tar, or shards from {split}-000000.tar on"
@@ -56,7 +56,7 @@ class TarIndex(ImageIndex):
 
     @property
     def where(self) -> str:
-        """The tar, or a pattern for all of them."""
+        """The path of the tar, or a pattern that matches all tars."""
         if self.form == "class tars":
             return str(self.root / "*.tar")
         return str(self.files[0] if len(self.files) == 1 else self.files[0].with_name(f"{self.root.name}-*.tar"))
@@ -74,7 +74,7 @@ class TarIndex(ImageIndex):
         return int(self.arrays["places"][number, 2])
 
     def identity(self) -> dict[str, str | None]:
-        """Return also hashes of the images' sizes and, of a pack, of the shards' checksums."""
+        """Add hashes of the images' sizes and, for a pack, of the shards' checksums."""
         listed = "".join(_checksums(self.root.name, self.files[0].parent).values())
         sizes = digest([self.arrays["places"][:, 2].tobytes()])
         return {**super().identity(), "sizes": sizes, "checksums": digest([listed.encode()]) if listed else None}
@@ -86,7 +86,7 @@ class TarIndex(ImageIndex):
         check_num_bytes(size)
         tar = _open_tar(str(self.files[tar_number]), mtime_ns, tar_size)
         content = tar.read(offset, size)
-        # After the read, which is then known to be of the tar that was scanned.
+        # Compared after the read, so that the bytes are known to be of the tar that was scanned.
         if len(content) < size or tar.state() != [mtime_ns, tar_size]:
             raise ImageError(
                 f"cannot read image {self.path(number)}: the tar has changed since it was scanned; start again"
@@ -133,7 +133,7 @@ def _tars_in(folder: Path) -> list[Path]:
 
 
 def _shards(name: str, tars: list[Path]) -> list[Path]:
-    """Return those of the tars that are called name-000000.tar and so on."""
+    """Return the tars with names name-000000.tar and so on; UserError if the set is not complete."""
     numbered = re.compile(re.escape(name) + r"-(\d{6,})\.tar")
     shards = [tar for tar in tars if numbered.fullmatch(tar.name)]
     for expected, tar in enumerate(shards):
@@ -151,10 +151,10 @@ def _shards(name: str, tars: list[Path]) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict | None:
-    """Return the manifest of a pack, or None where there is none, or another tool's file.
+    """Return the manifest of a pack; None if there is no such file, or it is another tool's.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     try:
         with open_to_read(path) as file:
@@ -184,14 +184,14 @@ def _checksums(name: str, folder: Path) -> dict[str, str]:
         return {}
     if state != "complete":
         raise UserError(
-            f"{folder} is a pack that is still being written, or was interrupted; run the scripts.pack command "
-            "that began it again, which goes on where it stopped"
+            f"{folder} is a pack that is still being written, or was interrupted; run its scripts.pack command again, "
+            "which goes on where it stopped"
         )
     return checksums
 
 
 class _Tar:
-    """An open tar, closed when nothing uses it any more: another thread may be reading when the cache drops it."""
+    """An open tar, closed once nobody uses it: another thread may still read it when the cache drops it."""
 
     def __init__(self, path: str) -> None:
         self.descriptor = open_regular(path, os.O_RDONLY, follows_links=True)
@@ -214,11 +214,11 @@ class _Tar:
 
 @functools.lru_cache(maxsize=128)
 def _open_tar(path: str, mtime_ns: int, size: int) -> _Tar:
-    """Return an open tar; another state is another tar. A thousand class tars would be too many to keep open."""
+    """Return an open tar, opened anew if its state changes. A thousand class tars would be too many to keep open."""
     return _Tar(path)
 
 
-# The images that a scan finds in each folder: their names, and the tar, offset and size of each, one after the other.
+# The images that a scan finds in each folder: their names, and the tar, offset and size of each in one flat array.
 _Found = dict[str, tuple[list[str], array]]
 
 
@@ -229,7 +229,7 @@ def _add(found: _Found, folder: str, names: Iterable[str] = (), places: Iterable
 
 
 def _ordered(names: list[str], places: array) -> tuple[list[str], numpy.ndarray]:
-    """Return images in order, and their places; of one name the last counts, as in extracting a tar."""
+    """Return names in order, and their places; of images with one name the last counts, as when a tar is extracted."""
     last = {name: number for number, name in enumerate(names)}
     names = sorted(last)
     return names, numpy.array(places, dtype=numpy.int64).reshape(-1, 3)[[last[name] for name in names]]
@@ -248,31 +248,31 @@ def tar_members(
     try:
         archive = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
         while (member := archive.next()) is not None:
-            # A negative size would lead back, and so on for ever.
+            # A negative size would lead back to an earlier member, in an endless loop.
             if member.size < 0 or member.offset < place or member.offset_data + member.size > end:
                 raise tarfile.ReadError(f"member {member.name!r} is not whole")
             place = member.offset_data
-            archive.members.clear()  # which would keep a million of them
+            archive.members.clear()  # the archive would keep a million of them
             if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):
                 raise UserError(
                     f"{path} holds {member.name!r}, a name that leads out of a folder; such a tar is not read"
                 )
             yield member
-        # tarfile takes a header that it cannot read for the end, unless it is the first.
+        # tarfile takes an unreadable header, unless it is the first, for the end.
         file.seek(archive.offset)
         if archive.offset + tarfile.BLOCKSIZE > end or any(file.read(tarfile.BLOCKSIZE)):
             raise tarfile.ReadError("its end is missing")
     except UserError:
         raise
-    except Exception as error:  # a damaged header is any of a dozen kinds to tarfile
+    except Exception as error:  # tarfile raises a dozen kinds for a damaged header
         reason = str(error) or type(error).__name__
         raise UserError(f"{path} is torn, damaged, or no {kind} ({reason}, about byte {place}); get it anew") from error
 
 
 class _TarReader:
-    """The headers of one open tar, of which only those that are images, class tars or folders count.
+    """Reads the headers of one open tar: those of images, class tars and folders.
 
-    `split_name` is an optional first part of members' names.
+    Names of members may begin with the folder `split_name`.
     """
 
     def __init__(self, path: Path, file: BinaryIO, split_name: str, progress: Progress) -> None:
@@ -297,12 +297,12 @@ class _TarReader:
                 yield "/".join(folders), name, member
             else:
                 raise UserError(
-                    f"{self.path} holds {member.name!r} as a link, a device or a sparse file, which is not followed; "
-                    "write it anew with tar --dereference --hard-dereference"
+                    f"{self.path} holds {member.name!r} as a link, a device or a sparse file, which is not read; "
+                    "write the tar anew with --dereference --hard-dereference"
                 )
 
     def scan(self, found: _Found, by_class: _Found, number: int, end: int) -> None:
-        """Add the images of a tar whose members say the class, and to `by_class` those of the class tars in it."""
+        """Add a tar's images to `found`, and those of the class tars in it to `by_class`."""
         for folder, name, member in self._entries(0, end):
             if not name:
                 _add(found, folder)
@@ -313,7 +313,7 @@ class _TarReader:
                 self.scan_class(by_class, name[: -len(".tar")], number, start, start + member.size)
 
     def scan_class(self, by_class: _Found, class_name: str, number: int, start: int, end: int) -> None:
-        """Add the images of a tar of one class, whose members may carry the class's name too."""
+        """Add the images of a tar of one class; names of its members may begin with the class's name."""
         _add(by_class, class_name)
         for folder, name, member in self._entries(start, end):
             if name.lower().endswith(IMG_EXTENSIONS):

@@ -1,1 +1,1 @@
-"""Where the numbers of a run go, and estimates before it starts."""
+"""Record and show the numbers of a run, and estimate its needs before it starts."""

@@ -1,4 +1,4 @@
-"""Work beside the training, such as records and pictures: it may fail, and the run goes on."""
+"""Let work beside the training, such as records and pictures, fail without ending the run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ class Attempts:
         self._warned = set()
 
     def __call__(self, trouble: str, work: Callable[..., Any], *args: Any) -> bool:
-        """Return whether work succeeds; if not, print the trouble that this means, and the reason."""
+        """Return whether the work succeeds; at its first failure print the trouble that follows, and the reason."""
         try:
             work(*args)
         except Exception as error:  # of any library

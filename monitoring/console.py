@@ -1,4 +1,4 @@
-"""First and last lines of a run, its progress, and log.txt, which keeps the console's output."""
+"""Print the first and last lines of a run and its progress, and keep the console's output in log.txt."""
 
 import math
 import os
@@ -21,17 +21,17 @@ from files import open_regular, open_to_read, write_atomically
 from loading.progress import LiveLine, Tap, without_escapes
 from options import BY_NAME, split_custom
 
-# Text that waits for a folder, or for a disk that is full, and seconds between two tries.
+# Most bytes of text that wait for the folder, or for room on a full disk, and seconds between two tries to write.
 _MAX_WAITING, _RETRY_S = 1 << 16, 10.0
 
-# How meters of these names are shown on a terminal, as single values.
+# Formats in which a terminal shows the meters of these names, as single values.
 _SHOWN = {"loss": "loss {:.3f}", "acc1": "Acc@1 {:.2f}", "img/s": "{:,.0f} img/s"}
 
 
 class LogFile:
-    """log.txt in a run's folder: what its first process says at all its starts, as plain text.
+    """log.txt in a run's folder: the output of its first process at all its starts, as plain text.
 
-    So also the lines in whose place a terminal shows a live one. A failure to write it is said once and ends no run.
+    It also gets the lines that a terminal replaces by a live one. A failure to write is printed once and ends no run.
     """
 
     MAX_BYTES = 16 << 20  # then the older half is dropped
@@ -49,7 +49,7 @@ class LogFile:
         self._tap = Tap(self._see)
 
     def open(self, folder: Path) -> None:
-        """Write what has been kept, and from now on each line as it is said, into a folder; nothing if none is kept."""
+        """Write the kept output into a folder, and from now on each line as it comes; nothing unless output is kept."""
         if self._tap is not None:
             self._folder = folder
             when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -58,15 +58,15 @@ class LogFile:
             self.add()
 
     def _see(self, name: str, text: str) -> None:
-        """Take a part of what is written to a stream; of what rewrites its line with a carriage return, the last."""
+        """Take text that is written to a stream; of a line that carriage returns rewrite, keep the last version."""
         *lines, rest = (self._parts.get(name, "") + text.replace("\r\n", "\n")).split("\n")
-        self._parts[name] = ""  # which `add` itself may write to
+        self._parts[name] = ""  # before `add`, which may print itself
         if lines:
             self.add(*(line.rpartition("\r")[2] for line in lines))
         self._parts[name] += rest.rpartition("\r")[2]
 
     def add(self, *lines: str) -> None:
-        """Take lines, which the screen need not show."""
+        """Add lines, which the screen need not show."""
         text = "".join(f"{one_line(without_escapes(line))}\n" for line in lines)
         self._waiting = (self._waiting + text.encode(errors="backslashreplace"))[-_MAX_WAITING:]
         if self._folder is not None and time.monotonic() >= self._retry_s:
@@ -87,7 +87,7 @@ class LogFile:
                 print(f"warning: log.txt in {self._folder} is not written: {why}; training goes on")
 
     def _open(self) -> None:
-        """Open the file, made anew: somebody's `tee` may write to the one that is there."""
+        """Open a new copy of the file: somebody's `tee` may be writing to the old one."""
         path = self._folder / "log.txt"
         try:
             with open_to_read(path, follows_links=False) as file:
@@ -108,7 +108,7 @@ class LogFile:
             self._file = None
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write what ended the run, if it was an error, and keep no more."""
+        """Write the error that ended the run, if there is one, and stop keeping output."""
         if self._tap is not None:
             is_known = hasattr(error, "exit_code")
             text = f"{type(error).__name__}: {error}" if is_known else "".join(traceback.format_exception(error))
@@ -123,7 +123,7 @@ log = LogFile()
 
 
 class Outlook:
-    """Which epoch a run is in, of how many, and how long the rest of it will take at the pace of this process."""
+    """The present epoch of a run as text, and the time that the rest of the run takes at this process's pace."""
 
     def __init__(self, state: RunState, epochs: int) -> None:
         self.state, self.epochs = state, epochs
@@ -133,9 +133,9 @@ class Outlook:
         return f"Epoch {self.state.epoch + 1}/{self.epochs}"
 
     def left_s(self) -> float:
-        """Return the seconds to the end of the last epoch, with what comes between epochs; NaN while it is unknown."""
+        """Return the seconds to the end of the last epoch, evaluations between epochs included; NaN while unknown."""
         now_s, step = time.monotonic(), self.state.step
-        if self._begin is None:  # not before the first step, which waits for loaders and compilers
+        if self._begin is None:  # the first step has been done: it waits for loaders and compilers
             self._begin = now_s, step
         begin_s, first_step = self._begin
         num_left = self.epochs * self.state.steps_per_epoch - step
@@ -143,14 +143,14 @@ class Outlook:
 
 
 class LiveView:
-    """What a terminal shows of a loop of a `MetricLogger`: one live line, and then one that stays.
+    """A loop of a `MetricLogger` on a terminal: one live line, and at the end one that stays.
 
     Args:
         logger: the `MetricLogger`.
-        label: what is looped over.
-        start: the number of the first item.
-        num_items: the number behind the last one.
-        num_images: how many images there are in all, where a loop over batches knows.
+        label: first words of the line, where the logger has no `outlook`.
+        start: number of the first item.
+        num_items: number of the last item plus one.
+        num_images: number of images in all, if a loop over batches knows it, else 0.
     """
 
     def __init__(self, logger: Any, label: str, start: int, num_items: int, num_images: int) -> None:
@@ -158,11 +158,11 @@ class LiveView:
         self.logger, self.start, self.num_items, self.num_images = logger, start, num_items, num_images
         self.label = logger.outlook or label.replace(":", "")
         self.begin_s, self.begin_wait_s = time.monotonic(), logger.wait_s
-        self.paced_s = 0.0  # when the first item was done, which waits for loaders and compilers
+        self.paced_s = 0.0  # time at the end of the first item, which waits for loaders and compilers
         self.values = []
 
     def show(self, num_done: int) -> None:
-        """Show how far the loop is, if it is time for that; the values are read with each line of the logger."""
+        """Show the loop's progress if the line is due; the values are read anew when the logger's own line is due."""
         if not self.line.is_live:
             return
         self.paced_s = self.paced_s or time.monotonic()
@@ -183,38 +183,38 @@ class LiveView:
         return [text.format(getattr(meters[name], kind)) for name, text in _SHOWN.items() if name in meters]
 
     def _waited(self) -> str:
-        """Say which share of its time the loop has waited for data."""
+        """Return words for the share of its time that the loop has waited for data."""
         wait_s = self.logger.wait_s - self.begin_wait_s
         return f"wait {wait_s / max(time.monotonic() - self.begin_s, 1e-9):.0%}"
 
     def leave(self) -> None:
-        """Print what the loop came to, unless that is said elsewhere."""
+        """Print the loop's final values, unless another line gives the result."""
         if self.line.is_live and not self.logger.is_share:
             took = f"in {duration(time.monotonic() - self.begin_s)}"
             print("  ".join([f"{self.label} {took}", *self._read("global_avg"), self._waited()]))
 
 
 def first_lines(args: Any, model: nn.Module, steps_per_epoch: int, folder: Path) -> list[str]:
-    """Return the lines before the first step."""
+    """Return the lines that a run prints before its first step."""
     device = next(model.parameters()).device
     kind = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     batch = f"{counted(steps_per_epoch, 'step')} of {counted(args.global_batch_size, 'image')}"
     return [
         f"{args.model}: {num_parameters:,} parameters, on {device}{kind}, {counted(args.world_size, 'process')}",
-        f"{counted(args.epochs, 'epoch')} of {batch}; all goes to {folder}",
+        f"{counted(args.epochs, 'epoch')} of {batch}; the output goes to {folder}",
     ]
 
 
 def last_lines(args: Any, state: RunState, folder: Path, records: Iterable[dict]) -> list[str]:
-    """Return what is said of a finished run beside its result: its last epochs, and commands to go on with."""
+    """Return the lines about a finished run beside its result: its last epochs, and commands to use it."""
     best = next((name for name, best in state.bests.items() if best is not None), "checkpoint")
     data = ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
     names = ("train_split", "val_split", "val_path", "minival") if args.synthetic is None else ()
     changed = [name for name in names if getattr(args, name) != BY_NAME[name].default]
     data += [word for name in changed for word in (BY_NAME[name].flag, str(getattr(args, name)))]
     data += ["--device", str(args.device)] if "device" in args.given else []
-    data += ["--model", args.model] if split_custom(args.model) else []  # without which no file is run
+    data += ["--model", args.model] if split_custom(args.model) else []  # a FILE.py is run only if it is named
     commands = {
         "curves": ["-m", "tensorboard.main", "--logdir", str(folder)],
         "evaluate": [sys.argv[0], "--test-only", "--resume", str(folder / f"{best}.pth"), *data],
@@ -225,7 +225,7 @@ def last_lines(args: Any, state: RunState, folder: Path, records: Iterable[dict]
 
 
 def python_command() -> str:
-    """Return the word that starts this Python from here."""
+    """Return the command that starts this Python from the present folder."""
     if os.path.abspath(shutil.which("python") or "") == os.path.abspath(sys.executable):
         return "python"
     relative = os.path.relpath(sys.executable)
@@ -233,7 +233,7 @@ def python_command() -> str:
 
 
 def epoch_table(records: Iterable[dict], epochs: int, num_rows: int = 5) -> list[str]:
-    """Return a table of the last epochs that were evaluated, by the times of the clock, with pauses between starts."""
+    """Return a table of the last evaluated epochs; their times are by the clock and include pauses between starts."""
     rows, losses, before = {}, [], {}
     for record in records:
         if record["epoch"] != before.get("epoch"):
@@ -253,5 +253,5 @@ def epoch_table(records: Iterable[dict], epochs: int, num_rows: int = 5) -> list
 
 
 def _number(value: Any) -> float:
-    """Return a number of a record; NaN for None or what a number cannot be."""
+    """Return a value of a record as a float; NaN if it is no number."""
     return float(value) if isinstance(value, int | float) else math.nan

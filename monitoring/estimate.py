@@ -1,4 +1,4 @@
-"""Memory, work, time and disk of a run, before it starts and when memory ran out, by a step on fake tensors."""
+"""Estimate a run's memory, work, time and disk, before it starts or when memory ran out, by a step on fake tensors."""
 
 import math
 import warnings
@@ -27,7 +27,7 @@ from launch import read_launch
 from loading.progress import size_text
 from monitoring.monitor import read_records
 
-# Share of a device's memory that tensors can fill: the rest is the allocator's gaps, the libraries and their work.
+# Share of a device's memory that tensors can fill: fragmentation, libraries and their workspaces take the rest.
 USABLE = 0.9
 
 # Steps that are traced in search of the largest batch, beside one of `--batch-size`.
@@ -38,7 +38,7 @@ LINE_BYTES = 700
 
 
 class Needs(NamedTuple):
-    """Bytes that a process holds at the peak of a step of so many images a shard."""
+    """Bytes that a process holds at the peak of a step with shards of `batch_size` images."""
 
     batch_size: int
     weights: int
@@ -54,12 +54,12 @@ class Needs(NamedTuple):
 
 
 class StorageCount(TorchDispatchMode):
-    """Counts the bytes of all storages that are made and freed while it is entered.
+    """Counts the bytes of all storages that are made and freed while it is active.
 
     Attributes:
-        now: bytes at the moment.
-        peak: most bytes since `restart`.
-        numbers: the order in which storages were made, by their addresses.
+        now: bytes of the present storages.
+        peak: most bytes at a time since `restart`.
+        numbers: numbers of the present storages in the order in which they were made, by their addresses.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class StorageCount(TorchDispatchMode):
         self.peak, self._made_at_peak = self.now, self._made
 
     def was_there(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor that is there now was there at the peak."""
+        """Tell whether a present tensor existed at the peak."""
         return self.numbers[tensor.untyped_storage()._cdata] <= self._made_at_peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,7 +96,7 @@ class StorageCount(TorchDispatchMode):
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """Gives what layers make for their weights and statistics no memory, and leaves other tensors to be computed."""
+    """Puts weights and statistics that layers allocate on the meta device; other tensors are computed as usual."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = {} if kwargs is None else kwargs
@@ -115,8 +115,8 @@ def build_without_memory(args: Any, num_classes: int) -> nn.Module:
 
 
 def count_flops(args: Any, num_classes: int) -> int:
-    """Return the floating-point operations of the forward and backward pass of one image, two a multiply-add."""
-    # What is computed again does not count as progress.
+    """Return the floating-point operations of an image's forward and backward pass; a multiply-add counts as two."""
+    # MFU counts the model's operations, without recomputation.
     args = Namespace(**{**vars(args), "compile": None, "grad_checkpointing": False})
     # A model in evaluation mode computes the same, and a batch of one is enough for it.
     model = build_without_memory(args, num_classes).eval()
@@ -134,10 +134,10 @@ def _backward_flops(grad: Any, image: Any, weight: Any, *options: Any, out_shape
 
 
 def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) -> Needs:
-    """Trace a step of so many images a shard on a device, which must be there, and allocate and compute nothing."""
+    """Return the needs of a step with shards of `batch_size` images on a device of this machine, by fake tensors."""
     model = build_without_memory(args, num_classes)
     with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # copies of a model look where its weights are
+        warnings.simplefilter("ignore")  # copying the model reads data pointers, of which fake tensors warn
         model.to_empty(device=device)
         models.set_training_mode(model)
         average = models.build_ema(args, model)
@@ -150,7 +150,7 @@ def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) ->
         optimizer.zero_grad(set_to_none=not held)
         count.restart()
         _trace_shard(args, model, device, batch_size)
-        optimizer.step()  # which holds another copy of the gradients, with some options
+        optimizer.step()  # with some options it holds another copy of the gradients
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         fixed = {
             "weights": _num_bytes([*model.parameters(), *model.buffers()]),
@@ -158,7 +158,7 @@ def trace(args: Any, num_classes: int, device: torch.device, batch_size: int) ->
             "optimizer": _num_bytes(value for state in optimizer.state.values() for value in state.values()),
             "average": 0 if average is None else _num_bytes([*average.parameters(), *average.buffers()]),
         }
-        # The next batches are copied and prepared beside a step.
+        # A GPU copies and prepares the next batches beside a step.
         ahead = 2 * batch_size * 3 * args.train_crop_size**2 * 4 if device.type == "cuda" else 0
         activations = count.peak - sum(fixed.values()) + ahead
         fixed["gradients"] += max(held - 1, 0) * _num_bytes(gradients)
@@ -198,7 +198,7 @@ class Limit(NamedTuple):
 
 
 def find_limit(device: torch.device) -> Limit:
-    """Return how much memory a process has: a GPU's, or its part of this machine's."""
+    """Return the memory that a process can fill: a GPU's, or its part of this machine's."""
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
         name = torch.cuda.get_device_name(device)
@@ -209,10 +209,10 @@ def find_limit(device: torch.device) -> Limit:
 
 
 def find_largest(args: Any, num_classes: int, device: torch.device, limit: int) -> tuple[Needs, int]:
-    """Return the needs of a shard of `--batch-size`, and the largest one that a limit of bytes holds; 0: none does.
+    """Return the needs of shards of `--batch-size` images, and the most images whose needs fit a limit in bytes, or 0.
 
-    The search draws a straight line through the needs of two sizes until one comes near the limit: small batches have
-    their peak elsewhere in the step than large ones.
+    The search extrapolates linearly from two sizes until one comes near the limit; it takes several tries, since the
+    peak of small batches is elsewhere in the step than that of large ones.
     """
     here = near = trace(args, num_classes, device, args.batch_size)
     largest = max(int(here.batch_size * min(limit / here.total, 1e4)), 1)
@@ -227,7 +227,7 @@ def find_largest(args: Any, num_classes: int, device: torch.device, limit: int) 
 
 
 def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
-    """Return lines about memory, work, time and disk that a run will need."""
+    """Return lines about the memory, work, time and disk that a run will need."""
     device = torch.device(args.device or collectives.find_accelerator() or "cpu")
     if device.type not in ("cpu", collectives.find_accelerator()):
         device = torch.device("cpu")
@@ -235,7 +235,7 @@ def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
         limit = find_limit(device)
         needs, largest = find_largest(args, num_classes, device, limit.num_bytes)
         flops = count_flops(args, num_classes)
-    except Exception as error:  # a layer may need numbers, or a kernel that knows no tensors without memory
+    except Exception as error:  # a layer may need values, or a kernel that does not support fake tensors
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         return [f"no estimate of memory and work: {args.model} cannot be traced ({type(error).__name__}: {reason})"]
     fits = "fits" if needs.total <= limit.num_bytes else "does not fit"
@@ -252,7 +252,7 @@ def describe(args: Any, num_classes: int, steps_per_epoch: int) -> list[str]:
 
 
 def split(needs: Needs) -> str:
-    """Return the total of the memory as a sum of its parts."""
+    """Return the total of the memory and the parts of which it is the sum, as text."""
     names = ("weights", "gradients", "optimizer state", "average of the weights", "activations")
     parts = zip(names, needs[1:], strict=True)
     terms = " + ".join(f"{name} {size_text(part)}" for name, part in parts if part)
@@ -260,7 +260,7 @@ def split(needs: Needs) -> str:
 
 
 def _time_lines(args: Any, folder: Path, steps_per_epoch: int) -> list[str]:
-    """Return the time of the run at the rate of an earlier one of the same model, batch and processes, if any."""
+    """Return a line about the run's time at the rate of a like run with as many processes in its folder, or none."""
     before = read_json(folder / "run.json").get("args")
     names = ("model", "batch_size", "global_batch_size", "train_crop_size", "amp", "compile")
     if not isinstance(before, dict) or any(before.get(name) != getattr(args, name) for name in names):
@@ -281,9 +281,9 @@ def _time_lines(args: Any, folder: Path, steps_per_epoch: int) -> list[str]:
 
 
 def _disk_lines(args: Any, needs: Needs, folder: Path, steps_per_epoch: int) -> list[str]:
-    """Return a line about the disk that the checkpoints and the records take at most."""
+    """Return a line about the most disk that checkpoints and records take."""
     saved = needs.weights + needs.optimizer + needs.average
-    # Beside the numbered ones: the best of the weights and of the average, and one that is being written.
+    # Beside the numbered checkpoints: the best of the weights and of the average, and one that is being written.
     files = args.keep_last + 2 + args.model_ema + (args.epochs // args.keep_every if args.keep_every else 0)
     records = args.epochs * (steps_per_epoch // args.print_freq + 3) * LINE_BYTES
     there = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
@@ -299,12 +299,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def explain_out_of_memory(args: Any, num_classes: int, device: torch.device) -> LimitError:
-    """Return one line about a run that has run out of memory: the parts of its needs, and a batch that should fit."""
+    """Return an error in one line for a run out of memory: the parts of its needs, and a batch that should fit."""
     begin = f"out of memory on {device} at --batch-size {args.batch_size}"
     try:
         limit = find_limit(device)
         needs, largest = find_largest(args, num_classes, device, limit.num_bytes)
-    except Exception:  # the run is over, and a line without an estimate has to do
+    except Exception:  # the run is over: a line without an estimate must do
         return LimitError(f"{begin}; use a smaller one, or --grad-checkpointing")
     advice = f"--batch-size {largest} should fit" if largest else "use --grad-checkpointing or a smaller model"
     if largest >= args.batch_size:

@@ -1,4 +1,4 @@
-"""TensorBoard's file of a run, made of the other files in the run's folder whenever it is opened."""
+"""Write TensorBoard's event file of a run, made anew from the run's other files whenever it is opened."""
 
 import io
 import json
@@ -30,10 +30,10 @@ from files import read_bytes, read_json
 from monitoring import pictures
 from options import BY_NAME, FREE, SILENT
 
-# Fields without a curve: where, when and on how much the others were measured.
+# Fields without a curve: the step, time, images and processes of a measurement.
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
 
-# The tab of custom scalars: charts by their titles, each with patterns of tags; all lines of a chart share its axes.
+# The custom scalars tab: charts by their titles, each with patterns of tags; all curves of a chart share its axes.
 LAYOUT = {
     "Training and validation": {
         "loss": ["train/loss$", "(mini)?val/loss$", "(mini)?val_ema/loss$"],
@@ -57,15 +57,15 @@ _LARGEST_PNG = 16 << 20
 
 
 class EventFile:
-    """TensorBoard's view of a run, in one file that is made of the run's other files whenever it is opened.
+    """TensorBoard's view of a run: one file, made anew from the run's other files whenever it is opened.
 
-    So no failed write, power loss, or clock that was set back loses or doubles a point: TensorBoard reads the files of
-    a folder in the order of their names, which hold the time.
+    So no failed write, power loss, or clock that was set back loses or doubles a point. Its name holds a later time
+    than those before: TensorBoard reads the files of a folder in the order of their names.
 
     Args:
-        folder: of the run; its earlier event files are removed once this one is whole.
-        records: of metrics.jsonl.
-        step: of the run; pictures of later steps will be made again.
+        folder: the run's folder; its earlier event files are removed once this one is whole.
+        records: the records of metrics.jsonl.
+        step: the run's step; pictures of later steps are left out, since the run will draw them again.
 
     Raises:
         OSError: the file cannot be written.
@@ -73,7 +73,7 @@ class EventFile:
 
     def __init__(self, folder: Path, records: Iterable[dict], step: int) -> None:
         self.folder = folder
-        self._shown = set()  # pictures
+        self._shown = set()  # paths of pictures
         earlier = [path for path in folder.iterdir() if _EVENTS.match(path.name) and not path.is_dir()]
         latest = max((int(_EVENTS.match(path.name)[1]) for path in earlier), default=0)
         name = f"events.out.tfevents.{max(int(time.time()), latest + 1)}.{socket.gethostname()}.{os.getpid()}"
@@ -103,7 +103,7 @@ class EventFile:
         self._write([_event(record)])
 
     def add_pictures(self, step: int) -> int:
-        """Add new pictures of steps so far; return the number of shown ones that the run's folder no longer has."""
+        """Add new pictures of steps up to `step`; return the number of added ones that the run's folder has no more."""
         found = pictures.list(self.folder)
         for tag, drawn_at, path in found:
             if path not in self._shown and drawn_at <= step:
@@ -112,7 +112,7 @@ class EventFile:
         return len(self._shown - {path for _, _, path in found})
 
     def close(self, is_finished: bool | None) -> None:
-        """Close the file and record whether the run ended well; None if it is to go on."""
+        """Close the file and record whether the run ended well; record nothing if that is None: the run will go on."""
         try:
             if is_finished is not None:
                 status = api_pb2.STATUS_SUCCESS if is_finished else api_pb2.STATUS_FAILURE
@@ -124,7 +124,7 @@ class EventFile:
 
 
 def write_all(file: io.FileIO, content: bytes) -> None:
-    """Write bytes to an unbuffered file, which may take them in parts."""
+    """Write bytes to an unbuffered file, which may accept them in parts."""
     while content:
         content = content[file.write(content) :]
 
@@ -139,7 +139,7 @@ def drawn(record: dict) -> dict[str, float]:
 
 
 def changed_options(folder: Path) -> dict[str, Any]:
-    """Return the options by which a run's numbers may differ from those of a run without any options."""
+    """Return the options whose values may make a run's numbers differ from those of a run with the defaults."""
     args = read_json(folder / "run.json").get("args")
     args = args if isinstance(args, dict) else {}
     given = args.get("given") or []
@@ -152,13 +152,13 @@ def changed_options(folder: Path) -> dict[str, Any]:
 
 
 def _event(record: dict) -> Event:
-    """Return one record as TensorBoard reads it: a point of each curve."""
+    """Return one record as an event: a point of each curve."""
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in drawn(record).items()]
     return Event(step=record["step"], wall_time=record["time"], summary=Summary(value=values))
 
 
 def _picture(path: Path, name: str, step: int) -> Iterator[Event]:
-    """Yield the event of a PNG file; none if it is torn or something else."""
+    """Yield the event of a PNG file; none if the file is torn or no PNG."""
     try:
         content = read_bytes(path, _LARGEST_PNG)
     except (OSError, StorageError):
@@ -186,7 +186,7 @@ def _layout() -> Summary.Value:
 
 
 def _describe(folder: Path) -> Iterator[Summary.Value]:
-    """Yield the run's options for the tab of hparams, and its texts."""
+    """Yield the run's options for the HParams tab, and its texts."""
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=_start_s(folder))
     for name, value in changed_options(folder).items():
         if isinstance(value, bool):
@@ -198,7 +198,7 @@ def _describe(folder: Path) -> Iterator[Summary.Value]:
             start.hparams[name].string_value = value if is_plain else json.dumps(value)
     yield _hparams(hparams_metadata.SESSION_START_INFO_TAG, session_start_info=start)
     for name, text in _texts(folder).items():
-        # Markdown leaves lines as they are that are indented by four.
+        # Markdown shows lines that are indented by four as they are.
         block = "\n".join(f"    {line}" for line in text.splitlines())
         yield _strings(f"run/{name}", text_metadata.create_summary_metadata(name, ""), block.encode())
 

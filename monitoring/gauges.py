@@ -1,4 +1,4 @@
-"""Measurements of training beside the metrics: norms, rates, and the use of the device."""
+"""Measure the training beside its metrics: norms, rates, and the use of the device."""
 
 import resource
 import sys
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import collectives
 from monitoring.estimate import count_flops
 
-# Dense peaks, TFLOP/s, by the name that torch gives the device: NVIDIA's data sheets and white papers of A100 (2020),
-# V100 (2017), L4 (2023), H100 SXM (2022) and H200 SXM (2024); those that print a figure "with sparsity" are halved.
+# Dense peaks, TFLOP/s, by the name that torch gives the device, from NVIDIA's data sheets and white papers of A100
+# (2020), V100 (2017), L4 (2023), H100 SXM (2022) and H200 SXM (2024); figures "with sparsity" are halved here.
 # "float32" is without tensor cores.
 _A100 = {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
 _V100 = {"float32": 15.7, "float16": 125.0}
@@ -31,7 +31,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(args: Any, device: torch.device) -> float | None:
-    """Return the most operations a second of the device in the precision of the options, in 10^12; None if unknown."""
+    """Return the device's peak TFLOP/s in the precision of the options; None if unknown."""
     if device.type != "cuda":
         return None
     number_format = (args.amp_dtype or "float16") if args.amp else "float32" if args.tf32 is False else "tf32"
@@ -39,11 +39,11 @@ def peak_tflops(args: Any, device: torch.device) -> float | None:
 
 
 def flops_share(args: Any, device: torch.device, num_classes: int) -> float | None:
-    """Return an image's share of the operations that the device could do in a second; None if they are unknown."""
+    """Return the operations of an image as a share of the device's peak in a second; None if that is unknown."""
     peak = peak_tflops(args, device)
     try:
         return None if peak is None else count_flops(args, num_classes) / (1e12 * peak)
-    except Exception as error:  # a model need not work without memory, and no run ends for a curve
+    except Exception as error:  # some models cannot be traced without memory, and a missing curve ends no run
         print(f"warning: the operations of {args.model} cannot be counted, so there is no mfu: {error}")
         return None
 
@@ -57,18 +57,18 @@ def peak_memory_gib() -> float:
 
 
 class Pace:
-    """Counts steps, their seconds, and the seconds of waiting for data among them, since it was last read."""
+    """Counts steps, their seconds, and their seconds of waiting for data, since the last `read`."""
 
     def __init__(self) -> None:
         self._steps, self._train_s, self._wait_s = 0, 0.0, 0.0
         self.start()
 
     def start(self) -> None:
-        """Go on at the start of an epoch; the time since the last step, as of an evaluation, does not count."""
+        """Go on at the start of an epoch; the time since the last step, such as an evaluation's, does not count."""
         self._mark_s, self._waited_s = time.perf_counter(), 0.0
 
     def step(self, waited_s: float) -> None:
-        """Count a step, up to which the epoch has waited for so long in all."""
+        """Count a step; `waited_s` is the time that the epoch has waited for data so far."""
         self._advance()
         self._steps += 1
         self._wait_s += waited_s - self._waited_s
@@ -81,14 +81,14 @@ class Pace:
 
     def read(self) -> tuple[int, float, float]:
         """Return steps, seconds and seconds of waiting, and begin anew."""
-        self._advance()  # the device's share of the last step
+        self._advance()  # the host may have waited for the device since the last step
         found = self._steps, self._train_s, self._wait_s
         self._steps, self._train_s, self._wait_s = 0, 0.0, 0.0
         return found
 
 
 class Gauges:
-    """The fields of a training record beside the metrics; `parts` has the run's model, optimizer and scaler."""
+    """The fields of a training record beside the metrics; `parts` holds the run's model, optimizer and scaler."""
 
     def __init__(self, args: Any, parts: dict[str, Any], device: torch.device, num_classes: int) -> None:
         self.parameters, self.scaler = list(parts["model"].parameters()), parts["scaler"]
@@ -98,7 +98,7 @@ class Gauges:
         self.flops_share = flops_share(args, device, num_classes) if collectives.is_main_process() else None
 
     def read(self, grad_norm: Tensor) -> dict[str, float | Tensor]:
-        """Return rates and norms after the step that is done; those on the device stay there unread."""
+        """Return learning rates and norms after a step; tensors on the device are not read."""
         rates = {f"lr/{group['name']}": group["lr"] for group in self.groups if "name" in group}
         with torch.no_grad():
             norms = {"grad_norm": grad_norm, "weight_norm": nn.utils.get_total_norm(self.parameters)}
@@ -106,7 +106,7 @@ class Gauges:
         return {"lr": max(group["lr"] for group in self.groups), **rates, **norms, **scale}
 
     def rates(self, steps: int, train_s: float, wait_s: float) -> dict[str, float]:
-        """Return the speed of so many steps and their use of the machine."""
+        """Return the speed of `steps` steps and their use of the machine."""
         images_per_s = steps * self.global_batch_size / train_s
         each = images_per_s / self.world_size
         return {

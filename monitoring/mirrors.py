@@ -1,4 +1,4 @@
-"""Services that get a run's records too. Each is one class with the methods of `WandbMirror`."""
+"""Mirror a run's records to services. Each service is a class with the methods of `WandbMirror`."""
 
 import importlib.util
 import json
@@ -13,9 +13,9 @@ from monitoring.events import changed_options, drawn
 
 
 class WandbMirror:
-    """A run of Weights & Biases; its own variables (WANDB_PROJECT, WANDB_MODE ...) say where.
+    """A run of Weights & Biases; that service's variables (WANDB_PROJECT, WANDB_MODE ...) say where.
 
-    The attribute `key` is the service's name of the run; the argument, None at the first start, is the same.
+    The argument `key` is the service's identifier of the run, None at the first start; the attribute is never None.
     """
 
     def __init__(self, folder: Path, key: str | None) -> None:
@@ -31,16 +31,16 @@ class WandbMirror:
         return int(self.run.summary.get(f"{kind}/step", -1))
 
     def add(self, values: dict[str, float], step: int) -> None:
-        """Send the points of one record; KIND/step is one of them."""
+        """Send the points of one record; they include KIND/step."""
         self.run.log(values)
 
     def close(self, is_finished: bool | None) -> None:
-        """Send what is left; None where the run is to go on."""
+        """Send the rest, and tell how the run has ended; None means that it will go on."""
         self.run.finish(exit_code=0 if is_finished else 1)
 
 
 class MlflowMirror:
-    """A run of MLflow; its own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME ...) say where.
+    """A run of MLflow; that service's variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME ...) say where.
 
     Arguments and attributes are those of `WandbMirror`.
     """
@@ -63,7 +63,7 @@ class MlflowMirror:
         self.mlflow.log_metrics(values, step=step)
 
     def close(self, is_finished: bool | None) -> None:
-        """Send what is left."""
+        """Send the rest, and tell how the run has ended."""
         self.mlflow.end_run({True: "FINISHED", False: "FAILED", None: "KILLED"}[is_finished])
 
 
@@ -76,7 +76,7 @@ def check_mirrors(args: Any) -> None:
         if name not in KINDS:
             raise UserError(f"--log-to {name}: expected names with commas between them, of {', '.join(KINDS)}")
         package = importlib.util.find_spec(name)
-        if package is None or package.origin is None:  # None of a mere folder, as wandb leaves
+        if package is None or package.origin is None:  # wandb leaves folders that look like a package without origin
             raise UserError(f"--log-to {name} needs the package {name}; pip install {name}, or leave it out")
 
 
@@ -87,7 +87,7 @@ def _names(log_to: str | None) -> list[str]:
 class Mirrors:
     """All mirrors of one run, as `--log-to` names them; `mirrors.json` in its folder keeps their keys.
 
-    The first failure of one is its last.
+    A mirror that fails once gets no more records.
     """
 
     def __init__(self, folder: Path | None, log_to: str | None) -> None:
@@ -97,7 +97,7 @@ class Mirrors:
         self._sent = {}  # the step of the last record, by the names of mirror and kind
 
     def open(self, records: list[dict]) -> None:
-        """Begin or go on, and send the records that a service does not know yet, as after a failure."""
+        """Begin or go on, and send records that a service lacks, as after a failure."""
         self._each(self._open)
         for record in records:
             self.add(record)
@@ -110,7 +110,7 @@ class Mirrors:
         write_atomically(path, lambda file: file.write(json.dumps(keys).encode()))
 
     def add(self, record: dict) -> None:
-        """Send the points of one record, unless an earlier process has."""
+        """Send the points of one record to each service that does not have them from an earlier process."""
         self._each(self._add, record)
 
     def _add(self, name: str, record: dict) -> None:
@@ -122,12 +122,12 @@ class Mirrors:
             self._sent[name, kind] = step
 
     def close(self, is_finished: bool | None) -> None:
-        """Send what is left; `is_finished` tells how the run has ended, None that it is to go on."""
+        """Send the rest; `is_finished` tells whether the run has ended well, None that it will go on."""
         self._each(lambda name: self._mirrors[name].close(is_finished))
         self._mirrors.clear()
 
     def _each(self, work: Callable[..., None], *args: Any) -> None:
-        """Do work for each service; one that fails gets no more."""
+        """Do work for each service, and drop services for which it fails."""
         for name in list(self._mirrors):
             if not self._attempt(f"nothing more is sent to {name}", work, name, *args):
                 del self._mirrors[name]

@@ -1,4 +1,4 @@
-"""The records of a run: metrics.jsonl, and TensorBoard's file and mirrors, which are made of it."""
+"""Write the records of a run: metrics.jsonl, and TensorBoard's file and mirrors, which are made from it."""
 
 import json
 import math
@@ -27,15 +27,15 @@ MACHINE_FIELDS = {
 
 _TAIL_BYTES = 1 << 20  # more than a record of any run has
 
-# Pictures in TensorBoard's file that the run's folder no longer has; with more, the file is made anew without them.
+# Most pictures in TensorBoard's file that the run's folder no longer has; with more, the file is made anew.
 MOST_GONE = 100
 
 
 def begin_log(args: Any, lines: Iterable[str]) -> None:
-    """Keep all that a run's first process says for log.txt, these lines first; check the services of `--log-to`.
+    """Print lines, and keep them and all later output of a run's first process for log.txt; check `--log-to`.
 
     Raises:
-        UserError: one is not known, or its package is missing.
+        UserError: a service of `--log-to` is not known, or its package is missing.
     """
     check_mirrors(args)
     if args.rank == 0 and not args.test_only:
@@ -45,20 +45,20 @@ def begin_log(args: Any, lines: Iterable[str]) -> None:
 
 
 class Monitor:
-    """Writes metrics.jsonl and TensorBoard's events of one run into a folder; with None in its place, nothing."""
+    """Writes metrics.jsonl, TensorBoard's events and mirrors of one run; nothing if the folder is None."""
 
     def __init__(self, folder: Path | None, run: RunState, log_to: str | None = None) -> None:
         self.folder = folder
         self.run = run
         self.mirrors = Mirrors(folder, log_to)
-        self._pending = b""  # records that a full disk did not take; written with the next one
+        self._pending = b""  # records that could not be written, as on a full disk; written with the next one
         self._events = None
         self._attempt = Attempts()
         self._no_records = f"metrics.jsonl in {folder} is not written"
         self._no_events = f"the file of TensorBoard in {folder} is not written"
 
     def open(self) -> None:
-        """Begin to write; of a resumed run, drop records that an earlier process wrote beyond its state.
+        """Begin to write; in a resumed run, drop records that an earlier process wrote beyond the resumed state.
 
         Raises:
             StorageError: the records of a resumed run cannot be read or written.
@@ -66,11 +66,11 @@ class Monitor:
         try:
             records = self._truncate() if self.run.is_resumed else self.records()
             descriptor = open_regular(self.folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            sync_folder(self.folder)  # or a power failure could leave a checkpoint, and no file of its records
+            sync_folder(self.folder)  # otherwise a power failure could leave a checkpoint without its records
         except OSError as error:
             raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
         self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
-        # Hours of training up to here, in all processes.
+        # Hours of training in all earlier starts of the run.
         hours = [record.get("hours") for record in records]
         self._hours = max((h for h in hours if isinstance(h, float) and math.isfinite(h)), default=0.0)
         self._opened_s = time.monotonic()
@@ -92,7 +92,7 @@ class Monitor:
             self._file.close()
 
     def records(self) -> list[dict]:
-        """Return the records in metrics.jsonl, as `read_records`; none where there is no file."""
+        """Return the records in metrics.jsonl, as `read_records`; none if there is no file."""
         with suppress(FileNotFoundError):
             return [] if self.folder is None else read_records(self.folder)
         return []
@@ -106,14 +106,14 @@ class Monitor:
         return kept
 
     def _open_events(self, records: list[dict] | None = None) -> None:
-        """Make TensorBoard's file anew, once metrics.jsonl has all its records, which may be given."""
+        """Make TensorBoard's file anew from `records` or metrics.jsonl, unless that still lacks pending records."""
         if not self._pending:
             self._events = EventFile(self.folder, self.records() if records is None else records, self.run.step)
 
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
-        """Write one record: `kind` is train or an evaluation's name; `step` the steps done when it was measured.
+        """Write one record: `kind` is train, verdict or an evaluation's name; `step` the steps done at that time.
 
-        Each value is a number, None, or a list of such, which has no curve; a tensor of one number is read.
+        Each value is a number, a tensor of one number, None, or a list of these, which has no curve.
         """
         if self.folder is None:
             return
@@ -149,7 +149,7 @@ class Monitor:
     def sync(self) -> int | None:
         """Hand all records to the system, and show new pictures; called before a checkpoint is begun.
 
-        Return the descriptor of the records, which must be made durable before it is; None if nothing is written here.
+        Return the descriptor of metrics.jsonl, to be made durable before the checkpoint; None without a folder.
         """
         if self.folder is None:
             return None
@@ -186,14 +186,14 @@ def _parse_record(line: bytes) -> dict | None:
 
 
 def _is_value(value: Any) -> bool:
-    """Tell whether a record can have a value: a number that a curve can hold, None, or a list of such."""
+    """Tell whether a value may be in a record: a number that a curve can hold, None, or a list of these."""
     if isinstance(value, list):
         return all(map(_is_value, value))
     return value is None or type(value) is float or (type(value) is int and abs(value) < 1 << 62)
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value with None for infinity, as of a gradient norm where the loss scale is too large: JSON has none."""
+    """Return a value as JSON can hold it: None for infinity, such as a gradient norm under too large a loss scale."""
     if isinstance(value, list):
         return [_as_json(item) for item in value]
     value = value.item() if isinstance(value, Tensor) else value

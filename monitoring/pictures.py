@@ -1,4 +1,4 @@
-"""Pictures of a run: its first batch, and after evaluations its mistakes, confusions, classes and calibration."""
+"""Draw pictures of a run: its first batch, and after evaluations its mistakes, confusions, classes and calibration."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ from loading.decode import decode_plainly
 from monitoring.attempts import Attempts
 from transforms import one_hot
 
-# A grid: its images, those in a row, the sides of an image on it, and the least width of a cell, px.
+# A grid: number of images, columns, smallest and largest side of an image, and the least width of a cell; px.
 NUM_IMAGES, NUM_COLUMNS, SMALLEST_PX, LARGEST_PX, CELL_PX = 16, 4, 96, 160, 132
 
-# A confusion: the most classes that are shown, and the sides of its cells, px.
+# A confusion matrix: the most classes that it shows, and the side of its cells, px.
 NUM_CLASSES, MATRIX_PX = 16, 34
 
-NUM_BINS = 15  # of a calibration
-NUM_NAMED = 8  # best and worst classes
+NUM_BINS = 15  # bins of confidence in a calibration
+NUM_NAMED = 8  # most named classes, each of the best and of the worst
 
 HEAD_PX, LINE_PX, GAP_PX = 24, 14, 8
 PLOT_PX = (480, 240)  # width and height of the area that bars are in
@@ -56,9 +56,9 @@ def find_mistakes(found: Predictions) -> list[int]:
 
 
 def find_confused(found: Predictions, num_classes: int) -> list[int]:
-    """Return the classes of the pairs that are mistaken for each other most often; all classes where they are few.
+    """Return the classes of the pairs that are mistaken for each other most often; all if there are few classes.
 
-    Those that are confused stand beside each other. Where there are no more mistakes, the first classes follow.
+    A pair's classes are neighbours, unless an earlier pair has one. If mistakes name too few, the first others follow.
     """
     if num_classes <= NUM_CLASSES:
         return [*range(num_classes)]
@@ -74,7 +74,7 @@ def find_confused(found: Predictions, num_classes: int) -> list[int]:
 
 
 def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> numpy.ndarray:
-    """Return how often images of each chosen class, a row, were taken for each of them and, at last, for all others."""
+    """Return a matrix of counts: rows are the chosen true classes, columns the same predicted, then all others."""
     places = numpy.full(num_classes, len(chosen))
     places[chosen] = range(len(chosen))
     rows, columns = places[found.target], places[found.predicted]
@@ -83,7 +83,7 @@ def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> 
 
 
 def rank_classes(found: Predictions, num_classes: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Return the classes that have images, the worst first and equal ones in their order, and their shares of hits."""
+    """Return the classes that have images, the worst first and equal ones in their order, and their accuracies."""
     images = numpy.bincount(found.target, minlength=num_classes)
     hits = numpy.bincount(found.target[~found.is_wrong], minlength=num_classes)
     classes = numpy.flatnonzero(images)
@@ -117,7 +117,7 @@ def _font() -> ImageFont.FreeTypeFont:
 
 
 def _fit(text: str, width: float) -> str:
-    """Return a text that is cut to a width, px; a sign that cannot be shown is a question mark."""
+    """Return a text cut to a width, px; question marks replace characters that cannot be shown."""
     text = "".join(sign if sign.isprintable() else "?" for sign in text[:80])
     if _font().getlength(text) <= width:
         return text
@@ -127,7 +127,7 @@ def _fit(text: str, width: float) -> str:
 
 
 class Sheet:
-    """An empty picture with a title above its height; px."""
+    """An empty picture with a title above it; width and height are in px and without the title."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.image = Image.new("RGB", (width, HEAD_PX + height), "white")
@@ -204,7 +204,7 @@ def draw_classes(title: str, found: Predictions, names: list[str]) -> Image.Imag
     sheet.axes(left, top, width, height)
     for x in range(width):
         bar = x * len(classes) // width
-        if len(classes) > width // 4 or (x + 1) * len(classes) // width == bar:  # a gap between bars that are wide
+        if len(classes) > width // 4 or (x + 1) * len(classes) // width == bar:  # leave gaps between wide bars
             sheet.draw.line((left + x, top + height, left + x, top + height - round(height * shares[bar])), fill=BLUE)
     below = top + height + GAP_PX
     for x, head, rows in [
@@ -260,7 +260,7 @@ def draw_batch(
 
 
 def _shown(image: Image.Image) -> Image.Image:
-    """Return an image at the size of a grid: small ones with larger pixels, large ones made smaller."""
+    """Return an image at the size for a grid: enlarge the pixels of a small one, shrink a large one."""
     factor = max(SMALLEST_PX // image.width, 1)
     side = min(image.width * factor, LARGEST_PX)
     return image.resize((side, side), Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BICUBIC)
@@ -282,23 +282,23 @@ class FirstBatch(LoaderAround):
 
 
 class Pictures:
-    """Draws pictures of a run into its folder, each a function of the run; none where the images are made up.
+    """Draws pictures of a run into its folder, the same after any restart; none of synthetic images.
 
-    A picture that fails is one warning and ends no run. Those of the evaluations after epochs 1, 2, 4, 8 and so on, of
-    the best and of the newest one are kept: a dozen of each kind, about 5 MB in all, in 600 epochs.
+    A picture that fails prints one warning and ends no run. Pictures of the evaluations after epochs 1, 2, 4, 8 and so
+    on, of the best and of the newest one are kept: a dozen of each kind, about 5 MB in all, in 600 epochs.
 
     Args:
         folder: the output folder; None for a process that draws nothing.
         run: the state of the run.
-        args: mean, std.
+        args: options with `mean` and `std`.
         val: the validation set.
-        evaluated: its name in the log.
+        evaluated: the validation set's name in the log.
     """
 
     def __init__(self, folder: Path | None, run: RunState, args: Any, val: Any, evaluated: str = "val") -> None:
         self.folder, self.run, self.args, self.val = folder, run, args, val
         self.is_active = val.index.form != "synthetic"
-        # One set of pictures is enough: that of the average, where there is one.
+        # One set of pictures is enough: that of the averaged weights, if the run has them.
         self.kind = evaluated + ("_ema" if "model_ema" in run.parts else "")
         self._is_new = self.is_active and folder is not None and not run.is_resumed
         self._batches, self._attempt = [], Attempts()
@@ -309,20 +309,20 @@ class Pictures:
             self._keep_only(lambda step: step < self.run.step + self.run.is_evaluated)
 
     def watched(self, data_loader: Any) -> Any:
-        """Return a loader of training batches; the first one of a new run is drawn by rank 0."""
+        """Return the loader of training batches; in a new run one from which rank 0 draws the first batch."""
         is_new, self._is_new = self._is_new, False
         take = partial(self._attempt, "pictures, first-batch", self._draw_batch)
         return FirstBatch(data_loader, take) if is_new else data_loader
 
     def observe(self, kind: str, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor) -> None:
-        """Take a batch of an evaluation of that name; arguments as `metrics.Metric.update`. Reads nothing."""
+        """Take a batch of the evaluation `kind`, without a host sync; other arguments as `metrics.Metric.update`."""
         if self.is_active and kind == self.kind:
             output = output if isinstance(output, Tensor) else output[0]
             confidence, predicted = output.float().softmax(dim=1).max(dim=1)
             self._batches.append((index, target, predicted, confidence))
 
     def draw(self) -> None:
-        """Draw the evaluation that `observe` was told of, once its results are noted. Collective."""
+        """Draw the evaluation whose batches `observe` took, once the run knows its results. Collective."""
         if not self.is_active:
             return
         found = self.gather()
@@ -372,7 +372,7 @@ class Pictures:
             write_atomically(path, lambda file: file.write(content.getvalue()))
 
     def _keep_only(self, is_kept: Callable[[int], bool]) -> None:
-        """Remove the pictures of the evaluations after other steps."""
+        """Remove the pictures of evaluations, except those after steps that `is_kept` accepts."""
 
         def remove_others() -> None:
             for tag, step, path in list(self.folder):
@@ -383,7 +383,7 @@ class Pictures:
 
 
 def list(folder: Path) -> list[tuple[str, int, Path]]:
-    """Return the pictures of a run: (tag, step, path) each, in the order of their tags and steps."""
+    """Return (tag, step, path) of each picture of a run, sorted by tag and step."""
     paths = CheckpointFinder(folder).own_files(PICTURES)
     named = [(PICTURES.fullmatch(path.name), path) for path in paths]
     return sorted((match["tag"], int(match["step"]), path) for match, path in named if path.is_file())

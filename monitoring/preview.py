@@ -17,15 +17,15 @@ from loading.subset import minival_numbers
 from monitoring import estimate
 from sampler import VirtualShards
 
-# ImageNet-1k, which is assumed where there is no data.
+# ImageNet-1k, which a preview without data assumes.
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
 
 
 def preview(args: Any, *, is_estimated: bool = False) -> str:
-    """Return the text of `--dry-run`. Reads no image, touches no output folder and needs no particular device.
+    """Return the text of `--dry-run`. It reads no image, writes to no output folder and needs no particular device.
 
-    Of several processes that a launcher started, only the first can print from then on. `is_estimated` also estimates
-    memory, work, time and disk, which takes seconds.
+    If a launcher started several processes, only the first can print afterwards. `is_estimated` also estimates memory,
+    work, time and disk, which takes seconds.
 
     Raises:
         UserError: the options cannot be used together.
@@ -38,7 +38,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     args, notes = models.take_statistics(config.with_shards(args, state=None))
     world_size = args.world_size
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)
-    # One process may preview a run of many.
+    # A single process may preview a run of many.
     is_short = args.sync_bn and world_size == 1 < args.num_shards
     shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn and not is_short)
     num_images, num_classes, about = count_images(args)
@@ -65,7 +65,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
         f"global batch {args.global_batch_size} = {args.num_shards} shards x {args.batch_size} images; "
         f"{world_size} {'process computes' if world_size == 1 else 'processes compute'} {shards.num_local} each",
         f"{steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
-        f"{num_images % args.global_batch_size} images left out of each epoch, others each time",
+        f"{num_images % args.global_batch_size} images left out of each epoch, different ones each time",
         *([f"--sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
         *lacking,
         *reference_lines(args),
@@ -79,7 +79,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
 def count_images(args: Any) -> tuple[int, int, str]:
     """Return the number of training images and of classes, and a line about their source."""
     if args.synthetic is not None:
-        return args.synthetic, IMAGENET_CLASSES, f"{args.synthetic:,} made-up training images"
+        return args.synthetic, IMAGENET_CLASSES, f"{args.synthetic:,} synthetic training images"
     traindir = Path(config.split_dirs(args)[0])
     num_images, num_classes, num_held = IMAGENET_IMAGES, IMAGENET_CLASSES, round(IMAGENET_IMAGES * (args.minival or 0))
     if args.data_path is None or not find_sources(traindir):

@@ -1,4 +1,4 @@
-"""A trace of some training steps, for Perfetto and TensorBoard: `--profile STEPS`."""
+"""Trace some training steps, for Perfetto and chrome://tracing: `--profile STEPS`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,10 +11,10 @@ from monitoring.attempts import Attempts
 
 TRACE_NAME = "trace.json.gz"
 
-# Steps before the traced ones, in which kernels are chosen and loaders start; the profiler itself warms up in the last.
+# Steps before the traced ones, in which kernels are chosen and loaders start; in the last one the profiler warms up.
 NUM_FIRST = 5
 
-NUM_PRINTED = 10  # operators
+NUM_PRINTED = 10  # the longest operators
 
 
 class StepProfile:
@@ -22,7 +22,7 @@ class StepProfile:
 
     Args:
         num_steps: number of steps to trace; 0 or None for none.
-        folder: gets the trace.
+        folder: the folder for the trace.
         is_cuda: also trace the GPU.
     """
 
@@ -47,7 +47,7 @@ class StepProfile:
         self._call("step")
 
     def _call(self, method: str) -> None:
-        """Call a method of the profiler, if it is still needed; a failure is its last call."""
+        """Call a method of the profiler if it is still needed; drop the profiler if the call fails."""
         if self._profiler is not None and not self._attempt("--profile", getattr(self._profiler, method)):
             self._profiler = None
 
@@ -84,7 +84,7 @@ def _is_step(event: Any) -> bool:
 
 
 def _covered(ranges: Iterable[tuple[float, float]], begin: float, end: float) -> float:
-    """Return how much of the time from `begin` to `end` some range covers."""
+    """Return the time between `begin` and `end` that at least one range covers."""
     covered, reached = 0.0, begin
     for start, stop in sorted(ranges):
         start, stop = max(start, reached), min(stop, end)

@@ -1,4 +1,4 @@
-"""The bottleneck of a run, from the parts of each step on all processes, and the one setting to change first."""
+"""Find the bottleneck of a run from the parts of each step on all processes, and the setting to change first."""
 
 import math
 import time
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import collectives
 
 # Steps at the start of an epoch that do not count, since loaders start and kernels are chosen; the fewest steps and
-# seconds for a verdict; and the most steps that are kept, the last ones.
+# seconds for a verdict; and how many of the last steps are kept.
 NUM_FIRST, LEAST_STEPS, LEAST_S, MOST_STEPS = 3, 20, 1.0, 5000
 
-# Shares of the time from which something is the limit. Only computing ought to have a large share.
+# Smallest shares of the time that make a part the limit. Only computing ought to have a large share.
 LIMITS = {"data": 0.25, "communication": 0.25, "slowest": 0.2, "compute": 0.75}
 
 # The names of the first fields of `Shares` in metrics.jsonl.
@@ -25,8 +25,8 @@ class StepClock:
     """Times the parts of each step on this process without reading the device.
 
     The wait for other processes is the communication that the backward pass does not hide: the time from the gradient
-    of the first parameter, which comes last, to the end of the backward pass. On a GPU two events of a step mark it,
-    which are read when a line is due.
+    of the first parameter, which is computed last, to the end of the backward pass. On a GPU two events per step mark
+    this time; they are read when a line is due.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, world_size: int) -> None:
@@ -39,7 +39,7 @@ class StepClock:
 
     def start_epoch(self) -> None:
         """Forget the earlier steps; the time between two epochs does not count."""
-        self.steps = deque(maxlen=MOST_STEPS)  # seconds of each: all, waiting for data, waiting for other processes
+        self.steps = deque(maxlen=MOST_STEPS)  # seconds of each: in all, waiting for data, waiting for other processes
         self._unread = []  # (step, two events)
         self._waited_s, self._num_steps = 0.0, 0
 
@@ -72,7 +72,7 @@ class StepClock:
 
         Args:
             waited_s: seconds that the epoch has waited for data so far.
-            is_read: the device has just been read, so that its events are over.
+            is_read: the host has just read from the device, so that all its events have occurred.
         """
         step = [time.perf_counter() - self._begin_s, waited_s - self._waited_s, self._wait_s]
         self._waited_s = waited_s
@@ -93,7 +93,7 @@ class StepClock:
 
 
 class Shares(NamedTuple):
-    """Shares of the time of some steps, which add up to 1, the slowest process, and the one that lacks data."""
+    """Shares of the time of some steps, with a sum of 1; the slowest process, and the one that waits for data."""
 
     data: float
     compute: float
@@ -116,8 +116,8 @@ def find_shares(steps: Tensor) -> Shares | None:
     """Return the shares of the time of steps, as of `StepClock.gather`; None if they are too few or too short to tell.
 
     All processes wait for the last one of each step, which itself waits for its data and the communication alone. Any
-    further wait of the others is its lateness. If the same process is late again and again, more than the mean of the
-    others, that is the slowest one's share; lateness that goes round counts as computing.
+    further wait of the others is that process's lateness. The slowest process's share is its lateness beyond the mean
+    of the others; lateness that goes round counts as computing.
     """
     world_size, num_steps = steps.shape[:2]
     total_s, data, wait = steps.unbind(dim=2)
@@ -151,7 +151,7 @@ def as_record(shares: Shares) -> dict[str, float | int]:
 
 
 def describe_limit(shares: Shares, args: Any) -> str:
-    """Return the verdict on an epoch: its limit and shares, the first thing to change, and the most to expect of it."""
+    """Return the verdict on an epoch: its limit and shares, the first change to make, and the most gain to expect."""
     names = ["data", "compute"] + (["communication", "slowest"] if args.world_size > 1 else [])
     limit = shares.limit()
     is_one_rank = limit == "data" and shares.data_rank is not None
@@ -163,7 +163,7 @@ def describe_limit(shares: Shares, args: Any) -> str:
         return f"balanced, nothing stands out: {parts}; {rate:,.4g} images/s"
     whose = f"the slowest rank, {shares.rank}" if limit == "slowest" else limit
     change, factor = _ADVICE[limit](shares, args)
-    gain = "a gain that is to be measured" if factor is None else f"up to {rate * factor:,.4g} images/s"
+    gain = "measure the gain" if factor is None else f"up to {rate * factor:,.4g} images/s"
     return f"bound by {whose}: {parts}; first {change}: {gain}, now {rate:,.4g} images/s"
 
 
@@ -178,7 +178,7 @@ def _advise_on_data(shares: Shares, args: Any) -> tuple[str, float]:
         return f"--workers {cores}, which load beside the model", min(most, cores / shares.data)
     if workers < cores:
         wanted = min(math.ceil(workers * most), cores)
-        return f"--workers {wanted} for {workers}", min(most, wanted / workers)
+        return f"--workers {wanted} instead of {workers}", min(most, wanted / workers)
     if args.device.startswith("cuda") and args.decode_device == "cpu" and args.synthetic is None:
         return "--decode-device cuda, since each core has its worker", most
     return f"more or faster cores for the {workers} workers or a faster disk, or smaller image files", most
@@ -191,7 +191,7 @@ def _advise_on_compute(shares: Shares, args: Any) -> tuple[str, float | None]:
         if not args.channels_last or args.compile is None:
             return "--compile" if args.channels_last else "--channels-last", None
     elif (threads := torch.get_num_threads()) < (cores := _cores()) and not args.use_deterministic_algorithms:
-        return f"OMP_NUM_THREADS={cores} for {threads}", 1 / (1 - shares.compute * (1 - threads / cores))
+        return f"OMP_NUM_THREADS={cores} instead of {threads}", 1 / (1 - shares.compute * (1 - threads / cores))
     return f"{2 * args.world_size} processes on as many devices", 2.0
 
 

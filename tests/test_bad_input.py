@@ -145,7 +145,7 @@ def test_the_command_that_a_bad_image_names_goes_on_without_it(tmp_path, workers
     outcome = run_ranks(train_rank, 1, [*argv, "--output-dir", str(out), *command.split()], log_folder=tmp_path).check()
     assert "could not be read and had to be replaced" in outcome.output
     assert "Epoch: [0]" not in outcome.output
-    assert "bad-images error in the checkpoint, skip now (from here on; of good images" in outcome.output
+    assert "bad-images error in the checkpoint, skip now (from here on; good images" in outcome.output
     found, expected = (torch.load(folder / "checkpoint.pth")["model"] for folder in (out, tmp_path / "whole"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -457,7 +457,7 @@ def test_an_unfinished_pack_is_refused(written_pack, tmp_path, monkeypatch):
     assert manifest.read_text().count('"state": "complete"') == 1
     manifest.write_text(manifest.read_text().replace('"state": "complete"', '"state": "writing"'))
     for split in ("train", "val"):
-        with pytest.raises(UserError, match="is still being written, or was interrupted; run the"):
+        with pytest.raises(UserError, match="is still being written, or was interrupted; run its"):
             open_source(out / split)
 
 

@@ -193,5 +193,5 @@ def test_more_workers_are_advised_with_the_rate_that_they_can_give(workers, shar
     shares = verdict.Shares(share, 1 - share, 0.0, 0.0, rank=0, data_rank=None, step_s=0.1)
     args = type("Args", (), {"workers": workers, "world_size": 1, "global_batch_size": 10})
     found = verdict.describe_limit(shares, args)
-    assert f"first --workers 8 for {workers}: " in found
+    assert f"first --workers 8 instead of {workers}: " in found
     assert f"up to {100 * factor:,.4g} images/s, now 100 images/s" in found
