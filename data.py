@@ -1,4 +1,4 @@
-"""From files to batches on the device: decode and transform in loader processes, finish on the device."""
+"""From files to batches on the device: loader processes decode and crop images, the device transforms batches."""
 
 import os
 import random
@@ -43,19 +43,19 @@ from sampler import EvalSampler, RepeatedSampler, SampleKey, TrainSampler, Virtu
 
 
 class IndexedImageFolder(Dataset):
-    """The images of a split, one folder or tar a class; indexed by number or by `SampleKey`.
+    """The images of a split in any form of `loading.forms`; indexed by number or by `SampleKey`.
 
-    To people's scripts it is torchvision's `ImageFolder`; our own loader calls `load`. A `SampleKey` is the address of
-    all draws, and for another number they are made from the process's generators.
+    Scripts may use it as torchvision's `ImageFolder`; our own loader calls `load`. All draws for a `SampleKey` are
+    addressed by it; those for a plain number come from the process's generators.
 
     Args:
-        root: the data path and the split's name; `forms.find_sources` says which files there are its images.
+        root: the data path and the split's name; `forms.find_sources` looks for its files there.
         transform: a preset; or, for `dataset[number]` alone, a function of a PIL image, or None.
-        seed: the run's, the first part of the address of every draw.
-        source: of the images, open; by default, all of the split.
+        seed: the run's seed, the first part of the address of every draw.
+        source: the open source of the images; by default that of the whole split.
 
     Raises:
-        UserError: there are no such images, or they are in no classes.
+        UserError: the split is not there, or its files are not divided into classes.
     """
 
     target_transform = None
@@ -85,7 +85,7 @@ class IndexedImageFolder(Dataset):
 
     @cached_property
     def samples(self) -> list[tuple[str, int]]:
-        """The (path, class) of each image; for an image in a tar, its name in messages. Made on first use."""
+        """The (path, class) of each image, made on first use; an image in a tar has its name in messages as path."""
         return [(self.index.path(number), self.index.label(number)) for number in range(len(self))]
 
     imgs = property(attrgetter("samples"))
@@ -96,21 +96,21 @@ class IndexedImageFolder(Dataset):
         return [label for _, label in self.samples]
 
     def fingerprint(self) -> str:
-        """Return a hash of the names and labels of all images; another one means another data set."""
+        """Return a hash of the names and labels of all images, by which data sets are told apart."""
         return self.index.fingerprint()
 
     def identity(self) -> dict[str, str | None]:
-        """Return facts that tell changed files of the same names apart: see `Source.identity`."""
+        """Return facts that tell files from changed ones with the same names: see `Source.identity`."""
         return self.index.identity()
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, key: int) -> tuple[Any, int]:
-        """Return one image as the transform makes it, a preset (3, H, W) normalised floats, and its class.
+        """Return one transformed image, by a preset (3, H, W) normalised floats, and its class.
 
         Raises:
-            ImageError: the image cannot be read; names it.
+            ImageError: the image cannot be read; the message names it.
         """
         key = key if isinstance(key, SampleKey) else range(len(self))[key]
         image, label, *_ = self.load(key)
@@ -126,7 +126,7 @@ class IndexedImageFolder(Dataset):
         """Return one image as (3, H, W) uint8, or its bytes for the device to decode, and its class.
 
         Raises:
-            ImageError: the image cannot be read; names it.
+            ImageError: the image cannot be read; the message names it.
         """
         try:
             return self._load(key)
@@ -134,23 +134,23 @@ class IndexedImageFolder(Dataset):
             raise self.error(key, f"{error}; {self._advise(key)}") from error
 
     def _preset(self, key: int) -> Any:
-        """Return the preset of a key's epoch, or of the first one; another transform as it is."""
+        """Return the preset of a key's epoch, or of epoch 0 for a plain number; any other transform unchanged."""
         is_one = not hasattr(self.transform, "at")
         return self.transform if is_one else self.transform.at(key.epoch if isinstance(key, SampleKey) else 0)
 
     def _advise(self, key: int) -> str:
-        """Return what to do about a bad image."""
+        """Return the advice that an error about a bad image ends with."""
         if not isinstance(key, SampleKey):
             return "replace it: an evaluation leaves none out"
-        if getattr(self._preset(key), "leaves_decoding", False):  # with which --bad-images skip is refused
+        if getattr(self._preset(key), "leaves_decoding", False):  # --bad-images skip is refused then
             return "replace it, and --resume auto goes on"
         return (
             "replace it, or give the same command with --resume auto --bad-images skip, which goes on without it. This "
-            "is the first one met, and others were not looked for; with skip each epoch ends with their number"
+            "is the first bad image met, and there may be more; with skip each epoch ends with their number"
         )
 
     def error(self, number: int, reason: str) -> ImageError:
-        """Return the error that says why an image cannot be read."""
+        """Return the error for an image that cannot be read, with the reason."""
         name = self.classes[self.index.label(number)]
         return ImageError(f"cannot read image {self.index.path(number)} (class {name}): {reason}")
 
@@ -159,7 +159,7 @@ class IndexedImageFolder(Dataset):
 
         Raises:
             BadImageError: its bytes are no image, or a damaged one.
-            ImageError: the disk or memory failed, several times.
+            ImageError: the disk or memory failed at every try.
         """
         try:
             payload = with_retries(partial(self.index.read, key))
@@ -168,12 +168,12 @@ class IndexedImageFolder(Dataset):
             reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
             raise self.error(
                 key,
-                f"{reason} (tried {len(RETRY_WAITS_S) + 1} times); its bytes are not at fault, so that no other image "
-                "takes its place: mend that and start again",
+                f"{reason} (tried {len(RETRY_WAITS_S) + 1} times); its bytes are not at fault, so no other image takes "
+                "its place; check the disk and the memory, and start again",
             ) from error
         except (BadImageError, ImageError):
             raise
-        except Exception as error:  # our fault, which needs its traceback
+        except Exception as error:  # a bug of ours: keep its traceback
             error.add_note(f"in {self.index.path(key)}")
             raise
 
@@ -191,22 +191,22 @@ class IndexedImageFolder(Dataset):
                 return image if preset is None else preset(image)
             image = preset.load(payload, draws)
         except RuntimeError as error:
-            if "you tried to allocate" in str(error):  # torch's way to say it
+            if "you tried to allocate" in str(error):  # torch's message for lack of memory
                 raise MemoryError from error
             raise
         return image._replace(number=int(key)) if isinstance(image, EncodedCrop) else image
 
 
 class LenientImageFolder(IndexedImageFolder):
-    """An `IndexedImageFolder` that takes another image where the bytes of one are bad: `--bad-images skip`.
+    """An `IndexedImageFolder` that replaces each bad image by another one: `--bad-images skip`.
 
-    It is the next one that can, with its own class and draws: always the same, whoever loads it.
+    The next good image takes its place, with its own class and draws: the same one in every process and run.
     """
 
     MAX_TRIES = 100
 
     def load(self, key: int) -> tuple[Tensor, int, int]:
-        """Return one image as (3, H, W) uint8, its class, and the number of the one that it replaces, or -1.
+        """Return one image as (3, H, W) uint8, its class, and the number of the bad image that it replaces, or -1.
 
         Raises:
             ImageError: the next ninety-nine images are bad too, the disk or memory failed, or a tar has changed.
@@ -234,7 +234,7 @@ class SyntheticImages(IndexedImageFolder):
         super().__init__(source.root, ClassificationPresetEval(crop_size=size_px), source=source)
 
     def load(self, key: int) -> tuple[Tensor, int]:
-        """Return one image and its class, the same class for the same image."""
+        """Return one image as (3, size_px, size_px) uint8, and its class; equal pixels have equal classes."""
         return self.index.pixels(key), self.index.label(key)
 
 
@@ -242,7 +242,7 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     """Return the training set (None with `--test-only`) and the validation set.
 
     Raises:
-        UserError: a folder is missing or is no image folder, or the two differ in their classes.
+        UserError: a split is missing or is no set of images, or the two differ in their classes.
     """
     preset_train, preset_eval = build_presets(args)
     if args.synthetic is not None:
@@ -254,7 +254,7 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     source_test, rest = hold_out(open_source(Path(valdir)), args.minival)
     source_test = limit_images(source_test, args.limit_val_images, config.evaluated_set(args))
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed, source_test)
-    # Here, since loader processes may be forked any time from now on.
+    # Before loader processes are forked, which may be any time from now on.
     dataset_test.index.watch(is_strict=not args.test_only)
     if args.test_only:
         return None, dataset_test
@@ -275,10 +275,10 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
 
 
 def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | None]:
-    """Return the part of the training images that `--minival` evaluates on, and the others; without it all, and None.
+    """Return the training images that `--minival` holds out, and the others; without `--minival` all, and None.
 
     Raises:
-        UserError: there are too few to hold out any.
+        UserError: there are too few images to hold out any.
     """
     if not fraction:
         return source, None
@@ -290,7 +290,7 @@ def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | N
 
 
 def limit_images(source: Source, num_images: int | None, name: str) -> Source:
-    """Return the part of a set that a trial takes, or all of it; say which."""
+    """Return `num_images` images of a set, for a trial, or all of it by default; print which."""
     if num_images is None:
         return source
     if num_images >= len(source):
@@ -301,18 +301,18 @@ def limit_images(source: Source, num_images: int | None, name: str) -> Source:
 
 
 def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, TrainSampler, EvalSampler]:
-    """Return both sets and their samplers, for plain loaders, of options as a parser or as `main` has them.
+    """Return both sets and their samplers for plain loaders; `args` are a parser's options, or those of `main`.
 
-    A pass over the training sampler that no `set_epoch` came before is the next epoch. With `--test-only` there need be
-    no training images: then there is neither that set nor its sampler.
+    A pass over the training sampler without a `set_epoch` before it is the next epoch. Under `--test-only` training
+    images may be missing; the training set and its sampler are then None.
 
     Raises:
-        UserError: the folders cannot be used; says why.
+        UserError: the folders cannot be used; the message gives the reason.
     """
     if "num_shards" not in args:
         place = {"rank": collectives.get_rank(), "world_size": collectives.get_world_size()}
         place["data_path"] = os.path.dirname(traindir)
-        # The model may be a script's own.
+        # Placeholders, since the model may be a script's own.
         others = {"model": BY_NAME["model"].default, "weights": None, "test_only": False}
         checked = config.complete(Namespace(**{**vars(args), **place, **others}))
         place |= {"mean": checked.mean, "std": checked.std, "decode_device": "cpu", "given": []}
@@ -328,15 +328,15 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
 
 
 def take_published_options(args: Any) -> tuple[Any, list[str]]:
-    """Return the options with those of the model's config and of published weights in evaluation; a line about each.
+    """Return the options that the model's config and, in evaluation, published weights fill in; and a line about each.
 
     Raises:
-        UserError: `--weights` names none.
+        UserError: `--weights` names neither a file nor published weights of the model.
     """
     args, notes = take_statistics(args)
     if not args.weights or args.weights.startswith(HUB) or Path(args.weights).is_file():
         return args, notes
-    weights = resolve_weights(args)  # whose name may be wrong, in training too
+    weights = resolve_weights(args)  # in training too, since it refuses an unknown name
     if not args.test_only:
         return args, notes
     published = options_of_weights(weights)
@@ -346,10 +346,10 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
 
 
 def waits_for_checkpoint(args: Any) -> bool:
-    """Tell whether images are decoded or transformed as only the device or the checkpoint of `--resume` can tell."""
+    """Tell whether decoding or transforms depend on the device, or on options in the checkpoint of `--resume`."""
     if args.decode_device != "cpu":
         return True
-    is_filled = (args.auto_augment or "").startswith("timm/") and "mean" not in args.given  # by the mean
+    is_filled = (args.auto_augment or "").startswith("timm/") and "mean" not in args.given  # timm fills gaps with it
     return bool(args.resume) and (args.test_only or is_filled)
 
 
@@ -359,21 +359,21 @@ def collate_lenient(
     """Put the samples of a `LenientImageFolder` into one batch.
 
     Returns:
-        As `collate`, and (R,) int64: the images that were replaced.
+        The batch and classes of `collate`, and (R,) int64: the numbers of the images that were replaced.
     """
     replaced = torch.tensor([number for _, _, number in samples if number >= 0], dtype=torch.int64)
     return *collate([(image, label) for image, label, _ in samples], *empty), replaced
 
 
 def collate_encoded(samples: list[tuple[Tensor | EncodedCrop, int]], *_: Callable) -> tuple[EncodedBatch, Tensor]:
-    """Put images that the device decodes, and those that it cannot, into one batch."""
+    """Put images for the device to decode, and pixels of those that it cannot, into a batch; and (B,) int64 classes."""
     return EncodedBatch([image for image, _ in samples]), torch.tensor([label for _, label in samples])
 
 
 def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
-    """Return a loader of uint8 batches, or encoded ones, in the sampler's order; its processes live as long as it."""
+    """Return a loader of uint8 or encoded batches in the sampler's order; its processes live as long as the loader."""
     if args.decode_device != "cpu":
-        form = {"collate_fn": collate_encoded}  # of any size
+        form = {"collate_fn": collate_encoded}  # its batches differ in size
     else:
         form = {
             "collate_fn": collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
@@ -385,10 +385,10 @@ def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
 
 
 def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[BatchLoader | None]]:
-    """Return the training and validation sets, and their loaders where those are processes, which start now.
+    """Return the training and validation sets, and for each its loader if it has processes started now, else None.
 
     Raises:
-        UserError: the data cannot be used, or there is not enough of this machine for it.
+        UserError: the data cannot be used, or this machine has too little memory or too few cores for it.
     """
     check_workers(args.workers)
     start = time.perf_counter()
@@ -407,7 +407,7 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Batch
 def build_samplers(
     dataset: Dataset | None, dataset_test: Dataset, args: Any
 ) -> tuple[TrainSampler | None, EvalSampler]:
-    """Return the samplers of the training set's images (None for no set) and of the validation set's."""
+    """Return the samplers of the training set (None if there is no such set) and of the validation set."""
     batch_size = args.eval_batch_size or args.batch_size
     test_sampler = EvalSampler(len(dataset_test), batch_size, args.rank, args.world_size)
     if dataset is None:
@@ -427,13 +427,13 @@ def build_samplers(
 
 
 def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLoader | None]:
-    """Start the processes that will load the batches of sets, where they are forked: before there are other threads.
+    """Start the processes that will load the sets' batches if they are forked, before there are other threads.
 
     Returns:
-        Loaders that lack their samplers, for `build_device_loader`; None for one that has nothing to start.
+        For each set a loader without its sampler, for `build_device_loader`; None if it has no processes to start now.
 
     Raises:
-        LimitError: they cannot be started.
+        LimitError: the processes cannot be started.
     """
     if not args.workers or sys.platform != "linux" or args.decode_device != "cpu":
         return [None for _ in datasets]
@@ -461,7 +461,7 @@ def build_batch_transforms(
     )
     is_noisy = args.random_erase_fill == "pixel"
     erase = transforms.RandomErasing(args.random_erase, is_noisy=is_noisy) if args.random_erase > 0 else None
-    # Of no use on a CPU, and not in the thread that decodes: the model is compiled at the same time.
+    # Compiling is of no use on a CPU, and the thread that decodes may not compile while the model is compiled.
     is_compiled = args.compile is not None and device.type == "cuda" and args.decode_device == "cpu"
     backend = "inductor" if is_compiled else None
     return (
@@ -471,7 +471,7 @@ def build_batch_transforms(
 
 
 def _at_once(function: Callable, *args: Any) -> Future:
-    """Do in the calling thread what an executor would do in another one."""
+    """Call a function in this thread, and return its result as an executor does."""
     done = Future()
     done.set_result(function(*args))
     return done
@@ -480,19 +480,19 @@ def _at_once(function: Callable, *args: Any) -> Future:
 class DeviceLoader:
     """Iterate over a loader's uint8 batches as batches that are ready for the model.
 
-    On an NVIDIA GPU the next batch is copied and transformed on a stream of its own, while the model works on the one
-    before it. Encoded batches are decoded in a thread of their own, one ahead as well, since that keeps the host busy.
+    On an NVIDIA GPU a stream of its own copies and transforms the next batch, while the model works on the one before.
+    A thread of its own decodes encoded batches, also one ahead, since decoding keeps the host busy.
 
     Args:
         loader: yields (B, 3, H, W) uint8 or an `EncodedBatch`, and (B,) int64 on the CPU.
-        device: where the batches go.
-        transform: of the batches, on the device.
-        seed: the run's; a training batch's draws are addressed by it, the step and the shard.
-        is_encoded: the batches are encoded ones.
+        device: the device of the batches.
+        transform: the batch transform, which runs on the device.
+        seed: the run's seed; it, the step and the shard are the address of a training batch's draws.
+        is_encoded: the loader yields `EncodedBatch`es.
 
     Attributes:
-        replaced: the images that others stood in for, of the batches of this epoch that were taken so far.
-        refused: those that the device could not decode, likewise.
+        replaced: the numbers of the images that others replaced in this epoch's batches so far.
+        refused: the numbers of the images that the device could not decode, likewise.
     """
 
     def __init__(
@@ -515,7 +515,7 @@ class DeviceLoader:
 
     @property
     def dataset(self) -> Dataset:
-        """The data set of the loader."""
+        """The loader's data set."""
         return self.loader.dataset
 
     def __len__(self) -> int:
@@ -527,14 +527,14 @@ class DeviceLoader:
             yield torch.tensor(keys)
 
     def load_ahead(self, epoch: int, step: int) -> None:
-        """Have loader processes begin with an epoch from a step on; a pass over just that takes their batches."""
+        """Begin to load an epoch from a step on; the next pass takes these batches if it begins there."""
         self.loader.sampler.set_epoch(epoch, step)
         self._ahead = (epoch, step), iter(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         sampler, (place, ahead), self._ahead = self.loader.sampler, self._ahead, (None, None)
         is_ahead = place is not None and place == (sampler.epoch, sampler.start_step)
-        # Here and not in the thread that decodes: loader processes end with the thread that has started them.
+        # In this thread, not in the one that decodes: loader processes end with the thread that started them.
         batches = self._batches(ahead if is_ahead else iter(self.loader))
         return batches if self.stream is None and not self.is_encoded else self._one_ahead(batches)
 
@@ -545,7 +545,7 @@ class DeviceLoader:
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
         self.replaced, self.refused = [], []
         for (image, target, *replaced), (step, shard) in zip(loaded, addresses, strict=True):
-            # Not where they are loaded: loader processes run ahead, and into steps that are never made.
+            # Counted here, since loader processes run ahead, into steps that are never made.
             self.replaced += [number for numbers in replaced for number in numbers.tolist()]
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
             image = self._decode(image) if self.is_encoded else image.to(self.device, non_blocking=True)
@@ -561,22 +561,22 @@ class DeviceLoader:
         return image
 
     def _prepare(self, batches: Iterator) -> tuple[tuple[Tensor, Tensor] | None, torch.cuda.Event | None]:
-        """Return the next batch, or None, and when it will be ready on the device."""
+        """Return the next batch, or None, and the event of the GPU after which it is ready, or None."""
         if self.stream is None:
             return next(batches, None), None
         with torch.cuda.stream(self.stream):
             return next(batches, None), self.stream.record_event()
 
     def _one_ahead(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each batch once the device, or a thread, has been given the next one to prepare."""
+        """Yield each batch once the stream or the thread has begun to prepare the next one."""
         ready = None
         with ThreadPoolExecutor(1, "decoder") as executor:
             submit = executor.submit if self.is_encoded else _at_once
             while True:
                 if self.stream is not None:
-                    # The next batch may take memory of a batch that was dropped: not before the model, which works on
-                    # another stream, is done with all that it was given until then. `record_stream` would do that too,
-                    # but a host that runs ahead would take more and more memory.
+                    # The next batch may reuse the memory of a dropped one, so wait until the model, on another stream,
+                    # is done with all batches so far. `record_stream` would do too, but a host that runs ahead would
+                    # take more and more memory.
                     self.stream.wait_stream(torch.cuda.current_stream(self.device))
                 following = submit(self._prepare, batches)
                 if ready is not None:
@@ -596,9 +596,9 @@ def build_device_loader(
     num_classes: int,
     started: BatchLoader | None = None,
 ) -> DeviceLoader | None:
-    """Return the loader of a set on the device, transformed for training if its sampler is; None for no set.
+    """Return the `DeviceLoader` of a set, with the training transform for a `TrainSampler`; None if there is no set.
 
-    `num_classes` is the model's, and `started` what `start_loaders` returned for the set.
+    `num_classes` is the model's, and `started` the set's loader from `start_loaders`, if any.
     """
     if dataset is None:
         return None
@@ -612,7 +612,7 @@ def build_device_loader(
 
 
 def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: torch.device, started: list) -> list:
-    """Return `build_device_loader`'s of the training set and of the validation set."""
+    """Return the device loaders of the training set and of the validation set; `started` as of `start_loaders`."""
     num_classes = len(datasets[1].classes)
     loaders = [
         build_device_loader(args, images, sampler, device, num_classes, own)
@@ -623,9 +623,9 @@ def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: to
 
 
 def load_ahead(data_loader: DeviceLoader | None, args: Any, state: dict | None) -> None:
-    """Have loader processes begin with the images that a run trains on first, while it gets its model ready.
+    """Begin to load the images that a run trains on first, while it builds its model.
 
-    `state` is the checkpoint that the run goes on from, if any.
+    `state` is the checkpoint that the run resumes from, if any.
     """
     if data_loader is None:
         return
@@ -639,7 +639,7 @@ def load_ahead(data_loader: DeviceLoader | None, args: Any, state: dict | None) 
 
 
 def report_images(data_loader: DeviceLoader, epoch: int) -> None:
-    """Say which images of an epoch others stood in for, and which ones the device could not decode.
+    """Print the images of an epoch that others replaced, and those that the device could not decode.
 
     Collective: every rank must call it.
     """

@@ -1,4 +1,4 @@
-"""The gradients of a step: its shards, the order in which they are summed, and DDP."""
+"""The gradients of a step: its shards, the order in which their gradients are summed, and DDP."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ def wrap_model(model: nn.Module, args: Any) -> nn.Module:
         print(f"--grad-compression {args.grad_compression} has no effect: one process sends no gradients")
     if not args.distributed:
         return model
-    # In training only buffers that shard 0 writes are read, so no step needs them broadcast; `evaluate`
-    # does it. torch 2.13 renamed the switch.
+    # Training uses only the buffers that shard 0 has written, so DDP need not broadcast them at each step; `evaluate`
+    # broadcasts them. torch 2.13 renamed the argument.
     parameters = inspect.signature(DistributedDataParallel).parameters
     no_buffers = {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
     device_ids = [args.gpu] if torch.device(args.device).type == "cuda" else None
-    # With accumulation torch fails at an assertion of its own.
+    # With gradient accumulation a static graph fails at one of torch's own assertions.
     is_static = args.num_shards == args.world_size and args.compile is None
     wrapped = DistributedDataParallel(
         model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=is_static, **no_buffers
@@ -52,15 +52,15 @@ class PairwiseGradientSum:
     shards are summed pairwise, as a binary counter carries: push a sum; while the last two cover equally many shards,
     add them. A process does so with its consecutive shards. During the backward pass of the last one, each of DDP's
     buckets goes through an all-to-all (every process gets its part of everyone's sum), is summed alike over the
-    processes, and returns by an all-gather. These only move bytes, so that backend and topology cannot change a bit,
-    and the volume is that of a ring all-reduce. Two processes need no more than an all-reduce, since addition commutes.
-    The sum is that of one process wherever a process holds a power of two of shards. One division by V comes last.
+    processes, and returns by an all-gather. These only move bytes, so backend and topology cannot change a bit, and
+    the volume is that of a ring all-reduce. Two processes need only an all-reduce, since addition commutes. The bits
+    are those of a single process if the number of shards per process is a power of two. A division by V comes last.
 
-    At most log2(V / W) + 1 gradients are held at a time.
+    A process holds at most log2(V / W) + 1 copies of the gradients at a time.
 
     Args:
-        model: in DDP, or bare on one process.
-        shards: this process's part of the step.
+        model: the model, in DDP or, with one process, bare.
+        shards: all shards of a step, and this process's share of them.
     """
 
     def __init__(self, model: nn.Module, shards: VirtualShards) -> None:
@@ -68,15 +68,15 @@ class PairwiseGradientSum:
         self.shards = shards
         self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
         self._sums = []  # (number of shards, their gradients' sum), as the digits of a binary counter
-        self._exchanges = []  # of the buckets of this step that are under way
+        self._exchanges = []  # of this step's buckets under way
         self.is_overlapped = isinstance(model, DistributedDataParallel)
         if self.is_overlapped:
             model.register_comm_hook(None, self._sum_bucket)
 
     def add_shard(self) -> None:
-        """Take the gradients of the shard that has just been computed out of the parameters."""
+        """Move the gradients of the shard just computed from the parameters into the sum."""
         if self.is_overlapped and len(self.shards.local) == 1 + sum(count for count, _ in self._sums):
-            return  # the last one, which DDP's hook has added
+            return  # the last shard, which DDP's hook has added
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -91,7 +91,7 @@ class PairwiseGradientSum:
             parameter.grad = gradient if gradient is None else gradient.div_(self.shards.num_shards)
 
     def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Return a promise of a bucket's mean over all shards; DDP calls it for one bucket after the other."""
+        """Return a future of a bucket's mean over all shards; DDP calls this hook for one bucket after the other."""
         parameters = bucket.parameters()
         # A bucket holds gradients in the memory order of their parameters, which may be NHWC, and shows them as NCHW.
         gradients = [g.as_strided(p.shape, p.stride()) for g, p in zip(bucket.gradients(), parameters, strict=True)]
@@ -118,9 +118,9 @@ class PairwiseGradientSum:
 
 
 class _Exchange:
-    """One bucket on its way: every process sums its part of all processes' buckets, and all gather the parts.
+    """One bucket under way: every process sums its part of all processes' buckets, and all gather the parts.
 
-    All steps are made by the thread of the backward pass, since every rank must begin its collectives in one order.
+    The thread of the backward pass takes all steps, since all ranks must begin their collectives in the same order.
     """
 
     def __init__(self, flat: Tensor, shards: VirtualShards) -> None:
@@ -132,7 +132,7 @@ class _Exchange:
         self.work = dist.all_to_all_single(self.parts, self.padded, async_op=True)
 
     def send_back(self) -> None:
-        """Sum this process's part once it is there, and begin to gather all parts."""
+        """Wait for this process's part, sum it, and begin to gather all parts."""
         self.work.wait()
         sums = []
         for part in self.parts.chunk(self.shards.world_size):
@@ -141,7 +141,7 @@ class _Exchange:
         self.work = dist.all_gather_into_tensor(self.padded, mean, async_op=True)
 
     def finish(self) -> None:
-        """Wait until all parts are there, and keep the promise."""
+        """Wait for all parts, and fulfil the future `mean`."""
         self.work.wait()
         if self.padded is not self.flat:
             self.flat.copy_(self.padded[: self.flat.numel()])
@@ -165,7 +165,7 @@ def _fold(sums: list[tuple[int, list]]) -> list[Tensor | None]:
 
 
 def _add(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    """Add in place; a parameter that a shard did not use has no gradient there."""
+    """Add lists of gradients in place; a parameter that a shard did not use has None."""
     return [a if b is None else b if a is None else a.add_(b) for a, b in zip(left, right, strict=True)]
 
 
@@ -173,11 +173,11 @@ class ShardedStep:
     """The infrastructure around the forward and backward passes of one optimizer step.
 
     Args:
-        model: as `wrap_model` returns it.
-        shards: this process's part of the step.
-        device: where the model is.
-        seed: the run's.
-        is_deterministic: sum gradients pairwise, not as DDP does.
+        model: the model, as `wrap_model` returns it.
+        shards: all shards of the step, and this process's share of them.
+        device: the model's device.
+        seed: the run's seed.
+        is_deterministic: sum gradients pairwise, in one order at any world size, instead of DDP's all-reduce.
     """
 
     def __init__(
@@ -194,14 +194,14 @@ class ShardedStep:
         self.seed = seed
         self.device = device
         self.gradient_sum = PairwiseGradientSum(model, shards) if is_deterministic else None
-        # DDP takes a mean over processes, and accumulation a sum over local shards: this makes them the mean of the
-        # shards' losses. It is 1 in torchvision's case of one shard a process, and so nothing is rounded there.
+        # DDP takes a mean over processes, and accumulation a sum over local shards: this factor makes both a mean over
+        # all shards. It is 1 in torchvision's case of one shard per process, so nothing is rounded there.
         self.loss_scale = 1.0 if is_deterministic else 1.0 / shards.num_local
         self._buffers = list(model.buffers())
 
     @contextmanager
     def shard(self, step: int, shard: int) -> Iterator[None]:
-        """Surround the forward and backward pass of one shard.
+        """Surround the forward and backward pass of one shard of a step of the run.
 
         Seeds dropout and stochastic depth by (step, shard), keeps DDP from reducing before the last local shard, and
         lets only shard 0 move the buffers, as torchvision's rank 0 does, so that running statistics are the same at
@@ -219,7 +219,7 @@ class ShardedStep:
             self.gradient_sum.add_shard()
 
     def finish_gradients(self) -> None:
-        """Make every parameter's gradient the mean over all shards of the step. Collective."""
+        """Make every parameter's gradient the mean over all shards. Collective: every rank must call it."""
         if self.gradient_sum is not None:
             self.gradient_sum.finish()
 

@@ -1,4 +1,4 @@
-"""Losses, that of a teacher too, and the metrics that training lines and evaluations show."""
+"""Losses, distillation from a teacher, and the metrics that training lines and evaluations show."""
 
 import copy
 import itertools
@@ -28,8 +28,8 @@ class BinaryCrossEntropy(nn.Module):
     """One binary decision for each class (Wightman et al., ResNet strikes back, arXiv 2110.00476).
 
     Args:
-        label_smoothing: taken off the target and spread over all classes.
-        target_threshold: a class whose target is above it counts as fully there; None leaves targets as they are.
+        label_smoothing: the share of the target that is spread over all classes.
+        target_threshold: targets above it become 1, others 0; None leaves targets as they are.
     """
 
     def __init__(self, label_smoothing: float = 0.0, target_threshold: float | None = None) -> None:
@@ -37,7 +37,7 @@ class BinaryCrossEntropy(nn.Module):
         self.label_smoothing, self.target_threshold = label_smoothing, target_threshold
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean over images and classes.
+        """Return the mean over images and classes, a 0-d tensor.
 
         Args:
             output: (B, num_classes) logits.
@@ -46,7 +46,7 @@ class BinaryCrossEntropy(nn.Module):
         num_classes = output.size(1)
         if target.ndim == 1:
             target = one_hot(target, num_classes)
-        # Not the type of autocast, in which 0.2005 is 0.2 and not above it.
+        # Not in the dtype of autocast, which rounds 0.2005 to 0.2, no longer above a threshold of 0.2.
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         target = target.to(output.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
         if self.target_threshold is not None:
@@ -55,11 +55,11 @@ class BinaryCrossEntropy(nn.Module):
 
 
 class AuxiliaryLoss(nn.Module):
-    """Add the losses of auxiliary classifiers, which GoogLeNet and Inception v3 return beside the main one's output.
+    """Add the losses of auxiliary classifiers, whose scores GoogLeNet and Inception v3 return after the main ones.
 
     Args:
-        criterion: of one classifier.
-        weight: of each auxiliary one.
+        criterion: the loss of one classifier.
+        weight: the weight of each auxiliary classifier's loss.
     """
 
     def __init__(self, criterion: nn.Module, weight: float) -> None:
@@ -67,7 +67,7 @@ class AuxiliaryLoss(nn.Module):
         self.criterion, self.weight = criterion, weight
 
     def forward(self, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
-        """Return the loss of an output, or of a tuple that begins with the main one."""
+        """Return the loss of (B, num_classes) scores, or of a tuple of main and auxiliary scores."""
         if isinstance(output, Tensor):  # in evaluation
             return self.criterion(output, target)
         main, *auxiliary = output
@@ -76,20 +76,20 @@ class AuxiliaryLoss(nn.Module):
 
 
 class Distillation(nn.Module):
-    """Learn from a teacher beside the targets (Touvron et al., arXiv 2012.12877, section 4).
+    """Learn from a teacher as well as from the targets (Touvron et al., arXiv 2012.12877, section 4).
 
-    The loss is (1 - alpha) x that of the targets + alpha x that of the teacher's scores: the cross-entropy with its
-    best class, or temperature squared x the divergence of both models' softened probabilities, a mean over images
-    (DeiT's own code divides it by the number of classes too). A student with a head for its distillation token learns
-    the targets by the one and the teacher by the other; the teacher sees the student's images, mixed and all.
+    The loss is (1 - alpha) x the targets' loss + alpha x the teacher's: the cross-entropy with the teacher's best
+    class, or temperature squared x the KL divergence of both models' softened probabilities, a mean over images (DeiT's
+    own code divides it by the number of classes too). A student with a second head, for its distillation token, learns
+    the targets by the first and the teacher by the second. The teacher sees the student's images, augmented and mixed.
 
     Args:
-        criterion: of the targets, and all there is in evaluation.
-        teacher: from the student's images to scores, in evaluation mode.
-        student: the bare model, whose images in training are noted.
-        is_soft: learn probabilities, not the best class.
-        alpha: share of the teacher.
-        temperature: of the probabilities.
+        criterion: the loss of the targets, and the whole loss in evaluation.
+        teacher: maps the student's images to scores, in evaluation mode.
+        student: the bare model; a hook notes its images in training.
+        is_soft: learn the teacher's probabilities, not its best class.
+        alpha: the teacher's share of the loss.
+        temperature: softens the probabilities; scores are divided by it.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Distillation(nn.Module):
             self._image = inputs[0]
 
     def forward(self, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
-        """Return the loss of the images that the student has just seen."""
+        """Return the loss, a 0-d tensor, for the images that the student has just seen."""
         if not torch.is_grad_enabled():  # in evaluation
             return self.criterion(output, target)
         image, self._image = self._image, None
-        with torch.no_grad():  # not inference mode, whose tensors take part in no gradient
+        with torch.no_grad():  # not inference mode: autograd takes none of its tensors
             taught = self.teacher(image).float()
         if self.has_token:
             output, learned = output
@@ -129,11 +129,11 @@ class Distillation(nn.Module):
 
 
 class Renormalize(nn.Module):
-    """Turn images normalised by one mean and standard deviation into those by another.
+    """Turn images normalised by one mean and standard deviation into images normalised by another.
 
     Args:
-        before: mean and standard deviation of each channel that the images have been normalised by.
-        after: those that they are to be normalised by.
+        before: mean and standard deviation of each channel by which the images are normalised.
+        after: mean and standard deviation of each channel by which they are to be normalised.
     """
 
     def __init__(self, before: tuple[list[float], list[float]], after: tuple[list[float], list[float]]) -> None:
@@ -143,7 +143,7 @@ class Renormalize(nn.Module):
         self.register_buffer("shift", ((mean - own_mean) / own_std).float().view(3, 1, 1))
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return (B, 3, H, W) images, normalised by the other numbers."""
+        """Return (B, 3, H, W) images, normalised by `after`."""
         return image * self.scale + self.shift
 
 
@@ -158,9 +158,9 @@ def build_criterion(args: Any) -> nn.Module:
 
 
 def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: Dataset) -> nn.Module:
-    """Return the criterion, which in training learns from `--teacher` too if there is one.
+    """Return the criterion, with a `Distillation` around it for training with `--teacher`.
 
-    The student is the bare model on its device; the validation set has the classes' names.
+    `student` is the bare model on its device; the classes' names are those of the validation set `val`.
 
     Raises:
         UserError: the teacher cannot be used for these classes or sizes of images.
@@ -181,7 +181,7 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
     """Return the model of `--teacher` on the CPU, which scores images that are normalised for the student.
 
     Raises:
-        UserError: there is none, or it is of other classes or sizes of images.
+        UserError: the teacher is not found, or takes other classes or sizes of images.
     """
     source, size = f"--teacher {args.teacher}", args.train_crop_size
     name, weights, is_typed = _find_teacher(args, source)
@@ -192,7 +192,7 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
         raise UserError(
             f"{source} scores {num_classes} classes and the images are of {len(classes)}; give a teacher of these"
         )
-    # Published weights call the same classes by other names.
+    # Published weights may have other names for the same classes.
     is_file = Path(args.teacher).is_file() and weights.classes is not None
     if is_file and (differences := compare_classes(weights.classes, classes)):
         raise UserError(f"{source} is of other classes: {differences[0]}; give a teacher of these")
@@ -207,7 +207,7 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
 
 
 def _find_teacher(args: config.Record, source: str) -> tuple[str, Weights, bool]:
-    """Return a teacher's model, its weights, and whether the command line names the file of its model."""
+    """Return a teacher's model name, its weights, and whether the command line names the model's own file."""
     if args.teacher.startswith("timm/"):
         found = models.find_timm_config(args.teacher)
         if found is None or not found.hf_hub_id:
@@ -229,14 +229,14 @@ def _find_teacher(args: config.Record, source: str) -> tuple[str, Weights, bool]
 def build_evaluated(
     source: str, name: str, weights: Weights, *, size: int | None = None, is_typed: bool = False
 ) -> tuple[nn.Module, config.Record]:
-    """Return a trained model in evaluation mode on the CPU, and the options that it is evaluated with.
+    """Return a trained model in evaluation mode on the CPU, and the options to evaluate it with.
 
     Args:
-        source: what to call the weights in a message.
-        name: of the model.
-        weights: its weights, with the options that they were trained or published with.
-        size: of the images, in pixels; by default that of these options.
-        is_typed: whether the command line names the model, so that its own file may be run.
+        source: the name of the weights in a message.
+        name: the model's name.
+        weights: the weights, with the options that they were trained or published with.
+        size: the side of the images, px; by default that of these options.
+        is_typed: the command line names the model, so its own file may be run.
     """
     given = Namespace(model=name, test_only=True, resume=source, synthetic=1)
     if weights.script == "timm" and name.startswith("timm/"):
@@ -255,7 +255,7 @@ def build_evaluated(
 
 
 def _is_value(name: str, value: Any) -> bool:
-    """Tell whether an option of a checkpoint, perhaps of another script's, is one of ours."""
+    """Tell whether an option of a checkpoint, perhaps another script's, is one of ours with a value that it takes."""
     return name in BY_NAME and name != "decode_device" and (value is None or BY_NAME[name].is_value(value))
 
 
@@ -263,12 +263,12 @@ def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tup
     """Count the images whose target is among the k highest scores, for each k.
 
     Args:
-        output: (B, num_classes) scores, or a tuple that begins with them, as of a model with auxiliary classifiers.
+        output: (B, num_classes) scores, or a tuple that begins with them, as models with auxiliary classifiers return.
         target: (B,) class indices, or (B, num_classes) soft targets, of which the highest counts.
         topk: each k; one above the number of classes counts as that number.
 
     Returns:
-        A list of 0-d int64 tensors on the device; nothing is read.
+        A list of 0-d int64 tensors on the device, none of which is waited for.
     """
     with torch.inference_mode():
         output = output if isinstance(output, Tensor) else output[0]
@@ -281,16 +281,16 @@ def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tup
 
 
 def rank_classes(output: Tensor | tuple[Tensor, ...], target: Tensor, k: int) -> Tensor:
-    """Return for each image the float64 numbers that a report of an evaluation needs; nothing is read of a GPU.
+    """Return for each image the float64 numbers that a report of an evaluation needs; this does not wait for a GPU.
 
     Args:
-        output: as the model returns it.
+        output: (B, num_classes) scores, or a tuple that begins with them.
         target: (B,) class indices on the same device.
         k: number of best classes.
 
     Returns:
         (B, 2 + 2k): the target's place among the classes, from 0; the negative logarithm of its probability; the k best
-        classes; their probabilities. Of classes with equal scores the first is the better one.
+        classes; their probabilities. Classes with equal scores rank by their numbers.
     """
     output = output if isinstance(output, Tensor) else output[0]
     if not output.is_cuda:  # other accelerators may have no float64
@@ -310,8 +310,8 @@ def calibration_error(confidence: numpy.ndarray, is_hit: numpy.ndarray, num_bins
 
     Args:
         confidence: (N,) the highest probability of each image.
-        is_hit: (N,) whether that class is the image's.
-        num_bins: a bin holds its upper edge and not its lower one.
+        is_hit: (N,) whether the class of that probability is the image's.
+        num_bins: number of bins; a bin holds its upper edge, but not its lower one.
     """
     edges = numpy.linspace(0, 1, num_bins + 1)[1:-1]
     gaps = numpy.bincount(numpy.searchsorted(edges, confidence), weights=is_hit - confidence)
@@ -321,16 +321,16 @@ def calibration_error(confidence: numpy.ndarray, is_hit: numpy.ndarray, num_bins
 def bootstrap_interval(num_hits: int, num_images: int, num_resamples: int = 10_000) -> list[float]:
     """Return the 95% interval of the share of hits, by percentiles of a bootstrap over the images with a fixed seed.
 
-    The number of hits in a resample is binomial, and drawn at once.
+    The number of hits in a resample has a binomial distribution, so one draw gives it.
     """
     draws = numpy.random.default_rng(0).binomial(num_images, num_hits / num_images, num_resamples)
     return (numpy.percentile(draws, [2.5, 97.5]) / num_images).tolist()
 
 
 class Metric:
-    """A measure made of `num_sums` sums over images; each is a class of its own with `update` and `compute`."""
+    """A metric computed from `num_sums` sums over images; a subclass has `update` and `compute`."""
 
-    is_mean = False  # `update` adds means over a batch, which its number of images must multiply
+    is_mean = False  # True: `update` adds means over a batch, which `Tally` multiplies by the number of images
 
     def __init__(self, num_sums: int) -> None:
         self.num_sums = num_sums
@@ -339,26 +339,26 @@ class Metric:
         self.unread = []
 
     def update(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
-        """Call `add` with the sums over a batch; read nothing of the device.
+        """Call `add` with the sums over a batch, without waiting for the device.
 
         Args:
-            output: as the model returns it.
+            output: (B, num_classes) scores, or a tuple that begins with them.
             target: (B,) class indices or (B, num_classes) soft targets.
-            index: (B,) the images' numbers in the set, on the CPU; None if a plain loader does not tell.
+            index: (B,) the images' numbers in the set, on the CPU; None with a plain loader, which has none.
         """
         raise NotImplementedError
 
     def add(self, *sums: Tensor) -> None:
-        """Take a batch's sums: (), or (n,) for n of them, `num_sums` in all, on any device."""
+        """Add a batch's sums, `num_sums` in all, on any device: () tensors for one each, (n,) for n."""
         self.unread.append(sums)
 
     def compute(self) -> dict[str, float | list[float]]:
-        """Return values by their names, made of `sums` and `count`. Logs take any name."""
+        """Return values by name, computed from `sums` and `count`. Logs take any name."""
         raise NotImplementedError
 
 
 class Loss(Metric):
-    """The mean loss of an image: `loss`. The loop computes it, and `Tally.update` passes it on."""
+    """The mean loss per image: `loss`. The loop computes it for each batch, and `Tally.update` passes it on."""
 
     is_mean = True
     batch_mean: Tensor  # of the batch at hand
@@ -392,9 +392,9 @@ class Accuracy(Metric):
 
 
 def build_metrics(num_classes: int) -> list[Metric]:
-    """Return the metrics beside the loss, for training lines and evaluations; add a new metric here.
+    """Return the metrics other than the loss, for training lines and evaluations; add a new metric here.
 
-    A metric may need `num_classes`, the model's, for a sum for each class.
+    `num_classes` is the model's, for metrics with a sum for each class.
     """
     return [Accuracy()]
 
@@ -402,13 +402,13 @@ def build_metrics(num_classes: int) -> list[Metric]:
 class Tally:
     """Sums of a loss and of metrics, exact, and in one order however many processes there are.
 
-    Each batch's numbers stay on the device until somebody asks. They are then gathered and added in float64 in the
-    order of (step, shard), or of the batches in an evaluation. So the values are the same in every bit at any world
+    Each batch's numbers stay on the device until a value is read. The processes then gather and add them in float64, in
+    the order of (step, shard), or of the batches in an evaluation. So the values are the same in every bit at any world
     size and, since a checkpoint holds the sums, after any restart.
 
     Args:
-        metrics: are copied.
-        num_local_shards: batches that this process adds in a step; one in an evaluation.
+        metrics: the metrics other than the loss; the tally copies them.
+        num_local_shards: number of batches that this process adds per step; 1 in an evaluation.
     """
 
     def __init__(self, metrics: Iterable[Metric], num_local_shards: int = 1) -> None:
@@ -416,12 +416,12 @@ class Tally:
         self.metrics = [self.loss, *copy.deepcopy(list(metrics))]
         self.num_local_shards = num_local_shards
         self._width = sum(metric.num_sums for metric in self.metrics) + 1  # the last column is the number of images
-        self._counts = []  # images of each batch that is not read yet
+        self._counts = []  # number of images of each batch that is not read yet
         self._local = []  # read but not gathered yet: (batches, width) each
         self._sums = torch.zeros(self._width, dtype=torch.float64)
 
     def update(self, loss: Tensor, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
-        """Take a batch, on the device and unread: its mean loss, and the arguments of `Metric.update`."""
+        """Add a batch without waiting for the device: its mean loss, and the arguments of `Metric.update`."""
         self.loss.batch_mean = loss.detach()
         self._counts.append(len(target))
         with torch.inference_mode():
@@ -460,7 +460,7 @@ class Tally:
         """Add up the batches since the last call. Collective: every rank must call it.
 
         Returns:
-            (batches, width): the sums of each batch of all processes in order, the loss first.
+            (batches, width) float64: the sums of each batch of all processes in order; loss first, image count last.
         """
         rows = torch.cat([*self._local, self._read()])
         self._local = []
@@ -469,22 +469,22 @@ class Tally:
         return rows
 
     def add(self, rows: Tensor) -> None:
-        """Add batches that this tally or another one of the same metrics has gathered."""
+        """Add the rows of batches that this tally, or another one with the same metrics, has gathered."""
         for row in rows:  # one after the other: torch would sum in another order
             self._sums += row
 
     def read(self) -> tuple[dict[str, Any], int]:
-        """Return the values gathered since the last call by their names, and the number of images."""
+        """Return the values by name over the batches gathered since the last call, and the number of images."""
         values = self._compute(self._sums)
         self._sums = torch.zeros(self._width, dtype=torch.float64)
         return values
 
     def state_dict(self) -> dict:
-        """Return the sums; all must have been gathered."""
+        """Return the sums; all batches must have been gathered."""
         return {"sums": self._sums.tolist()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore the sums, or begin anew if the checkpoint's are of other metrics."""
+        """Restore the sums, or begin anew if those of the checkpoint are of other metrics."""
         if len(state["sums"]) == self._width:
             self._sums = torch.tensor(state["sums"], dtype=torch.float64)
         else:
@@ -492,7 +492,7 @@ class Tally:
 
 
 def result_lines(values: dict[str, Any], n: int) -> list[str]:
-    """Return the line of an evaluation's result, and a second line of any other scalar values."""
+    """Return the line of an evaluation's result, and a second line with all other scalar values, if any."""
     lines = [f"Acc@1 {values['acc1']:.3f} Acc@5 {values['acc5']:.3f} loss {values['loss']:.3f} n={n}"]
     others = {name: value for name, value in values.items() if name not in ("acc1", "acc5", "loss")}
     words = [f"{name} {value:.3f}" for name, value in others.items() if isinstance(value, float | int)]
@@ -500,6 +500,6 @@ def result_lines(values: dict[str, Any], n: int) -> list[str]:
 
 
 def numbers_of(data_loader: Any) -> Iterator[Tensor | None]:
-    """Return an iterator over the image numbers of each batch, or over None if the loader has none."""
+    """Return an iterator over the (B,) image numbers of each batch, or over None if the loader has no numbers."""
     numbers = getattr(data_loader, "numbers", None)
     return itertools.repeat(None) if numbers is None else numbers()

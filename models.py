@@ -1,4 +1,4 @@
-"""Build a model, load weights into it, compile it, average its weights, choose its precision."""
+"""Build a model, load weights into it, compile it, average its weights, choose its precision and its device."""
 
 import importlib
 import importlib.util
@@ -27,13 +27,13 @@ from options import BY_NAME, WHY_TYPED, parse_kwargs, split_custom
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# Weight of an auxiliary classifier's loss, beside the main one's 1: GoogLeNet (Szegedy et al., arXiv 1409.4842,
+# Weight of an auxiliary classifier's loss; the main loss has 1: GoogLeNet (Szegedy et al., arXiv 1409.4842,
 # section 5) and Inception v3 (the weight in PyTorch's own fine-tuning tutorial).
 AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
 
 
 def check_name(name: str) -> None:
-    """Raise UserError for a model that torchvision lacks, or a missing file; timm's are looked up when built."""
+    """Raise UserError if torchvision lacks the model or its file is missing; timm's models are looked up when built."""
     custom = split_custom(name)
     if custom is not None:
         path, function = custom
@@ -53,7 +53,7 @@ def check_name(name: str) -> None:
 def take_statistics(args: Any) -> tuple[Any, list[str]]:
     """Return the options with the mean and standard deviation of timm's config of the model, and a line about them.
 
-    Nothing changes where they were given, or for a model of torchvision's.
+    Values that the user gave stay, and so do those for models that are not timm's.
     """
     if not args.model.startswith("timm/"):
         return args, []
@@ -65,19 +65,19 @@ def take_statistics(args: Any) -> tuple[Any, list[str]]:
 
 
 def find_timm_config(model: str) -> Any:
-    """Return timm's config of the weights of a model of its own, or None where it has none."""
-    with suppress(RuntimeError):  # there is no such tag
+    """Return timm's config of a model's pretrained weights, or None if timm has none; `model` is timm/NAME."""
+    with suppress(RuntimeError):  # timm knows no such tag
         return require_timm("--model", model).get_pretrained_cfg(model.removeprefix("timm/"))
     return None
 
 
 def check_model(args: Any) -> None:
-    """Build the model without memory, so that its mistakes are said before the run looks for images.
+    """Build the model without memory, so that wrong options are reported before the run looks for images.
 
-    A checkpoint to evaluate has yet to say its options: its model is not built here.
+    The model of a checkpoint to evaluate is not built here, since its options are not known yet.
 
     Raises:
-        UserError: as of `build_model`.
+        UserError: for the reasons of `build_model`.
     """
     check_name(args.model)
     if args.test_only and args.resume:
@@ -87,12 +87,12 @@ def check_model(args: Any) -> None:
             build_model(args, 1000)
     except UserError:
         raise
-    except Exception:  # the few that compute while they are built are checked then
+    except Exception:  # a few models compute while they are built, and need memory: they are checked later
         return
 
 
-# Options that decide whether a model takes its images, and the values that were found to fit: a start builds its model
-# twice, first without memory, and needs to find out once.
+# Options that decide whether a model takes its images, and the values found to fit: a start builds its model twice,
+# first without memory, and needs to check them once.
 _FITTING = (
     "model", "model_kwargs", "dropout", "stochastic_depth", "freeze", "train_crop_size", "train_crop_size_min",
     "val_crop_size", "test_only",
@@ -103,19 +103,19 @@ _found_to_fit = set()
 def build_model(
     args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None, source: str | None = None
 ) -> nn.Module:
-    """Build `args.model` on the CPU, its first weights drawn from `args.seed` and then, if given, replaced.
+    """Build `args.model` on the default device, its first weights drawn from `args.seed`, then replaced by `weights`.
 
     Args:
         args: the options.
         num_classes: outputs of the classifier.
-        weights: a state dict to start from; a classifier of another size in it is left out, which is said.
-        source: the name of the weights in a message; by default that of the argument of `--weights`.
+        weights: a state dict to start from; a classifier of another size in it is left out, with a printed line.
+        source: the name of the weights in a message; by default `--weights` and its value.
 
     Raises:
-        UserError: the weights belong to another model, an option is about layers that this one does not have, or its
-            images have a size that it cannot take.
+        UserError: the weights belong to another model, an option is about layers that this model lacks, or the model
+            cannot take images of the given sizes.
     """
-    # The same first weights on every rank and at every start, whatever was drawn before.
+    # Every rank and every start draws the same first weights, whatever was drawn before.
     torch.manual_seed(args.seed)
     check_name(args.model)
     kind = _build_timm if args.model.startswith("timm/") else _build_torchvision
@@ -135,7 +135,7 @@ def build_model(
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
 
 
-# Keyword arguments that choose the weights, or that another option sets.
+# Keyword arguments that other options set, with these options.
 _NOT_FOR_KWARGS = {
     "weights": "--weights", "weights_backbone": "--weights", "pretrained": "--weights", "pretrained_cfg": "--weights",
     "pretrained_cfg_overlay": "--weights", "checkpoint_path": "--weights", "cache_dir": "--weights",
@@ -145,14 +145,14 @@ _NOT_FOR_KWARGS = {
 
 
 def _call_builder(args: Any, build: Callable[..., nn.Module], options: Mapping[str, Any]) -> nn.Module:
-    """Build a library's model from options of ours and the keyword arguments of `--model-kwargs`."""
+    """Build a library's model from our options and the keyword arguments of `--model-kwargs`."""
     given = parse_kwargs(args.model_kwargs)
     for key in given.keys() & _NOT_FOR_KWARGS.keys():
-        raise UserError(f"--model-kwargs {key}: {_NOT_FOR_KWARGS[key]} says that; leave it out")
+        raise UserError(f"--model-kwargs {key}: {_NOT_FOR_KWARGS[key]} sets that; leave it out")
     try:
         return build(**{**options, **given})
     except Exception as error:
-        # Some models compute while they are built, which those without memory cannot.
+        # Some models compute while they are built, and cannot without memory.
         if not given or (isinstance(error, RuntimeError) and torch.get_default_device().type == "meta"):
             raise
         with in_one_line(f"--model-kwargs {' '.join(args.model_kwargs)}: {args.model} cannot be built with that"):
@@ -160,7 +160,7 @@ def _call_builder(args: Any, build: Callable[..., nn.Module], options: Mapping[s
 
 
 def _build_custom(args: Any, num_classes: int) -> nn.Module:
-    """Call a function of the user's own; an error in it is his to read, with its traceback."""
+    """Call the user's own function; an error in it keeps its traceback, for the user to read."""
     function = load_custom(args)
     given = parse_kwargs(args.model_kwargs)
     try:
@@ -178,10 +178,10 @@ def _build_custom(args: Any, num_classes: int) -> nn.Module:
 
 
 def load_custom(args: Any) -> Callable[..., nn.Module]:
-    """Return the function of `--model FILE.py:FUNCTION`, whose file is run: if the command line itself names it.
+    """Run the file of `--model FILE.py:FUNCTION`, if the command line itself names it, and return the function.
 
     Raises:
-        UserError: it does not, or the file cannot be run, or has no such function.
+        UserError: only a recipe or a checkpoint names the file, it cannot be run, or it has no such function.
     """
     if args.model != getattr(args, "trusted_model", None):
         raise UserError(f"a recipe or a checkpoint names {args.model}, {WHY_TYPED}")
@@ -196,7 +196,7 @@ def load_custom(args: Any) -> Callable[..., nn.Module]:
 
 @cache
 def _run_file(path: str) -> ModuleType:
-    """Run a file of Python once in this process, and return its module."""
+    """Run a Python file, once in this process, and return its module."""
     spec = importlib.util.spec_from_file_location(f"model_of_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -223,7 +223,7 @@ def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
     try:
         build = partial(torchvision.models.get_model, args.model, weights=None, num_classes=num_classes)
         model = _call_builder(args, build, options)
-    except AssertionError as error:  # of the ViTs
+    except AssertionError as error:  # raised by the ViTs
         patch_px = int(args.model.rpartition("_")[2])
         fitting = max(round(args.val_crop_size / patch_px), 1) * patch_px
         raise UserError(
@@ -235,7 +235,7 @@ def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
 
 
 def _set_rates(model: nn.Module, args: Any) -> None:
-    """Set `--dropout` in torch's layers, and scale torchvision's so that `--stochastic-depth` is the deepest one's."""
+    """Set `--dropout` in all dropout layers; scale stochastic depth so that the deepest layer has the given rate."""
     if args.stochastic_depth is not None:
         layers = [module for module in model.modules() if isinstance(module, torchvision.ops.StochasticDepth)]
         deepest = max((layer.p for layer in layers), default=0.0)
@@ -255,7 +255,7 @@ def _build_timm(args: Any, num_classes: int) -> nn.Module:
     timm = require_timm("--model", args.model)
     name = args.model.removeprefix("timm/")
     if "." in name or not timm.is_model(name):
-        # With the tag of weights, whose mean and size are then the config's.
+        # A name may end in the tag of its weights, whose config then gives mean and size.
         known = timm.list_models() + (timm.list_pretrained(f"{name.partition('.')[0]}.*") if "." in name else [])
         if name not in known:
             hint = did_you_mean(name, known, prefix="timm/")
@@ -280,12 +280,12 @@ def _build_timm(args: Any, num_classes: int) -> nn.Module:
 
 
 def check_sizes(model: nn.Module, args: Any) -> None:
-    """Check that a model takes images of the sizes that the options give, without computing anything.
+    """Check that a model takes images of the sizes that the options give.
 
-    The model forgets nothing and moves no statistics: it is given tensors without memory in place of its own.
+    Its weights and running statistics stay as they are: `find_obstacle` runs it on tensors without memory, or copies.
 
     Raises:
-        UserError: it does not; names the option.
+        UserError: it does not take a size; the message names the option.
     """
     smallest = args.train_crop_size if args.train_crop_size_min is None else args.train_crop_size_min
     between = range(smallest // 32 * 32 + 32, args.train_crop_size, 32)
@@ -303,11 +303,11 @@ def check_sizes(model: nn.Module, args: Any) -> None:
 
 
 def _fitting_size(args: Any, split: str, size: int) -> str:
-    """Return which size of image to give instead."""
+    """Return the end of an error, which advises another size of image."""
     native = None
     if args.model.startswith("timm/"):
         if config := find_timm_config(args.model):
-            is_fixed = config.fixed_input_size and split == "train"  # to the size with which it was built
+            is_fixed = config.fixed_input_size and split == "train"  # to the size that the model was built with
             native = args.val_crop_size if is_fixed else config.input_size[-1]
     elif not split_custom(args.model):
         native = torchvision.models.get_model_weights(args.model).DEFAULT.transforms().crop_size[0]
@@ -317,10 +317,10 @@ def _fitting_size(args: Any, split: str, size: int) -> str:
 
 
 class _QuickShapes(TorchDispatchMode):
-    """Gives the shape of a normalised or activated tensor without memory, which is that of its input, at once.
+    """Computes shapes of batch norm, layer norm and GELU without memory at once: the output has the input's shape.
 
-    torch would find it by a dozen operations in Python, which are most of the time of a pass. Sizes that do not fit are
-    left to it to refuse; batch norm looks for them before it comes here.
+    torch takes a dozen operations in Python for that, most of the time of a pass. Layer norms of sizes that do not fit
+    go to torch, which refuses them; batch norm refuses such sizes before it calls its operation.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -336,17 +336,17 @@ class _QuickShapes(TorchDispatchMode):
 
 
 def find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
-    """Return why a model cannot take images of a shape, or None."""
+    """Return the reason, in one line, why a model cannot take images of a shape (B, 3, H, W), or None if it can."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     obstacle = None
-    for device in ("meta", "cpu"):  # some models can only be built with memory
+    for device in ("meta", "cpu"):  # some models can only run with memory
         own = {name: tensor.detach().to(device) if device == "meta" else tensor.detach().clone()
                for name, tensor in state.items()}  # fmt: skip
         try:
             with torch.no_grad(), torch.random.fork_rng([]), _QuickShapes():
                 torch.func.functional_call(model, own, torch.zeros(shape, device=device))
             return None
-        except Exception as error:  # each layer has its own way to say so
+        except Exception as error:  # each kind of layer raises another error
             obstacle = obstacle or (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         if any(tensor.is_meta for tensor in state.values()) or shape[-1] > 1024:
             break
@@ -354,10 +354,10 @@ def find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
 
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
-    """Return the names of the layers that end in class scores; UserError if none does.
+    """Return the names of the layers that give the class scores; UserError if there are none.
 
-    timm's models know their one or two heads. Of others it is the last layer, and the last of each auxiliary
-    classifier.
+    timm's models know their one or two heads. In other models these are the last layer, and the last one of each
+    auxiliary classifier.
     """
     sizes = {
         name: module.out_features if isinstance(module, nn.Linear) else module.out_channels
@@ -379,28 +379,28 @@ def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
 
 
 def count_classes(model: nn.Module, weights: Mapping[str, Tensor], num_classes: int) -> int:
-    """Return how many classes a state dict's classifier has; those of the model if it has none.
+    """Return the number of classes of a state dict's classifier; `num_classes` if it has no classifier.
 
     Args:
-        model: of the same kind, with another number of classes perhaps.
+        model: a model of the same kind, perhaps with another number of classes.
         weights: the state dict.
-        num_classes: of the model.
+        num_classes: the model's number of classes.
     """
     head = weights.get(f"{classifier_layers(model, num_classes)[-1]}.weight")
     return num_classes if head is None or not head.ndim else len(head)
 
 
 def freeze_all_but_classifier(model: nn.Module, num_classes: int) -> None:
-    """Keep every parameter but the classifier's from being trained."""
+    """Freeze all parameters but the classifier's; UserError if there is no classifier."""
     ends = classifier_layers(model, num_classes)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.rpartition(".")[0] in ends)
 
 
 def set_training_mode(model: nn.Module) -> None:
-    """Switch to training, but for modules all of whose parameters are frozen.
+    """Switch a model to training mode, but leave modules whose parameters are all frozen in evaluation mode.
 
-    Their BatchNorm would otherwise go on adapting its statistics, and their dropout would blur frozen features.
+    BatchNorm would otherwise go on updating its statistics there, and dropout would blur frozen features.
     """
     model.train()
     for module in model.modules():
@@ -418,20 +418,20 @@ def load_matching(
     *,
     needs_classifier: bool = False,
 ) -> None:
-    """Load a state dict that fits the model, apart perhaps from a classifier for another number of classes.
+    """Load a state dict into a model; its classifier may be for another number of classes, and is then left out.
 
-    A model of its own number of classes loads it first, so that modules can translate a file of an older version.
+    A model with the state dict's number of classes loads it first, so that modules can translate older versions.
 
     Args:
-        model: takes the weights.
+        model: the model that takes the weights.
         weights: the state dict.
-        source: its name in a message.
-        build: makes a model of a number of classes.
-        num_classes: of `model`.
-        needs_classifier: whether it must have one for that number of classes, since nothing is going to train one.
+        source: the name of the weights in a message.
+        build: makes a model for a number of classes.
+        num_classes: the number of classes of `model`.
+        needs_classifier: the state dict must have a classifier for `num_classes`, since no training follows.
 
     Raises:
-        UserError: it belongs to another model, or its classifier does not fit.
+        UserError: the state dict belongs to another model, or its classifier does not fit.
     """
     ends = classifier_layers(model, num_classes)
     theirs = count_classes(model, weights, num_classes)
@@ -462,16 +462,16 @@ def load_matching(
 
 
 def resize_positions(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], list[str]]:
-    """Return weights whose position embeddings and biases of windows fit a model of images of another size.
+    """Resize position embeddings and relative position biases to the image size of a model.
 
-    As torchvision's and timm's own functions resize them.
+    torchvision's and timm's own functions resize them.
 
     Args:
-        model: which the weights are to fit.
-        weights: a state dict of the same model, of perhaps another size of image.
+        model: the model that the weights are to fit.
+        weights: a state dict of the same model, perhaps for images of another size.
 
     Returns:
-        The state dict, the given one where nothing is to be resized, and words about each tensor that was resized.
+        The resized state dict, or the given one if it fits, and words about the tensors resized from each shape.
     """
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     words = ("pos_embed", "relative_position", "rel_pos")
@@ -502,13 +502,13 @@ def _say_resized(source: str, resized: list[str]) -> None:
 
 
 def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) -> None:
-    """Let each block of a model keep its input alone, and compute its activations again in the backward pass.
+    """Let each block of a model keep only its input, and compute its activations again in the backward pass.
 
     A block is a module with a forward pass of its own whose class occurs at least twice: a residual block, a
-    transformer's encoder layer, an inception. Of nested ones the outermost counts.
+    transformer's encoder layer, an Inception module. Of nested blocks the outermost counts.
 
     Raises:
-        UserError: the model has none, or some that cannot be compiled this way.
+        UserError: the model has no blocks, or blocks with BatchNorm that are to be compiled too.
     """
     blocks = list(_blocks(model, Counter(map(type, model.modules()))))
     if not blocks:
@@ -519,7 +519,7 @@ def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) 
                 f"--grad-checkpointing with --compile would move the running statistics of {name} twice a step; "
                 "leave one of them out"
             )
-        # torch restores the generators for the second pass; running statistics are ours to keep from moving twice.
+        # torch restores the generators for the second pass; we must keep running statistics from moving twice.
         has_buffers = any(True for _ in block.buffers())
         contexts = lambda block=block: (nullcontext(), _unmoved(block))  # noqa: E731
         keep = {"context_fn": contexts} if has_buffers and not is_compiled else {}
@@ -529,7 +529,7 @@ def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) 
 
 def _blocks(module: nn.Module, counts: Mapping[type, int]) -> Iterator[nn.Module]:
     for child in module.children():
-        # torch's own layers save little, and a row of modules is no block.
+        # Recomputing torch's own layers saves little, and a row of modules is no block.
         is_own = not type(child).__module__.startswith(("torch.nn.", "torchvision.ops."))
         is_composite = is_own and not isinstance(child, nn.Sequential) and any(True for _ in child.children())
         if is_composite and counts[type(child)] > 1:
@@ -544,29 +544,29 @@ def _recomputed(forward: Callable[..., Any], again: Callable[..., Any], *args: A
 
 @contextmanager
 def _unmoved(module: nn.Module) -> Iterator[None]:
-    """Put a module's buffers back at the end, as they were."""
+    """Restore a module's buffers at the end of the context."""
     buffers = list(module.buffers())
     saved = [buffer.clone() for buffer in buffers]
     try:
         yield
-    finally:  # torch ends the second pass by an exception, as soon as it can
+    finally:  # torch ends the second pass early, by an exception
         torch._foreach_copy_(buffers, saved)
 
 
 def place_model(model: nn.Module, args: Any, device: torch.device) -> nn.Module:
-    """Move a model to its device, in the memory order that the options ask for; return it as `compile_model` does."""
+    """Move a model to its device, in the memory order that the options ask for, compile it if asked, and return it."""
     model.to(device, memory_format=torch.channels_last if args.channels_last else torch.preserve_format)
     return compile_model(model, args)
 
 
 def compile_model(model: nn.Module, args: Any) -> nn.Module:
-    """Compile a model in place where `--compile` says so, so that its state dict keeps its names; return it.
+    """Compile a model if `--compile` asks for it, in place so that its state dict keeps its names; return it.
 
-    Each size of image is compiled for itself. A kernel for any size would be slower, and torch would choose it by which
-    sizes the process has met, so that a resumed run would compute with others.
+    Each size of image is compiled separately. Kernels for any size would be slower, and torch would choose them by the
+    sizes that the process has met, so a resumed run would compute with other kernels.
 
     Raises:
-        UserError: the mode cannot be used with accumulation.
+        UserError: the mode cannot be used with gradient accumulation.
     """
     if args.compile is None:
         return model
@@ -577,7 +577,7 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
             "use --compile default, or as many processes as shards"
         )
     smallest = args.train_crop_size if args.train_crop_size_min is None else args.train_crop_size_min
-    # Sizes of a training crop, mostly 32 px apart; a full and a last batch of evaluation, by the model and its average.
+    # Sizes of training crops, mostly 32 px apart; full and last batches of evaluation, by the model and its average.
     num_graphs = (args.train_crop_size - smallest) // 32 + 3 + 2 * 2
     dynamo = importlib.import_module("torch._dynamo.config")
     # The batch transform is compiled for each way of mixing: mixup, cutmix or neither.
@@ -589,34 +589,34 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
 
 
 def set_tf32(*, is_allowed: bool | None) -> None:
-    """Let float32 convolutions and matrix products of NVIDIA GPUs round their inputs to TF32, or forbid both.
+    """Let float32 convolutions and matrix products on NVIDIA GPUs round their inputs to TF32, or forbid it for both.
 
     Args:
-        is_allowed: None leaves torch's own default, and so torchvision's numbers and speed: convolutions only.
+        is_allowed: None keeps torch's default, and so torchvision's numbers and speed: TF32 in convolutions only.
     """
     if is_allowed is None:
         return
-    # The newer `fp32_precision` would do, but inductor before torch 2.15 still reads these and then refuses to compile
-    # (pytorch/pytorch#166387); writing these sets the newer ones too.
+    # Not the newer `fp32_precision`: inductor before torch 2.15 still reads these flags, and refuses to compile after
+    # the newer ones were set (pytorch/pytorch#166387); setting these sets the newer ones too.
     torch.backends.cuda.matmul.allow_tf32 = is_allowed
     torch.backends.cudnn.allow_tf32 = is_allowed
 
 
 def autocast(args: Any, device: torch.device) -> torch.amp.autocast:
-    """Return a context, to be entered as often as wanted, that computes in `--amp-dtype` under `--amp`."""
+    """Return a reusable context that computes in `--amp-dtype` under `--amp`, and has no effect otherwise."""
     return torch.amp.autocast(device.type, dtype=AMP_DTYPES[args.amp_dtype or "float16"], enabled=args.amp)
 
 
 def build_scaler(args: Any, device: torch.device) -> torch.amp.GradScaler:
-    """Return the scaler of the loss, without which float16 gradients vanish; disabled for other types."""
+    """Return the loss scaler, without which float16 gradients vanish; disabled for bfloat16 and without `--amp`."""
     return torch.amp.GradScaler(device.type, enabled=args.amp and args.amp_dtype != "bfloat16")
 
 
 class FlipAverage(nn.Module):
-    """A model that scores an image and its mirror image, and gives the mean: `--eval-flip`.
+    """A model that returns the mean of its scores for an image and its mirror image: `--eval-flip`.
 
     Args:
-        model: from (B, 3, H, W) to (B, num_classes) scores.
+        model: maps (B, 3, H, W) images to (B, num_classes) scores.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -624,8 +624,8 @@ class FlipAverage(nn.Module):
         self.model = model
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return the mean of both scores."""
-        # A copy, since a compiled model may put its second output where the first one is (CUDA graphs).
+        """Return (B, num_classes): the mean of both scores."""
+        # Clone, since a compiled model may overwrite its first output by the second one (CUDA graphs).
         return (self.model(image).clone() + self.model(image.flip(-1))) / 2
 
 
@@ -633,12 +633,12 @@ class ExponentialMovingAverage(AveragedModel):
     """An exponential moving average of a model's weights and buffers.
 
     Its state dict is that of torch's `AveragedModel`, as torchvision's reference script saves it. The count stays on
-    the CPU, where reading it makes nobody wait, and integer buffers are copied: an average of counts means nothing.
+    the CPU, so that reading it waits for no GPU, and integer buffers are copied: an average of counts means nothing.
 
     Args:
-        model: its copy is the first average.
-        decay: the weight of the average at each update.
-        device: where to keep the average; None: where the model is.
+        model: the model, whose copy is the first average.
+        decay: the weight of the old average in each update.
+        device: the device of the average; None for the model's.
     """
 
     def __init__(self, model: nn.Module, decay: float, device: torch.device | str | None = "cpu") -> None:
@@ -650,8 +650,8 @@ class ExponentialMovingAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Move the average towards `model`; onto it the first time, and after `n_averaged.fill_(0)`."""
-        if self.n_averaged._version != self._version:  # it was loaded, or set as torchvision's loop does
+        """Move the average towards `model`; copy `model` the first time, and after `n_averaged.fill_(0)`."""
+        if self.n_averaged._version != self._version:  # loaded, or filled as torchvision's loop does
             self._is_empty = bool(self.n_averaged == 0)
         pairs = [(own, new.to(own.device)) for own, new in zip(_state(self.module), _state(model), strict=True)]
         averaged = [pair for pair in pairs if pair[0].is_floating_point() and not self._is_empty]
@@ -664,13 +664,13 @@ class ExponentialMovingAverage(AveragedModel):
         self._is_empty, self._version = False, self.n_averaged._version
 
     def reset(self) -> None:
-        """Forget: the next update starts the average anew. torchvision does so throughout the warm-up."""
+        """Begin anew: the next update copies the model. torchvision does so throughout the warm-up."""
         self.n_averaged.zero_()
-        # Whether `n_averaged` is 0, for which no tensor is read, as of this version of the tensor.
+        # Whether `n_averaged` is 0, known without reading it while the tensor has this version.
         self._is_empty, self._version = True, self.n_averaged._version
 
     def restart(self, model: nn.Module) -> None:
-        """Begin as a copy of `model`."""
+        """Begin anew, with a copy of `model`."""
         self.reset()
         self.module.load_state_dict(model.state_dict())
 
@@ -683,9 +683,9 @@ def _state(model: nn.Module) -> Iterator[Tensor]:
 def build_ema(args: Any, model: nn.Module) -> ExponentialMovingAverage | None:
     """Return the average that `--model-ema` asks for, or None.
 
-    torchvision's adjustment: the decay is that of a sample, made independent of batch size and of how often it is
-    applied: alpha = (1 - decay) x (global batch x steps between updates / epochs), at most 1. Under
-    `--no-model-ema-adjust` the decay is that of an update.
+    By torchvision's adjustment the average spans the same share of a run at any batch size, interval and run length:
+    1 - decay = (1 - `--model-ema-decay`) x (global batch x steps between updates / epochs), at most 1. Under
+    `--no-model-ema-adjust` each update has the decay of `--model-ema-decay`.
     """
     if not args.model_ema or args.test_only:
         return None
@@ -699,7 +699,7 @@ def build_ema(args: Any, model: nn.Module) -> ExponentialMovingAverage | None:
 def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> ExponentialMovingAverage | None:
     """Load the weights of a checkpoint to evaluate, if there is one, and return the average that it holds, if any.
 
-    Position embeddings and windows are resized to the images, as those of `--weights`.
+    Position embeddings and biases are resized to the images, like those of `--weights`; UserError if anything misfits.
     """
     if state is None:
         return None
@@ -718,11 +718,11 @@ def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> Exponenti
 
 
 def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how timm's script builds and evaluates a model, by the names of our options.
+    """Return our options for a model as timm's script builds and evaluates it.
 
     Args:
-        name: of the model, with timm/.
-        trained: the script's own options.
+        name: timm/ and the model's name.
+        trained: the options of timm's script.
 
     Raises:
         UserError: the sizes of its images cannot be used.
@@ -738,7 +738,7 @@ def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
     if BY_NAME["interpolation"].is_value(found["interpolation"]):
         options["interpolation"] = found["interpolation"]
     kwargs = trained.get("model_kwargs")
-    if not isinstance(kwargs, list):  # else they are ours
+    if not isinstance(kwargs, list):  # a list is in our form already
         flags = {"global_pool": trained.get("gp"), **{each: trained.get(each) for each in ("bn_eps", "bn_momentum")}}
         kwargs = (kwargs or {}) | {key: value for key, value in flags.items() if value is not None}
         options["model_kwargs"] = sorted(f"{key}={value!r}" for key, value in kwargs.items()) or None
@@ -750,12 +750,12 @@ def set_up_threads(args: Any) -> None:
     if args.use_deterministic_algorithms:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if "OMP_NUM_THREADS" not in os.environ:
-            # As torchrun has it for several processes; another number of threads sums in another order.
+            # torchrun's value for several processes; another number of threads sums in another order.
             torch.set_num_threads(1)
 
 
 def set_up_device(args: Any) -> torch.device:
-    """Choose this process's device and its kinds of kernels; return the device."""
+    """Choose deterministic kernels, TF32 and cuDNN's autotuning by the options; return this process's device."""
     torch.use_deterministic_algorithms(args.use_deterministic_algorithms)
     is_repeatable = args.use_deterministic_algorithms or args.test_only
     set_tf32(is_allowed=args.tf32)

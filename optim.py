@@ -29,15 +29,15 @@ def set_weight_decay(
     """Divide a model's trainable parameters into groups by their weight decay, as torchvision does.
 
     Args:
-        model: whose parameters; each is in exactly one group.
-        weight_decay: of all that nothing below names.
-        norm_weight_decay: of the parameters of normalisation layers; None: as all others.
-        norm_classes: classes of normalisation layers.
+        model: the model; each of its trainable parameters is in exactly one group.
+        weight_decay: the decay of all parameters that no argument below covers.
+        norm_weight_decay: the decay of normalisation layers; None for `weight_decay`.
+        norm_classes: the classes of normalisation layers; by default torch's and torchvision's.
         custom_keys_weight_decay: (name, decay) pairs; a name with a dot is matched against a parameter's full name,
-            one without against its last part. They go before the rule for normalisation layers.
+            one without against its last part. They take precedence over `norm_weight_decay`.
 
     Returns:
-        Groups for an optimizer, in the order: other, norm, then each key; empty ones left out.
+        The groups for an optimizer, in the order: other, norm, then each name; empty groups are left out.
     """
     norm_classes = tuple(norm_classes or _NORM_CLASSES)
     decays = {"other": weight_decay, "norm": norm_weight_decay}
@@ -57,8 +57,8 @@ def set_weight_decay(
     return [{"params": groups[name], "weight_decay": decays[name]} for name in groups if groups[name]]
 
 
-# Parameters of torchvision's models that their sources hold in one dimension, or exempt by name as `no_weight_decay()`
-# of timm's models does.
+# Parameters of torchvision's models that have one dimension in the papers' own code, or that `no_weight_decay()` of
+# timm's models exempts.
 _UNDECAYED = ("class_token", "layer_scale", "pos_embedding", "relative_position_bias_table")
 
 # The parameters of `--transformer-embedding-decay`: the names in torchvision's script.
@@ -70,8 +70,8 @@ def build_parameter_groups(args: Any, model: nn.Module, say: Callable[[str], Non
 
     Args:
         args: the options.
-        model: whose parameters that are to be trained.
-        say: is called with a line about each option that matches nothing in the model.
+        model: the model, whose trainable parameters are divided.
+        say: called with each line of `unmatched`.
     """
     if args.decay_1d:
         decays = {"bias": args.bias_weight_decay, **dict.fromkeys(_EMBEDDINGS, args.transformer_embedding_decay)}
@@ -87,8 +87,8 @@ def build_parameter_groups(args: Any, model: nn.Module, say: Callable[[str], Non
 def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
     """Divide a model's trainable parameters into those that decay and those that timm's common rule exempts.
 
-    Exempt are biases, other parameters with one dimension, and those that the model names: by `no_weight_decay()`, or
-    torchvision's that stand for them.
+    Exempt are biases, other parameters with at most one dimension, and those that the model's `no_weight_decay()`
+    names, or `_UNDECAYED` for torchvision's models.
     """
     named = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     groups = {False: [], True: []}
@@ -100,7 +100,7 @@ def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def unmatched(args: Any, model: nn.Module) -> list[str]:
-    """Return a line about each option that is about parameters or layers of which this model has none to train."""
+    """Return a line about each option of decay, layers or optimizer that has no effect with this model."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     last = [name.rpartition(".")[2] for name in names]
     norms = [
@@ -114,12 +114,12 @@ def unmatched(args: Any, model: nn.Module) -> list[str]:
         "sync_bn": ([norm for norm in norms if isinstance(norm, nn.modules.batchnorm._BatchNorm)], "BatchNorm"),
     }
     lines = [
-        f"{BY_NAME[option].flag} has no effect: {args.model} has none to train of: {parts}"
+        f"{BY_NAME[option].flag} has no effect: {args.model} has no trainable {parts}"
         for option, (matches, parts) in found.items()
         if not matches and getattr(args, option) is not None and getattr(args, option) is not False  # 0.0 is a decay
     ]
     if not args.decay_1d and len(exempt_from_decay(model, args.weight_decay)) == 1:
-        lines.append(f"--no-decay-1d has no effect: all parameters of {args.model} that train are of one kind")
+        lines.append(f"--no-decay-1d has no effect: either all trainable parameters of {args.model} decay, or none")
     if args.layer_decay is not None and len(set(layers_of(model).values())) == 1:
         lines.append(f"--layer-decay has no effect: {args.model} has one layer")
     parameters = list(model.parameters())
@@ -129,19 +129,19 @@ def unmatched(args: Any, model: nn.Module) -> list[str]:
         lines.append(f"--clip-agc has no effect: the last layer of {args.model}, which alone trains, is not clipped")
     is_timms = args.opt.startswith("timm/")
     if is_timms and "momentum" in args.given and not find_timm_optimizer(args)[1].has_momentum:
-        lines.append(f"--momentum has no effect: --opt {args.opt} has none of that name")
+        lines.append(f"--momentum has no effect: --opt {args.opt} has no option of that name")
     return lines
 
 
-# A part of a parameter's name that stands for one of a row of like layers: 3, encoder_layer_3, denseblock2 ...
+# A part of a parameter's name that numbers a layer among layers of one kind: 3, encoder_layer_3, denseblock2 ...
 _LAYER = re.compile(r"\d+|.*(layer|block|stage)_?\d+")
 
 
 def layer_numbers(names: Iterable[str]) -> dict[str, int]:
-    """Number the layers of a model from the input: 0 is the stem, then each block, then the layers after the blocks.
+    """Return each parameter's layer, from the input: 0 for the stem, then each block, then all layers after the blocks.
 
     Args:
-        names: of the parameters, in the model's order.
+        names: the names of the parameters, in the model's order.
     """
     names = list(names)
     blocks = {}
@@ -158,7 +158,7 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
 
 
 def layers_of(model: nn.Module) -> dict[str, int]:
-    """Number the layers of a model's parameters by their names: a model of timm says itself which belong together."""
+    """Return each parameter's layer by name, as `layer_numbers`; timm's models group their parameters themselves."""
     names = [name for name, _ in model.named_parameters()]
     if not hasattr(model, "group_matcher"):
         return layer_numbers(names)
@@ -170,7 +170,7 @@ def layers_of(model: nn.Module) -> dict[str, int]:
 def split_by_layer(model: nn.Module, groups: list[dict], decay: float, lr: float) -> list[dict]:
     """Give each layer of every group a learning rate of its own, `decay` times that of the layer above it.
 
-    As in BEiT (Bao et al., arXiv 2106.08254) and ConvNeXt's fine-tuning: `lr_scale` multiplies the scheduled rate.
+    As in BEiT (Bao et al., arXiv 2106.08254) and ConvNeXt's fine-tuning. A group's `lr_scale` multiplies the schedule.
     """
     numbers = layers_of(model)
     layers = {parameter: numbers[name] for name, parameter in model.named_parameters()}
@@ -187,7 +187,7 @@ def split_by_layer(model: nn.Module, groups: list[dict], decay: float, lr: float
 
 
 def current_lr(optimizer: torch.optim.Optimizer) -> float:
-    """Return the learning rate of the groups that `--layer-decay` leaves alone, which is the schedule's."""
+    """Return the schedule's learning rate: the largest of all groups, since `--layer-decay` only lowers rates."""
     return max(group["lr"] for group in optimizer.param_groups)
 
 
@@ -203,7 +203,7 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     """Return the optimizer that `--opt` names, with torchvision's constants.
 
     Raises:
-        UserError: timm's is asked for, and it cannot be had or does not work in our loop.
+        UserError: it is timm's, and timm cannot build it or our loop cannot drive it.
     """
     options = {"lr": scaled_lr(args), "weight_decay": args.weight_decay}
     if args.opt_eps is not None:
@@ -220,8 +220,8 @@ def _build_torch_optimizer(args: Any, parameters: list[dict], options: dict) -> 
         # eps and alpha of the MobileNetV3 recipe
         constants = {"eps": 0.0316, "alpha": 0.9, "foreach": True} | options
         return torch.optim.RMSprop(parameters, momentum=args.momentum, **constants)
-    # A fused kernel reads the loss scaler's verdict by itself, where the host would have to. On the CPU, where it is
-    # slightly faster and rounds differently, all parameters at once have the bits of one after the other.
+    # A fused kernel skips steps with overflows by itself, so the host need not wait to read them from the GPU. On the
+    # CPU it would be slightly faster but round differently; foreach has the bits of one parameter after the other.
     kernels = {"fused": True} if device == "cuda" else {"foreach": True}
     if args.opt == "adamw":
         return torch.optim.AdamW(parameters, **options, **kernels)
@@ -230,7 +230,7 @@ def _build_torch_optimizer(args: Any, parameters: list[dict], options: dict) -> 
 
 
 def find_timm_optimizer(args: Any) -> tuple[Any, Any]:
-    """Return timm's module of optimizers, and its facts on the one that `--opt` names; UserError if it has none."""
+    """Return timm's module of optimizers, and its `OptimInfo` of `--opt`; UserError if timm has no such optimizer."""
     optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
     name = args.opt.removeprefix("timm/")
     if name not in optimizers.list_optimizers():
@@ -241,7 +241,7 @@ def find_timm_optimizer(args: Any) -> tuple[Any, Any]:
 
 def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> torch.optim.Optimizer:
     optimizers, facts = find_timm_optimizer(args)
-    # timm would leave them out without a word.
+    # timm would drop options that the optimizer does not take without a word.
     for name, is_taken in (("betas", facts.has_betas), ("eps", facts.has_eps)):
         if name in options and not is_taken:
             raise UserError(f"--opt-{name}: --opt {args.opt} does not take that; leave it out")
@@ -253,16 +253,16 @@ def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> t
     if getattr(optimizer, "is_second_order", False):
         raise UserError(f"--opt {args.opt} needs second derivatives, which training here does not compute; use another")
     if hasattr(optimizer, "deterministic"):
-        # Kron: else it draws from the device's generator, other numbers on each rank.
+        # Otherwise Kron draws from the device's generator, with other numbers on each rank.
         optimizer.deterministic = True
     return optimizer
 
 
-# Keys of a group that options and schedule set; they never come back from a checkpoint.
+# Keys of a group that options and the schedule set; they are never restored from a checkpoint.
 _SET_BY_OPTIONS = {"betas", "eps", "lr", "lr_scale", "momentum", "name", "weight_decay"}
 
 
-# State of torch's optimizers for each parameter: keys that are always there, and optional ones.
+# State of torch's optimizers for each parameter: required and optional keys.
 _MOMENTS = {
     torch.optim.SGD: (set(), {"momentum_buffer"}),
     torch.optim.AdamW: ({"step", "exp_avg", "exp_avg_sq"}, set()),
@@ -271,17 +271,17 @@ _MOMENTS = {
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Check the state of each parameter for torch's optimizers: a misfit would show in the middle of a step.
+    """Check the state of each parameter for torch's optimizers, which would find a misfit only in the middle of a step.
 
-    timm's keep more, such as means of a matrix's rows, of which nothing is known here.
+    timm's optimizers keep other state, such as means of a matrix's rows, and are not checked.
 
     Raises:
-        UserError: a name, a shape or a type is not this optimizer's.
+        UserError: a key, a shape, a type or a number of steps cannot be this optimizer's.
     """
     if type(optimizer) not in _MOMENTS:
         return
     needed, possible = _MOMENTS[type(optimizer)]
-    if optimizer.defaults.get("momentum") and needed:  # of RMSprop, which makes all of its state at once
+    if optimizer.defaults.get("momentum") and needed:  # RMSprop makes all of its state at once
         needed = needed | possible
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -300,10 +300,10 @@ def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
 
 
 def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
-    """Tell whether a value is a tensor of numbers of a shape of which no two elements share memory."""
+    """Tell whether a value is a floating-point tensor of a shape, no two elements of which share memory."""
     if not isinstance(value, torch.Tensor) or value.shape != shape or not value.is_floating_point():
         return False
-    reach = 0  # of the elements along the dimensions so far
+    reach = 0  # the largest offset of an element along the dimensions so far
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride <= reach:
             return False
@@ -312,27 +312,27 @@ def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 class OptimizerState:
-    """An optimizer that restores its state without old hyper-parameters: those are the command line's.
+    """An optimizer that restores its state without old hyper-parameters, which the command line sets anew.
 
-    Optimizers keep state for each parameter; some also in their groups (timm's LAMB counts its steps there) and beside
-    both (timm's Kron has a generator). The state in a group is all that the optimizer has added or changed.
+    Optimizers keep state for each parameter; some also in their groups (timm's LAMB counts its steps there) and outside
+    both (timm's Kron has a generator). A group's state is all entries that the optimizer has added or changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
     def state_dict(self) -> dict:
-        """Return the optimizer's own, which torch can load too, as plain data; and `group_state`, the groups' state.
+        """Return the optimizer's own state dict as plain data, which torch can load, with the groups' `group_state`.
 
         Raises:
-            UserError: there is something in it that a checkpoint cannot hold.
+            UserError: the state holds a value that a checkpoint cannot hold.
         """
         state = self.optimizer.state_dict()
         groups = state.pop("param_groups")
         kept = [{name: value for name, value in group.items() if self._is_state(name, value)} for group in groups]
         return {
             **to_plain(state),
-            # An option that is no plain value, such as a dtype, is left out: the next optimizer has its own.
+            # Options that are no plain values, such as a dtype, are left out: the next optimizer has its own.
             "param_groups": [
                 {name: to_plain(group[name]) for name in group if is_plain(group[name])} for group in groups
             ],
@@ -340,10 +340,10 @@ class OptimizerState:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore momenta, counters and the like, as they were saved by `state_dict` or by torch.
+        """Restore momenta, counters and the like from a state dict of ours or of torch's.
 
         Raises:
-            UserError: the parameters are grouped otherwise.
+            UserError: the checkpoint's parameters are grouped otherwise, or their state does not fit this optimizer.
         """
         own = self.optimizer.state_dict()
         groups = [state["param_groups"], own["param_groups"]]
@@ -354,7 +354,7 @@ class OptimizerState:
                 "resume with the same weight-decay options"
             )
         check_moments(self.optimizer, state)
-        # Without group_state: the keys that a new group lacks.
+        # torch's state dict has no group_state; the keys that a new group lacks stand in for it.
         added = [
             {name: there[name] for name in there.keys() - here.keys()} for there, here in zip(*groups, strict=True)
         ]
@@ -369,7 +369,7 @@ class OptimizerState:
         match_memory_order(self.optimizer)
 
     def _is_state(self, name: str, value: Any) -> bool:
-        """Tell whether a group's entry is there, or has its value, because the optimizer put it there."""
+        """Tell whether the optimizer itself has added or changed an entry of a group."""
         if name == "params" or name in _SET_BY_OPTIONS:
             return False
         defaults = self.optimizer.defaults
@@ -378,10 +378,10 @@ class OptimizerState:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as plain data, which a checkpoint may hold: dict, list, tuple, string, number, None, tensor.
+    """Return a value as the plain data that a checkpoint may hold: dict, list, tuple, string, number, None, tensor.
 
     Raises:
-        UserError: it is something else; numbers of numpy become Python's.
+        UserError: the value is of another type; numpy's numbers become Python's.
     """
     if isinstance(value, Tensor) or type(value) in (bool, int, float, str, type(None)):
         return value
@@ -404,7 +404,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _as_saved(loaded: Any, saved: Any) -> Any:
-    """Return a loaded value in the dtype that it was saved in; torch gives it its parameter's."""
+    """Return a loaded value in the dtype that it was saved in; torch has cast it to the parameter's."""
     if isinstance(saved, list | tuple):
         return type(saved)(map(_as_saved, loaded, saved))
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
@@ -413,9 +413,9 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
 
 
 def match_memory_order(optimizer: torch.optim.Optimizer) -> None:
-    """Bring restored momenta into the memory order of their parameters; fused kernels take no other.
+    """Bring restored momenta into the memory order of their parameters, since fused kernels take no other.
 
-    They differ where a run is resumed with another `--channels-last`.
+    The orders differ if a run is resumed with another `--channels-last`.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
@@ -439,22 +439,22 @@ def lr_at(
     cooldown_epochs: int | None = None,
     lr_min: float = 0.0,
 ) -> float:
-    """Return the learning rate in an epoch: torchvision's schedules in closed form, with nothing to save or restore.
+    """Return the learning rate at a position: torchvision's schedules in closed form, with nothing to save or restore.
 
     Args:
-        epoch: the position, in epochs from 0.
+        epoch: the position in the run, in epochs from 0.
         peak: the rate after the warm-up.
-        epochs: the length of the run; the cosine, the line and the cool-down end there.
+        epochs: the length of the run; cosineannealinglr, linearlr and wsd end there.
         scheduler: steplr, multisteplr, exponentiallr, cosineannealinglr, linearlr or wsd.
         warmup_epochs: the length of the warm-up.
-        warmup_method: linear, or constant.
-        warmup_decay: the share of `peak` that a warm-up begins with.
-        warmup_prefix: the schedule is counted from the end of the warm-up; else from epoch 0, as timm's.
-        step_size: epochs between two steps of steplr.
-        gamma: factor of steplr, multisteplr and exponentiallr.
-        milestones: epochs of multisteplr.
-        cooldown_epochs: epochs of wsd, its last ones, in which the rate falls on a line.
-        lr_min: where the cosine, the line and wsd end.
+        warmup_method: linear or constant.
+        warmup_decay: the share of `peak` at the start of the warm-up.
+        warmup_prefix: the schedule starts at the end of the warm-up; else at epoch 0, as timm's.
+        step_size: epochs between two drops of steplr.
+        gamma: the factor of each drop of steplr and multisteplr, and of each epoch of exponentiallr.
+        milestones: the epochs at which multisteplr drops, counted from the start of the schedule.
+        cooldown_epochs: the last epochs of wsd, in which the rate falls linearly.
+        lr_min: the rate at the end of cosineannealinglr, linearlr and wsd.
     """
     if epoch < warmup_epochs:
         progress = epoch / warmup_epochs if warmup_method == "linear" else 0.0
@@ -476,26 +476,26 @@ class LRScheduler:
 
     def __init__(self, args: Any, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.is_per_step = args.lr_per_step  # or at each epoch, as torchvision's
+        self.is_per_step = args.lr_per_step  # else once an epoch, as torchvision's
         self.options = schedule(args)
-        # A group with a scale takes that share of the scheduled rate, its floor included.
+        # A group with lr_scale takes that share of the whole schedule, `lr_min` included.
         full = current_lr(optimizer)
         self.peaks = [full if "lr_scale" in group else group["lr"] for group in optimizer.param_groups]
 
     def set_position(self, epoch: int, step: int, steps_per_epoch: int) -> None:
-        """Set the rates of a step of an epoch."""
+        """Set each group's learning rate for a step, from 0, of an epoch."""
         position = epoch + step / steps_per_epoch if self.is_per_step else epoch
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = lr_at(position, peak=peak, **self.options) * group.get("lr_scale", 1.0)
 
 
 def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Return the schedule that the options ask for, which `check_rates` has looked at."""
+    """Return the scheduler that the options ask for; `check_rates` has checked them."""
     return LRScheduler(args, optimizer)
 
 
 def schedule(args: Any) -> dict[str, Any]:
-    """Return the options of `lr_at` that `args` stands for, but for epoch and peak."""
+    """Return the arguments of `lr_at` that `args` sets: all but the epoch and the peak."""
     names = (
         "scheduler", "warmup_epochs", "warmup_method", "warmup_decay", "warmup_prefix", "step_size", "gamma",
         "milestones", "cooldown_epochs",
@@ -504,7 +504,7 @@ def schedule(args: Any) -> dict[str, Any]:
 
 
 def check_rates(args: Any) -> None:
-    """Raise UserError if the learning rate grows beyond float32."""
+    """Raise UserError if the learning rate grows beyond the largest that `--lr` takes."""
     try:
         rates = [lr_at(epoch, peak=args.lr, **schedule(args)) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
     except OverflowError:
@@ -519,13 +519,13 @@ def check_rates(args: Any) -> None:
 def clip_gradients(
     parameters: Iterable[nn.Parameter], max_norm: float | None, is_read: bool, agc: float | None = None
 ) -> Tensor | None:
-    """Limit gradients, and return the norm that they had together.
+    """Clip gradients in place, and return their total norm before clipping, a 0-d tensor, or None.
 
     Args:
-        parameters: whose gradients, unscaled; the last two are the classifier's, which `agc` leaves alone.
-        max_norm: to scale them all down to; None for no limit.
-        is_read: whether somebody wants the norm where there is no limit; None is returned if not.
-        agc: the largest norm of an output's gradient as a share of its weights' norm: adaptive gradient clipping
+        parameters: the parameters, with unscaled gradients; the last two are the classifier's, which `agc` leaves out.
+        max_norm: the largest total norm; None for no limit.
+        is_read: return the norm even without `max_norm`.
+        agc: the largest norm of an output unit's gradient as a share of its weights' norm: adaptive gradient clipping
             (Brock et al., arXiv 2102.06171).
     """
     if max_norm is None and agc is None and not is_read:
@@ -543,9 +543,9 @@ def clip_gradients(
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether all tensors are finite, by the norm of each and a single read of each device.
+    """Tell whether all tensors are finite, by the norm of each and, if all norms are, one read of each device.
 
-    The largest magnitude takes a CPU ten times as long; it decides where a sum of finite squares is infinite.
+    The largest magnitudes take a CPU ten times as long; they decide where a 2-norm is infinite, perhaps by overflow.
     """
     by_device = {}
     for tensor in tensors:
@@ -559,7 +559,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def find_non_finite(model: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer) -> bytes | None:
-    """Return the name of the first part of a run's numbers that is not finite, or None."""
+    """Return the name, as bytes, of the first part of a run's state that is not finite, or None."""
     parts = {
         "weights": model.parameters(),
         "running statistics": model.buffers(),

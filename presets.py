@@ -1,4 +1,4 @@
-"""Transforms of one image: torchvision's presets, and a faster way to their pixels.
+"""Transforms of one image: torchvision's presets, and a faster way to nearly the same pixels.
 
 Called on an image, a preset returns normalised floats, as torchvision's does. Its `load` returns uint8: normalisation
 and random erasing are cheaper on whole batches on the device, where `transforms.BatchTransform` does them.
@@ -25,17 +25,17 @@ from loading.decode import DECODERS, ImageFile, check_num_pixels, decode_plainly
 from loading.encoded import EncodedCrop
 from randomness import Draws, TorchDraws, unit
 
-# Torch resizes uint8 with antialiasing in these; Pillow does the others.
+# torch resizes uint8 with antialiasing only in these modes; Pillow resizes in the others.
 _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
 
 
 def get_module(use_v2: bool) -> Any:
-    """Return torchvision's transforms of a version, for people's own scripts."""
+    """Return the module of torchvision's transforms, version 1 or 2, for your own scripts."""
     return importlib.import_module("torchvision.transforms.v2" if use_v2 else "torchvision.transforms")
 
 
 def resize(image: torch.Tensor, height: int, width: int, mode: str) -> torch.Tensor:
-    """Resize (3, H, W) uint8 with antialiasing: within one grey level of Pillow's resize, at a third of its cost.
+    """Resize (3, H, W) uint8 with antialiasing, mostly within one grey level of Pillow, at a third of its cost.
 
     Returns:
         (3, height, width) uint8, in channels-last order if the image is.
@@ -44,22 +44,22 @@ def resize(image: torch.Tensor, height: int, width: int, mode: str) -> torch.Ten
 
 
 def _as_batch(image: torch.Tensor) -> torch.Tensor:
-    """Return (1, 3, H, W). The stride of the first dimension is there only to tell torch the memory format."""
+    """Return (1, 3, H, W), with a first stride by which torch recognises the memory format."""
     strides = image.stride()
     return image.as_strided((1, *image.shape), (image.shape[1] * strides[1], *strides))
 
 
 def _scale(size: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Return the factors of height and width, a little larger lest a whole number of pixels is rounded down."""
+    """Return the factors of height and width, slightly enlarged lest torch round a side down to a pixel less."""
     return (resized[0] + 1e-6) / size[0], (resized[1] + 1e-6) / size[1]
 
 
 class CropBox:
-    """Draw the box of torchvision's `RandomResizedCrop`: from a torch generator the same one, and as many numbers.
+    """Draw the box of torchvision's `RandomResizedCrop`: with `TorchDraws` the same box, from as many random numbers.
 
-    One box in 10,000 to 300,000 differs, of large images more often: torchvision rounds to float32 on the way, as the
-    processor at hand does it, and where that gives a side another pixel the box lies elsewhere. torchvision draws from
-    the process's generator only, and takes several times as long.
+    One box in 10,000 to 300,000 differs, more often in large images: torchvision computes in float32, rounded as the
+    processor does it, and where that makes a side a pixel longer or shorter the box lies elsewhere. torchvision draws
+    from the process's generator only, and takes several times as long.
 
     Args:
         scale: smallest and largest share of the image's area.
@@ -70,7 +70,7 @@ class CropBox:
         self.scale, self.ratio, self.log_ratio = scale, ratio, (math.log(ratio[0]), math.log(ratio[1]))
 
     def draw(self, height: int, width: int, draws: Draws | TorchDraws) -> tuple[int, int, int, int]:
-        """Return (top, left, height, width) of a box in an image, px."""
+        """Return (top, left, height, width) of a box in an image of (height, width), px."""
         for _ in range(10):
             area_bits, ratio_bits = draws.pair()
             area = height * width * _between(*self.scale, unit(area_bits))
@@ -95,7 +95,7 @@ def _between(low: float, high: float, share: float) -> float:
 class _Preset:
     """A list of transforms of a PIL image, and a faster way to nearly the same pixels: `_load_fast`.
 
-    A preset's `takes_draws` tells whether `load` draws from its argument alone.
+    A preset's `takes_draws` tells whether `load` draws from its argument `draws` alone.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class _Preset:
         if random_erase_prob > 0:
             fill = "random" if random_erase_fill == "pixel" else 0
             finish.append(transforms.RandomErasing(random_erase_prob, value=fill))
-        self.transforms = transforms.Compose([*steps, *finish])  # as torchvision's; the two are its parts
+        self.transforms = transforms.Compose([*steps, *finish])  # torchvision's; split in two below
         self.to_pixels, self.finish = transforms.Compose(steps), transforms.Compose(finish)
         self.random_erase_prob = random_erase_prob
         self.fast_mode = _RESIZABLE.get(interpolation) if backend is None else None
@@ -126,7 +126,7 @@ class _Preset:
         self.mean, self.std = mean, std
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Return an image as torchvision's preset does: (3, crop_size, crop_size) float32, normalised.
+        """Return (3, crop_size, crop_size) float32, normalised, as torchvision's preset does.
 
         Draws from the process's generators.
         """
@@ -141,14 +141,14 @@ class _Preset:
 
         Args:
             payload: the file's bytes.
-            draws: source of box and flip, where `takes_draws`; by default torch's process-wide generator.
+            draws: the source of box and flip, where `takes_draws`; by default torch's process-wide generator.
 
         Returns:
             The pixels; if the device decodes the file, its bytes and crop instead.
 
         Raises:
-            BadImageError: it is no image, claims too many pixels, or is damaged.
-            MemoryError: there is none.
+            BadImageError: the file is no image, claims too many pixels, or is damaged.
+            MemoryError: there is not enough memory.
         """
         if self.fast_mode is None:
             return self.pixels(decode_plainly(payload))
@@ -180,23 +180,23 @@ class ClassificationPresetTrain(_Preset):
 
     Args:
         crop_size: side of the square that comes out, px.
-        mean: of each channel, of values from 0 to 1.
-        std: likewise.
-        interpolation: of the resize, and of the policy's geometric operations.
-        hflip_prob: odds of a mirrored image.
+        mean: mean of each channel, of values from 0 to 1.
+        std: standard deviation of each channel, likewise.
+        interpolation: mode of the resize, and of the policy's geometric operations.
+        hflip_prob: probability of a mirrored image.
         crop_scale: smallest share of the image's area that a crop shows.
         auto_augment_policy: ra, ta_wide, augmix, a value of torchvision's `AutoAugmentPolicy`, or timm/SPECIFICATION;
             None for none.
-        ra_magnitude: of ra.
-        augmix_severity: of augmix.
-        random_erase_prob: odds of an erased rectangle.
+        ra_magnitude: magnitude of the policy ra.
+        augmix_severity: severity of the policy augmix.
+        random_erase_prob: probability of an erased rectangle.
         random_erase_fill: zero, or pixel for normal noise.
         color_jitter: brightness, contrast and saturation change by factors from 1 minus this to 1 plus this.
         backend: pil (resize by Pillow), tensor (by torchvision, antialiased), or None: the fast way of `load`, whose
-            pixels are within one grey level of Pillow's.
+            pixels are within one grey level of Pillow's, or two if bicubic or enlarged.
         decoder: library that decodes JPEGs in the fast way: pillow or torchcodec.
-        leaves_decoding: `load` leaves it to the device, and returns an `EncodedCrop`.
-        use_v2: torchvision's; no effect, since both its versions draw and compute the same.
+        leaves_decoding: `load` returns JPEGs for the device as `EncodedCrop`s, but not with a policy or color_jitter.
+        use_v2: no effect, since both versions of torchvision's transforms draw and compute the same.
     """
 
     def __init__(
@@ -255,11 +255,11 @@ class ProgressivePreset:
     """A training preset whose crops grow during the run (Tan and Le, arXiv 2104.00298; Leclerc et al., FFCV).
 
     Args:
-        build: makes the preset of a crop size, given as `crop_size`.
+        build: makes the preset for a `crop_size`.
         smallest: crop size until epoch `first`, px.
         largest: crop size from epoch `last` on, px.
-        first: epoch from which crops grow, linearly and in multiples of 32 px.
-        last: epoch at which they have grown.
+        first: epoch from which crops grow, linearly, rounded to multiples of 32 px.
+        last: epoch from which crops no longer grow.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class ProgressivePreset:
 
     @property
     def takes_draws(self) -> bool:
-        """Whether the presets draw from their argument alone."""
+        """Whether `load` of the presets draws from its argument `draws` alone."""
         return self.at(0).takes_draws
 
     def size_at(self, epoch: int) -> int:
@@ -298,7 +298,7 @@ def _policy(
     augmix_severity: int,
     mean: tuple[float, ...],
 ) -> Callable[[Image.Image], Image.Image] | None:
-    """Return the augmentation policy of a name, or None."""
+    """Return the augmentation policy with this name; None for None."""
     if name is None:
         return None
     if name.startswith("timm/"):
@@ -313,7 +313,7 @@ def _policy(
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Keep so many bits of each channel. timm's own asks for 0 of them too, which Pillow refuses from version 13 on."""
+    """Keep `bits` bits of each channel. timm's own function passes 0 on, which Pillow refuses from version 13 on."""
     return Image.new(image.mode, image.size) if bits < 1 else ImageOps.posterize(image, min(bits, 8))
 
 
@@ -323,11 +323,11 @@ class TimmPolicy:
     Args:
         name: timm/ and the specification.
         crop_size: side of the images, px; timm's translations are shares of it.
-        interpolation: of the geometric operations.
-        mean: of each channel; fills the gaps that they leave.
+        interpolation: mode of the geometric operations.
+        mean: mean of each channel, from 0 to 1; fills the gaps that these operations leave.
 
     Raises:
-        UserError: timm does not know it, or is not installed.
+        UserError: timm does not know the specification, or is not installed.
     """
 
     def __init__(
@@ -354,18 +354,18 @@ class TimmPolicy:
                 op.aug_fn = _posterize
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        """Augment one image. timm draws from numpy's generator as well, so that is seeded from torch's."""
+        """Augment one image; seeds numpy's generator, from which timm draws as well, from torch's."""
         numpy.random.seed(int(torch.randint(1 << 32, ())))
         return self.policy(image)
 
 
 class ClassificationPresetEval(_Preset):
-    """Resize the shorter side and cut the centre, with torchvision's defaults and its pixels.
+    """Resize the shorter side and cut the centre, with torchvision's defaults; draws nothing.
 
     Args:
         crop_size: side of the square that comes out, px.
         resize_size: shorter side before the cut, px.
-        others: as of `ClassificationPresetTrain`.
+        mean: this and all arguments after it are those of `ClassificationPresetTrain`.
     """
 
     def __init__(
@@ -385,7 +385,7 @@ class ClassificationPresetEval(_Preset):
         steps = [transforms.Resize(resize_size, interpolation=interpolation, antialias=True), self.cut]
         super().__init__(steps, backend, interpolation, mean, std, decoder)
         self.crop_size, self.resize_size = crop_size, resize_size
-        self.takes_draws = True  # and draws nothing
+        self.takes_draws = True  # it draws nothing at all
         self.leaves_decoding = leaves_decoding
 
     def pixels(self, image: Image.Image) -> torch.Tensor:
@@ -397,7 +397,7 @@ class ClassificationPresetEval(_Preset):
         """Return torchvision's size of a resized image: the shorter side exactly, the longer one rounded down.
 
         Raises:
-            BadImageError: it would have too many pixels, as one a thousand times as long as it is wide.
+            BadImageError: resized it would have too many pixels, such as an image a thousand times as long as wide.
         """
         longer = int(self.resize_size * max(width, height) / min(width, height))
         resized = (longer, self.resize_size) if height >= width else (self.resize_size, longer)
@@ -409,7 +409,7 @@ class ClassificationPresetEval(_Preset):
         resized = self._resized(height, width)
         if min(resized) < self.crop_size:  # smaller images are padded
             return self.cut(resize(file.decode(0, 0, height, width), *resized, self.fast_mode))
-        # Only the part that the cut shows, and all above and to the left of it, which keeps the phase of the resize.
+        # Decode the part that the cut shows, and all above and to the left of it, to keep the phase of the resize.
         rows, columns = (
             _Span.of(size, new_size, self.crop_size, self.fast_mode)
             for size, new_size in zip((height, width), resized, strict=True)
@@ -425,7 +425,7 @@ class ClassificationPresetEval(_Preset):
 
     @staticmethod
     def _decode(file: ImageFile, rows: "_Span", columns: "_Span") -> torch.Tensor:
-        """Decode the needed rows; undecoded rows above them hold anything."""
+        """Return (3, rows.end, columns.end) uint8; rows above `rows.begin` may hold anything."""
         if not file.has_rows:
             return file.decode(0, 0, rows.end, columns.end)
         pixels = numpy.empty((rows.end, columns.end, 3), numpy.uint8)
@@ -434,7 +434,7 @@ class ClassificationPresetEval(_Preset):
 
 
 class _Span(NamedTuple):
-    """Where the centre of a resized side comes from: [begin, end) before the resize; it starts at `cut` after it."""
+    """The pixels [begin, end) of a side that its resized centre needs; resized, the centre starts at pixel `cut`."""
 
     begin: int
     end: int
@@ -445,11 +445,11 @@ class _Span(NamedTuple):
         """Return the span of `crop_size` central pixels of a side that is resized from `size` to `new_size`."""
         cut = round((new_size - crop_size) / 2.0)  # torchvision's rounding
         scale = size / new_size
-        # The filter's reach on either side of a pixel, and one more for rounding.
+        # The filter's reach on either side of a pixel, and one more pixel for rounding.
         reach = math.ceil(max(scale, 1.0) * (1 if mode == "bilinear" else 2)) + 1
         begin = max(math.floor(cut * scale) - reach, 0)
         end = min(math.ceil((cut + crop_size) * scale) + reach, size)
-        # Torch would copy, not resize, a part that is enlarged by less than a pixel; so take the whole side.
+        # torch would copy, not resize, a part that is enlarged by less than a pixel; so take the whole side.
         return cls(begin, size if end * new_size // size == end else end, cut)
 
 
@@ -480,5 +480,5 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
 
 
 def describe_decoder(args: Any) -> str:
-    """Return the decoder of images and its version, on whose pixels the numbers of a run depend."""
+    """Return the image decoder and its version; another one may give other pixels, and so other results."""
     return " ".join(decode.describe(args.decoder).values()) + encoded.describe(args.decode_device)

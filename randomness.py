@@ -1,8 +1,8 @@
-"""Random numbers addressed by where they are used, so that nothing random has to be saved.
+"""Random numbers addressed by the place of their use, so that no generator's state has to be saved.
 
-Every draw of a run is a pure function of the seed and of an address: (epoch, image, repetition) for augmentation,
-(step, shard) for mixing, dropout and stochastic depth. Worker count, prefetching, world size and restarts therefore
-cannot change a draw. The one exception is the order of an epoch, which torchvision seeds with `seed + epoch`.
+Every draw of a run is a pure function of the seed and an address: (epoch, image, repetition) for augmentation, (step,
+shard) for erasing, mixing, dropout and stochastic depth. Worker count, prefetching, world size and restarts therefore
+cannot change a draw. Only the order of an epoch is seeded otherwise, with `seed + epoch` as in torchvision.
 """
 
 import random
@@ -19,8 +19,8 @@ _MASK, _STEP = (1 << 64) - 1, 0x9E3779B97F4A7C15
 def fold_seed(*address: int) -> int:
     """Mix integers into one 32-bit seed by a chain of splitmix64 steps.
 
-    `seed + epoch + index` collides at once, and torch's CPU generator uses the low 32 bits of a seed only; so mix in 64
-    bits first (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
+    `seed + epoch + index` would collide at once, and torch's CPU generator uses only the low 32 bits of a seed; so mix
+    in 64 bits first (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
     """
     return _fold(address) & 0xFFFFFFFF
 
@@ -40,7 +40,7 @@ def _splitmix64(state: int) -> int:
 
 
 class Draws:
-    """Random numbers of one address, from splitmix64: drawing a few is cheaper than seeding a generator."""
+    """Random numbers for one address, from splitmix64: drawing a few is cheaper than seeding a generator."""
 
     def __init__(self, *address: int) -> None:
         self.state = _fold(address)
@@ -63,7 +63,7 @@ class TorchDraws:
         self.generator = generator
 
     def pair(self) -> tuple[int, int]:
-        """Draw two 32-bit numbers; torch would make a sample of each."""
+        """Draw two 32-bit numbers, as torch's functions draw for two samples."""
         bits = torch.empty(1, dtype=torch.int64).random_(-(1 << 63), None, generator=self.generator).item()
         return bits >> 32 & 0xFFFFFFFF, bits & 0xFFFFFFFF
 
@@ -73,14 +73,14 @@ class TorchDraws:
 
 
 def unit(bits: int) -> float:
-    """Convert 32 bits to the float32 in [0, 1) that torch makes of them."""
+    """Return the number in [0, 1) that torch makes of 32 bits: a float32 of the low 24."""
     return (bits & 0xFFFFFF) / (1 << 24)
 
 
 def seed_host(*address: int) -> None:
     """Seed Python's and torch's process-wide CPU generators for the draws at an address.
 
-    `torch.manual_seed` would do the same at a hundred times the cost (92 to 123 us) for each image.
+    `torch.manual_seed`, for torch's part, would cost a hundred times as much for each image (92 to 123 us).
     """
     seed = fold_seed(*address)
     random.seed(seed)
@@ -88,7 +88,7 @@ def seed_host(*address: int) -> None:
 
 
 def seed_device(device: torch.device, *address: int) -> None:
-    """Seed the CPU generators and the device's own one for the draws at an address."""
+    """Seed Python's, torch's and the device's process-wide generators for the draws at an address."""
     seed_host(*address)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(fold_seed(*address))

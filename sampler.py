@@ -1,4 +1,4 @@
-"""Choose images, their ranks and their order by formulas, so that a run can begin at any step at no cost."""
+"""Deal images out to ranks and steps by formulas, so that a run can begin at any step at no cost."""
 
 from collections import Counter
 from collections.abc import Iterator, Sized
@@ -12,7 +12,7 @@ from errors import UserError, counted
 
 
 class SampleKey(int):
-    """The number of an image, with the epoch and repetition that make it the address of its random draws."""
+    """The number of an image with its epoch and repetition: together the address of the image's random draws."""
 
     epoch: int
     repetition: int
@@ -40,12 +40,12 @@ class VirtualShards(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        """Images of one shard and step."""
+        """Images per shard and step."""
         return self.global_batch_size // self.num_shards
 
     @property
     def num_local(self) -> int:
-        """Shards that each process computes a step."""
+        """Shards per process and step."""
         return self.num_shards // self.world_size
 
     @property
@@ -62,7 +62,7 @@ class VirtualShards(NamedTuple):
             is_synchronised: also require that synchronised BatchNorm sees the whole global batch: W = V.
 
         Raises:
-            UserError: it cannot; the message names world sizes that can.
+            UserError: it cannot; the message lists world sizes that can.
         """
         if is_synchronised and self.world_size < self.num_shards:
             raise UserError(
@@ -93,8 +93,8 @@ class TrainSampler(Sampler):
 
     Args:
         num_images: N, the size of the set.
-        shards: the cut of a step.
-        seed: the run's.
+        shards: the V shards of the global batch of G images, and this process's share of them.
+        seed: the run's seed; epoch e is shuffled with seed + e.
 
     Raises:
         UserError: the set is smaller than one global batch.
@@ -158,13 +158,13 @@ class TrainSampler(Sampler):
 
 
 class RepeatedSampler(TrainSampler):
-    """Yield each image several times, in different shards of one step (Hoffer et al., arXiv 1901.09335).
+    """Yield each image several times in a row, so mostly in different shards (Hoffer et al., arXiv 1901.09335).
 
     An epoch has the usual length: the first N of the repeated order. torchvision also cuts it to a multiple of 256
     images, which leaves nothing of a small set; that is the only difference (docs/research/PEERS.md, 2.1).
 
-    With fewer shards than repetitions, some of an image's repetitions share a shard. They are no neighbours in it
-    (mixing is between neighbours, and between the last and the first), unless one image makes up more than half of it.
+    With fewer shards than repetitions, some repetitions of an image share a shard. They are not neighbours there, as
+    mixing pairs neighbours, and the last image with the first, unless one image fills more than half of the shard.
     """
 
     def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0, repetitions: int = 3) -> None:
@@ -173,10 +173,10 @@ class RepeatedSampler(TrainSampler):
 
 
 def _apart(keys: list[SampleKey]) -> list[SampleKey]:
-    """Return keys in an order without two neighbours of one image on a circle, if there is such an order.
+    """Return the keys in a circular order without two neighbours of the same image, if there is one.
 
-    Image by image, the most frequent ones first, they take every other place, and then the places between. Only an
-    image that is more than half of all could come round to its own first place.
+    Image by image, the most frequent ones first, the keys take every other place, and then the places between. Only an
+    image with more than half of the keys can come round to its own first place.
     """
     counts = Counter(keys)
     keys = sorted(keys, key=lambda key: -counts[key])
@@ -185,7 +185,7 @@ def _apart(keys: list[SampleKey]) -> list[SampleKey]:
 
 
 class RASampler(RepeatedSampler):
-    """torchvision's `RASampler`, for people's own scripts: deal repeated images out to the processes one by one.
+    """torchvision's `RASampler` for your own scripts: deal repeated images out to the processes one by one.
 
     `num_replicas` and `rank` are those of the process group by default; without `shuffle` all epochs have one order.
     """
@@ -214,7 +214,7 @@ class RASampler(RepeatedSampler):
 
 
 class EvalSampler(Sampler):
-    """Yield, one by one, the images of this process's share of the fixed batches of a set.
+    """Yield, one by one, the images of this process's share of a set's fixed batches.
 
     Batch k holds images kB to kB + B - 1 and belongs to rank k mod W, where B is `batch_size` and W `world_size`. No
     image is added or left out, and every batch, and with it every logit, is the same at any number of processes.

@@ -1,7 +1,7 @@
 """Transforms of a batch on the device: normalise, erase, mix.
 
-Every draw comes from a `random.Random` that the caller seeds with the batch's address, so a draw never depends on the
-device, on other batches or on a generator's history.
+Every draw comes from a `random.Random`. `data.DeviceLoader` seeds it with the batch's address, so no draw depends on
+the device, other batches or a generator's history; a direct call seeds it from torch's process-wide generator.
 """
 
 import math
@@ -15,9 +15,9 @@ class Normalize:
     """Turn (B, C, H, W) uint8 into float32 with the given mean and standard deviation of each channel.
 
     Args:
-        mean: of each channel, of values from 0 to 1; `std` likewise.
-        device: that of the images.
-        memory_format: of the result.
+        mean: mean of each channel, of values from 0 to 1; `std` likewise.
+        device: the device of the images.
+        memory_format: the memory format of the result.
     """
 
     def __init__(
@@ -32,19 +32,19 @@ class Normalize:
         self.memory_format = memory_format
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Divide by 255 first, then normalise: the order, and so the bits, of torchvision's presets."""
+        """Divide by 255 first, then normalise: the same order as in torchvision's presets, and so the same bits."""
         image = image.to(torch.float32, memory_format=self.memory_format)
         return image.div_(255).sub_(self.mean).div_(self.std)
 
 
 class RandomErasing:
-    """Erase one random rectangle of an image (Zhong et al., arXiv 1708.04896), with torchvision's distribution.
+    """Erase one random rectangle of each image (Zhong et al., arXiv 1708.04896), with torchvision's distribution.
 
     Args:
         p: probability of a rectangle.
         scale: smallest and largest share of the image's area.
         ratio: smallest and largest height over width.
-        is_noisy: fill it with normal noise, another value for each channel of each pixel; else with zero.
+        is_noisy: fill it with standard normal noise, drawn for each channel of each pixel; else with zero.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RandomErasing:
         self.p, self.scale, self.ratio, self.is_noisy = p, scale, ratio, is_noisy
 
     def draw_box(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
-        """Draw (top, left, height, width) in px; an empty box if nothing is erased, or if none fits in ten tries."""
+        """Draw a box (top, left, height, width), px; empty with probability 1 - p, or if ten draws do not fit."""
         if rng.random() >= self.p:
             return 0, 0, 0, 0
         for _ in range(10):
@@ -71,10 +71,10 @@ class RandomErasing:
         return 0, 0, 0, 0
 
     def draw(self, image: Tensor, rng: random.Random) -> Tensor:
-        """Draw a box for each image of a (B, C, H, W) batch, in its order, and a seed of its noise.
+        """Draw a box for each image of a (B, C, H, W) batch in order, then a seed for each one's noise, if any.
 
         Returns:
-            (B, 4) int64, or with noise (B, 5), on the CPU.
+            (B, 4) int64 boxes on the CPU, or with noise (B, 5): boxes and seeds.
         """
         height, width = image.shape[-2:]
         boxes = torch.tensor([self.draw_box(height, width, rng) for _ in range(len(image))])
@@ -87,15 +87,15 @@ class RandomErasing:
         """Erase the boxes of `draw` from (B, C, H, W) normalised floats."""
         top, left, height, width = boxes[:, :4, None].unbind(1)
         fill = normal_noise(image, boxes[:, 4]) if self.is_noisy else 0.0
-        # Unlike masked_fill this keeps the channels-last order of memory when compiled.
+        # Unlike `masked_fill`, `where` keeps the channels-last memory format when compiled.
         return torch.where(_inside(image, left, top, left + width, top + height)[:, None], fill, image)
 
 
 def normal_noise(image: Tensor, seeds: Tensor) -> Tensor:
     """Return standard normal noise in the shape and memory order of (B, C, H, W) floats.
 
-    Each value is a hash of its image's seed, (B,) int64, and its place: the same in any order and on every device but
-    for the rounding of `erfinv`.
+    Each value is a hash of its image's seed, of (B,) int64, and its place in the image: the same in any memory order
+    and, but for the rounding of `erfinv`, on every device.
     """
     place = torch.arange(image[0].numel(), dtype=torch.int32, device=image.device).view(image.shape[1:])
     bits = torch.zeros_like(image, dtype=torch.int32) + _mix_bits(place)
@@ -105,14 +105,14 @@ def normal_noise(image: Tensor, seeds: Tensor) -> Tensor:
 
 
 def _mix_bits(bits: Tensor) -> Tensor:
-    """Return int32 whose every bit depends on every bit of the given ones (the finaliser of MurmurHash3)."""
+    """Hash int32 numbers so that each bit depends on all bits of its number (the finaliser of MurmurHash3)."""
     bits = (bits ^ (bits >> 16 & 0xFFFF)) * (0x85EBCA6B - (1 << 32))  # int32 wraps around
     bits = (bits ^ (bits >> 13 & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
     return bits ^ (bits >> 16 & 0xFFFF)
 
 
 def process_rng() -> random.Random:
-    """Return a generator seeded by torch's process-wide one."""
+    """Return a generator seeded from torch's process-wide generator."""
     return random.Random(int(torch.randint(1 << 62, ())))
 
 
@@ -122,37 +122,37 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _inside(image: Tensor, left: Tensor, top: Tensor, right: Tensor, bottom: Tensor) -> Tensor:
-    """Return the pixels inside a rectangle: (H, W) bool, or (B, H, W) for (B, 1) edges."""
+    """Return whether each pixel is inside a rectangle: (H, W) bool for 0-d edges, (B, H, W) for (B, 1) edges."""
     y, x = (torch.arange(side, device=image.device) for side in image.shape[-2:])
     rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
     return rows[..., :, None] & columns[..., None, :]
 
 
 def _neighbours(image: Tensor) -> Tensor:
-    """Return each image's neighbour in the batch. Roll would return NCHW order on a GPU."""
+    """Return each image's neighbour, the one before it. `roll` would lose the channels-last format on a GPU."""
     return torch.cat([image[-1:], image[:-1]])
 
 
 def one_hot(target: Tensor, num_classes: int) -> Tensor:
-    """Return (B, num_classes) bool of (B,) class indices. Torch's own reads the classes on a CPU, to check them."""
+    """Return (B, num_classes) bool of (B,) class indices. torch's `one_hot` reads them on a CPU, to check them."""
     return target[:, None] == torch.arange(num_classes, device=target.device)
 
 
 def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor) -> Tensor:
-    """Return (B, num_classes) targets: `share` of the image's own class, `rest` of its neighbour's."""
+    """Return (B, num_classes) float32 targets: `share` of the image's own class, `rest` of its neighbour's."""
     targets = one_hot(target, num_classes).to(torch.float32)
     return targets * share + targets.roll(1, 0) * rest
 
 
 # Drawn numbers go to the device in one small tensor: plain numbers would be constants of a compiled transform, which
-# would be compiled anew for every batch.
+# torch would compile anew for every batch.
 def pack_share(share: float) -> Tensor:
-    """Return the share of the image itself and that of its neighbour, for `RandomMixUp.mix`."""
+    """Return (2,): the share of the image itself and that of its neighbour, for `RandomMixUp.mix`."""
     return torch.tensor([share, 1.0 - share])
 
 
 def pack_box(box: tuple[int, int, int, int], height: int, width: int) -> Tensor:
-    """Return a rectangle (left, top, right, bottom), px, and both shares, for `RandomCutMix.mix`."""
+    """Return (6,): a rectangle (left, top, right, bottom), px, and both shares, for `RandomCutMix.mix`."""
     left, top, right, bottom = box
     # Not the share that was drawn: the image's edges cut the rectangle off.
     share = 1.0 - (right - left) * (bottom - top) / (height * width)
@@ -165,8 +165,8 @@ class _Mixing(nn.Module):
     Args:
         num_classes: length of a target.
         p: probability that a call mixes; `mix` always does.
-        alpha: the share of the image itself is drawn from Beta(alpha, alpha).
-        inplace: a call changes and returns the images that it was given.
+        alpha: the image's own share is drawn from Beta(alpha, alpha).
+        inplace: a call mixes in the memory of its batch, and returns that.
     """
 
     def __init__(self, num_classes: int, p: float = 0.5, alpha: float = 1.0, inplace: bool = False) -> None:
@@ -180,7 +180,7 @@ class _Mixing(nn.Module):
         return f"num_classes={self.num_classes}, p={self.p}, alpha={self.alpha}, inplace={self.inplace}"
 
     def forward(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix (B, C, H, W) floats and their (B,) int64 classes, drawing from torch's process-wide generator."""
+        """Mix (B, C, H, W) floats; turn (B,) int64 classes into (B, num_classes) targets of the batch's dtype."""
         if batch.ndim != 4 or target.ndim != 1:
             raise ValueError(f"a batch of {batch.ndim} and a target of {target.ndim} dimensions: expected 4 and 1")
         if not batch.is_floating_point() or target.dtype != torch.int64:
@@ -197,7 +197,7 @@ class RandomMixUp(_Mixing):
     """Blend each image with its neighbour in the batch (Zhang et al., arXiv 1710.09412); arguments as `_Mixing`."""
 
     def draw(self, image: Tensor, rng: random.Random) -> Tensor:
-        """Draw the CPU tensor that `mix` takes."""
+        """Draw the argument `drawn` of `mix`, on the CPU."""
         return pack_share(rng.betavariate(self.alpha, self.alpha))
 
     def mix(self, image: Tensor, target: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,7 @@ class RandomMixUp(_Mixing):
         Args:
             image: (B, C, H, W) float, normalised.
             target: (B,) int64 class indices.
-            drawn: the tensor of `draw`, on their device.
+            drawn: the result of `draw`, on the device of the batch.
 
         Returns:
             The mixed image and (B, num_classes) float targets whose rows sum to 1.
@@ -220,7 +220,7 @@ class RandomCutMix(_Mixing):
     """Paste a rectangle of its neighbour into each image (Yun et al., arXiv 1905.04899); arguments as `_Mixing`."""
 
     def draw(self, image: Tensor, rng: random.Random) -> Tensor:
-        """Draw the CPU tensor that `mix` takes for a (B, C, H, W) batch."""
+        """Draw the argument `drawn` of `mix` for a (B, C, H, W) batch, on the CPU."""
         height, width = image.shape[-2:]
         share = rng.betavariate(self.alpha, self.alpha)
         centre_x, centre_y = rng.randrange(width), rng.randrange(height)
@@ -241,10 +241,10 @@ class RandomMix:
     """Apply mixup, cutmix or neither to a batch; one of the two may be None.
 
     Args:
-        mixup: blends images.
-        cutmix: pastes rectangles.
+        mixup: the mixup, or None.
+        cutmix: the cutmix, or None.
         prob: probability that a batch is mixed.
-        switch_prob: probability of cutmix, if both are there.
+        switch_prob: probability of cutmix if neither is None.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class RandomMix:
         self.mixup, self.cutmix, self.prob, self.switch_prob = mixup, cutmix, prob, switch_prob
 
     def draw(self, image: Tensor, rng: random.Random) -> tuple[RandomMixUp | RandomCutMix, Tensor] | None:
-        """Draw the one that mixes a (B, C, H, W) batch, and the tensor of its `mix`; None for neither."""
+        """Draw mixup or cutmix for a (B, C, H, W) batch, and the argument `drawn` of its `mix`; None for neither."""
         is_mixed, is_cut = rng.random() < self.prob, rng.random() < self.switch_prob
         if not is_mixed:
             return None
@@ -261,16 +261,16 @@ class RandomMix:
         return mixer, mixer.draw(image, rng)
 
     def __call__(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix a batch by one of the two, or by neither; as `RandomMixUp`."""
+        """Mix a batch by one of the two, as `RandomMixUp`; by neither, return batch and target as they are."""
         mixing = self.draw(batch, process_rng())
         return mixing[0](batch, target) if mixing else (batch, target)
 
 
 class RandomMixEach(RandomMix):
-    """Apply mixup, cutmix or neither to each image, by draws of its own: the mode `elem` of timm's Mixup."""
+    """Draw and apply mixup, cutmix or neither for each image separately: the mode `elem` of timm's Mixup."""
 
     def draw(self, image: Tensor, rng: random.Random) -> tuple["RandomMixEach", Tensor]:
-        """Draw the arguments of `mix`: for each image a box, the share that it is blended with, and its target's."""
+        """Return itself and (B, 7) numbers for `mix`: box, the image's share of the blend, and both targets' shares."""
         rows = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(len(image), 1)
         for row in rows:
             mixer, drawn = super().draw(image, rng) or (None, None)
@@ -289,7 +289,7 @@ class RandomMixEach(RandomMix):
         return mixed, _soft_targets(target, (self.mixup or self.cutmix).num_classes, share, rest)
 
     def __call__(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix a batch, drawing from torch's process-wide generator."""
+        """Mix a batch, as `RandomMixUp`, with draws seeded from torch's process-wide generator."""
         return self.mix(batch, target, self.draw(batch, process_rng())[1].to(batch.device))
 
 
@@ -303,9 +303,9 @@ def get_mixup_cutmix(
     switch_prob: float = 0.5,
     mode: str = "batch",
 ) -> RandomMix | None:
-    """Return the mixing of a batch: mixup, cutmix, one of the two with probability `switch_prob`, or None.
+    """Return mixup or cutmix if its alpha is above 0, a random choice between them if both are, or None.
 
-    `mode` says what draws are made for: the whole `batch`, or each image, `elem`. `use_v2` changes nothing: both of
+    The mode `batch` draws once for the whole batch, `elem` for each image. `use_v2` has no effect, since both of
     torchvision's versions compute the same.
     """
     mixup = RandomMixUp(num_classes, p=1.0, alpha=mixup_alpha) if mixup_alpha > 0 else None
@@ -321,8 +321,8 @@ class BatchTransform:
         normalize: turns uint8 into floats.
         erase: erases rectangles, or None.
         mix: mixes images and targets, or None.
-        mix_off_epoch: the first epoch without mixing; None for never.
-        backend: of `torch.compile`, to do all of it in few kernels; None not to compile.
+        mix_off_epoch: the first epoch without mixing; None to mix in all epochs.
+        backend: the backend of `torch.compile`, which fuses all into few kernels; None not to compile.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class BatchTransform:
         self.mix_off_epoch = math.inf if mix_off_epoch is None else mix_off_epoch
         self.apply = self._apply
         if backend is not None:
-            # Divide by the standard deviation as without compiling, which is not the default on a GPU.
+            # Round the division by the standard deviation as eager mode does; the default on a GPU differs.
             options = {"eager_numerics.division_rounding": True} if backend == "inductor" else None
             self.apply = torch.compile(self._apply, backend=backend, options=options, dynamic=False)
 
@@ -349,7 +349,7 @@ class BatchTransform:
         if self.mix is not None and epoch < self.mix_off_epoch and (mixing := self.mix.draw(image, rng)):
             mixer, drawn = mixing[0], to_device(mixing[1], image.device)
         image, target = self.apply(image, target, boxes, mixer, drawn)
-        # No copy, except after torch 2.11 compiled for images in another order of memory.
+        # This copies only where torch 2.11 compiled for images in another memory format.
         return image.contiguous(memory_format=self.normalize.memory_format), target
 
     def _apply(
