@@ -16,13 +16,13 @@ import torch.distributed as dist
 from errors import UserError, counted
 from launch import Launch, read_launch
 
-# Minutes that bookkeeping may wait, as for rank 0 to save to a slow disk. The stall watchdog ends a run that hangs.
+# Minutes that bookkeeping may wait, as while rank 0 saves to a slow disk. The stall watchdog ends a run that hangs.
 PATIENCE_MIN = 24 * 60
 
-# Bytes that are broadcast at a time, for which there is a buffer beside the payload itself.
+# Bytes of one broadcast: the size of the buffer that is needed beside the payload.
 _MOST_AT_ONCE = 1 << 24
 
-_patient_group = None  # all ranks, over gloo, with that patience; set by `join_processes`
+_patient_group = None  # all ranks over gloo, with PATIENCE_MIN as timeout; set by `join_processes`
 
 
 def is_dist_avail_and_initialized() -> bool:
@@ -67,7 +67,7 @@ def begin_largest(values: list[int]) -> Callable[[], list[int]]:
     """Begin to find the largest integers of all ranks, place by place. Collective: every rank must call it.
 
     Returns:
-        Waits for them, and returns them.
+        A function that waits for the integers and returns them.
     """
     on_host = torch.tensor(values)  # over gloo: no device is waited for
     work = dist.all_reduce(on_host, op=dist.ReduceOp.MAX, async_op=True)
@@ -80,7 +80,7 @@ def begin_largest(values: list[int]) -> Callable[[], list[int]]:
 
 
 def interleave(parts: list[torch.Tensor], size: int = 1) -> torch.Tensor:
-    """Undo a dealing of rows round-robin, `size` rows at a time; with 1, row j of part r is j * parts + r."""
+    """Merge parts to which rows were dealt in turn, `size` at a time; with 1, row j of part r is j * len(parts) + r."""
     order = sorted((row // size, part, row) for part, rows in enumerate(parts) for row in range(len(rows)))
     return torch.stack([parts[part][row] for _, part, row in order]) if order else parts[0]
 
@@ -90,7 +90,7 @@ def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> b
 
     Args:
         payload: the bytes, on rank `src`.
-        src: whose bytes.
+        src: the rank whose bytes all get.
         group: the process group whose members call it; None for all.
     """
     if not is_dist_avail_and_initialized():
@@ -166,7 +166,7 @@ def setup_for_distributed(is_master: bool) -> None:
 
 
 def place(world_size: int, dist_url: str) -> Launch:
-    """Return this process's place among others, as its launcher says or RANK and `--world-size`.
+    """Return this process's place among the others, by its launcher's variables, or by RANK and `--world-size`.
 
     Raises:
         UserError: the launcher's variables are incomplete.
@@ -212,7 +212,7 @@ def join_processes(args: Any) -> None:
     Collective: every rank must call it.
 
     Args:
-        args: reads distributed, rank, world_size, gpu, device, dist_url and dist_timeout.
+        args: holds distributed, rank, world_size, gpu, device and dist_url, and may hold dist_timeout (minutes).
     """
     global _patient_group  # noqa: PLW0603
     if torch.device(args.device).type == "cuda":
@@ -226,8 +226,8 @@ def join_processes(args: Any) -> None:
     # A launcher's address wins; --dist-url is for starts without one.
     url = "env://" if "MASTER_ADDR" in launch.address else args.dist_url
     store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
-    # torchrun's store outlives a restart, with the addresses of the dead in it: each attempt has keys of its own. On
-    # several nodes each torchrun has a count of its own, and so they cannot.
+    # torchrun's store outlives a restart and keeps the addresses of dead processes, so each attempt has its own keys.
+    # Not on several nodes: each torchrun counts its own restarts there, so the numbers may differ.
     if launch.num_nodes == 1:
         store = dist.PrefixStore(f"attempt{launch.attempt}", store)
     dist.init_process_group(

@@ -48,7 +48,7 @@ RECIPE_FACTS = {
     "reference-global-batch", "hardware", "hours", "reproduced", "notes",
 }  # fmt: skip
 
-# Options that may have no effect, beside those whose entry names the option they are about: a condition, and why.
+# Options that may have no effect, beside those with an `about` in the table: their names, a condition, and the reason.
 IDLE: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] = [
     (("use_v2",), lambda args: args.use_v2,
      "version 1 of torchvision's transforms is used, whose distributions are those of version 2"),
@@ -73,8 +73,8 @@ IDLE: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] = [
      "the run has no more evaluations than that"),
 ]  # fmt: skip
 
-# Contradictions between options, in the order of their checks: a condition, and a message that may quote any option's
-# value, and the condition's as `found`.
+# Contradictions between options, in the order of their checks: a condition, and a message that may quote the value of
+# any option, and that of the condition as `found`.
 CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.data_path is None and args.synthetic is None and not args.dry_run
      and not (args.test_only and args.val_path is not None and not args.minival),
@@ -101,7 +101,7 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--model {model} takes images of one size; --train-crop-size {train_crop_size} and --val-crop-size "
      "{val_crop_size} differ"),
     (lambda args: args.lr_scaling != "none" and args.reference_global_batch is None,
-     "--lr-scaling {lr_scaling} needs a --recipe with a reference-global-batch, which --lr is for"),
+     "--lr-scaling {lr_scaling} needs a --recipe with a reference-global-batch, the one that --lr is for"),
     (lambda args: args.opt == "sgd_nesterov" and args.momentum == 0,
      "--opt sgd_nesterov needs a --momentum above 0"),
     (lambda args: args.opt_betas and not all(0 <= beta < 1 for beta in args.opt_betas),
@@ -123,7 +123,7 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.amp_dtype is not None and not args.amp,
      "--amp-dtype {amp_dtype} has an effect under --amp only; add --amp, or leave it out"),
     (lambda args: args.use_deterministic_algorithms and args.compile in MEASURED_MODES,
-     "--compile {compile} chooses kernels by how fast they are on the day, which --use-deterministic-algorithms "
+     "--compile {compile} chooses kernels by measuring their speed, which --use-deterministic-algorithms "
      "excludes; use --compile default"),
     (lambda args: args.use_deterministic_algorithms and args.grad_compression != "none",
      "--grad-compression {grad_compression} is about DDP's all-reduce, which --use-deterministic-algorithms does "
@@ -160,7 +160,7 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.keep_last < 2,
      "--keep-last {keep_last}: expected 2 or more, so that one is left where the newest is damaged"),
     (lambda args: args.allow_change is not None and not args.resume and not args.test_only,
-     "--allow-change is about what --resume may find changed; give that too, or neither"),
+     "--allow-change names options that may differ from the checkpoint of --resume; give that too, or neither"),
 ]  # fmt: skip
 
 
@@ -171,7 +171,7 @@ class Record(argparse.Namespace):
         vars(self).update(values)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"the options are settled; {name} is set by `replaced`, which returns other ones")
+        raise AttributeError(f"the options are settled; {name} is set by `replaced`, which returns a changed copy")
 
     __delattr__ = None
 
@@ -183,7 +183,7 @@ class Record(argparse.Namespace):
 def find_recipe(name: str) -> Path:
     """Return the path of a recipe given by name or by path; UserError if there is none."""
     path = Path(name) if name.endswith(".toml") else RECIPES_DIR / f"{name}.toml"
-    if not os.path.isfile(path):  # which also takes a name that is too long
+    if not os.path.isfile(path):  # unlike Path.is_file, also takes a name that is too long
         known = sorted(recipe.stem for recipe in RECIPES_DIR.glob("*.toml"))
         raise UserError(f"--recipe {name}: no such recipe{did_you_mean(name, known)} (--list-recipes names all)")
     return path
@@ -323,7 +323,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def read_command_line() -> argparse.Namespace:
-    """Parse the script's command line; answer help, a list or a mistake at once, and leave, without torch."""
+    """Return the script's options; print help, a list or a mistake at once and end, without torch."""
     launch = read_launch()
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if launch.rank else sys.stdout):
@@ -357,7 +357,7 @@ def evaluated_set(args: argparse.Namespace) -> str:
 
 
 def _check_data_paths(args: argparse.Namespace) -> None:
-    """Refuse folders without images; `loading.forms` looks closer, with torch."""
+    """Refuse a folder that lacks a split, by names alone; `loading.forms` looks closer, with torch."""
     path = args.data_path
     if path is not None and not os.path.isdir(path):
         hint = f"; {sys.executable} -m scripts.make_digits {path} makes it" if path.endswith("data/digits") else ""
@@ -381,8 +381,8 @@ def complete(
 
     Args:
         given: the options that a parser found, with or without defaults.
-        reference_global_batch: global batch of the recipe's learning rate.
-        typed: the options of the command line itself; by default all given ones.
+        reference_global_batch: the global batch that the recipe's learning rate is for.
+        typed: names of the options that the command line itself gives; by default all given ones.
 
     Raises:
         UserError: the first option that cannot be used.
@@ -407,7 +407,7 @@ def complete(
 
 
 def filled(args: argparse.Namespace, **others: Any) -> argparse.Namespace:
-    """Return the options of somebody's own script; `others` and the defaults fill in those that it lacks."""
+    """Return the options of a user's own script; `others` and the defaults fill in those that it lacks."""
     return argparse.Namespace(**{**defaults(), **others, **vars(args)})
 
 
@@ -446,7 +446,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     if args.sync_bn and kind == "cpu":
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
     if args.decoder != "pillow" and not _is_fast(args):
-        lines.append(f"--decoder {args.decoder} has no effect: exact pixels and rare interpolations take Pillow's")
+        lines.append(f"--decoder {args.decoder} has no effect: exact pixels and rare interpolations need Pillow")
         changes["decoder"] = "pillow"
     if args.decode_device != "cpu" and (reason := _needs_pixels(args)):
         lines.append(f"--decode-device {args.decode_device} has no effect: {reason}")
@@ -482,7 +482,7 @@ def _is_idle(name: str, args: argparse.Namespace) -> bool:
 
 
 def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
-    """Take evaluation options that were not given from the checkpoint's run; return all, and a line about each.
+    """Take evaluation options that were not given from the checkpoint's run; return all, and a line for each taken.
 
     Raises:
         UserError: the checkpoint holds an impossible value of an option.
@@ -496,7 +496,7 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
 
 
 def _differing(args: Record, trained: dict, names: Sequence[str]) -> dict[str, Any]:
-    """Return the checkpoint's values of those of the named options that were not given and are others here."""
+    """Return the checkpoint's values of the named options that were not given and have other values here."""
     changes = {}
     for name in names:
         value = trained.get(name, getattr(args, name))
@@ -510,7 +510,7 @@ def _differing(args: Record, trained: dict, names: Sequence[str]) -> dict[str, A
 
 
 def with_shards(args: Record, state: dict | None) -> Record:
-    """Settle the global batch and its shards: the resumed run's, else by --batch-size and number of processes."""
+    """Add the global batch and its shards: the resumed run's, else by --batch-size and number of processes."""
     if state is None:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         return args.replaced(global_batch_size=global_batch_size, num_shards=global_batch_size // args.batch_size)
@@ -585,7 +585,7 @@ def _validate_interpolation(args: argparse.Namespace) -> None:
 
 
 def _is_missing_file(name: str | None) -> bool:
-    """Tell whether a name of weights can only be a file's, and there is none; others are looked up when built."""
+    """Tell whether a name of weights can only be a file's, and the file is missing; others are looked up later."""
     if name is None or name.startswith("timm/"):
         return False
     path = Path(name)

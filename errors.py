@@ -15,7 +15,7 @@ from typing import Any
 
 
 def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return `; did you mean X?` for the known words that begin so, or else the closest, with a prefix; or nothing."""
+    """Return `; did you mean X?`, a prefix before X: the known words that begin so, else the closest; or nothing."""
     import difflib  # not above: the script watches signals before it imports more than it must
 
     known = list(known)
@@ -87,7 +87,7 @@ class NoUsableCheckpointError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or the weights are no longer finite; those on disk still are."""
+    """The loss or the weights are no longer finite; the last checkpoint's weights still are."""
 
     exit_code = 5
 
@@ -166,7 +166,7 @@ def require_timm(option: str, value: str) -> ModuleType:
 
 
 def require_package(package: str, needed_by: str) -> ModuleType:
-    """Return a package that something given on the command line needs; UserError if it cannot be used."""
+    """Return the package that `needed_by`, such as an option, needs; UserError if it cannot be used."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -178,7 +178,7 @@ def require_torchcodec(option: str) -> ModuleType:
     """Return TorchCodec for an option that needs its image decoder.
 
     Raises:
-        UserError: it is not installed, cannot be loaded, or is from before it decoded images.
+        UserError: it is not installed, cannot be loaded, or is too old to decode images.
     """
     from importlib import metadata  # see above
 
@@ -203,7 +203,7 @@ def require_torchcodec(option: str) -> ModuleType:
 
 
 def explain_limit(error: BaseException) -> LimitError | None:
-    """Return a line about an error by which the machine refuses more memory, files or the like; None for others."""
+    """Return a LimitError in place of one by which the machine refuses memory, files or processes; None for others."""
     if isinstance(error, MemoryError):
         return LimitError(f"out of memory ({error or 'no more is given'}); use fewer --workers, or raise `ulimit -v`")
     number = getattr(error, "errno", None)
@@ -252,8 +252,8 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
     nobody ends them: then the first rank of each node prints it too. (torchrun turns any exit code into 1.)
 
     Args:
-        error: the reason.
-        launch: a `Launch`.
+        error: the error to report.
+        launch: the `Launch` of this process.
         prog: the command, with which the line begins.
     """
     if isinstance(error, SystemExit):  # of the parser

@@ -18,16 +18,16 @@ from errors import StorageError
 
 T = TypeVar("T")
 
-# Time between two tries of a read, and of a lock.
+# Seconds between two tries of a read, and of a lock.
 RETRY_S, LOCK_POLL_S = 1.0, 0.2
 
 # Errors that another try would not change.
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
-# Answers of a file system that cannot sync a folder.
+# Errors of a file system that cannot sync a folder.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
-# A status or a description of a run is smaller.
+# Most bytes of a JSON file to read; the status or description of a run has far fewer.
 _LARGEST_JSON = 1 << 24
 
 
@@ -146,7 +146,7 @@ def retry(
 ) -> T:
     """Return the result of `work`; after an OSError or MemoryError wait and try again, as network disks have hiccups.
 
-    The waits are twice `RETRY_S` by default. The last try raises its error; every try raises those of `not_again`.
+    By default there are two waits of `RETRY_S` each. An error of `not_again`, or of the last try, is raised.
     """
     for wait_s in waits_s or [RETRY_S] * 2:
         try:
@@ -162,8 +162,8 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
     """Return the result of `read`, tried three times.
 
     Raises:
-        FileNotFoundError: at once, as IsADirectoryError and NotADirectoryError; the last of a circle of links, too.
-        StorageError: it failed each time. Not a reason to take an older file instead: that would lose work.
+        FileNotFoundError, IsADirectoryError, NotADirectoryError: at once; the last also for a circle of links.
+        StorageError: every try failed. Do not take an older file instead: that would lose work.
     """
     try:
         return retry(read, not_again=_NO_FILE)

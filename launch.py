@@ -13,7 +13,7 @@ class Launch(NamedTuple):
     world_size: int = 1  # number of processes
     local_rank: int = 0  # its number on its machine
     num_local: int = 1  # processes on its machine
-    is_launched: bool = False  # else it is alone
+    is_launched: bool = False  # whether a launcher started it; else it is alone
     is_torchrun: bool = False
     agent: str | None = None  # name of the torchrun that starts and restarts it
     attempt: int = 0  # how often torchrun has restarted the processes
@@ -33,7 +33,7 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
     """Read the launcher's environment variables.
 
     Args:
-        environ: by default the process's.
+        environ: the variables; by default those of this process.
         world_size: the number of processes where only RANK is set (`--world-size`).
     """
     environ = os.environ if environ is None else environ

@@ -18,8 +18,8 @@ from errors import UserError, did_you_mean
 # the option cannot be changed.
 FREE, SILENT, ON_REQUEST = "free", "silent", "on request"
 
-# Whether the recipe that a run writes holds an option: NEVER if it says where the run is or how it was started,
-# IF_GIVEN if it is otherwise derived from the machine.
+# Whether the recipe that a run writes holds an option: NEVER for one that says where the run is or how it was started,
+# IF_GIVEN for one whose default depends on the machine.
 ALWAYS, NEVER, IF_GIVEN = "always", "never", "if given"
 
 # Largest number of steps, epochs and the like: a float counts no further in ones.
@@ -44,14 +44,14 @@ class Option:
     default: Any = None  # a bool makes the option a switch with a --no-NAME
     is_switch: bool = False  # needed only if the default is no bool
     is_action: bool = False  # a switch without a --no-NAME
-    type: Callable[[str], Any] | None = None  # of each value; by default that of the default, else str
+    type: Callable[[str], Any] | None = None  # parses each value; by default the default's type, else str
     at_least: float = -MOST_COUNT
     at_most: float = MOST_COUNT
     resume: str = ON_REQUEST  # FREE, SILENT, ON_REQUEST, or the reason why a resumed run cannot change it
-    recipe: str = ALWAYS  # or NEVER, or IF_GIVEN
+    recipe: str = ALWAYS  # ALWAYS, NEVER or IF_GIVEN
     is_of_checkpoint: bool = False  # an evaluation takes it from the checkpoint's run unless it is given
-    about: str = ""  # the option without which it has no effect, and the values that needs: `--opt adamw|sgd`
-    metavar: str | tuple[str, ...] | None = None  # this and the rest as of argparse; by default N for an integer
+    about: str = ""  # option without which it has no effect, and the values that one must have: `--opt adamw|sgd`
+    metavar: str | tuple[str, ...] | None = None  # this and the rest are argparse's; by default N for an integer
     choices: Sequence[str] | None = None
     nargs: int | str | None = None
     const: Any = None
@@ -163,9 +163,9 @@ OPTIONS = {
             "where there is no DIR, DIR.tar or its parts",
         ),
         Option(
-            "--minival", metavar="FRACTION", type=float, resume="a position is counted in steps of the other images",
+            "--minival", metavar="FRACTION", type=float, resume="a position counts steps of the images that train",
             help="hold out this fraction of the training images of each class, always the same ones, and evaluate on "
-            "them in place of val/, which is not looked at and need not be there; from 0 to 0.5",
+            "them; val/ is not read and may be missing; above 0, at most 0.5",
         ),
         Option(
             "--limit-train-images", type=int, at_least=1,
@@ -188,7 +188,7 @@ OPTIONS = {
         ),
         Option(
             "--workers", aliases=["-j"], type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
-            help="loader processes for each training process (default: up to 16, as many as there are cores)",
+            help="loader processes for each training process (default: its share of the cores, up to 16)",
         ),
         Option(
             "--prefetch-factor", default=2, at_least=1, at_most=4096, resume=FREE,
@@ -200,8 +200,8 @@ OPTIONS = {
         ),
         Option(
             "--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
-            help="resize to exactly the pixels of Pillow (pil, torchvision's default) or of torchvision's tensor "
-            "resize (tensor); (default: a faster way, within one grey level of pil)",
+            help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
+            "torchvision's tensor resize (default: a faster way, within one grey level of pil)",
         ),
         Option(
             "--decoder", default="pillow", choices=["pillow", "torchcodec"], is_of_checkpoint=True,
@@ -243,12 +243,12 @@ OPTIONS = {
         ),
         Option(
             "--mean", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0, at_most=1, is_of_checkpoint=True,
-            help="mean of each channel, of values from 0 to 1, which images are normalised by (default: of timm's "
+            help="mean by which each channel is normalised, for values from 0 to 1 (default: that in timm's "
             "config for timm/ models, else ImageNet's, 0.485 0.456 0.406)",
         ),
         Option(
             "--std", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0.001, at_most=1, is_of_checkpoint=True,
-            help="standard deviation of each channel, likewise (default: likewise, 0.229 0.224 0.225)",
+            help="standard deviation of each channel, likewise (default: likewise, else 0.229 0.224 0.225)",
         ),
         Option(
             "--crop-scale", metavar="SHARE", default=0.08, at_least=0, at_most=1,
@@ -303,7 +303,7 @@ OPTIONS = {
         ),
         Option(
             "--mixup-mode", default="batch", choices=["batch", "elem"],
-            help="mixup, cutmix and their shares are drawn for each batch, or for each image of it (timm's elem)",
+            help="draw mixup or cutmix and its share once for a batch (batch) or for each image (elem, as in timm)",
         ),
         Option("--mixup-off-epoch", type=int, at_least=0, help="stop mixup and cutmix at this epoch (default: never)"),
         Option(
@@ -353,7 +353,7 @@ OPTIONS = {
         ),
         Option(
             "--sync-bn", default=False,
-            help="synchronise BatchNorm over all processes; needs a process for each --batch-size of images in a step",
+            help="synchronise BatchNorm over all processes; needs --global-batch-size / --batch-size processes",
         ),
         Option("--model-ema", default=False, help="keep and evaluate an exponential moving average of the weights"),
         Option(
@@ -362,11 +362,11 @@ OPTIONS = {
         ),
         Option(
             "--model-ema-decay", metavar="D", default=0.99998, at_least=0, at_most=1, about="--model-ema",
-            help="decay of the average, as torchvision's: adjusted to global batch, --model-ema-steps and epochs",
+            help="decay of the average, adjusted as in torchvision to global batch, --model-ema-steps and epochs",
         ),
         Option(
             "--model-ema-adjust", default=True, about="--model-ema",
-            help="adjust --model-ema-decay as torchvision does; without, it is the decay of each move, as in timm",
+            help="adjust --model-ema-decay as torchvision does; else it is the decay of each move, as in timm",
         ),
     ],
     "optimization": [
@@ -395,11 +395,11 @@ OPTIONS = {
         ),
         Option(
             "--opt-betas", metavar=("B1", "B2"), type=float, nargs=2,
-            help="the two betas of --opt adamw (default: 0.9 0.999)",
+            help="betas of --opt adamw (default: 0.9 0.999), or of timm/ optimizers that take them",
         ),
         Option(
             "--opt-eps", metavar="EPS", type=float, at_least=0, at_most=1e12,
-            help="epsilon of --opt adamw and rmsprop (default: 1e-8 and 0.0316)",
+            help="epsilon of --opt adamw and rmsprop (default: 1e-8 and 0.0316), or of timm/ optimizers that take it",
         ),
         Option(
             "--lr", default=0.1, at_least=0, at_most=1e30,
@@ -415,7 +415,7 @@ OPTIONS = {
         ),
         Option(
             "--momentum", metavar="M", default=0.9, at_least=0, at_most=1e12,
-            help="momentum of --opt sgd, sgd_nesterov and rmsprop",
+            help="momentum of --opt sgd, sgd_nesterov and rmsprop, and of timm/ optimizers that have one",
         ),
         Option(
             "--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, at_least=0, at_most=1e6,
@@ -431,13 +431,13 @@ OPTIONS = {
         ),
         Option(
             "--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6,
-            help="weight decay of class and position embeddings, those that torchvision's script names: a ViT's "
+            help="weight decay of the class and position embeddings that torchvision's script names; a ViT's "
             "pos_embedding is not among them (default: --weight-decay)",
         ),
         Option(
             "--decay-1d", default=True,
-            help="--no-decay-1d: timm's rule, no weight decay of biases, other parameters of one dimension, and of "
-            "embeddings, layer scales and what else the model exempts; instead of the three options above",
+            help="--no-decay-1d: timm's rule in place of the three options above: no decay of biases, of "
+            "other parameters with one dimension, and of those that the model exempts, such as embeddings",
         ),
         Option(
             "--label-smoothing", metavar="P", default=0.0, at_least=0, at_most=1, is_of_checkpoint=True,
@@ -475,8 +475,8 @@ OPTIONS = {
         ),
         Option(
             "--clip-agc", metavar="F", type=float, at_least=0, at_most=1e12,
-            help="adaptive clipping (timm's): scale down the gradient of each output of a layer whose norm is above F "
-            "times that of its weights, but for the last layer's (default: none)",
+            help="adaptive clipping (timm's): where the gradient of an output's weights has a norm above F times that "
+            "of the weights, scale it down to that; leaves out the last layer (default: none)",
         ),
     ],
     "schedule": [
@@ -515,8 +515,8 @@ OPTIONS = {
         ),
         Option(
             "--lr-warmup-prefix", default=True, about="--lr-warmup-epochs",
-            help="count the schedule from the end of the warm-up, as torchvision does; without, from epoch 0, and the "
-            "warm-up takes the place of its beginning, as in timm",
+            help="count the schedule from the end of the warm-up, as torchvision does; else from epoch 0, with the "
+            "warm-up in place of its beginning, as in timm",
         ),
         Option(
             "--lr-step-size", default=30, at_least=1, about="--lr-scheduler steplr",
@@ -529,7 +529,7 @@ OPTIONS = {
         Option(
             "--lr-cooldown-epochs", type=int, at_least=1, about="--lr-scheduler wsd",
             help="epochs in which the learning rate of --lr-scheduler wsd falls to --lr-min at the end; a checkpoint "
-            "from before them can go on with other --epochs",
+            "from before the cool-down can go on with other --epochs",
         ),
         Option(
             "--lr-gamma", metavar="F", default=0.1, at_least=0, at_most=1e9,
@@ -552,7 +552,7 @@ OPTIONS = {
         ),
         Option(
             "--amp-dtype", choices=["bfloat16", "float16"], is_of_checkpoint=True,
-            help="type that --amp computes in; float16 scales the loss, bfloat16 needs none of that (default: "
+            help="type that --amp computes in; float16 needs the loss to be scaled, bfloat16 does not (default: "
             "float16)",
         ),
         Option(
@@ -665,7 +665,7 @@ OPTIONS = {
         Option(
             "--dist-timeout", metavar="MIN", default=30, type=float, at_least=0.001, at_most=1e6, resume=FREE,
             recipe=NEVER,
-            help="minutes that a process waits for the others in a step before it fails",
+            help="minutes that a process waits for the others in a step or evaluation batch before it fails",
         ),
     ],
 }  # fmt: skip
@@ -698,7 +698,7 @@ OTHER_NAMES = {
 # Options of earlier versions; the records of checkpoints may hold them.
 REMOVED = {"worker-type"}
 
-# End of a refusal of code that a file names.
+# The end of every message that refuses code which a file names.
 WHY_TYPED = "which is code and is run only where the command line names it: give --model FILE.py:FUNCTION"
 
 
@@ -768,7 +768,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the word that was probably meant."""
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse --, which argparse would drop, and leave a list in place of the value."""
+        """Refuse --: argparse would drop it and return a list in place of the value."""
         if "--" in arg_strings:
             raise argparse.ArgumentError(action, "expected a value, not --")
         return super()._get_values(action, arg_strings)

@@ -1,4 +1,4 @@
-"""The run: how it begins or goes on, where it is, what surrounds its steps and evaluations, and how it ends."""
+"""The run: it begins or goes on, keeps its position, logs and saves around steps and evaluations, and ends."""
 
 import json
 import os
@@ -54,10 +54,10 @@ def read_resumed(
 ) -> tuple[config.Record, dict | None]:
     """Return the final options, and the checkpoint that `--resume` means or None.
 
-    Changes nothing in the output folder but who holds its lock. Collective: every rank must call it.
+    Changes nothing in the output folder except its lock. Collective: every rank must call it.
 
     Raises:
-        UserError: it cannot be used, or the output folder holds a run that the options do not speak of.
+        UserError: the checkpoint cannot be used, or the folder holds a run that no option says to resume or to remove.
     """
     phases.end("processes")
     if not args.test_only:
@@ -85,9 +85,9 @@ def read_resumed(
 
 
 def go_on_after_restart(args: config.Record, manager: CheckpointManager) -> config.Record:
-    """Return the options of processes that torchrun restarts: they go on from their own checkpoints.
+    """Return the options; processes that torchrun has restarted resume the newest checkpoint of their run.
 
-    Checkpoints of another torchrun are not theirs. Collective: every rank must call it.
+    It is theirs if the same torchrun started the run that saved it. Collective: every rank must call it.
     """
 
     def has_saved() -> bytes | None:
@@ -105,11 +105,11 @@ class BareRun:
     """A loop over steps without a run around it: each process computes one shard per step.
 
     Args:
-        model: in DDP or bare.
-        device: where it is.
+        model: the model, in DDP or bare.
+        device: the model's device.
     """
 
-    is_record_due = False  # whether the gradients' norm is wanted after the step that is under way
+    is_record_due = False  # whether a record of the present step will need the norm of the gradients
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.tally = Tally([Accuracy()])
@@ -117,7 +117,7 @@ class BareRun:
         shards = VirtualShards(0, world_size, collectives.get_rank(), world_size)
         self.sharded_step = ShardedStep(model, shards, device=device)
         self.steps_per_epoch = self.number = 0
-        self.outlook = None  # on the end of the run
+        self.outlook = None  # there is no end of a run to foresee
 
     @property
     def local_shards(self) -> range:
@@ -130,12 +130,12 @@ class BareRun:
         return self.sharded_step.loss_scale
 
     def steps(self, num_batches: int) -> range:
-        """Return the steps of the epoch that a loader of so many batches holds."""
+        """Return the steps of an epoch whose loader has `num_batches` batches."""
         self.steps_per_epoch = num_batches // len(self.local_shards)
         return range(self.steps_per_epoch)
 
     def watched(self, data_loader: Any) -> Any:
-        """Return a loader of the same training batches."""
+        """Return the loader to take training batches from: here the same one."""
         return data_loader
 
     def begin_step(self, epoch: int, step: int) -> None:
@@ -143,7 +143,7 @@ class BareRun:
         self.number = epoch * self.steps_per_epoch + step  # the address of its random draws
 
     def shard(self, shard: int) -> AbstractContextManager:
-        """Return what surrounds the passes of a shard of the step that is under way."""
+        """Return the context for the forward and backward pass of one shard of the present step."""
         return self.sharded_step.shard(self.number, shard)
 
     def finish_gradients(self) -> None:
@@ -151,7 +151,7 @@ class BareRun:
         self.sharded_step.finish_gradients()
 
     def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
-        """Take a shard's results, unread: its mean loss, and the arguments of `metrics.Metric.update`."""
+        """Take a shard's mean loss and the arguments of `metrics.Metric.update`; read nothing from the device."""
         self.tally.update(loss, output, target, index)
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
@@ -161,19 +161,19 @@ class BareRun:
 
 
 class Run(BareRun):
-    """A run in its output folder; a context, which it begins or goes on in, and ends well or says why not.
+    """A run in its output folder: a context that begins it or goes on with it, and records how it ended.
 
     Args:
         args: the resolved options.
         resumed: the checkpoint that it goes on from, or None.
-        manager: of its checkpoints.
-        preemption: knows of signals.
-        seen: remembers the images that were read.
-        sampler: knows the images of a step.
+        manager: reads and writes its checkpoints.
+        preemption: lets all ranks agree on a stop after a signal.
+        seen: notes the size and time of each image file that is read.
+        sampler: deals the images of each step.
         datasets: the training and the validation set.
         model: as `gradients.wrap_model` returns it.
-        parts: state to save by its name, or None: the bare model, optimizer, model_ema and scaler.
-        metrics: of the outputs, beside the loss.
+        parts: objects whose state is saved: model (bare), optimizer, model_ema and scaler; None if it has none.
+        metrics: computed from the outputs, beside the loss.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Run(BareRun):
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
         self.outlook = Outlook(self.state, args.epochs)
-        own_folder = self.folder if collectives.is_main_process() else None  # of the process that writes to it
+        own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
         self.monitor = Monitor(own_folder, self.state, args.log_to)
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
         self.device, self.num_classes = device, len(datasets[1].classes)
@@ -227,7 +227,7 @@ class Run(BareRun):
     def __enter__(self) -> "Run":
         """Make the folder ready and describe the run in it. Collective: every rank must call it.
 
-        Also that of a finished run: a kill may have left its last save half done.
+        It makes a finished run's folder ready too: a kill may have left the last save half done.
         """
         start = self.status.count_start(self.last_record())
         self.manager.open(self.args.resume, self.state, overwrite=self.args.overwrite)
@@ -264,10 +264,10 @@ class Run(BareRun):
             raise error from cause
 
     def write_description(self, start: dict) -> None:
-        """Write status.json, run.json, which describes the run, and recipe.toml, which repeats it. Rank 0 only.
+        """Write status.json, run.json (a description of the run) and recipe.toml (to repeat it). Rank 0 only.
 
         Raises:
-            NoProgressError: a launcher starts it again and again, and it gets nowhere.
+            NoProgressError: a launcher has restarted the run too often from the same step.
             StorageError: the files cannot be written.
         """
         is_done, launch = self.is_done, read_launch()
@@ -281,7 +281,7 @@ class Run(BareRun):
             description = json.dumps({**record, "launch": launch.agent, **self.state.facts}, indent=2) + "\n"
             for name, text in {"run.json": description, "recipe.toml": config.write_recipe(self.args)}.items():
                 path = self.folder / name
-                if not (is_done and path.exists()):  # which tell how it was computed
+                if not (is_done and path.exists()):  # a finished run keeps its own
                     write_atomically(path, lambda file, text=text: file.write(text.encode()))
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
@@ -295,13 +295,13 @@ class Run(BareRun):
             print(*last_lines(self.args, self.state, self.folder, self.records()), sep="\n")
 
     def records(self) -> list[dict]:
-        """Return what is recorded in metrics.jsonl; nothing where that cannot be read, which is no reason to end."""
+        """Return the records in metrics.jsonl; none if the file cannot be read, which is no reason to end the run."""
         with suppress(OSError, StorageError):
             return self.monitor.records()
         return []
 
     def last_record(self) -> list[dict]:
-        """Return the last record that an earlier start left; nothing where there is none, as in `records`."""
+        """Return a list of a resumed run's last record, on rank 0; empty if there is none, as in `records`."""
         with suppress(OSError, StorageError):
             return read_last_record(self.folder) if self.state.is_resumed and collectives.is_main_process() else []
         return []
@@ -315,7 +315,7 @@ class Run(BareRun):
 
     @property
     def here(self) -> dict[str, int]:
-        """Where a record is of."""
+        """The fields that say after which step a record was made."""
         images = self.state.step * self.args.global_batch_size
         return {"step": self.state.step, "epoch": self.state.epoch, "images": images}
 
@@ -328,7 +328,7 @@ class Run(BareRun):
             if cause := self.preemption.agree().stop:
                 self.stop(cause)
             first_step = self.state.start_epoch(epoch)
-            # Also where the epoch is only to be evaluated: the rate is part of what is saved.
+            # Also where the epoch is only evaluated: checkpoints hold the learning rate.
             self.lr_scheduler.set_position(epoch, max(first_step - 1, 0), self.state.steps_per_epoch)
             self.sampler.set_epoch(epoch, first_step)
             self.line_pace, _ = Pace(), self.window_pace.start()
@@ -380,7 +380,7 @@ class Run(BareRun):
         return range(self.state.steps, self.state.steps_per_epoch)
 
     def watched(self, data_loader: Any) -> Any:
-        """Return a loader of the same training batches, the first of which may be drawn."""
+        """Return a loader of the same training batches; a new run draws the first one as a picture."""
         return self.pictures.watched(data_loader)
 
     def begin_step(self, epoch: int, step: int) -> None:
@@ -402,10 +402,10 @@ class Run(BareRun):
         self.state.advance()
         self.watchdog.beat()
         start_s = time.perf_counter()
-        verdict = self.preemption.agreed(self.votes)  # of the step before
+        verdict = self.preemption.agreed(self.votes)  # on the step before
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if metric_logger.is_line_due or is_due or not self.has_steps_left or verdict != NOTHING:
-            # Of this step: what comes waits for as long as a slow disk takes, and a rank that hangs is found here.
+            # Agree on this step too: the collectives below wait a day for slow disks, so find a rank that hangs here.
             verdict = self.preemption.agree(self.votes)
         self.clock.agreed(start_s)
         if verdict.bad_step is not None:
@@ -428,7 +428,7 @@ class Run(BareRun):
             self.preemption.begin(self.votes)  # which ends beside the next step
 
     def votes(self) -> dict[str, Any]:
-        """Return the part of this process in the agreement of all ranks: see `PreemptionGuard`."""
+        """Return this process's votes for the agreement of all ranks: see `PreemptionGuard`."""
         is_written, bad_step = self.manager.is_written, self.finite.first_bad()
         return {"is_save_due": self.manager.is_due(), "is_written": is_written, "bad_step": bad_step}
 
@@ -436,7 +436,7 @@ class Run(BareRun):
         """Save unless the position is saved, and leave the loop. Collective: every rank must call it.
 
         Raises:
-            PreemptedError: always; says what was agreed.
+            PreemptedError: always; names the cause, the step, and whether it is saved.
         """
         ranks = f"all {self.args.world_size} ranks" if self.args.world_size > 1 else "the run"
         done = f"{cause}: {ranks} stopped after step {self.state.step}"
@@ -459,11 +459,11 @@ class Run(BareRun):
         self.seen.keep()
 
     def evaluated(self, kind: str, data_loader: Any) -> tuple[WatchedLoader, Callable[..., None]]:
-        """Return a loader whose batches all ranks stop at together when a signal asks for it, and who looks at them.
+        """Return a loader on which all ranks stop at the same batch after a signal, and the observer of its outputs.
 
         Args:
             kind: the name of the evaluation in the log.
-            data_loader: of its batches.
+            data_loader: yields the batches of the evaluation.
         """
         loader = WatchedLoader(data_loader, self.preemption, self.stop, self.watchdog.beat)
         return loader, partial(self.pictures.observe, kind)
@@ -520,7 +520,7 @@ class Run(BareRun):
         """Begin to save the run, or end it if its weights are not finite. Collective: every rank must call it.
 
         Args:
-            is_last: whether nothing comes after: the save is waited for, and if it fails, the run does.
+            is_last: whether this is the run's last save: wait for it, and fail if it fails.
         """
         self.gather()
         # Weights are equal on all ranks, running statistics are not; rank 0's are saved.

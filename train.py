@@ -53,8 +53,8 @@ def train_one_epoch(
         device: where the model is.
         epoch: its number, from 0.
         args: print_freq, clip_grad_norm, model_ema_steps, lr_warmup_epochs, amp, amp_dtype; any may be missing.
-        model_ema: the average to move along, or None.
-        scaler: of the loss under `--amp`, or None.
+        model_ema: the average to update, or None.
+        scaler: scales the loss under `--amp`; None leaves it as it is.
         run: the run around the steps; None for a bare loop, in which each process computes one shard a step.
     """
     args = config.filled(args, amp=scaler is not None)
@@ -106,14 +106,14 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     ranks may have different numbers of batches, on which DDP would hang.
 
     Args:
-        model: the bare model; its buffers are made those of rank 0.
+        model: the bare model; every rank takes the buffers of rank 0.
         criterion: from (output, target) to the mean loss of a batch.
         data_loader: yields (image, target) batches of a sized `dataset`.
         device: where the model is.
         print_freq: batches between two lines.
         log_suffix: name of the model in the result line, such as EMA.
-        metrics: beside the loss; by default Acc@1 and Acc@5.
-        observe: is called with what `Metric.update` takes of each batch, or None.
+        metrics: the metrics beside the loss; by default Acc@1 and Acc@5.
+        observe: called with the arguments of `Metric.update` for each batch, or None.
 
     Returns:
         The metrics' values by their names, the mean loss of an image, and n, the number of images.
@@ -182,7 +182,7 @@ def join(args):
     collectives.setup_for_distributed(args.rank == 0)
     begin_log(args, notes + more)
     models.check_model(args)
-    # Before there are other threads, as those of the process group: see `BatchLoader.start`.
+    # Before there are other threads, such as those of the process group: see `BatchLoader.start`.
     loading = None if data.waits_for_checkpoint(args) else data.start_loading(args)
     collectives.join_processes(args)
     return args, models.set_up_device(args), preemption, loading
@@ -192,7 +192,7 @@ def main(args):
     """Train or, with `--test-only`, evaluate. Collective: every rank must call it.
 
     Raises:
-        UserError: something that was given cannot be used.
+        UserError: an option, a file, the data or the device cannot be used.
     """
     args, device, preemption, loading = join(args)
     manager = CheckpointManager.of_options(args)

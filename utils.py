@@ -135,10 +135,10 @@ class MetricLogger:
     """A set of named meters, and a loop that prints them.
 
     Args:
-        delimiter: between two of them.
+        delimiter: the text between two meters.
         formats: `fmt` of a `SmoothedValue`, by the meter's name.
-        outlook: position of the run, if this is one of its epochs.
-        is_share: the meters are of this process's share; another line gives the result.
+        outlook: the run's epoch and time left, if the loop is one of its epochs.
+        is_share: whether the meters cover this process's share alone; another line gives the result of all.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class MetricLogger:
         """Yield from a sized `iterable` and print the meters after every `print_freq`-th item and the last.
 
         On a terminal these lines go to log.txt alone, and one line is rewritten in place, up to five times a second,
-        with the values of the last of them: nothing more is read from a device.
+        with the values of the last such line, so that the device is read no more often.
 
         Args:
-            iterable: has a length.
+            iterable: any iterable with a length.
             print_freq: items between two lines.
             header: begins each line.
             start: number of the first item, in a resumed epoch.
@@ -250,7 +250,7 @@ class MetricLogger:
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
-    """Return the percentage of images whose target is among the k highest scores, for each k; as `count_correct`."""
+    """Return the percentage of images whose target is among the k highest scores, for each k; see `count_correct`."""
     return [hits * (100.0 / target.size(0)) for hits in count_correct(output, target, topk)]
 
 
@@ -261,7 +261,7 @@ def save_on_master(*args: Any, **kwargs: Any) -> None:
 
 
 def reduce_across_processes(value: Any) -> torch.Tensor:
-    """Sum a number, a list of numbers or a tensor over all processes, on its own device and in its own type.
+    """Sum a number, a list of numbers or a tensor over all processes; the sum is on the device of the value.
 
     Integers are summed as int64 and floats as float64, where torchvision rounds both to float32.
     Collective: every rank must call it.

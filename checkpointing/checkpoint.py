@@ -125,7 +125,7 @@ class RunState:
         self.is_resumed = True
 
     def result(self, folder: str, ran_s: float | None) -> str:
-        """Return the last lines of a finished run; `ran_s` is its time, if known."""
+        """Return the last lines of a finished run; `ran_s` is its time in seconds, or None if unknown."""
         lines = [
             f"best {best['metric']} {best['value']:.3f}, after step {best['step']}: {folder}/{name}.pth"
             for name, best in self.bests.items()
@@ -141,7 +141,7 @@ class RunState:
 
 
 class HostCopy:
-    """A copy of a state in host memory, which the next copy uses again: fresh pages cost more than the copy into them.
+    """A copy of a state in host memory, which the next copy reuses: fresh pages cost more than to copy into them.
 
     A GPU's tensors go into pinned memory, without a wait.
     """
@@ -150,7 +150,7 @@ class HostCopy:
         self._memories, self._copied = {}, None
 
     def take(self, state: dict) -> dict:
-        """Return a copy, good until the next one, whose tensors share memory where the originals do; see `wait`."""
+        """Return a copy, whole after `wait`, good until the next; its tensors share memory where the originals do."""
         before, self._memories, memories, copies = self._memories, {}, {}, {}
         for tensor in filter(torch.is_tensor, tree_iter(state)):
             source = tensor.untyped_storage()
@@ -166,7 +166,7 @@ class HostCopy:
         return copy.deepcopy(state, copies)
 
     def wait(self) -> None:
-        """Wait, in any thread, until the copy is there."""
+        """Wait, in any thread, until the copy is whole."""
         if self._copied is not None:
             self._copied.synchronize()
 

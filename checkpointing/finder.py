@@ -42,7 +42,7 @@ class CheckpointFinder:
 
     def __init__(self, folder: Path, *, say: Callable[[str], None] = print) -> None:
         self.folder, self.say = folder, say
-        self.damaged = []  # (path, why) of those that `read` passed over
+        self.damaged = []  # (path, reason) of each file that `read` passed over
         self.verified = None  # path of the checkpoint that `read` returned
 
     def numbered(self) -> list[Path]:
@@ -70,7 +70,7 @@ class CheckpointFinder:
         """Return the checkpoint that `--resume` means, verified, or None for a fresh start.
 
         Raises:
-            UserError: PATH is missing or no good checkpoint.
+            UserError: the named file is missing or is no good checkpoint.
             NoUsableCheckpointError: `auto` found damaged ones only.
             StorageError: the disk does not answer.
         """
@@ -143,7 +143,7 @@ class CheckpointFinder:
             )
 
     def holds_other_run(self, resume: str) -> bool:
-        """Tell whether the folder holds checkpoints that are no copies of those of `--resume` elsewhere."""
+        """Tell whether the folder holds checkpoints other than copies of those that `--resume` names elsewhere."""
         origins = [Path(resume), *(Path(resume).with_name(name) for name in BEST_FILES)] if resume else []
         origins = [path for path in origins if path.is_file()] if self.is_elsewhere(resume) else []
         return not all(
@@ -152,9 +152,9 @@ class CheckpointFinder:
         )
 
     def find_best(self, name: str, step: int, resume: str) -> Path | None:
-        """Return the file of the best evaluation so far, after a step, if this node has it."""
+        """Return the checkpoint `name` of this step, the best so far, if this node has it."""
         paths = [self.path_of(step), self.folder / f"{name}.pth"]
-        if self.is_elsewhere(resume):  # what is in this folder may be another run's
+        if self.is_elsewhere(resume):  # the files of this folder may be another run's
             paths = [Path(resume).with_name(f"{name}.pth")]
         return next((path for path in paths if step_of(path) == step), None)
 

@@ -37,7 +37,7 @@ SINGLE_FILES = {
     "status.json", ".lock",
 }  # fmt: skip
 
-# Answers of a file system without hard links.
+# Errors of a file system without hard links.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EINVAL}
 
 
@@ -56,7 +56,7 @@ class CheckpointFolder(CheckpointFinder):
         super().__init__(folder, say=say)
         self.keep_last, self.keep_every, self.steps_per_epoch = keep_last, keep_every, None
         self._is_locked, self._is_warned = False, set()
-        self._owed = {}  # second names that are still to be given, and to which file
+        self._owed = {}  # {second name that is still to be given: its file}
 
     def acquire(self) -> None:
         """Lock the folder against other runs, if it is there; if not, `open` does.
@@ -102,16 +102,16 @@ class CheckpointFolder(CheckpointFinder):
             self._erase_old_curves()
             if found is not None:
                 self._adopt(found, run, resume, best_payloads or {})
-                self._delete_old()  # which the last save may not have come to
+                self._delete_old()  # a kill may have kept the last save from it
 
     def _check_names(self) -> None:
-        """Raise UserError if something else has the name of one of our files: so no write leaves the folder."""
+        """Raise UserError if a link or the like has the name of a file of ours, so that no write leaves the folder."""
         for name in sorted({"tb", *SINGLE_FILES}):
             try:
                 mode = os.lstat(self.folder / name).st_mode
             except FileNotFoundError:
                 continue
-            # A checkpoint may be a link: another one is put in its place.
+            # A checkpoint may be a link: the next one replaces the link itself.
             is_replaced = stat.S_ISLNK(mode) and name.endswith(".pth")
             if not is_replaced and not (stat.S_ISDIR if name == "tb" else stat.S_ISREG)(mode):
                 kinds = {stat.S_IFLNK: "link", stat.S_IFDIR: "folder", stat.S_IFREG: "file"}
@@ -143,7 +143,7 @@ class CheckpointFolder(CheckpointFinder):
         """
         path, record = self.folder / f"{name}.pth", run.bests[name]
         if os.path.lexists(path):
-            # Another name of the checkpoint that was read at this start need not be read again.
+            # A hard link to the checkpoint that this start has verified need not be read again.
             is_verified = self.verified is not None and path.exists() and path.samefile(self.verified)
             step = run.step if is_verified else step_of(path)
             if record is not None and step == record["step"]:
@@ -175,7 +175,7 @@ class CheckpointFolder(CheckpointFinder):
                 path.unlink(missing_ok=True)
 
     def _erase_old_curves(self) -> None:
-        """Remove the curves of earlier versions, which lay in a folder of their own: those of this start hold them."""
+        """Remove the curves that earlier versions wrote to tb/; the event file of this start holds the same points."""
         curves = self.folder / "tb"
         if not curves.is_dir():
             return
@@ -188,20 +188,20 @@ class CheckpointFolder(CheckpointFinder):
     def save(self, state: dict, best_now: Iterable[str] = (), records: int | None = None) -> str | None:
         """Write a state, read it back, and only then give it its names and delete checkpoints that are too old.
 
-        The file of the descriptor `records` is made durable first. Return None, or why the save failed, in one line;
-        then the earlier checkpoints are untouched.
+        First sync the file of the descriptor `records`. Return None, or one line that says why the save failed; the
+        earlier checkpoints are then untouched.
         """
         if records is not None:
             try:
                 os.fsync(records)
             except OSError as error:
                 self._warn_once("records", f"metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
-        num_bytes = sum(tensor.nbytes for tensor in filter(torch.is_tensor, tree_iter(state)))  # nearly a checkpoint's
+        num_bytes = sum(tensor.nbytes for tensor in filter(torch.is_tensor, tree_iter(state)))  # nearly the file's size
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
         return self._commit(state["step"], lambda file: torch.save(state, file), num_bytes, best_now)
 
     def save_copy(self, payload: bytes, step: int, best_now: Iterable[str]) -> str | None:
-        """Write a checkpoint of another node; as `save`."""
+        """Write the bytes of another node's checkpoint; returns as `save`."""
         return self._commit(step, lambda file: file.write(payload), len(payload), best_now)
 
     def _commit(self, step: int, write: Callable, num_bytes: int, best_now: Iterable[str]) -> str | None:
@@ -212,7 +212,7 @@ class CheckpointFolder(CheckpointFinder):
         try:
             write_atomically(path, write, _verify_archive)
             is_written = True
-            # Also those that failed at an earlier save: the next best may be far away.
+            # Also the names that an earlier save could not give: the next best may be far away.
             self._owed |= {f"{name}.pth": path for name in ("checkpoint", *best_now)}
             for name in list(self._owed):
                 self.link(self._owed[name], name)
@@ -273,7 +273,7 @@ class CheckpointFolder(CheckpointFinder):
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Say of an OSError in one line why the output folder cannot be written.
+    """Turn an OSError into one line that says why the output folder cannot be written.
 
     Raises:
         StorageError: the disk is full.

@@ -265,7 +265,7 @@ def test_names_are_taken_with_and_without_dashes():
 
 
 def test_a_permission_without_a_resume_is_refused():
-    with pytest.raises(UserError, match=r"--allow-change is about what --resume may find changed"):
+    with pytest.raises(UserError, match=r"--allow-change names options that may differ"):
         parse("--allow-change", "lr")
 
 

@@ -173,7 +173,7 @@ def test_tf32_governs_convolutions_and_matrix_products(is_allowed):
     ("argv", "message"),
     [
         ("--amp-dtype bfloat16", "has an effect under --amp only"),
-        ("--compile max-autotune --use-deterministic-algorithms", "chooses kernels by how fast they are"),
+        ("--compile max-autotune --use-deterministic-algorithms", "chooses kernels by measuring their speed"),
         ("--grad-compression bf16 --use-deterministic-algorithms", "does without"),
     ],
 )
