@@ -635,7 +635,7 @@ OPTIONS = {
         ),
         Option(
             "--profile", metavar="STEPS", type=int, at_least=1, at_most=1000, resume=SILENT, recipe=NEVER,
-            help="trace this many steps into trace.json.gz in the output folder, for Perfetto and TensorBoard, and "
+            help="trace this many steps into trace.json.gz in the output folder, for Perfetto or chrome://tracing, and "
             "print the longest operators and how long the device was idle",
         ),
         Option(
