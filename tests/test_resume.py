@@ -421,7 +421,7 @@ def test_a_checkpoint_of_torchvisions_script_gives_its_weights_and_is_not_gone_o
     state = {"model": model.state_dict(), "model_ema": average.state_dict(), "epoch": 7}
     torch.save({**state, "args": argparse.Namespace(model="shufflenet_v2_x0_5")}, theirs)
     outcome = started.go_on(tmp_path, tmp_path / "out", "--resume", theirs)
-    refused(outcome, "torchvision's reference script", "argparse.Namespace", "pass it to --weights")
+    refused(outcome, "another script, such as torchvision's", "argparse.Namespace", "pass it to --weights")
     weights = ["--model", "shufflenet_v2_x0_5", "--weights", theirs]
     argv = [*weights, "--test-only"]
     raw = started.go_on(tmp_path, tmp_path / "out", *argv).check().output
