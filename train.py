@@ -189,11 +189,7 @@ def join(args):
 
 
 def main(args):
-    """Train or, with `--test-only`, evaluate. Collective: every rank must call it.
-
-    Raises:
-        UserError: an option, a file, the data or the device cannot be used.
-    """
+    """Train or, with `--test-only`, evaluate; UserError for unusable input. Collective: every rank must call it."""
     args, device, preemption, loading = join(args)
     manager = CheckpointManager.of_options(args)
     args, state = read_resumed(args, manager, device)

@@ -22,6 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 def pytest_unconfigure():
     """Have a Python that does not end after the last test say where it waits, and fail, before CI's time is up."""
     faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
+    gc.unfreeze()  # or Triton's binding prints a list of the objects that nobody has freed
 
 
 def pytest_collection_modifyitems(items):

@@ -386,6 +386,15 @@ def test_imports_only_point_down():
             assert imported & everything <= set().union(*layers[:level]), name
 
 
+def test_the_house_stays_small_enough_to_be_read_aloud():
+    """The bounds are those of CONTRIBUTING.md."""
+    source = (REPOSITORY / "train.py").read_text()
+    main = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "main")
+    assert len(source.splitlines()) <= 260
+    assert main.end_lineno - main.lineno + 1 <= 45
+    assert len(list(REPOSITORY.glob("*.py"))) <= 18
+
+
 def test_no_test_needs_another_modules_tests():
     """A module of tests may be moved, split or deleted; several of them share helper modules only."""
     for path in (REPOSITORY / "tests").glob("*.py"):
