@@ -1,6 +1,7 @@
 """All that the fork server imports and opens before it forks: the seconds that each rank would otherwise spend."""
 
 # ruff: noqa: E402
+import atexit
 import gc
 
 gc.disable()  # all that is imported stays, and a quarter of the time would go into looking for garbage in it
@@ -33,6 +34,7 @@ Image.init()
 pictures.draw_grid("", [Image.new("RGB", (1, 1))], [[""]])  # its font
 # A collection in a rank would touch, and so copy, all that is shared with the server: a quarter of a second each.
 gc.freeze()
+atexit.register(gc.unfreeze)  # or Triton's binding prints a list of the objects that nobody has freed
 gc.enable()
 # A short run has next to no garbage of its own, and would look for it forty times.
 gc.set_threshold(20_000, *gc.get_threshold()[1:])
