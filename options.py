@@ -201,7 +201,7 @@ OPTIONS = {
         Option(
             "--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
             help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
-            "torchvision's tensor resize (default: a faster way, within one grey level of pil)",
+            "torchvision's tensor resize (default: a faster way, mostly within one grey level of pil)",
         ),
         Option(
             "--decoder", default="pillow", choices=["pillow", "torchcodec"], is_of_checkpoint=True,

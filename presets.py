@@ -193,7 +193,7 @@ class ClassificationPresetTrain(_Preset):
         random_erase_fill: zero, or pixel for normal noise.
         color_jitter: brightness, contrast and saturation change by factors from 1 minus this to 1 plus this.
         backend: pil (resize by Pillow), tensor (by torchvision, antialiased), or None: the fast way of `load`, whose
-            pixels are within one grey level of Pillow's, or two if bicubic or enlarged.
+            pixels are within one grey level of Pillow's, rarely two; bicubic ones, of Pillow's before version 13.
         decoder: library that decodes JPEGs in the fast way: pillow or torchcodec.
         leaves_decoding: `load` returns JPEGs for the device as `EncodedCrop`s, but not with a policy or color_jitter.
         use_v2: no effect, since both versions of torchvision's transforms draw and compute the same.

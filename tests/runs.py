@@ -8,7 +8,7 @@ from checkpointing.preemption import PreemptionGuard
 from checkpointing.schema import FORMAT
 from checkpointing.store import CheckpointManager
 from loading.seen import SeenRecord
-from metrics import Accuracy
+from metrics import build_metrics
 from monitoring.monitor import Monitor
 from run import Run
 from tests.endings import differing, flatten, read_metrics
@@ -23,7 +23,7 @@ def run_of(args, folder, model, optimizer, sampler, device, kind=Run):
     images = data.SyntheticImages(sampler.num_images, 8)
     run = kind(
         args, None, CheckpointManager(folder), PreemptionGuard(is_installed=False), SeenRecord(args, None),
-        sampler=sampler, datasets=(images, images), model=model, metrics=[Accuracy()],
+        sampler=sampler, datasets=(images, images), model=model, metrics=build_metrics(len(images.classes)),
         parts={"model": model, "optimizer": optimizer},
     )  # fmt: skip
     run.monitor = Monitor(None, run.state)

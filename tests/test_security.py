@@ -19,8 +19,8 @@ from tests.images import write_images
 from tests.ranks import REPOSITORY, run_ranks, train_rank
 from tests.started import SMALL, Hostile
 
-FOLDERS = (".", "checkpointing", "loading", "scripts")
-SOURCES = sorted(path for name in FOLDERS for path in (REPOSITORY / name).glob("*.py"))
+FOLDERS = {path.parent for path in REPOSITORY.glob("*/__init__.py")} - {REPOSITORY / "tests"} | {REPOSITORY}
+SOURCES = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
 
 FORBIDDEN_MODULES = {
     "PIL.EpsImagePlugin", "PIL.ImageGrab", "PIL.ImageShow",
