@@ -5,7 +5,10 @@ import datetime
 import io
 import json
 import os
-from collections.abc import Callable, Iterable
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -225,6 +228,8 @@ def join_processes(args: Any) -> None:
     timeout = datetime.timedelta(minutes=getattr(args, "dist_timeout", 30))
     # A launcher's address wins; --dist-url is for starts without one.
     url = "env://" if "MASTER_ADDR" in launch.address else args.dist_url
+    if args.rank and not launch.is_torchrun:  # torchrun has the store, and is there
+        _await_master(launch.address, args.dist_url, timeout.total_seconds())
     store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
     # torchrun's store outlives a restart and keeps the addresses of dead processes, so each attempt has its own keys.
     # Not on several nodes: each torchrun counts its own restarts there, so the numbers may differ.
@@ -239,6 +244,28 @@ def join_processes(args: Any) -> None:
     )
     _patient_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
     dist.barrier()
+
+
+def _await_master(address: Mapping[str, str], dist_url: str, timeout_s: float) -> None:
+    """Wait until rank 0 listens. Signals are heard meanwhile, as they would not be while torch waits.
+
+    Raises:
+        UserError: nobody listens until the time is up.
+    """
+    url = "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**address) if "MASTER_ADDR" in address else dist_url
+    found = re.fullmatch(r"tcp://\[?(.+?)\]?:(\d+)", url)
+    end_s = time.monotonic() + timeout_s
+    while found:
+        try:
+            socket.create_connection((found[1], int(found[2])), timeout=1.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end_s:
+                raise UserError(
+                    f"rank 0 does not listen at {url} ({error.strerror or error}); see whether it has started, or give "
+                    "a longer --dist-timeout"
+                ) from error
+        time.sleep(0.1)
 
 
 def shut_down() -> None:

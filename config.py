@@ -68,6 +68,7 @@ IDLE: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] = [
      "--synthetic images are made up as they are"),
     (("data_path", "train_split", "val_split", "val_path", "minival", "limit_train_images", "limit_val_images"),
      lambda args: args.synthetic is not None, "--synthetic makes up the images, as many as it says"),
+    (("weights",), lambda args: args.test_only and args.resume, "the checkpoint of --resume is evaluated"),
     (("val_split", "val_path"), lambda args: args.minival, "--minival evaluates on held-out training images"),
     (("early_stop",), lambda args: args.early_stop * args.eval_every >= args.epochs,
      "the run has no more evaluations than that"),

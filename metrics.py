@@ -491,12 +491,22 @@ class Tally:
             print("the checkpoint's record is of other metrics; the next one counts from here on")
 
 
-def result_lines(values: dict[str, Any], n: int) -> list[str]:
-    """Return the line of an evaluation's result, and a second line with all other scalar values, if any."""
+def result_lines(values: dict[str, Any], n: int, data_loader: Any) -> list[str]:
+    """Return the line of an evaluation's result, a second line with all other scalar values, and one of doubt, if any.
+
+    Raises:
+        RuntimeError: one of our loaders, which leave out and repeat none, did not yield each image of its set once.
+    """
     lines = [f"Acc@1 {values['acc1']:.3f} Acc@5 {values['acc5']:.3f} loss {values['loss']:.3f} n={n}"]
     others = {name: value for name, value in values.items() if name not in ("acc1", "acc5", "loss")}
     words = [f"{name} {value:.3f}" for name, value in others.items() if isinstance(value, float | int)]
-    return lines + [" ".join(words)] * bool(words)
+    lines += [" ".join(words)] * bool(words)
+    dataset = getattr(data_loader, "dataset", None)
+    if hasattr(dataset, "__len__") and n != len(dataset):
+        lines.append(f"evaluated {n} images of a set of {len(dataset)}: the sampler leaves out or repeats some")
+        if hasattr(data_loader, "numbers"):
+            raise RuntimeError(lines[-1])
+    return lines
 
 
 def numbers_of(data_loader: Any) -> Iterator[Tensor | None]:

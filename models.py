@@ -126,9 +126,10 @@ def build_model(
         load_matching(model, weights, source, build, num_classes, needs_classifier=args.test_only)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
-    values = (*(str(getattr(args, name)) for name in _FITTING), args.batch_size == 1)
+    scored = num_classes if split_custom(args.model) else None  # a library's models score what they are told to
+    values = (*(str(getattr(args, name)) for name in _FITTING), args.batch_size == 1, scored)
     if values not in _found_to_fit:
-        check_sizes(model, args)
+        check_sizes(model, args, scored)
         _found_to_fit.add(values)
     if args.grad_checkpointing:
         recompute_blocks(model, args.model, is_compiled=args.compile is not None)
@@ -279,13 +280,13 @@ def _build_timm(args: Any, num_classes: int) -> nn.Module:
         raise UserError(f"--model {args.model} takes no such option: {error}") from error
 
 
-def check_sizes(model: nn.Module, args: Any) -> None:
-    """Check that a model takes images of the sizes that the options give.
+def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> None:
+    """Check that a model takes images of the sizes that the options give and, for a number of classes, its scores.
 
     Its weights and running statistics stay as they are: `find_obstacle` runs it on tensors without memory, or copies.
 
     Raises:
-        UserError: it does not take a size; the message names the option.
+        UserError: it does not take a size, or returns no scores; the message names the option.
     """
     smallest = args.train_crop_size if args.train_crop_size_min is None else args.train_crop_size_min
     between = range(smallest // 32 * 32 + 32, args.train_crop_size, 32)
@@ -293,7 +294,9 @@ def check_sizes(model: nn.Module, args: Any) -> None:
     cases = [("train", size, args.batch_size) for size in training] + [("val", args.val_crop_size, 2)]
     for split, size, batch_size in cases:
         set_training_mode(model) if split == "train" else model.eval()
-        obstacle = find_obstacle(model, (min(batch_size, 2), 3, size, size))
+        scores = num_classes and (min(batch_size, 2), num_classes)
+        with in_one_line(f"--model {args.model}"):
+            obstacle = find_obstacle(model, (min(batch_size, 2), 3, size, size), scores)
         if obstacle is not None:
             images = f"a --batch-size of 1 and --{split}-crop-size" if batch_size == 1 else f"--{split}-crop-size"
             raise UserError(
@@ -335,22 +338,38 @@ class _QuickShapes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def find_obstacle(model: nn.Module, shape: tuple[int, ...]) -> str | None:
-    """Return the reason, in one line, why a model cannot take images of a shape (B, 3, H, W), or None if it can."""
+def find_obstacle(model: nn.Module, shape: tuple[int, ...], scores: tuple[int, int] | None = None) -> str | None:
+    """Return the reason, in one line, why a model cannot take images of a shape (B, 3, H, W), or None if it can.
+
+    Raises:
+        UserError: `scores`, (B, num_classes), is given, and the model returns something else.
+    """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     obstacle = None
     for device in ("meta", "cpu"):  # some models can only run with memory
-        own = {name: tensor.detach().to(device) if device == "meta" else tensor.detach().clone()
-               for name, tensor in state.items()}  # fmt: skip
         try:
+            own = {name: tensor.detach().to(device) if device == "meta" else tensor.detach().clone()
+                   for name, tensor in state.items()}  # fmt: skip
             with torch.no_grad(), torch.random.fork_rng([]), _QuickShapes():
-                torch.func.functional_call(model, own, torch.zeros(shape, device=device))
+                output = torch.func.functional_call(model, own, torch.zeros(shape, device=device))
+            if scores is not None:
+                _check_scores(output, scores)
             return None
+        except UserError:
+            raise
         except Exception as error:  # each kind of layer raises another error
             obstacle = obstacle or (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         if any(tensor.is_meta for tensor in state.values()) or shape[-1] > 1024:
             break
     return obstacle
+
+
+def _check_scores(output: Any, shape: tuple[int, int]) -> None:
+    """Raise UserError unless a model's output is a tensor of float32 scores of this shape."""
+    if not isinstance(output, Tensor) or output.dtype != torch.float32 or output.shape != shape:
+        is_tensor = isinstance(output, Tensor)
+        found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
+        raise UserError(f"its output for {counted(shape[0], 'image')} is {found}, expected float32 scores of {shape}")
 
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:

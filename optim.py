@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from errors import UserError, did_you_mean, require_timm
+from errors import NonFiniteError, UserError, did_you_mean, require_timm
 from options import BY_NAME
 
 # torch's and torchvision's normalisation layers, whose weights and biases `--norm-weight-decay` governs.
@@ -205,6 +205,8 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     Raises:
         UserError: it is timm's, and timm cannot build it or our loop cannot drive it.
     """
+    if not parameters:
+        raise UserError(f"--model {args.model} has no parameters that train; see its requires_grad")
     options = {"lr": scaled_lr(args), "weight_decay": args.weight_decay}
     if args.opt_eps is not None:
         options["eps"] = args.opt_eps
@@ -558,12 +560,21 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     )
 
 
-def find_non_finite(model: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer) -> bytes | None:
+def find_non_finite(
+    model: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer | None = None
+) -> bytes | None:
     """Return the name, as bytes, of the first part of a run's state that is not finite, or None."""
+    numbers = [] if optimizer is None else tree_iter([*optimizer.state.values(), *optimizer.param_groups])
     parts = {
         "weights": model.parameters(),
         "running statistics": model.buffers(),
         "averaged weights": [] if average is None else [*average.parameters(), *average.buffers()],
-        "optimizer's numbers": filter(torch.is_tensor, tree_iter([*optimizer.state.values(), *optimizer.param_groups])),
+        "optimizer's numbers": filter(torch.is_tensor, numbers),
     }
     return next((name.encode() for name, tensors in parts.items() if not all_finite(tensors)), None)
+
+
+def check_finite(model: nn.Module, average: nn.Module | None) -> None:
+    """Raise NonFiniteError if a model that is to be evaluated, or its average, has numbers that are not finite."""
+    if (bad := find_non_finite(model, average)) is not None:
+        raise NonFiniteError(f"the {bad.decode()} of the model are not finite; evaluate another checkpoint")

@@ -57,7 +57,7 @@ def train_one_epoch(
         scaler: scales the loss under `--amp`; None leaves it as it is.
         run: the run around the steps; None for a bare loop, in which each process computes one shard a step.
     """
-    args = config.filled(args, amp=scaler is not None)
+    args, device = config.filled(args, amp=scaler is not None), torch.device(device)
     models.set_training_mode(model)
     run = run or BareRun(model, device)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
@@ -119,7 +119,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
         The metrics' values by their names, the mean loss of an image, and n, the number of images.
 
     Raises:
-        RuntimeError: the loaders of all ranks together did not yield as many images as the set has.
+        RuntimeError: one of our loaders did not yield each image of the set once.
     """
     model.eval()
     gradients.broadcast_from_master(list(model.buffers()))
@@ -137,11 +137,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
                 metric_logger.show(*tally.read_local())
     tally.synchronize_between_processes()
     values, n = tally.read()
-    if n != len(data_loader.dataset):
-        raise RuntimeError(
-            f"evaluated {n} images of a set of {len(data_loader.dataset)}: the sampler leaves out or repeats some"
-        )
-    for line in result_lines(values, n):
+    for line in result_lines(values, n, data_loader):
         print(f"{header} {line}")
     return {**values, "n": n}
 
@@ -185,6 +181,7 @@ def join(args):
     # Before there are other threads, such as those of the process group: see `BatchLoader.start`.
     loading = None if data.waits_for_checkpoint(args) else data.start_loading(args)
     collectives.join_processes(args)
+    preemption.joined()
     return args, models.set_up_device(args), preemption, loading
 
 
@@ -209,6 +206,7 @@ def main(args):
     metrics = build_metrics(num_classes)
     if args.test_only:
         model_ema = models.load_evaluated(args, model_without_ddp, state)
+        optim.check_finite(model_without_ddp, model_ema)
         with seen:
             evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return

@@ -104,7 +104,7 @@ class CheckpointFinder:
                 self.damaged.append((path, str(error)))
         ruins = self.own_files(STATE_FILES)
         if ruins:
-            reasons = [why for _, why in self.damaged[:3]] + ["..."] * (len(self.damaged) > 3)
+            reasons = [why for _, why in self.damaged[:3]] + ["more"] * (len(self.damaged) > 3)
             raise NoUsableCheckpointError(
                 f"{counted(len(ruins), 'checkpoint')} in {self.folder}, none usable: "
                 f"{'; '.join(reasons) or 'all set aside'}. Not starting over: use --overwrite to begin again"

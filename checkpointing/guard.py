@@ -136,10 +136,9 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
             f"{source} a {state['args']['model']}, but --model is {args.model}; give that one, or another file"
         )
     if theirs["num_classes"] != num_classes:
-        raise UserError(
-            f"{source} {theirs['num_classes']} classes but {args.data_path} has {num_classes}; pass it to --weights to "
-            "fine-tune instead"
-        )
+        place = args.data_path if args.synthetic is None else f"--synthetic {args.synthetic}"
+        advice = "pass it to --weights to fine-tune instead" if train else "give images of the checkpoint's classes"
+        raise UserError(f"{source} {theirs['num_classes']} classes but {place} has {num_classes}; {advice}")
     differences, notes = compare_classes(theirs["classes"], val.classes), []
     if train is not None:
         if theirs["num_images"] != len(train):

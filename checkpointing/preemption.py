@@ -42,22 +42,30 @@ class PreemptionGuard:
     """Take the signals that announce an end, and let all ranks stop after the same step.
 
     Args:
-        is_installed: whether to handle the signals from now on; under torchrun, its agent's death counts as SIGTERM.
+        is_installed: whether to handle the signals from now on.
     """
 
     def __init__(self, *, is_installed: bool) -> None:
-        self.signals, self._begun = take_signals(), None
-        if not is_installed:
+        self.signals, self._begun, self.is_installed = take_signals(), None, is_installed
+        if is_installed:
+            self.signals.install()
+            self.signals.begin_steps()
+        else:
             self.signals.release()
-            return
-        self.signals.install()
-        self.signals.begin_steps()
-        # Otherwise the ranks of a killed agent would train on, and write, beside those of its successor. A run that a
-        # shell started may go on after the shell.
+        # A process that waits in torch for the others of a dead torchrun would hear no signal, and has nothing to save.
         if read_launch().is_torchrun:
-            end_with_parent(signal.SIGTERM)
+            end_with_parent(signal.SIGKILL)
             if is_orphan():
                 raise UserError("the torchrun that started this process is gone; start again")
+
+    def joined(self) -> None:
+        """Take torchrun's death as SIGTERM from now on, that is, after all processes have joined.
+
+        Otherwise the ranks of a killed torchrun would train on, and write, beside those of its successor. A run that a
+        shell started may go on after the shell.
+        """
+        if self.is_installed and read_launch().is_torchrun:
+            end_with_parent(signal.SIGTERM)
 
     def begin(self, votes: Callable[[], dict[str, Any]]) -> None:
         """Begin to combine the votes of all ranks while they compute their next step.

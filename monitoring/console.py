@@ -247,7 +247,7 @@ def epoch_table(records: Iterable[dict], epochs: int, num_rows: int = 5) -> list
         before = record
     lines = [f"{'epoch':>9}{'loss':>10}{'val acc1':>10}{'val loss':>10}{'time':>8}"]
     for epoch, (*values, took_s) in list(rows.items())[-num_rows:]:
-        cells = "".join(f"{f'{value:.3f}' if math.isfinite(value) else '--':>10}" for value in values)
+        cells = "".join(f" {f'{value:.3f}' if math.isfinite(value) else '--':>9}" for value in values)
         lines.append(f"{f'{epoch + 1}/{epochs}':>9}{cells}{duration(took_s):>8}")
     return lines if rows else []
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from checkpointing.checkpoint import RunState
-from errors import PreemptedError, StorageError
+from errors import PreemptedError, StorageError, counted
 from files import explain_failure, open_regular, open_to_read, read_bytes, sync_folder, write_atomically
 from monitoring.attempts import Attempts
 from monitoring.console import log
@@ -91,16 +91,16 @@ class Monitor:
             self.mirrors.close(is_finished)
             self._file.close()
 
-    def records(self) -> list[dict]:
+    def records(self, say: Callable[[str], None] | None = None) -> list[dict]:
         """Return the records in metrics.jsonl, as `read_records`; none if there is no file."""
         with suppress(FileNotFoundError):
-            return [] if self.folder is None else read_records(self.folder)
+            return [] if self.folder is None else read_records(self.folder, say)
         return []
 
     def _truncate(self) -> list[dict]:
         """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
-        step, is_evaluated = self.run.step, self.run.is_evaluated
-        kept = [r for r in self.records() if r["step"] < step + (r["kind"] in ("train", "verdict") or is_evaluated)]
+        step, is_evaluated, records = self.run.step, self.run.is_evaluated, self.records(print)
+        kept = [r for r in records if r["step"] < step + (r["kind"] in ("train", "verdict") or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
         return kept
@@ -159,10 +159,15 @@ class Monitor:
         return self._file.fileno()
 
 
-def read_records(folder: Path) -> list[dict]:
-    """Return the records in a run's metrics.jsonl, without lines that a kill tore; FileNotFoundError if it has none."""
-    lines = read_bytes(folder / "metrics.jsonl").splitlines()
-    return [record for record in map(_parse_record, lines) if record is not None]
+def read_records(folder: Path, say: Callable[[str], None] | None = None) -> list[dict]:
+    """Return the records in a run's metrics.jsonl, without damaged lines; FileNotFoundError if it has none.
+
+    `say` is told of damaged lines, but not of a last one, which a kill tears.
+    """
+    records = [_parse_record(line) for line in read_bytes(folder / "metrics.jsonl").splitlines()]
+    if say is not None and (num_damaged := records[:-1].count(None)):
+        say(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read, and will be left out")
+    return [record for record in records if record is not None]
 
 
 def read_last_record(folder: Path) -> list[dict]:

@@ -273,4 +273,5 @@ def test_weights_of_another_number_of_classes_are_not_evaluated(run, tmp_path):
     refused(run.evaluate("--weights", run.checkpoint, "--synthetic", 8), *words, "of 1000;")
     shutil.rmtree(run.images / "val" / "class2")
     refused(run.evaluate("--weights", run.checkpoint), *words, "of 2;")
-    refused(run.evaluate("--resume", run.checkpoint), "holds 3 classes but")
+    refused(run.evaluate("--resume", run.checkpoint), "holds 3 classes but", "give images of the checkpoint's classes")
+    refused(run.evaluate("--resume", run.checkpoint, "--synthetic", 8), "but --synthetic 8 has 1000")

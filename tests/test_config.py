@@ -558,6 +558,7 @@ def test_options_without_effect_are_said(tmp_path):
          ["--lr-warmup-prefix"]),
         (["--synthetic", "64", "--crop-scale", "0.2", "--auto-augment", "ra"],
          ["--data-path", "--crop-scale", "--auto-augment"]),
+        (["--test-only", "--resume", "a.pth", "--weights", "IMAGENET1K_V1"], ["--weights"]),
     ]:  # fmt: skip
         _, lines = config.on_machine(parse(*here, *given))
         assert [line.split()[0] for line in lines] == expected

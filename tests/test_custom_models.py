@@ -9,6 +9,7 @@ from torch import nn
 
 import config
 import models
+import optim
 import options
 from checkpointing.archive import load_checkpoint
 from errors import UserError
@@ -36,6 +37,32 @@ def tiny(num_classes, width=4, *, act="relu"):
 
 def number(num_classes):
     return num_classes
+
+class Odd(nn.Module):
+    def __init__(self, model, change):
+        super().__init__()
+        self.model, self.change = model, change
+
+    def forward(self, image):
+        return self.change(self.model(image))
+
+def five(num_classes):
+    return tiny(5)
+
+def a_tuple(num_classes):
+    return Odd(tiny(num_classes), lambda scores: (scores, scores))
+
+def labels(num_classes):
+    return Odd(tiny(num_classes), lambda scores: scores.argmax(1))
+
+def half(num_classes):
+    return tiny(num_classes).half()
+
+def lazy(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+
+def frozen(num_classes):
+    return tiny(num_classes).requires_grad_(False)
 """
 
 
@@ -121,6 +148,11 @@ def test_momentum_and_eps_of_batch_norm_are_keyword_arguments_of_timms_models():
         (["--model", "NET:"], "'' is no name of a function"),
         (["--model", "NET:tinny"], "has no function tinny; did you mean tiny?"),
         (["--model", "NET:number"], "returned a int, expected a torch.nn.Module"),
+        (["--model", "NET:five"], "its output for 2 images is torch.float32 of shape (2, 5), expected float32 scores"),
+        (["--model", "NET:a_tuple"], "its output for 2 images is a tuple, expected float32 scores of (2, 3)"),
+        (["--model", "NET:labels"], "is torch.int64 of shape (2,), expected"),
+        (["--model", "NET:half"], "Input type (float) and bias type (c10::Half) should be the same"),
+        (["--model", "NET:lazy"], "uninitialized parameter"),
         (["--model", "NET:tiny", "--model-kwargs", "wide=8"], "(num_classes, width=4, *, act='relu'), and is given"),
         (["--model", "NET:tiny", "--stochastic-depth", "0.1"], "has none"),
     ],
@@ -130,6 +162,19 @@ def test_mistakes_are_one_line(net, argv, words):
         build(*[word.replace("NET", str(net)) for word in argv])
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_model_of_which_nothing_trains_is_refused(net):
+    model = build("--model", f"{net}:frozen")
+    args = config.parse_args(["--synthetic", "--model", f"{net}:frozen"])
+    with pytest.raises(UserError, match=r"net.py:frozen has no parameters that train"):
+        optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+
+
+def test_a_head_that_ignores_the_data_is_refused_though_it_fitted_before(net):
+    build("--model", f"{net}:five", num_classes=5)
+    with pytest.raises(UserError, match=r"of shape \(2, 5\), expected float32 scores of \(2, 4\)"):
+        build("--model", f"{net}:five", num_classes=4)
 
 
 @pytest.mark.parametrize(("line", "words"), [("import nothing_there", "line 2): ModuleNotFound"), ("def (", "line 2")])

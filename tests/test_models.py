@@ -114,7 +114,7 @@ def test_sizes_of_images_are_checked_once_for_the_same_options(monkeypatch):
     monkeypatch.setattr(models, "_found_to_fit", set())
     args = config.Record(**vars(config.parse_args(["--synthetic", "--model", "resnet18"]))).replaced(distributed=False)
     sizes = []
-    monkeypatch.setattr(models, "check_sizes", lambda model, args: sizes.append(args.val_crop_size))
+    monkeypatch.setattr(models, "check_sizes", lambda model, args, _: sizes.append(args.val_crop_size))
     models.check_model(args)
     models.build_model(args, 5)
     assert sizes == [224]

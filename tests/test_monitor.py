@@ -281,6 +281,16 @@ def test_hostile_files_of_a_run_end_no_start(tmp_path):
         assert read_points(tmp_path) in ({"val/acc1": [(1, 2.0), (2, 3.0)]}, {})
 
 
+def test_damaged_records_are_told_unless_a_kill_tore_the_last_one(tmp_path, capsys):
+    line = b'{"kind": "val", "step": 1, "epoch": 0, "time": 1.0}\n'
+    for content, expected in [(line + line[:9], 0), (line + b"?\n" + line[:7] + b"\n" + line, 2)]:
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+        records = read_records(tmp_path, print)
+        assert len(records) == content.count(line)
+        words = f"metrics.jsonl in {tmp_path}: {expected} lines cannot be read, and will be left out\n"
+        assert capsys.readouterr().out == words * bool(expected)
+
+
 # A service's package, as small as can be: it writes down how it is called, and remembers what it was sent.
 STAND_IN = """
 import json, os

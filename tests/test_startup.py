@@ -144,6 +144,20 @@ def test_a_second_ctrl_c_while_python_imports_ends_it_with_one_line(started, tmp
     assert (process.returncode, output) == (1, "train.py: error: interrupted\n")
 
 
+def test_a_rank_whose_torchrun_is_killed_before_it_has_joined_ends(started, tmp_path):
+    """Torch would try to connect to the dead store for --dist-timeout, deaf to signals."""
+    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where nobody listens
+    place |= {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    agent = subprocess.Popen(
+        ["sh", "-c", '"$@" & wait', "sh", *command(started, tmp_path / "out", "--batch-size", 4)],
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT | place,
+    )  # fmt: skip
+    assert any("joining 2 processes" in line for line in agent.stdout)
+    time.sleep(0.2)  # it may wait by now, or not: it ends either way
+    agent.kill()
+    agent.communicate(timeout=60)  # until nobody has the pipe, loader processes neither
+
+
 @pytest.mark.parametrize(("argv", "code"), [(["--test-only", "--resume", "auto"], -TERM), (["--epochs", "0"], 2)])
 def test_what_is_no_training_heeds_an_early_signal_in_its_own_way(started, tmp_path, argv, code):
     """Sent before the command line is read, of which the script makes nothing yet."""

@@ -5,6 +5,7 @@ import copy
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import types
@@ -91,11 +92,39 @@ def test_evaluation_agrees_with_scores_counted_by_hand():
     assert train.evaluate(model, nn.CrossEntropyLoss(), loader, "cpu") == 100 * hits / 11
 
 
-def test_evaluation_refuses_a_sampler_that_repeats_images():
+class Numbered(DataLoader):
+    """A loader that knows the numbers of its images, as ours do."""
+
+    def numbers(self):
+        return iter([None] * len(self))
+
+
+def test_evaluation_says_that_a_sampler_repeats_images_and_refuses_it_of_our_own_loaders(capsys):
+    """torchvision warns too: its own sampler repeats images where processes do not divide their number."""
     dataset = TensorDataset(torch.randn(4, 6), torch.zeros(4, dtype=torch.int64))
-    loader = DataLoader(dataset, sampler=[0, 1, 2, 3, 0])
-    with pytest.raises(RuntimeError, match="evaluated 5 images of a set of 4"):
-        train.evaluate(Scorer(3, 0), nn.CrossEntropyLoss(), loader, torch.device("cpu"))
+    sampler, words = [0, 1, 2, 3, 0], "evaluated 5 images of a set of 4"
+    train.evaluate(Scorer(3, 0), nn.CrossEntropyLoss(), DataLoader(dataset, sampler=sampler), "cpu")
+    assert words in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match=words):
+        train.evaluate(Scorer(3, 0), nn.CrossEntropyLoss(), Numbered(dataset, sampler=sampler), "cpu")
+
+
+def test_weights_that_are_not_finite_are_not_evaluated(started, tmp_path):
+    state = torch.load(started.out / "checkpoint.pth", weights_only=True)
+    next(iter(state["model"].values()))[0] = math.nan
+    torch.save(state["model"], tmp_path / "nan.pth")
+    outcome = run_train(tmp_path, *started.argv, "--test-only", "--weights", tmp_path / "nan.pth")
+    assert outcome.codes == [5], outcome.output
+    assert "the weights of the model are not finite; evaluate another checkpoint" in outcome.output
+
+
+def test_a_set_without_a_length_is_evaluated_and_trained_on():
+    batches = [(torch.randn(2, 6), torch.tensor([0, 1]))] * 3
+    args = Namespace(print_freq=10, clip_grad_norm=None, lr_warmup_epochs=0, model_ema_steps=32)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train.train_one_epoch(model, nn.CrossEntropyLoss(), optimizer, batches, "cpu", 0, args)
+    assert train.evaluate(model, nn.CrossEntropyLoss(), batches, "cpu") >= 0
 
 
 def test_torchvisions_names_and_positional_order():
