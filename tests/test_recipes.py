@@ -344,7 +344,7 @@ def test_each_parameter_decays_as_the_source_says(name, monkeypatch):
     args = options_by_name(name)
     # Whether it takes its images is found where each recipe is resolved.
     monkeypatch.setattr(models, "_found_to_fit", set())
-    monkeypatch.setattr(models, "check_sizes", lambda model, args: None)
+    monkeypatch.setattr(models, "check_sizes", lambda model, args, _: None)
     model = estimate.build_without_memory(args, 1000)
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = optim.build_parameter_groups(args, model)
