@@ -119,7 +119,9 @@ def is_orphan() -> bool:
     """
     try:
         return os.getppid() == 1 and os.readlink("/proc/1/exe") != os.readlink("/proc/self/exe")
-    except OSError:
+    except PermissionError:  # process 1 is another user's
+        return True
+    except OSError:  # there is no /proc
         return False
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
+from checkpointing.preemption import FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader, is_orphan
 from tests.endings import differing_results
 from tests.ranks import REPOSITORY, run_ranks, start_torchrun, torchrun_environment, train_rank
 from tests.started import PLAIN
@@ -402,6 +402,26 @@ def start_agent(runs, name, *extra, options=()):
 
 # Long enough to be struck in the middle; the same images and options else.
 LONG = ["--epochs", 200, "--print-freq", 1, "--workers", 2]
+
+
+def test_a_process_whose_torchrun_has_died_before_knows_it():
+    assert not is_orphan()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        if not os.fork():
+            deadline = time.monotonic() + 5
+            while os.getppid() != 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os.write(writing, b"?" if os.getppid() != 1 else b"yes" if is_orphan() else b"no")
+        os._exit(0)
+    os.waitpid(child, 0)
+    found = os.read(reading, 3)
+    os.close(reading)
+    os.close(writing)
+    if found == b"?":
+        pytest.skip("another process than 1 takes orphans in here")
+    assert found == b"yes"
 
 
 @pytest.mark.dist
