@@ -25,7 +25,7 @@ from presets import ClassificationPresetEval
 from scripts.exported import EXTRA_FILE, FORMAT, OPTIONS, TOLERANCE, checked, open_graph, own_stdout, packed
 from scripts.model_card import write_card
 from scripts.predict import find_images, load_batches, open_image
-from scripts.tool import as_json, build_parser, positive, run, write_output
+from scripts.tool import as_json, build_parser, given_path, positive, run, write_output
 from scripts.trained import Trained, add_options, check_classes, open_given
 
 PROG = "python -m scripts.export"
@@ -358,7 +358,7 @@ def main() -> None:
         "--format", metavar="NAME", type=forms, action="extend", required=True, dest="forms",
         help=f"the forms to write, with commas between them: {', '.join(FORMS)}",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the folder to write to")
+    parser.add_argument("--output", metavar="DIR", type=given_path, required=True, help="the folder to write to")
     parser.add_argument(
         "--data-path", metavar="DATA_PATH", type=Path,
         help="as train.py's: train/ calibrates int8, unless --calibration does, and val/ measures its accuracy",

@@ -25,7 +25,7 @@ from files import explain_failure, locked, open_to_read, read_bytes, read_json, 
 from loading.parquet import check_names, find_synset, open_parquet
 from loading.progress import Progress
 from loading.tars import tar_members
-from scripts.tool import build_parser, check_room, make_out, run
+from scripts.tool import build_parser, check_room, given_path, make_out, run
 
 PROG = "python -m scripts.prepare"
 
@@ -519,8 +519,10 @@ def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     description = "Turn ImageNet as it is downloaded into class folders."
     parser = build_parser(PROG, "SOURCE [SOURCE ...] OUT [options]", description, EPILOG)
-    parser.add_argument("sources", metavar="SOURCE", nargs="+", type=Path, help="archive, or folder that holds some")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder that gets train/ and val/; made if need be")
+    parser.add_argument(
+        "sources", metavar="SOURCE", nargs="+", type=given_path, help="archive, or folder that holds some"
+    )
+    parser.add_argument("out", metavar="OUT", type=given_path, help="folder that gets train/ and val/; made if need be")
     parser.add_argument(
         "--splits", nargs="+", choices=["train", "val"], help="splits to write (default: those in the sources)"
     )
