@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -335,11 +336,15 @@ def export(options: argparse.Namespace) -> None:
     if options.results is not None:
         with in_one_line(f"--results {options.results} cannot be read as JSON of scripts.evaluate"):
             results = json.loads(read_bytes(options.results))
+            if not isinstance(results, dict) or not isinstance(results.get("sets"), dict):
+                raise ValueError("it has no results of `sets`")
     trained, images = open_given(options), None
     if "int8" in chosen:
         images = Measure(trained, options.data_path, options.calibration, options.sample)
-    with in_one_line(f"give another --output, {options.output} cannot be made"):
+    with in_one_line(f"give another --output, {options.output} cannot be used"):
         make_folder(options.output)
+        if not os.access(options.output, os.W_OK | os.X_OK):
+            raise PermissionError("it cannot be written to")
     job = Export(trained, options.output, is_average=options.ema, images=images)
     for form in chosen:
         with own_stdout() as stdout:
