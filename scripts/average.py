@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def average(options: argparse.Namespace) -> None:
     if any(name.endswith(".running_mean") for name in weights):
         print(
             "its BatchNorm statistics are means too, which do not fit the mean of the weights; compute them anew: "
-            f"python -m scripts.reestimate_bn {options.output} --data-path DIR --output FILE"
+            f"python -m scripts.reestimate_bn {shlex.quote(str(options.output))} --data-path DIR --output FILE"
         )
 
 

@@ -95,8 +95,8 @@ def write_output(path: Path, content: bytes, option: str = "", verify: Callable[
 
 
 def as_json(content: Any) -> bytes:
-    """Return plain values as the bytes of a JSON file."""
-    return json.dumps(content, indent=1).encode() + b"\n"
+    """Return plain values as the bytes of a JSON file, which has no word for NaN and infinity: ValueError for them."""
+    return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def aligned(rows: list[list[str]], to_left: tuple[int, ...] = (0,)) -> list[str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import math
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import config
 import models
 from data import IndexedImageFolder
-from errors import UserError, require_package
+from errors import NonFiniteError, UserError, require_package
 from loading.progress import Progress
 from metrics import build_criterion, build_metrics
 from options import BY_NAME
@@ -77,6 +78,8 @@ def sweep(trained: Trained, args: config.Record, cells: list[tuple[int, int]]) -
                 evaluation.model, build_criterion(args), evaluation.load(place), evaluation.device,
                 metrics=build_metrics(len(images.classes)), observe=lambda _, target, __: progress.update(len(target)),
             )  # fmt: skip
+        if not math.isfinite(found["loss"]):
+            raise NonFiniteError("the loss of the checkpoint is not finite: its weights are broken")
         results.append({"resize": resize, "crop": crop, **found})
     progress.finish()
     return results

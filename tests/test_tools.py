@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from argparse import ArgumentTypeError, Namespace
 from contextlib import nullcontext
@@ -166,7 +167,7 @@ def test_standard_output_that_is_full_or_closed(argv, code, words):
 
 def test_models_are_listed_with_torchvisions_own_numbers(monkeypatch, capsys):
     code, printed = call(monkeypatch, capsys, models, "--json")
-    rows = {row["name"]: row for row in json.loads(printed)}
+    rows = {row["name"]: row for row in json.loads(printed, parse_constant=pytest.fail)}
     assert code == 0
     assert list(rows) == sorted(torchvision.models.list_models(module=torchvision.models))
     for name, row in rows.items():
@@ -248,9 +249,9 @@ def assert_mean(path, paths):
 
 def test_a_runs_last_checkpoints_are_averaged(started, tmp_path):
     paths = [started.out / f"checkpoint-{step:08d}.pth" for step in (6, 5)]
-    output = tmp_path / "averaged.pth"
+    output = tmp_path / "an average.pth"
     outcome = run(tmp_path, "average", started.out, "--last", 2, "--output", output).check()
-    assert "python -m scripts.reestimate_bn" in outcome.output
+    assert f"python -m scripts.reestimate_bn '{output}' --data-path" in outcome.output
     assert_mean(output, paths)
     trained = open_trained(str(output))
     assert trained.args.model == "timm/tiny_test"
@@ -305,6 +306,7 @@ def test_checkpoints_that_cannot_be_averaged(evaluated, started, tmp_path):
     for name, changes in states.items():
         torch.save({**state_at(2), **changes}, tmp_path / f"{name}.pth")
     (tmp_path / "damaged.pth").write_bytes((tmp_path / "shape.pth").read_bytes()[:500])
+    torch.save({"weight": torch.ones(8)}, tmp_path / "bare.pth")
     first, output = evaluated / "best.pth", tmp_path / "averaged.pth"
     for argv, words in [
         ([first, tmp_path / "model.pth"], "is of another model than"),
@@ -312,6 +314,7 @@ def test_checkpoints_that_cannot_be_averaged(evaluated, started, tmp_path):
         ([first, tmp_path / "classes.pth"], "is of other classes than"),
         ([first, tmp_path / "damaged.pth"], "is damaged or no checkpoint"),
         ([first, tmp_path / "missing.pth"], "missing.pth is no file"),
+        ([first, tmp_path / "bare.pth"], "no weights as `model`: expected a checkpoint with a state dict there"),
         ([tmp_path / "gone", "--last", 2], "gone is no file; give checkpoints, or the folder of a run"),
         ([first, evaluated / "same.pth"], "is the same file as"),
         ([first, "--last", 2], "choose from the folder of a run"),
@@ -451,6 +454,47 @@ def test_sizes_are_ranges_and_lists():
     for text in ("", "0", "288-224", "224-256:0", "1-99999", "32-99999999999", "9" * 5000, "a", "224-"):
         with pytest.raises(ArgumentTypeError, match=r"expected sizes such as 224-288:16 or 224,256, from 1 to"):
             tune_resize.sizes(text)
+
+
+def test_a_sweep_of_broken_weights(started, image_folder, tmp_path):
+    content = torch.load(started.out / "checkpoint.pth", weights_only=True)
+    list(content["model"].values())[-1].fill_(torch.nan)
+    torch.save(content, tmp_path / "nan.pth")
+    argv = ["--data-path", image_folder, "--resize", "32", "--workers", 0, "--device", "cpu"]
+    outcome = run(tmp_path, "tune_resize", tmp_path / "nan.pth", *argv, "--json", tmp_path / "sweep.json")
+    assert outcome.codes == [5], outcome.output
+    assert outcome.output.splitlines()[-1].endswith("the loss of the checkpoint is not finite: its weights are broken")
+    assert not (tmp_path / "sweep.json").exists()
+
+
+def run_as_nobody(name, argv):
+    """Run a tool's command line as a user who may not write everywhere."""
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    tool_rank(name, argv)
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "words"),
+    [
+        ("average", "FILE FILE2 --output OUT/a.pth", "in a folder that is there and can be written to"),
+        ("convert", "FILE --to timm --output OUT/a.pth", "in a folder that is there and can be written to"),
+        ("reestimate_bn", "FILE --data-path IMAGES --output OUT/a.pth", "in a folder that is there and can be written"),
+        ("export", "FILE --format weights --output OUT", "it cannot be written to"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_found_before_the_work(started, tmp_path, name, argv, words):
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
+        folder = Path(place)
+        (folder / "out").mkdir(mode=0o555)
+        folder.chmod(0o755)
+        torch.save({"model": {"weight": torch.ones(2)}}, folder / "wrong.pth")  # of no model: opening it would say so
+        shutil.copy(started.out / "checkpoint.pth" if name == "export" else folder / "wrong.pth", folder / "a.pth")
+        shutil.copy(folder / "a.pth", folder / "b.pth")
+        places = {"FILE": folder / "a.pth", "FILE2": folder / "b.pth", "OUT": folder / "out", "IMAGES": folder}
+        places["OUT/a.pth"] = folder / "out" / "a.pth"
+        command = [places.get(word, word) for word in argv.split()]
+        assert words in error_line(run_ranks(run_as_nobody, 1, name, command, log_folder=tmp_path), name)
 
 
 def test_sweeps_that_cannot_be_made(started, image_folder, tmp_path):
