@@ -6,7 +6,6 @@ import importlib
 import io
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,14 +18,14 @@ from torch.utils.data import default_collate
 from checkpointing.archive import load_checkpoint
 from data import IndexedImageFolder
 from errors import UserError, counted, in_one_line, require_package
-from files import make_folder, read_bytes, read_json
+from files import read_bytes, read_json
 from loading.progress import size_text
 from options import short_name
 from presets import ClassificationPresetEval
 from scripts.exported import EXTRA_FILE, FORMAT, OPTIONS, TOLERANCE, checked, open_graph, own_stdout, packed
 from scripts.model_card import write_card
 from scripts.predict import find_images, load_batches, open_image
-from scripts.tool import as_json, build_parser, given_path, positive, run, write_output
+from scripts.tool import as_json, build_parser, given_path, make_out, positive, run, write_output
 from scripts.trained import Trained, add_options, check_classes, open_given
 
 PROG = "python -m scripts.export"
@@ -341,10 +340,7 @@ def export(options: argparse.Namespace) -> None:
     trained, images = open_given(options), None
     if "int8" in chosen:
         images = Measure(trained, options.data_path, options.calibration, options.sample)
-    with in_one_line(f"give another --output, {options.output} cannot be used"):
-        make_folder(options.output)
-        if not os.access(options.output, os.W_OK | os.X_OK):
-            raise PermissionError("it cannot be written to")
+    make_out(options.output, "--output")
     job = Export(trained, options.output, is_average=options.ema, images=images)
     for form in chosen:
         with own_stdout() as stdout:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import ImageError, LimitError, LoaderKilledError, StorageError, UserError, one_line
-from files import explain_failure, free_bytes, write_atomically
+from files import explain_failure, free_bytes, make_folder, write_atomically
 from loading.progress import size_text
 from options import OneLineParser
 
@@ -128,14 +128,14 @@ def explain(error: BaseException) -> BaseException:
     return error
 
 
-def make_out(out: Path) -> None:
-    """Make the folder that a tool writes to; UserError if it cannot be made or cannot be written to."""
+def make_out(out: Path, name: str = "OUT") -> None:
+    """Make the folder that a tool writes to, the argument `name`; UserError if it cannot be made or written to."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
     except OSError as error:
-        raise UserError(f"{out} cannot be made a folder: {error.strerror}; choose another OUT") from error
+        raise UserError(f"{out} cannot be made a folder: {error.strerror}; choose another {name}") from error
     if not os.access(out, os.W_OK | os.X_OK):
-        raise UserError(f"{out} cannot be written to; choose another OUT")
+        raise UserError(f"{out} cannot be written to; choose another {name}")
 
 
 def check_room(folder: Path, name: str, num_bytes: float, share: float = 1.0) -> None:

@@ -187,7 +187,7 @@ def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
             [checkpoint, "--format", "weights", "--results", tmp_path / "run.json"],
             "scripts.evaluate: it has no results of `sets`",
         ),
-        ([checkpoint, "--format", "weights", "--output", tmp_path / "file" / "out"], "cannot be used"),
+        ([checkpoint, "--format", "weights", "--output", tmp_path / "file" / "out"], "cannot be made a folder"),
     ]:
         outcome, _ = run_tool(tmp_path, "export", *argv, *["--output", onto][: 0 if "--output" in argv else 2], code=2)
         assert words in refused(outcome, "export"), outcome.output

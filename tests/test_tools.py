@@ -480,7 +480,7 @@ def run_as_nobody(name, argv):
         ("average", "FILE FILE2 --output OUT/a.pth", "in a folder that is there and can be written to"),
         ("convert", "FILE --to timm --output OUT/a.pth", "in a folder that is there and can be written to"),
         ("reestimate_bn", "FILE --data-path IMAGES --output OUT/a.pth", "in a folder that is there and can be written"),
-        ("export", "FILE --format weights --output OUT", "it cannot be written to"),
+        ("export", "FILE --format weights --output OUT", "cannot be written to; choose another --output"),
     ],
 )
 def test_a_folder_that_cannot_be_written_to_is_found_before_the_work(started, tmp_path, name, argv, words):
