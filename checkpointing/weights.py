@@ -118,11 +118,14 @@ def _load(path: Path) -> dict:
 def _take(content: dict, key: str | None, source: str) -> Weights:
     """Return the state dict under a key, or the content itself; UserError if that is no sound state dict."""
     found = content if key is None else content.get(key)
-    expected = " or ".join(f"`{name}`" for name in ([key] if key else _RAW_KEYS))
+    keys = " or ".join(f"`{name}`" for name in _RAW_KEYS)
+    expected = f": expected a state dict, or a checkpoint with one as {keys}"
+    if key is not None:
+        expected = f" as `{key}`: expected a checkpoint with a state dict there"
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found):
-        raise UserError(f"{source} holds no weights: expected a state dict, or a checkpoint with one as {expected}")
+        raise UserError(f"{source} holds no weights{expected}")
     if not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
-        raise UserError(f"{source} holds more than weights: expected a state dict, or a checkpoint with {expected}")
+        raise UserError(f"{source} holds more than weights{expected}")
     for name, tensor in found.items():
         # Otherwise a model of the claimed size would be built.
         if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
@@ -243,8 +246,8 @@ def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
     """Raise UserError if an output is one of the inputs, has a name of a run's own files, or cannot be a file there."""
     if STATE_FILES.fullmatch(output.name):
         raise UserError(f"--output {output}: a run's own checkpoints have such names; give another one")
-    if output.is_dir() or not output.parent.is_dir():
-        raise UserError(f"--output {output}: expected a file in a folder that is there")
+    if output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
+        raise UserError(f"--output {output}: expected a file in a folder that is there and can be written to")
     if output.exists() and any(os.path.exists(path) and os.path.samefile(path, output) for path in inputs):
         raise UserError(f"--output {output} is one of the files that it is made from; give another one")
 

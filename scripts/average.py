@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from checkpointing.weights import (
 from errors import UserError, counted
 from loading.progress import Progress
 from monitoring.monitor import read_records
-from scripts.tool import build_parser, positive, run
+from scripts.tool import build_parser, given_path, positive, run
 
 PROG = "python -m scripts.average"
 
@@ -133,7 +134,7 @@ def average(options: argparse.Namespace) -> None:
     if any(name.endswith(".running_mean") for name in weights):
         print(
             "its BatchNorm statistics are means too, which do not fit the mean of the weights; compute them anew: "
-            f"python -m scripts.reestimate_bn {options.output} --data-path DIR --output FILE"
+            f"python -m scripts.reestimate_bn {shlex.quote(str(options.output))} --data-path DIR --output FILE"
         )
 
 
@@ -142,12 +143,12 @@ def main() -> None:
     usage = "RUN (--last N | --best N) --output FILE | CHECKPOINT... --output FILE"
     parser = build_parser(PROG, usage, "Average the weights of several checkpoints.", EPILOG)
     parser.add_argument(
-        "sources", metavar="RUN-OR-CHECKPOINT", nargs="+", type=Path, help="a run's output folder, or checkpoints"
+        "sources", metavar="RUN-OR-CHECKPOINT", nargs="+", type=given_path, help="a run's output folder, or checkpoints"
     )
     parser.add_argument("--last", metavar="N", type=positive, help="the N newest numbered checkpoints of the run")
     parser.add_argument("--best", metavar="N", type=positive, help="the N that were evaluated best, by metrics.jsonl")
     parser.add_argument("--metric", default="acc1", help="ranks --best; the lowest loss is best (default: acc1)")
-    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
+    parser.add_argument("--output", metavar="FILE", type=given_path, required=True, help="the file to write")
     run(PROG, lambda: average(parser.parse_args()), "interrupted; nothing was written")
 
 

@@ -318,7 +318,7 @@ def main() -> None:
     step_benchmark.add_commands(commands)
     monitoring_benchmark.add_commands(commands)
     for command in commands.choices.values():
-        command.add_argument("--json", metavar="FILE", type=output_file, help="write every figure to FILE")
+        command.add_argument("--json", metavar="FILE", type=output_file(".json"), help="write every figure to FILE")
 
     def measure() -> None:
         options = parser.parse_args()

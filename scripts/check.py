@@ -18,10 +18,11 @@ from errors import BadImageError, ImageError, UserError, counted, one_line
 from loading.decode import load_image
 from loading.forms import open_source
 from loading.index import with_retries
+from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.source import Source
 from scripts.pack import in_order
-from scripts.tool import as_json, build_parser, output_file, positive, run, write_output
+from scripts.tool import as_json, build_parser, given_path, output_file, positive, run, write_output
 
 PROG = "python -m scripts.check"
 
@@ -282,7 +283,7 @@ def expectation(text: str) -> int | None:
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     parser = build_parser(PROG, "DATA_PATH [options]", "Look at every image of a data set before a run does.", EPILOG)
-    parser.add_argument("data_path", metavar="DATA_PATH", type=Path, help="as train.py's --data-path")
+    parser.add_argument("data_path", metavar="DATA_PATH", type=given_path, help="as train.py's --data-path")
     for name, number in {"train": NUM_TRAIN, "val": NUM_VAL, "classes": NUM_CLASSES}.items():
         noun = "classes of each split" if name == "classes" else f"images of {name}"
         parser.add_argument(
@@ -292,7 +293,9 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced"
     )
-    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the report to FILE, with every finding")
+    parser.add_argument(
+        "--json", metavar="FILE", type=output_file(".json"), help="write the report to FILE, with every finding"
+    )
     parser.add_argument(
         "--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="kinds that are notes, not problems"
     )
@@ -303,6 +306,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 def check(options: argparse.Namespace) -> int:
     """Print the report, and return the exit code."""
+    check_workers(options.workers)
     report = Report(options.allow)
     splits = open_splits(options.data_path, report)
     check_set(splits, options, report)

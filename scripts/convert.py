@@ -25,7 +25,7 @@ from checkpointing.weights import (
 )
 from errors import UserError, in_one_line
 from options import BY_NAME
-from scripts.tool import build_parser, run
+from scripts.tool import build_parser, given_path, run
 from scripts.trained import Trained, add_options, build_named, build_trained
 
 PROG = "python -m scripts.convert"
@@ -268,7 +268,7 @@ def main() -> None:
     parser = build_parser(PROG, usage, "Rewrite a checkpoint for another script.", EPILOG)
     add_options(parser, "a checkpoint of any of these scripts, or a state dict")
     parser.add_argument("--to", choices=WRITERS, required=True, help="the script that will read the file")
-    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
+    parser.add_argument("--output", metavar="FILE", type=given_path, required=True, help="the file to write")
     run(PROG, lambda: convert(parser.parse_args()), "interrupted; nothing was written")
 
 

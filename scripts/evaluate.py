@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -449,10 +449,15 @@ def numbers(text: str) -> list[int]:
 
 def fraction(text: str) -> float:
     """Return a fraction that train.py's --minival takes; an argparse type."""
-    number = float(text)
-    if not 0 < number <= 0.5:
-        raise ValueError
-    return number
+    with suppress(ValueError):
+        if 0 < (number := float(text)) <= 0.5:
+            return number
+    raise argparse.ArgumentTypeError(f"{text}: expected a fraction above 0, at most 0.5")
+
+
+def json_file(text: str) -> Path:
+    """Return the path of --json, or `_STDOUT`; an argparse type."""
+    return _STDOUT if Path(text) == _STDOUT else output_file(".json")(text)
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -469,12 +474,12 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--minival", metavar="FRACTION", type=fraction,
         help="evaluate --set minival=DIR/train only on the images that training with this --minival held out",
     )  # fmt: skip
-    for name, text in {
-        "--json": "write the results to FILE; - prints them, and nothing else, to standard output",
-        "--per-class": "write the accuracy of each class to FILE, as CSV",
-        "--predictions": "write the best classes of each image to FILE, as CSV",
-    }.items():
-        parser.add_argument(name, metavar="FILE", type=output_file, help=text)
+    for name, kind, text in (
+        ("--json", json_file, "write the results to FILE; - prints them, and nothing else, to standard output"),
+        ("--per-class", output_file(".csv"), "write the accuracy of each class to FILE, as CSV"),
+        ("--predictions", output_file(".csv"), "write the best classes of each image to FILE, as CSV"),
+    ):
+        parser.add_argument(name, metavar="FILE", type=kind, help=text)
     parser.add_argument("--topk", metavar="K,K", type=numbers, default=[1, 5], help="k of Acc@k, and 1 (default: 1,5)")
     parser.add_argument(
         "--limit", metavar="N", type=positive, help="only N images of each set, the first of each class in turn"
@@ -484,11 +489,13 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Refuse options that name the same file."""
-    given = {"--json": options.json, "--per-class": options.per_class, "--predictions": options.predictions}
-    given = {option: os.path.abspath(path) for option, path in given.items() if path is not None}
-    if len(set(given.values())) < len(given):
-        raise UserError(f"{' and '.join(given)} name one file; give each its own")
+    """Refuse outputs that are the same file, or one of the lists and labels that are read."""
+    given = [("--json", options.json), ("--per-class", options.per_class), ("--predictions", options.predictions)]
+    given += [("--real", options.real), *(("--set", text.rpartition(",")[2]) for text in options.sets)]
+    seen = {}
+    for option, path in given:
+        if path is not None and (other := seen.setdefault(os.path.realpath(path), option)) != option:
+            raise UserError(f"{other} and {option} name one file; give each its own")
 
 
 def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -> tuple[list[ImageSet], list[str]]:
@@ -570,7 +577,6 @@ def work() -> None:
     launch = read_launch()
     if launch.is_launched:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that a launcher can end it even inside a collective
-    collectives.setup_for_distributed(launch.rank == 0)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():
             options = get_args_parser().parse_args()

@@ -18,14 +18,14 @@ from torch.utils.data import default_collate
 from checkpointing.archive import load_checkpoint
 from data import IndexedImageFolder
 from errors import UserError, counted, in_one_line, require_package
-from files import make_folder, read_bytes, read_json
+from files import read_bytes, read_json
 from loading.progress import size_text
 from options import short_name
 from presets import ClassificationPresetEval
 from scripts.exported import EXTRA_FILE, FORMAT, OPTIONS, TOLERANCE, checked, open_graph, own_stdout, packed
 from scripts.model_card import write_card
 from scripts.predict import find_images, load_batches, open_image
-from scripts.tool import as_json, build_parser, positive, run, write_output
+from scripts.tool import as_json, build_parser, given_path, make_out, positive, run, write_output
 from scripts.trained import Trained, add_options, check_classes, open_given
 
 PROG = "python -m scripts.export"
@@ -335,11 +335,12 @@ def export(options: argparse.Namespace) -> None:
     if options.results is not None:
         with in_one_line(f"--results {options.results} cannot be read as JSON of scripts.evaluate"):
             results = json.loads(read_bytes(options.results))
+            if not isinstance(results, dict) or not isinstance(results.get("sets"), dict):
+                raise ValueError("it has no results of `sets`")
     trained, images = open_given(options), None
     if "int8" in chosen:
         images = Measure(trained, options.data_path, options.calibration, options.sample)
-    with in_one_line(f"give another --output, {options.output} cannot be made"):
-        make_folder(options.output)
+    make_out(options.output, "--output")
     job = Export(trained, options.output, is_average=options.ema, images=images)
     for form in chosen:
         with own_stdout() as stdout:
@@ -358,7 +359,7 @@ def main() -> None:
         "--format", metavar="NAME", type=forms, action="extend", required=True, dest="forms",
         help=f"the forms to write, with commas between them: {', '.join(FORMS)}",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the folder to write to")
+    parser.add_argument("--output", metavar="DIR", type=given_path, required=True, help="the folder to write to")
     parser.add_argument(
         "--data-path", metavar="DATA_PATH", type=Path,
         help="as train.py's: train/ calibrates int8, unless --calibration does, and val/ measures its accuracy",

@@ -52,13 +52,15 @@ def torchvision_facts(name: str) -> dict[str, Any]:
     return {"name": name, **facts, "weights": default, "all_weights": weights}
 
 
-def _published(member: torchvision.models.WeightsEnum) -> dict[str, float]:
+def _published(member: torchvision.models.WeightsEnum) -> dict[str, float | None]:
     meta = member.meta
     metrics = meta["_metrics"]["ImageNet-1K"]
-    return {
+    facts = {
         "params": meta["num_params"], "flops": meta["_ops"], "acc1": metrics["acc@1"], "acc5": metrics["acc@5"],
         "size": meta["_file_size"],
     }  # fmt: skip
+    # Weights for features alone have NaN for an accuracy, which is no JSON.
+    return {name: None if math.isnan(value) else value for name, value in facts.items()}
 
 
 def timm_facts(name: str) -> dict[str, Any]:

@@ -557,8 +557,12 @@ def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     usage = "--data-path DIR OUT (--lossless | --short-side PX | --max-side PX) [options]"
     parser = tool.build_parser(PROG, usage, "Write an image folder as tar files that load faster.", EPILOG)
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder for the pack: new, empty, or holding one already")
-    parser.add_argument("--data-path", metavar="DIR", type=Path, help="folder with class folders in train/ and val/")
+    parser.add_argument(
+        "out", metavar="OUT", type=tool.given_path, help="folder for the pack: new, empty, or holding one already"
+    )
+    parser.add_argument(
+        "--data-path", metavar="DIR", type=tool.given_path, help="folder with class folders in train/ and val/"
+    )
     words = "folders of --data-path to pack (default: train val)"
     parser.add_argument("--splits", metavar="NAME", nargs="+", default=["train", "val"], help=words)
     modes = parser.add_mutually_exclusive_group(required=True)

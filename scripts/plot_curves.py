@@ -5,7 +5,7 @@ from pathlib import Path
 
 from errors import require_package
 from scripts.report import KINDS, LoggedRun
-from scripts.tool import build_parser, run, write_output
+from scripts.tool import build_parser, given_path, run, write_output
 
 PROG = "python -m scripts.plot_curves"
 EPILOG = "example:\n  python -m scripts.plot_curves runs/digits --over hours"
@@ -42,7 +42,7 @@ def plot_curves(folder: Path, over: str = "step") -> None:
 def main() -> None:
     """Draw the run that the command line names."""
     parser = build_parser(PROG, "RUN [--over AXIS]", __doc__, EPILOG)
-    parser.add_argument("folder", metavar="RUN", type=Path, help="output folder of a run, such as runs/digits")
+    parser.add_argument("folder", metavar="RUN", type=given_path, help="output folder of a run, such as runs/digits")
     parser.add_argument("--over", choices=AXES, default="step", help="horizontal axis (default: step)")
     run(PROG, lambda: plot_curves(**vars(parser.parse_args())), "interrupted; nothing written")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 import collectives
-from errors import BadImageError, UserError, counted, in_one_line, one_line
+from errors import BadImageError, NonFiniteError, UserError, counted, in_one_line, one_line
 from files import open_to_read, read_bytes
 from loading.decode import decode_plainly
 from loading.progress import Progress
@@ -89,6 +89,8 @@ def open_model(options: argparse.Namespace) -> Trained | Graph:
     name = options.device or collectives.find_accelerator() or "cpu"
     with in_one_line(f"--device {name} cannot be used"):
         device = torch.device(name)
+        if device.type not in ("cpu", collectives.find_accelerator()):
+            raise UserError("this machine has none that can compute; try cpu")
         model = trained.model.to(device)
     return trained._replace(model=lambda image: model(image.to(device)))
 
@@ -137,7 +139,7 @@ def predict_all(
     load = partial(_load, opened.preset, has_thumbnail=bool(options.html))
     for loaded in load_batches(load, paths, options.batch_size, "predicting"):
         good = [each[1] for each in loaded if not isinstance(each, str)]
-        tops = iter(_top(opened.model, classes, torch.stack(good), options.topk) if good else [])
+        tops = iter(_top(opened.model, classes, torch.stack(good), options) if good else [])
         for each in loaded:
             yield each if isinstance(each, str) else Prediction(each[0], next(tops), each[2])
 
@@ -167,15 +169,19 @@ def _thumbnail(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
-def _top(model: Callable, classes: list[str] | None, images: Tensor, topk: int) -> list[list[tuple[str, float]]]:
+def _top(
+    model: Callable, classes: list[str] | None, images: Tensor, options: argparse.Namespace
+) -> list[list[tuple[str, float]]]:
     """Return the likeliest classes of each image; UserError if there are not as many names as classes."""
     with torch.no_grad():
         logits = model(images).double().cpu()
+    if not logits.isfinite().all():
+        raise NonFiniteError(f"the scores of {options.checkpoint} are not finite: its weights are broken")
     num_classes = logits.shape[1]
     if classes is not None and len(classes) != num_classes:
         raise UserError(f"{counted(len(classes), 'name')} of classes were given, and the model has {num_classes}")
     # Of equal logits the first class is better, as for argmax.
-    order = logits.argsort(dim=1, descending=True, stable=True)[:, :topk]
+    order = logits.argsort(dim=1, descending=True, stable=True)[:, : options.topk]
     probabilities = logits.softmax(dim=1).gather(1, order)
     return [
         [(str(label) if classes is None else classes[label], value) for label, value in zip(*row, strict=True)]
@@ -239,7 +245,8 @@ def main() -> None:
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     forms.add_argument("--csv", action="store_true", help="print comma-separated values")
-    parser.add_argument("--html", metavar="FILE", type=output_file, help="also write a page of the images to FILE")
+    page = output_file(".html", ".htm")
+    parser.add_argument("--html", metavar="FILE", type=page, help="also write a page of the images to FILE")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
     parser.add_argument("--batch-size", metavar="N", type=positive, default=32, help="images at once (default: 32)")
     parser.add_argument("--device", help="where to compute (default: the accelerator, if there is one)")

@@ -7,7 +7,9 @@ import functools
 import hashlib
 import json
 import os
+import shlex
 import shutil
+import stat
 import struct
 import tarfile
 import zlib
@@ -25,7 +27,7 @@ from files import explain_failure, locked, open_to_read, read_bytes, read_json, 
 from loading.parquet import check_names, find_synset, open_parquet
 from loading.progress import Progress
 from loading.tars import tar_members
-from scripts.tool import build_parser, check_room, make_out, run
+from scripts.tool import build_parser, check_room, given_path, make_out, run
 
 PROG = "python -m scripts.prepare"
 
@@ -71,6 +73,9 @@ _PLACES = ("", "data", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "ILSVRC2012_devkit
 
 _PNG = b"\x89PNG"
 
+# A file stands where a folder is needed, or the other way round.
+_IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
+
 
 class Image(NamedTuple):
     """An image of a source: its class, its file's name and size, and a function that reads it or the file's path."""
@@ -91,6 +96,23 @@ class Source(NamedTuple):
     def describe(self) -> list:
         """Return facts that another run must find unchanged to go on with this one's images."""
         return [[path.name, path.stat().st_size] if path.is_file() else [str(path.resolve())] for path in self.files]
+
+
+def in_words(described: list) -> str:
+    """Return what `Source.describe` says, for a message."""
+    first = " of ".join([described[0][0], *(f"{size:,} bytes" for size in described[0][1:])])
+    return first + (f" and {counted(len(described) - 1, 'other file')}" if described[1:] else "")
+
+
+def num_bytes_of(path: Path) -> int:
+    """Return the size of an image's file; UserError if it is a folder, a pipe, a link to nothing or the like."""
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        about = None
+    if about is None or not stat.S_ISREG(about.st_mode):
+        raise UserError(f"{path} stands where an image is expected, and is no file; move it away")
+    return about.st_size
 
 
 def checked_class(name: str, where: Any) -> str:
@@ -236,7 +258,7 @@ def folder_images(root: Path, truth: Truth | None) -> Iterator[Image]:
     for folder in folders:
         for name in sorted(filter(is_image_file, os.listdir(folder))):
             synset = truth.class_of(name) if truth else folder.name
-            yield Image(synset, name, (folder / name).stat().st_size, folder / name)
+            yield Image(synset, name, num_bytes_of(folder / name), folder / name)
 
 
 def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
@@ -390,6 +412,8 @@ class Target:
         """Turn a failure to write into one line: UserError if there is no room, else StorageError."""
         try:
             yield
+        except _IN_THE_WAY:
+            raise
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             left = max(self.source.num_bytes - self.progress.bytes, 0)
@@ -419,14 +443,18 @@ class Target:
         self.images.mkdir(parents=True, exist_ok=True)
         record, description = self.partial / "source.json", {"source": self.source.describe()}
         begun = read_json(record) or description
+        there = {path: num_bytes_of(path) for folder in self.images.iterdir() for path in folder.iterdir()}
         if begun != description:
-            raise UserError(
-                f"{self.partial} was begun from {begun.get('source')}; give that source again, or remove the folder"
-            )
+            if any(is_image_file(path.name) for path in there):
+                raise UserError(
+                    f"{self.partial} was begun from {in_words(begun['source'])}; give that source again, or remove the "
+                    "folder"
+                )
+            shutil.rmtree(self.images)  # it holds nothing, and another source has other classes
+            self.images.mkdir()
         write_atomically(record, lambda file: file.write(json.dumps(description).encode()))
-        there = sum(path.stat().st_size for folder in self.images.iterdir() for path in folder.iterdir())
         if not self.is_linking:
-            check_room(self.out, self.final.name, self.source.num_bytes - there)
+            check_room(self.out, self.final.name, self.source.num_bytes - sum(there.values()))
 
     def _put(self, image: Image) -> None:
         target = self.images / image.synset / image.file
@@ -484,7 +512,7 @@ def find_sources(given: Given, splits: list[str] | None) -> dict[str, Source]:
 
 def is_finished(out: Path, split: str) -> bool:
     """Tell whether a split is there, and remove the rest of a run that ended just after it; UserError if it is flat."""
-    if not (out / split).exists():
+    if not os.path.lexists(out / split):
         return False
     if not has_class_folders(out / split):
         raise UserError(f"{out / split} has no class folders and would have to be changed; choose another OUT")
@@ -495,12 +523,32 @@ def is_finished(out: Path, split: str) -> bool:
     return True
 
 
+def check_outside(out: Path, sources: dict[str, Source]) -> None:
+    """Refuse an OUT among the images of a source: it would be taken for a class of them."""
+    for folder in [path for source in sources.values() for path in source.files if path.is_dir()]:
+        if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
+            raise UserError(f"{out} is inside {folder}; choose a folder outside the images")
+
+
+@contextmanager
+def nothing_in_the_way() -> Iterator[None]:
+    """Turn a file that stands in OUT in place of a folder, or a folder in place of a file, into one line."""
+    try:
+        yield
+    except _IN_THE_WAY as error:
+        path = Path(error.filename2 or error.filename)
+        wrong = next((each for each in reversed(path.parents) if each.is_file()), path)
+        raise UserError(f"{wrong} is in the way ({error.strerror}); move it away") from error
+
+
 def prepare(options: argparse.Namespace) -> None:
     """Write the splits; each gets its name when it is complete."""
     given, out = Given(options.sources), options.out
     sources = find_sources(given, options.splits)
+    check_outside(out, sources)
     make_out(out)
-    with locked(out / ".prepare.lock", f"waiting for another process that prepares {out}"):
+    waiting = f"waiting for another process that prepares {out}"
+    with nothing_in_the_way(), locked(out / ".prepare.lock", waiting):
         sources = {split: source for split, source in sources.items() if not is_finished(out, split)}
         archives = [path for source in sources.values() for path in source.files]
         archives += [given.files[DEVKIT]] if "val" in sources and DEVKIT in given.files else []
@@ -509,9 +557,10 @@ def prepare(options: argparse.Namespace) -> None:
                 check_md5(path)
         for split, source in sources.items():
             Target(out, split, source, is_copying=options.copy).build()
+    folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-packed")
     print(
-        f"next: python -m scripts.check {out}, then python train.py --data-path {out}; or, as tars that load faster, "
-        f"python -m scripts.pack --data-path {out} {str(out).rstrip('/')}-packed --lossless"
+        f"next: python -m scripts.check {folder}, then python train.py --data-path {folder}; or, as tars that load "
+        f"faster, python -m scripts.pack --data-path {folder} {packed} --lossless"
     )
 
 
@@ -519,8 +568,10 @@ def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     description = "Turn ImageNet as it is downloaded into class folders."
     parser = build_parser(PROG, "SOURCE [SOURCE ...] OUT [options]", description, EPILOG)
-    parser.add_argument("sources", metavar="SOURCE", nargs="+", type=Path, help="archive, or folder that holds some")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder that gets train/ and val/; made if need be")
+    parser.add_argument(
+        "sources", metavar="SOURCE", nargs="+", type=given_path, help="archive, or folder that holds some"
+    )
+    parser.add_argument("out", metavar="OUT", type=given_path, help="folder that gets train/ and val/; made if need be")
     parser.add_argument(
         "--splits", nargs="+", choices=["train", "val"], help="splits to write (default: those in the sources)"
     )

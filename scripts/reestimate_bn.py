@@ -12,7 +12,7 @@ from checkpointing.weights import Weights, as_checkpoint, check_output, write_we
 from data import DeviceLoader, IndexedImageFolder
 from errors import UserError, counted
 from loading.progress import Progress
-from scripts.tool import build_parser, positive, run
+from scripts.tool import build_parser, given_path, positive, run
 from scripts.trained import Evaluation, Trained, add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.reestimate_bn"
@@ -127,7 +127,7 @@ def main() -> None:
     parser = build_parser(PROG, usage, "Compute BatchNorm's running statistics anew.", EPILOG)
     add_options(parser)
     parser.add_argument("--data-path", metavar="DIR", required=True, help="as train.py's; its train/ is read")
-    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write")
+    parser.add_argument("--output", metavar="FILE", type=given_path, required=True, help="the file to write")
     parser.add_argument(
         "--images", metavar="N", type=positive, default=16384, help="how many training images (default: 16,384)"
     )

@@ -485,7 +485,7 @@ def predict(measured: list[dict[str, Any]], nproc: int) -> dict[str, float]:
     images = nproc * last["batch_size"]
     return {
         "nproc": nproc,
-        "bandwidth_gb_per_s": bandwidth / 1e9,
+        "bandwidth_gb_per_s": bandwidth / 1e9 if volume else None,
         "images_per_s_best": images / best,
         "images_per_s_worst": images / (data_s + compute + reduce_s + else_s),
     }

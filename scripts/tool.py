@@ -4,19 +4,26 @@ Any function of a tool may raise `UserError` for a given value that cannot be us
 """
 
 import argparse
+import errno
 import json
 import os
 import signal
+import stat
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from errors import ImageError, LimitError, LoaderKilledError, UserError, one_line
-from files import explain_failure, free_bytes, write_atomically
+from errors import ImageError, LimitError, LoaderKilledError, StorageError, UserError, one_line
+from files import explain_failure, free_bytes, make_folder, write_atomically
 from loading.progress import size_text
 from options import OneLineParser
+
+# Errors of the system by which a path that was given cannot be used.
+_WRONG_PATH = {
+    errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EEXIST,
+}  # fmt: skip
 
 
 def build_parser(prog: str, usage: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -38,12 +45,37 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def output_file(text: str) -> Path:
-    """Return the path of a file that can be written; refuse others before hours of work; an argparse type."""
-    path = Path(text)
-    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there and can be written to")
-    return path
+def given_path(text: str) -> Path:
+    """Return a path; refuse an empty one, which would mean the current folder; an argparse type."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, and it is empty; . is the current folder")
+    return Path(text)
+
+
+def output_file(*endings: str) -> Callable[[str], Path]:
+    """Return an argparse type: the path of a file that can be written; others are refused before hours of work.
+
+    A file that is there is replaced if its name has one of these endings, as that of an earlier output has. Any other
+    may be what the tool reads, such as a checkpoint or an image.
+    """
+
+    def check(text: str) -> Path:
+        path = given_path(text)
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            mode = None
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; give another path") from error
+        if (mode is not None and not stat.S_ISREG(mode)) or not os.access(path.parent, os.W_OK | os.X_OK):
+            raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there and can be written to")
+        if mode is not None and path.suffix.lower() not in endings:
+            raise argparse.ArgumentTypeError(
+                f"{text} is there already, and only files named *{' or *'.join(endings)} are replaced; give another"
+            )
+        return path
+
+    return check
 
 
 def write_output(path: Path, content: bytes, option: str = "", verify: Callable[[Path], None] | None = None) -> None:
@@ -63,8 +95,8 @@ def write_output(path: Path, content: bytes, option: str = "", verify: Callable[
 
 
 def as_json(content: Any) -> bytes:
-    """Return plain values as the bytes of a JSON file."""
-    return json.dumps(content, indent=1).encode() + b"\n"
+    """Return plain values as the bytes of a JSON file, which has no word for NaN and infinity: ValueError for them."""
+    return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def aligned(rows: list[list[str]], to_left: tuple[int, ...] = (0,)) -> list[str]:
@@ -81,7 +113,7 @@ def aligned(rows: list[list[str]], to_left: tuple[int, ...] = (0,)) -> list[str]
 
 
 def explain(error: BaseException) -> BaseException:
-    """Return a one-line error for an error of torch's that a user can act on, and any other error unchanged."""
+    """Return a one-line error for one of torch's or the system's that a user can act on, and any other unchanged."""
     if isinstance(error, RuntimeError):
         from monitoring.estimate import is_out_of_memory  # not above: it imports torch, and some tools do without
 
@@ -89,17 +121,21 @@ def explain(error: BaseException) -> BaseException:
             return LimitError("out of memory; use a smaller --batch-size")
         if "DataLoader worker (pid" in str(error):
             return LoaderKilledError(str(error))
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _WRONG_PATH:
+        return UserError(f"{error.filename}: {error.strerror}; give another path")
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC):
+        return StorageError(f"standard output cannot be written: {error.strerror}")
     return error
 
 
-def make_out(out: Path) -> None:
-    """Make the folder that a tool writes to; UserError if it cannot be made or cannot be written to."""
+def make_out(out: Path, name: str = "OUT") -> None:
+    """Make the folder that a tool writes to, the argument `name`; UserError if it cannot be made or written to."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
     except OSError as error:
-        raise UserError(f"{out} cannot be made a folder: {error.strerror}; choose another OUT") from error
+        raise UserError(f"{out} cannot be made a folder: {error.strerror}; choose another {name}") from error
     if not os.access(out, os.W_OK | os.X_OK):
-        raise UserError(f"{out} cannot be written to; choose another OUT")
+        raise UserError(f"{out} cannot be written to; choose another {name}")
 
 
 def check_room(folder: Path, name: str, num_bytes: float, share: float = 1.0) -> None:
@@ -110,6 +146,16 @@ def check_room(folder: Path, name: str, num_bytes: float, share: float = 1.0) ->
             f"{folder} has {size_text(free)} free, and {name} needs about {size_text(num_bytes)}; free some space or "
             "choose another disk"
         )
+
+
+def open_closed_files() -> None:
+    """Give closed standard files a place: another file would get such a descriptor, and the tool's output with it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest number that is free
+        os.set_inheritable(number, True)
+    os.close(number)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
 
 
 def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_killed: str = "") -> None:
@@ -124,8 +170,10 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_k
     # As Ctrl-C: a batch system ends a job with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     warnings.simplefilter("ignore")  # Pillow's, on large images and odd palettes; torch's, on more workers than cores
+    open_closed_files()
     try:
         exit_code, message = work() or 0, ""
+        sys.stdout.flush()
     except KeyboardInterrupt:
         exit_code, message = 130, when_interrupted
     except (UserError, ImageError, OSError, RuntimeError) as error:
@@ -134,7 +182,10 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_k
             raise
         exit_code = getattr(known, "exit_code", 1)
         message = f"{known}{when_killed if isinstance(known, LoaderKilledError) else ''}"
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try to write the rest again, and say so in a traceback
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if message:
-        sys.stderr.write(f"{prog}: error: {message}\n")
+        sys.stderr.write(f"{prog}: error: {one_line(message)}\n")
     sys.exit(exit_code)

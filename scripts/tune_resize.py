@@ -2,6 +2,8 @@
 
 import argparse
 import io
+import math
+import re
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import config
 import models
 from data import IndexedImageFolder
-from errors import UserError, require_package
+from errors import NonFiniteError, UserError, require_package
 from loading.progress import Progress
 from metrics import build_criterion, build_metrics
 from options import BY_NAME
@@ -37,17 +39,22 @@ holds other images, such as a part of train/.
 
 _PICTURES = (".pdf", ".png", ".svg")
 
+# The first size, the last one and the step; at most nine digits each, which int() takes.
+_RANGE = re.compile(r"([1-9]\d{0,8})(?:-([1-9]\d{0,8}))?(?::([1-9]\d{0,8}))?", re.ASCII)
+
 
 def sizes(text: str) -> list[int]:
     """Return the sizes that 224-288:16 or 224,256 means, in ascending order; an argparse type."""
-    found = set()
+    option, found = BY_NAME["val_crop_size"], set()
     for part in text.split(","):
-        bounds, _, step = part.partition(":")
-        first, dash, last = bounds.partition("-")
-        found.update(range(int(first), int(last if dash else first) + 1, int(step or 1)))
-    option = BY_NAME["val_crop_size"]
-    if not found or min(found) < option.at_least or max(found) > option.at_most:
-        raise ValueError
+        match = _RANGE.fullmatch(part)
+        first, last, step = (int(number or 0) for number in match.groups()) if match else (0, 0, 0)
+        # Before the range is built, which may be one of billions.
+        if not option.at_least <= first <= (last or first) <= option.at_most:
+            raise argparse.ArgumentTypeError(
+                f"{text}: expected sizes such as 224-288:16 or 224,256, from {option.at_least} to {option.at_most}"
+            )
+        found.update(range(first, (last or first) + 1, step or 1))
     return sorted(found)
 
 
@@ -71,6 +78,8 @@ def sweep(trained: Trained, args: config.Record, cells: list[tuple[int, int]]) -
                 evaluation.model, build_criterion(args), evaluation.load(place), evaluation.device,
                 metrics=build_metrics(len(images.classes)), observe=lambda _, target, __: progress.update(len(target)),
             )  # fmt: skip
+        if not math.isfinite(found["loss"]):
+            raise NonFiniteError("the loss of the checkpoint is not finite: its weights are broken")
         results.append({"resize": resize, "crop": crop, **found})
     progress.finish()
     return results
@@ -112,7 +121,7 @@ def picture_file(text: str) -> Path:
     if not text.lower().endswith(_PICTURES):
         raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in {', '.join(_PICTURES)}")
     require_package("matplotlib", "--picture")
-    return output_file(text)
+    return output_file(*_PICTURES)(text)
 
 
 def work(options: argparse.Namespace) -> None:
@@ -148,7 +157,7 @@ def main() -> None:
     default = "from the crop on, 64 px in steps of 16"
     parser.add_argument("--resize", metavar="PX", type=sizes, help=f"224-288:16 or 224,256 (default: {default})")
     parser.add_argument("--crop", metavar="PX", type=sizes, help="likewise (default: the checkpoint's own)")
-    parser.add_argument("--json", metavar="FILE", type=output_file, help="write all results to FILE")
+    parser.add_argument("--json", metavar="FILE", type=output_file(".json"), help="write all results to FILE")
     parser.add_argument("--picture", metavar="FILE", type=picture_file, help="draw curves to FILE (needs matplotlib)")
     add_machine_options(parser)
     run(PROG, lambda: work(parser.parse_args()), "interrupted; start it again: nothing is kept")

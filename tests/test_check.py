@@ -55,6 +55,11 @@ def images(tmp_path):
     return write_images(tmp_path / "images", {"train": [11, 10, 8], "val": [3, 2, 2]})
 
 
+def test_more_workers_than_are_of_use(tmp_path):
+    line = error_line(run(tmp_path, tmp_path, "--workers", 100_000))
+    assert "--workers 100000: this process has" in line
+
+
 def test_a_healthy_set_is_healthy(images, tmp_path):
     code, report, found = look(tmp_path, images, *COUNTS)
     assert (code, found) == (0, {})

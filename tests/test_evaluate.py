@@ -361,10 +361,13 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
         (["--set", val, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder that is there"),
         (["--set", val, "--json", tmp_path], "expected a file in a folder that is there"),
         (["--set", val, "--predictions", tmp_path / "a", "--per-class", tmp_path / "a"], "one file"),
+        (["--set", f"{val},{tmp_path / 'long.csv'}", "--per-class", tmp_path / "long.csv"], "one file"),
+        (["--set", val, "--real", tmp_path / "real.json", "--json", tmp_path / "real.json"], "one file"),
         (["--set", val, "--topk", "0"], "--topk"),
         (["--set", val, "--minival", "0.1"], "are given together"),
         (["--set", f"mini{val}"], "are given together"),
-        (["--set", val, "--minival", "0"], "--minival"),
+        (["--set", val, "--minival", "0"], "--minival: 0: expected a fraction above 0, at most 0.5"),
+        (["--set", val, "--minival", "x"], "--minival: x: expected a fraction above 0, at most 0.5"),
         (["--set", val, "--ema"], "holds no average"),
         (["--set", val, "--model", "resnet18"], "--model is resnet18"),
         (["--set", val, "--device", "warp"], "is no device"),
@@ -374,6 +377,21 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
     torch.save({**torch.load(checkpoint), "args": {"model": "resnet18"}}, tmp_path / "wrong.pth")
     assert "resnet18" in refusal(tmp_path / "wrong.pth", "--set", val)
     assert not list(tmp_path.glob("*.tmp*"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("more", [[], ["--json", "-"]])
+def test_results_that_cannot_be_printed_are_no_success(of_three, images, tmp_path, monkeypatch, world_size, more):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-").write_text("kept")
+    outcome = run(tmp_path, of_three, "--set", f"val={images}", *more, world_size=world_size, stdout="/dev/full")
+    lines = [line for line in outcome.output.splitlines() if "error" in line]
+    assert 1 in outcome.codes
+    assert lines == ["python -m scripts.evaluate: error: standard output cannot be written: No space left on device"], (
+        outcome.output
+    )
+    assert "Traceback" not in outcome.output
+    assert (tmp_path / "-").read_text() == "kept"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

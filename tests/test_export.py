@@ -153,7 +153,7 @@ def test_card_says_what_is_known_and_no_paths(exported):
 def test_average_is_exported_by_choice_beside_the_raw_weights(exported, tmp_path):
     checkpoint, _, _ = exported
     results = tmp_path / "results.json"
-    results.write_text('{"val": {"acc1": 77.5}}')
+    results.write_text('{"sets": {"val": {"acc1": 77.5}}}')
     argv = [checkpoint, "--format", "weights", "--output", tmp_path / "out", "--results", results]
     for extra in ([], ["--ema"]):
         run_tool(tmp_path, "export", *argv, *extra)
@@ -170,6 +170,7 @@ def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
     bare = tmp_path / "bare.pth"
     torch.save({"weight": torch.ones(2)}, bare)
     (tmp_path / "file").write_text("")
+    (tmp_path / "run.json").write_text('{"format": "run-1", "options": {}}')
     onto = tmp_path / "out"
     for argv, words in [
         ([checkpoint, "--format", "onxx"], "onxx is none; there are weights, safetensors, onnx"),
@@ -182,7 +183,11 @@ def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
         ([checkpoint, "--format", "int8", "--calibration", tmp_path / "none"], "none: no such file or folder"),
         ([checkpoint, "--format", "int8", "--calibration", tmp_path / "file"], "/file cannot be read"),
         ([checkpoint, "--format", "weights", "--results", tmp_path / "file"], "cannot be read as JSON"),
-        ([checkpoint, "--format", "weights", "--output", tmp_path / "file" / "out"], "cannot be made"),
+        (
+            [checkpoint, "--format", "weights", "--results", tmp_path / "run.json"],
+            "scripts.evaluate: it has no results of `sets`",
+        ),
+        ([checkpoint, "--format", "weights", "--output", tmp_path / "file" / "out"], "cannot be made a folder"),
     ]:
         outcome, _ = run_tool(tmp_path, "export", *argv, *["--output", onto][: 0 if "--output" in argv else 2], code=2)
         assert words in refused(outcome, "export"), outcome.output

@@ -185,6 +185,7 @@ def test_mistakes_are_one_line(made, tmp_path):
         (checkpoint, [images, "--classes", tmp_path / "two.txt"], "2 names of classes were given, and the model has 4"),
         (checkpoint, [images, "--classes", tmp_path / "three.txt"], "three.txt cannot be read"),
         (checkpoint, [images, "--device", "nonsense"], "--device nonsense cannot be used"),
+        (checkpoint, [images, "--device", "meta"], "--device meta cannot be used: this machine has none"),
         (checkpoint, [images, "--topk", "0"], "--topk"),
         (
             checkpoint,
@@ -203,6 +204,19 @@ def test_mistakes_are_one_line(made, tmp_path):
         outcome, output = run_tool(tmp_path, "predict", source, *argv, "--json", code=2)
         assert words in refused(outcome, "predict"), outcome.output
         assert output == ""
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--csv"]])
+def test_broken_weights_predict_nothing(made, tmp_path, form):
+    checkpoint, _, images = made
+    content = torch.load(checkpoint, weights_only=True)
+    content["model"]["classifier.1.bias"][0] = torch.nan
+    torch.save(content, tmp_path / "nan.pth")
+    argv = [tmp_path / "nan.pth", images, *form, "--html", tmp_path / "page.html"]
+    outcome, output = run_tool(tmp_path, "predict", *argv, code=5)
+    assert "nan.pth are not finite: its weights are broken" in refused(outcome, "predict")
+    assert output == ""
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_damaged_description_is_one_line(made, tmp_path):

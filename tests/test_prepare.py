@@ -225,10 +225,83 @@ def test_a_finished_split_is_left_as_it_is(official, tmp_path):
 def test_another_source_does_not_go_on_with_a_half(official, kaggle, tmp_path):
     command = [tmp_path / "out", "--skip-md5"]
     run(tmp_path, official, *command, fault=("scripts.prepare.os.replace", 9, "after"))
-    assert "train.partial was begun from [['ILSVRC2012_img_train.tar'" in error_line(run(tmp_path, kaggle, *command))
+    line = error_line(run(tmp_path, kaggle, *command))
+    assert re.search(r"train.partial was begun from ILSVRC2012_img_train.tar of [\d,]+ bytes; give that source", line)
     shutil.rmtree(tmp_path / "out" / "train.partial")
     run(tmp_path, kaggle, *command).check()
     assert content(tmp_path / "out") == archives.tree()
+
+
+def test_another_source_begins_where_no_image_was_written(official, tmp_path):
+    """After an archive that holds none, under the name of a class that the right one lacks."""
+    junk = tmp_path / "junk"
+    junk.mkdir()
+    (junk / "ILSVRC2012_img_train.tar").write_bytes(b"junk" * 1000)
+    (tmp_path / "out" / "train.partial" / "train" / "n00000000").mkdir(parents=True)
+    (tmp_path / "out" / "train.partial" / "train" / "n00000000" / "a.JPEG.tmp").write_bytes(b"half")
+    command = [tmp_path / "out", "--skip-md5"]
+    assert "ILSVRC2012_img_train.tar" in error_line(run(tmp_path, junk, *command))
+    assert (tmp_path / "out" / "train.partial" / "source.json").exists()
+    run(tmp_path, official, *command).check()
+    assert content(tmp_path / "out") == archives.tree()
+    assert sorted(os.listdir(tmp_path / "out" / "train")) == sorted({name.split("/")[1] for name in archives.tree()})
+
+
+def test_images_are_not_written_among_their_source(kaggle, tmp_path):
+    source = shutil.copytree(kaggle / "ILSVRC/Data/CLS-LOC/train", tmp_path / "source" / "train").parent
+    before = content(source)
+    (tmp_path / "link").symlink_to(source / "train")
+    for out in (source / "train", source / "train" / "new", tmp_path / "link" / "new"):
+        line = error_line(run(tmp_path, source, out))
+        assert line.endswith(f"{out} is inside {source / 'train'}; choose a folder outside the images")
+    assert content(source) == before
+    assert not (source / "train" / "new").exists()
+    assert "is there already" in run(tmp_path, source, source).check().output
+
+
+def test_archives_may_lie_where_the_images_go(official, tmp_path):
+    folder = shutil.copytree(official, tmp_path / "tars")
+    run(tmp_path, folder, folder, "--splits", "val", "--skip-md5").check()
+    assert {f"val/{name}" for name in content(folder / "val")} == {n for n in archives.tree() if n.startswith("val/")}
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_an_image_that_is_no_file(kaggle, tmp_path, kind):
+    source = shutil.copytree(kaggle / "ILSVRC/Data/CLS-LOC/train", tmp_path / "source" / "train").parent
+    odd = next((source / "train").iterdir()) / "odd.JPEG"
+    {"folder": odd.mkdir, "pipe": lambda: os.mkfifo(odd), "link": lambda: odd.symlink_to("nowhere")}[kind]()
+    line = error_line(run(tmp_path, source, tmp_path / "out"))
+    assert line.endswith(f"{odd} stands where an image is expected, and is no file; move it away")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_folder"),
+    [
+        ("train", False), (".prepare.lock", True), ("train.partial", False), ("train.partial/train", False),
+        ("train.partial/source.json", True), ("train.partial/train/{synset}", False),
+        ("train.partial/train/{synset}/a.JPEG", True),
+    ],
+)  # fmt: skip
+def test_what_stands_in_the_way_is_named(kaggle, tmp_path, name, is_folder):
+    source, out = kaggle / "ILSVRC/Data/CLS-LOC", tmp_path / "out"
+    path = out / name.format(synset=next((source / "train").iterdir()).name)
+    path.parent.mkdir(parents=True)
+    path.mkdir() if is_folder else path.write_text("kept")
+    line = error_line(run(tmp_path, source, out, "--splits", "train"))
+    assert f" {path} " in line
+    assert line.endswith("; move it away")
+    assert path.exists()
+    path.rename(tmp_path / "away")
+    run(tmp_path, source, out, "--splits", "train").check()
+    assert content(out).keys() == {name for name in archives.tree() if name.startswith("train/")}
+
+
+def test_commands_that_follow_can_be_pasted(kaggle, tmp_path):
+    out = tmp_path / "of mine"
+    done = run(tmp_path, kaggle, out).check()
+    assert f"--data-path '{out}' '{out}-packed' --lossless" in done.output
+    assert f"scripts.check '{out}', then" in done.output
 
 
 def test_files_on_the_same_disk_take_no_space(kaggle, tmp_path):

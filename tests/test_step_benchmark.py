@@ -73,6 +73,7 @@ def test_the_model_of_scaling_is_its_formula():
     assert found["images_per_s_best"] == pytest.approx(40 / (0.1 + 0.1 + 0.75))
     assert found["images_per_s_worst"] == pytest.approx(40 / (0.1 + 0.3 + 0.75 + 0.3))
     assert step_benchmark.predict([row], 2)["images_per_s_worst"] == pytest.approx(20 / 1.2)  # what was measured
+    assert step_benchmark.predict([row | {"nproc": 1}], 1)["bandwidth_gb_per_s"] is None  # there is none to measure
     hidden = row | {"step_s": 0.6}
     assert step_benchmark.predict([hidden], 4)["images_per_s_worst"] == pytest.approx(40 / (0.1 + 0.3 + 0.75))
 

@@ -1,11 +1,13 @@
-"""scripts/models.py, average.py, reestimate_bn.py, tune_resize.py and convert.py."""
+"""scripts/tool.py, and models.py, average.py, reestimate_bn.py, tune_resize.py and convert.py."""
 
 import json
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 import tomllib
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,22 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import data
 import optim
+from errors import UserError
+from scripts import (
+    benchmark,
+    check,
+    evaluate,
+    make_digits,
+    models,
+    pack,
+    predict,
+    prepare,
+    reestimate_bn,
+    report,
+    tool,
+    tune_resize,
+)
 from scripts import convert as convert_module
-from scripts import models, reestimate_bn, tune_resize
 from scripts.trained import open_trained
 from tests.images import write_images
 from tests.ranks import REPOSITORY, Outcome, run_ranks, tool_rank
@@ -52,9 +68,106 @@ def call(monkeypatch, capsys, tool, *argv):
     return end.value.code, capsys.readouterr().out
 
 
+def refusal(monkeypatch, capfd, tool, *argv):
+    """Run a tool's command line here, and return the one line by which it is refused."""
+    monkeypatch.setattr(sys, "argv", ["tool", *map(str, argv)])
+    with pytest.raises(SystemExit) as end:
+        tool.main()
+    printed = capfd.readouterr()
+    assert end.value.code == 2, printed
+    assert (printed.out, len(printed.err.splitlines())) == ("", 1), printed
+    return printed.err.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "argv"),
+    [
+        (evaluate, "x.pth", "{file} --set val={folder} --json {file}"),
+        (evaluate, "x.json", "x.pth --set val={folder} --per-class {file}"),
+        (tune_resize, "x.pth", "{file} --data-path {folder} --json {file}"),
+        (predict, "photo.png", "x.pth {file} --html {file}"),
+        (check, "x.png", "{folder} --json {file}"),
+        (report, "metrics.jsonl", "{folder} --out {file}"),
+        (benchmark, "x.JPEG", "step --json {file}"),
+    ],
+    ids=str,
+)
+def test_an_output_replaces_no_file_of_another_kind(monkeypatch, capfd, tmp_path, module, name, argv):
+    (tmp_path / name).write_text("kept")
+    line = refusal(monkeypatch, capfd, module, *argv.format(file=tmp_path / name, folder=tmp_path).split())
+    assert f"{tmp_path / name} is there already, and only files named *." in line
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "kept"
+
+
+def test_an_output_is_new_or_replaces_an_earlier_one(tmp_path):
+    of_json = tool.output_file(".json", ".jso")
+    (tmp_path / "a.JSON").write_text("old")
+    (tmp_path / "link.json").symlink_to("nowhere")
+    for name in ("a.JSON", "new", "new.pth", "link.json"):
+        assert of_json(str(tmp_path / name)) == tmp_path / name
+    for name, words in [
+        ("", "expected a path, and it is empty"), (str(tmp_path), "expected a file in a folder that is there"),
+        (str(tmp_path / ("x" * 300)), "File name too long; give another path"),
+        (str(tmp_path / "a.JSON" / "b.json"), "Not a directory; give another path"),
+    ]:  # fmt: skip
+        with pytest.raises(ArgumentTypeError, match=words):
+            of_json(name)
+
+
+@pytest.mark.parametrize(
+    ("module", "argv"),
+    [(make_digits, [""]), (prepare, [".", ""]), (prepare, ["", "out"]), (pack, ["--lossless", "--data-path", ".", ""])],
+)
+def test_an_empty_path_is_not_the_current_folder(monkeypatch, capfd, tmp_path, module, argv):
+    monkeypatch.chdir(tmp_path)
+    assert "expected a path, and it is empty" in refusal(monkeypatch, capfd, module, *argv)
+    assert not list(tmp_path.iterdir())
+
+
+def raising(error):
+    """Return the work of a tool that fails."""
+
+    def work():
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (OSError(36, "File name too long", "w/xxx"), 2, "w/xxx: File name too long; give another path"),
+        (PermissionError(13, "Permission denied", "a"), 2, "a: Permission denied; give another path"),
+        (BrokenPipeError(32, "Broken pipe"), 1, "standard output cannot be written: Broken pipe"),
+        (OSError(5, "Input/output error", "a"), 1, "[Errno 5] Input/output error: 'a'"),
+        (UserError("a\nb\tc"), 2, "a b\tc"),
+    ],
+)
+def test_every_error_is_one_line(capsys, error, code, line):
+    with pytest.raises(SystemExit) as end:
+        tool.run("name", raising(error), "interrupted")
+    assert (end.value.code, capsys.readouterr().err) == (code, f"name: error: {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["-m", "scripts.models", "resnet18", ">", "/dev/full"], 1, ["No space left on device"]),
+        (["-m", "scripts.models", "resnet18", ">&-", "<&-"], 0, []),
+        (["-m", "scripts.models", "rezzznet", ">&-", "<&-", "2>&1"], 2, []),
+    ],
+)
+def test_standard_output_that_is_full_or_closed(argv, code, words):
+    command = f"{sys.executable} {' '.join(argv)}"
+    done = subprocess.run(["sh", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    lines = [f"python -m scripts.models: error: standard output cannot be written: {word}" for word in words]
+    assert (done.returncode, done.stderr.splitlines()) == (code, lines)
+
+
 def test_models_are_listed_with_torchvisions_own_numbers(monkeypatch, capsys):
     code, printed = call(monkeypatch, capsys, models, "--json")
-    rows = {row["name"]: row for row in json.loads(printed)}
+    rows = {row["name"]: row for row in json.loads(printed, parse_constant=pytest.fail)}
     assert code == 0
     assert list(rows) == sorted(torchvision.models.list_models(module=torchvision.models))
     for name, row in rows.items():
@@ -136,9 +249,9 @@ def assert_mean(path, paths):
 
 def test_a_runs_last_checkpoints_are_averaged(started, tmp_path):
     paths = [started.out / f"checkpoint-{step:08d}.pth" for step in (6, 5)]
-    output = tmp_path / "averaged.pth"
+    output = tmp_path / "an average.pth"
     outcome = run(tmp_path, "average", started.out, "--last", 2, "--output", output).check()
-    assert "python -m scripts.reestimate_bn" in outcome.output
+    assert f"python -m scripts.reestimate_bn '{output}' --data-path" in outcome.output
     assert_mean(output, paths)
     trained = open_trained(str(output))
     assert trained.args.model == "timm/tiny_test"
@@ -193,6 +306,7 @@ def test_checkpoints_that_cannot_be_averaged(evaluated, started, tmp_path):
     for name, changes in states.items():
         torch.save({**state_at(2), **changes}, tmp_path / f"{name}.pth")
     (tmp_path / "damaged.pth").write_bytes((tmp_path / "shape.pth").read_bytes()[:500])
+    torch.save({"weight": torch.ones(8)}, tmp_path / "bare.pth")
     first, output = evaluated / "best.pth", tmp_path / "averaged.pth"
     for argv, words in [
         ([first, tmp_path / "model.pth"], "is of another model than"),
@@ -200,6 +314,7 @@ def test_checkpoints_that_cannot_be_averaged(evaluated, started, tmp_path):
         ([first, tmp_path / "classes.pth"], "is of other classes than"),
         ([first, tmp_path / "damaged.pth"], "is damaged or no checkpoint"),
         ([first, tmp_path / "missing.pth"], "missing.pth is no file"),
+        ([first, tmp_path / "bare.pth"], "no weights as `model`: expected a checkpoint with a state dict there"),
         ([tmp_path / "gone", "--last", 2], "gone is no file; give checkpoints, or the folder of a run"),
         ([first, evaluated / "same.pth"], "is the same file as"),
         ([first, "--last", 2], "choose from the folder of a run"),
@@ -336,9 +451,50 @@ def test_each_cell_is_a_plain_evaluation(started, image_folder, tmp_path, worker
 def test_sizes_are_ranges_and_lists():
     assert tune_resize.sizes("224-288:16") == [224, 240, 256, 272, 288]
     assert tune_resize.sizes("256,224,230-231") == [224, 230, 231, 256]
-    for text in ("", "0", "288-224", "224-256:0", "1-99999", "a", "224-"):
-        with pytest.raises(ValueError):  # noqa: PT011
+    for text in ("", "0", "288-224", "224-256:0", "1-99999", "32-99999999999", "9" * 5000, "a", "224-"):
+        with pytest.raises(ArgumentTypeError, match=r"expected sizes such as 224-288:16 or 224,256, from 1 to"):
             tune_resize.sizes(text)
+
+
+def test_a_sweep_of_broken_weights(started, image_folder, tmp_path):
+    content = torch.load(started.out / "checkpoint.pth", weights_only=True)
+    list(content["model"].values())[-1].fill_(torch.nan)
+    torch.save(content, tmp_path / "nan.pth")
+    argv = ["--data-path", image_folder, "--resize", "32", "--workers", 0, "--device", "cpu"]
+    outcome = run(tmp_path, "tune_resize", tmp_path / "nan.pth", *argv, "--json", tmp_path / "sweep.json")
+    assert outcome.codes == [5], outcome.output
+    assert outcome.output.splitlines()[-1].endswith("the loss of the checkpoint is not finite: its weights are broken")
+    assert not (tmp_path / "sweep.json").exists()
+
+
+def run_as_nobody(name, argv):
+    """Run a tool's command line as a user who may not write everywhere."""
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    tool_rank(name, argv)
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "words"),
+    [
+        ("average", "FILE FILE2 --output OUT/a.pth", "in a folder that is there and can be written to"),
+        ("convert", "FILE --to timm --output OUT/a.pth", "in a folder that is there and can be written to"),
+        ("reestimate_bn", "FILE --data-path IMAGES --output OUT/a.pth", "in a folder that is there and can be written"),
+        ("export", "FILE --format weights --output OUT", "cannot be written to; choose another --output"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_found_before_the_work(started, tmp_path, name, argv, words):
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
+        folder = Path(place)
+        (folder / "out").mkdir(mode=0o555)
+        folder.chmod(0o755)
+        torch.save({"model": {"weight": torch.ones(2)}}, folder / "wrong.pth")  # of no model: opening it would say so
+        shutil.copy(started.out / "checkpoint.pth" if name == "export" else folder / "wrong.pth", folder / "a.pth")
+        shutil.copy(folder / "a.pth", folder / "b.pth")
+        places = {"FILE": folder / "a.pth", "FILE2": folder / "b.pth", "OUT": folder / "out", "IMAGES": folder}
+        places["OUT/a.pth"] = folder / "out" / "a.pth"
+        command = [places.get(word, word) for word in argv.split()]
+        assert words in error_line(run_ranks(run_as_nobody, 1, name, command, log_folder=tmp_path), name)
 
 
 def test_sweeps_that_cannot_be_made(started, image_folder, tmp_path):
@@ -348,7 +504,7 @@ def test_sweeps_that_cannot_be_made(started, image_folder, tmp_path):
     command = [started.out / "checkpoint.pth", "--device", "cpu", "--workers", 0, "--data-path"]
     for argv, words in [
         ([image_folder, "--crop", "64", "--resize", "32"], "--crop 64 is larger than --resize 32"),
-        ([image_folder, "--crop", "nine"], "argument --crop: invalid sizes value"),
+        ([image_folder, "--crop", "nine"], "argument --crop: nine: expected sizes such as"),
         ([image_folder, "--picture", tmp_path / "a.txt"], "expected a name that ends in .pdf, .png, .svg"),
         ([image_folder, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder"),
         ([tmp_path / "other", "--crop", "32"], "has 4 classes, and the model 3"),
@@ -542,7 +698,7 @@ def test_a_tool_that_was_killed_gives_the_same_file_when_it_is_started_again(
 
     run(tmp_path, name, *command(tmp_path / "whole")).check()
     for when in ("before", "after"):
-        file = tmp_path / when
+        file = tmp_path / f"{when}.json"  # any ending will do for weights
         fault = "os.replace", 1, when
         assert run_ranks(tool_rank, 1, name, command(file), None, fault, log_folder=tmp_path).codes == [-9]
         assert file.exists() == (when == "after")

@@ -153,11 +153,20 @@ class Loaded:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"model": argparse.Namespace(weight=torch.zeros(1))}, "holds no weights: expected"),
-        ({"model": {"weight": argparse.Namespace()}}, "holds more than weights: expected"),
+        (
+            {"model": argparse.Namespace(weight=torch.zeros(1))},
+            "holds no weights as `model`: expected a checkpoint with a state dict there",
+        ),
+        (
+            {"model": {"weight": argparse.Namespace()}},
+            "holds more than weights as `model`: expected a checkpoint with a state dict there",
+        ),
         (argparse.Namespace(model={}), "holds a Namespace, not a checkpoint"),
-        ({"epoch": 3}, "holds more than weights: expected a state dict, or a checkpoint with `model` or `state_dict`"),
-        ({"state_dict": None}, "with one as `state_dict`"),
+        (
+            {"epoch": 3},
+            "holds more than weights: expected a state dict, or a checkpoint with one as `model` or `state_dict`",
+        ),
+        ({"state_dict": None}, "holds no weights as `state_dict`: expected a checkpoint"),
         ({"module.a": torch.zeros(1), "a": torch.ones(1)}, "holds weights of one name twice"),
     ],
 )
@@ -253,7 +262,7 @@ def test_checkpoints_are_averaged(three):
             "other.pth holds other weights than .*model_5.pth: count, half, other",
         ),
         ({"model": {"weight": torch.zeros(3), "count": torch.tensor(3), "half": torch.ones(1)}}, KeyError, ": weight"),
-        ({"state_dict": {}}, UserError, "expected a state dict, or a checkpoint with one as `model`"),
+        ({"state_dict": {}}, UserError, "no weights as `model`: expected a checkpoint with a state dict there"),
         ({"model": Thing()}, UserError, "contains code"),
     ],
 )
@@ -289,7 +298,7 @@ def test_weights_are_stored_under_their_hash(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1 + len(set(paths))
     with pytest.raises(RuntimeError, match="Unexpected key"):
         utils.store_model_weights(model, tmp_path / "checkpoint.pth", "more")
-    with pytest.raises(UserError, match="with one as `no`"):
+    with pytest.raises(UserError, match="holds no weights as `no`"):
         utils.store_model_weights(model, tmp_path / "checkpoint.pth", "no")
 
 
