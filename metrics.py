@@ -19,7 +19,7 @@ from checkpointing.guard import compare_classes
 from checkpointing.published import fetch_by_name
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from collectives import all_gather, interleave
-from errors import UserError, in_one_line
+from errors import UserError, in_one_line, one_line
 from options import BY_NAME, WHY_TYPED, is_same_model, split_custom
 from transforms import one_hot
 
@@ -238,7 +238,7 @@ def build_evaluated(
         size: the side of the images, px; by default that of these options.
         is_typed: the command line names the model, so its own file may be run.
     """
-    given = Namespace(model=name, test_only=True, resume=source, synthetic=1)
+    given = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1)
     if weights.script == "timm" and name.startswith("timm/"):
         weights.options |= models.options_of_timm(name, weights.options)
     options = {key: value for key, value in weights.options.items() if _is_value(key, value)}
@@ -246,7 +246,8 @@ def build_evaluated(
         given.val_crop_size = size
     typed = ["model"] if is_typed else []
     args, _ = models.take_statistics(config.Record(**vars(config.complete(given, typed=typed))))
-    args, _ = config.as_trained(args, options)
+    with in_one_line(source):
+        args, _ = config.as_trained(args, options)
     if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
         args = args.replaced(weights=options["weights"])
     args = args.replaced(distributed=False)

@@ -284,7 +284,10 @@ def explained(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"--output-dir: {explain_failure(error, folder, 0)}") from error
-        raise UserError(f"--output-dir {folder} cannot be written: {error.strerror or error}") from error
+        reason = error.strerror or error
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            reason = "a file stands in its place or above it; choose another folder"
+        raise UserError(f"--output-dir {folder} cannot be written: {reason}") from error
 
 
 def _write(path: Path, payload: bytes) -> None:

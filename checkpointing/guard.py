@@ -256,8 +256,11 @@ def _why_epochs_matter(args: Any) -> str | None:
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
     label = {"threads": "CPU threads (OMP_NUM_THREADS)", "world_size": "world-size"}.get(name, name.replace("_", "-"))
-    note = " (from here on; good images give the same numbers)" if name == "bad_images" else ""
-    return f"{label} {theirs} in the checkpoint, {ours} now{note}"
+    notes = {
+        "bad_images": " (from here on; good images give the same numbers)",
+        "weights": " (not read: the checkpoint has the run's own)",
+    }
+    return f"{label} {theirs} in the checkpoint, {ours} now{notes.get(name, '')}"
 
 
 def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:

@@ -17,6 +17,7 @@ from checkpointing.archive import load_checkpoint, read_checkpoint
 from checkpointing.schema import FORMAT, check_schema
 from checkpointing.weights import load_weights
 from errors import UserError
+from scripts.trained import open_trained
 from tests import fuzz
 from tests.ranks import module_rank, run_ranks
 from tests.runs import state_at
@@ -151,6 +152,10 @@ def test_options_of_a_checkpoint_to_evaluate_are_checked(started, tmp_path):
         place = started.argv.index("--val-crop-size")
         argv = started.argv[:place] + started.argv[place + 2 :]
         refused(run_train(tmp_path, *argv, "--test-only", "--resume", tmp_path / "other.pth"), "--val-crop-size")
+    state["args"] |= {"val_crop_size": 32, "val_resize_size": -5}
+    torch.save(state, tmp_path / "other.pth")
+    with pytest.raises(UserError, match=r"other\.pth: --val-resize-size -5: expected"):
+        open_trained(str(tmp_path / "other.pth"))
 
 
 def rewritten(change):

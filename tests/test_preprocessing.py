@@ -76,7 +76,8 @@ def test_a_resumed_run_and_an_evaluation_take_the_checkpoints(tmp_path):
     assert trained_with(out)["mean"] == [0.25, 0.5, 0.75]
     tested = run_train(tmp_path, *argv, "--resume", out / "checkpoint.pth", "--test-only").check()
     assert "--mean [0.25, 0.5, 0.75]: as in the checkpoint" in tested.output
-    trained = open_trained(str(out / "checkpoint.pth"))
+    (out / "two\nlines.pth").write_bytes((out / "checkpoint.pth").read_bytes())
+    trained = open_trained(str(out / "two\nlines.pth"))
     assert (trained.args.mean, trained.args.std) == ([0.25, 0.5, 0.75], [0.5] * 3)
 
 

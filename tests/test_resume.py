@@ -180,18 +180,20 @@ def test_what_changed_is_said_and_no_temporary_file_is_left(started, tmp_path):
     out = started.copy(tmp_path / "out")
     (out / "checkpoint-00000009.pth.tmp.77").write_bytes(b"half")
     argv = ["--resume", "auto", "--lr", 0.5, "--allow-change", "lr"]
-    outcome = started.go_on(tmp_path, out, *argv, "--print-freq", 1, "--workers", 1).check()
+    more = ["--print-freq", 1, "--workers", 1, "--weights", started.out / "best.pth"]
+    outcome = started.go_on(tmp_path, out, *argv, *more).check()
     assert "changed as --allow-change says: lr 0.05 in the checkpoint, 0.5 now" in outcome.output
     (free,) = [line for line in outcome.output.splitlines() if line.startswith("options that changed: ")]
     assert set(free.removeprefix("options that changed: ").split("; ")) == {
         "workers 0 in the checkpoint, 1 now",
         "epochs 2 in the checkpoint, 3 now",  # of which steplr's rates do not depend
         "print-freq 2 in the checkpoint, 1 now",
+        f"weights None in the checkpoint, {started.out}/best.pth now (not read: the checkpoint has the run's own)",
         f"output-dir {started.out} in the checkpoint, {out} now",
     }
     assert list(out.glob("*.tmp*")) == []
     recipe = (out / "recipe.toml").read_text()
-    outcome = started.go_on(tmp_path, out, *argv).check()  # the same command again; nothing is left to do
+    outcome = started.go_on(tmp_path, out, *argv, *more).check()  # the same command again; nothing is left to do
     assert "--allow-change lr: as in the checkpoint" in outcome.output
     assert (out / "recipe.toml").read_text() == recipe
 
