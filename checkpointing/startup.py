@@ -97,7 +97,8 @@ def begin_script() -> None:
     _early = Signals()
     _early.install()
     phases.begin()
-    _open_standard_files()
+    open_closed_files()
+    _unbuffer_output()
     sys.excepthook = _say_failed_import
     gc.disable()  # a quarter of the imports' time would go into collecting garbage among objects that stay
 
@@ -116,22 +117,27 @@ def take_signals() -> Signals:
     return signals
 
 
-def _open_standard_files() -> None:
-    """Open closed standard files: a checkpoint could get such a descriptor, and messages would be written into it."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+def open_closed_files() -> None:
+    """Open closed standard files: another file could get such a descriptor, and messages would be written into it."""
+    for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free: this one
-        stream = getattr(sys, name) or open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
-        if number:
-            # Otherwise a path that the stream cannot encode would end the run.
-            errors = "backslashreplace" if stream.errors == "strict" else stream.errors
-            # Line by line, into a pipe too, and without a buffer below: a forked process would inherit a line that
-            # could not be written, try to write it again, and end the run.
-            unbuffered = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
-            stream = io.TextIOWrapper(unbuffered, stream.encoding, errors, line_buffering=True)
-        setattr(sys, name, stream)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _unbuffer_output() -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        # Otherwise a path that the stream cannot encode would end the run.
+        errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+        # Line by line, into a pipe too, and without a buffer below: a forked process would inherit a line that could
+        # not be written, try to write it again, and end the run.
+        unbuffered = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        setattr(sys, name, io.TextIOWrapper(unbuffered, stream.encoding, errors, line_buffering=True))
 
 
 def _say_failed_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

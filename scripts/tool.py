@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from checkpointing.startup import open_closed_files
 from errors import ImageError, LimitError, LoaderKilledError, StorageError, UserError, one_line
 from files import explain_failure, free_bytes, make_folder, write_atomically
 from loading.progress import size_text
@@ -146,16 +147,6 @@ def check_room(folder: Path, name: str, num_bytes: float, share: float = 1.0) ->
             f"{folder} has {size_text(free)} free, and {name} needs about {size_text(num_bytes)}; free some space or "
             "choose another disk"
         )
-
-
-def open_closed_files() -> None:
-    """Give closed standard files a place: another file would get such a descriptor, and the tool's output with it."""
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest number that is free
-        os.set_inheritable(number, True)
-    os.close(number)
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
 
 
 def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_killed: str = "") -> None:
