@@ -492,22 +492,27 @@ class Tally:
             print("the checkpoint's record is of other metrics; the next one counts from here on")
 
 
-def result_lines(values: dict[str, Any], n: int, data_loader: Any) -> list[str]:
-    """Return the line of an evaluation's result, a second line with all other scalar values, and one of doubt, if any.
-
-    Raises:
-        RuntimeError: one of our loaders, which leave out and repeat none, did not yield each image of its set once.
-    """
+def result_lines(values: dict[str, Any], n: int) -> list[str]:
+    """Return the line of an evaluation's result, and a second line with all other scalar values, if any."""
     lines = [f"Acc@1 {values['acc1']:.3f} Acc@5 {values['acc5']:.3f} loss {values['loss']:.3f} n={n}"]
     others = {name: value for name, value in values.items() if name not in ("acc1", "acc5", "loss")}
     words = [f"{name} {value:.3f}" for name, value in others.items() if isinstance(value, float | int)]
-    lines += [" ".join(words)] * bool(words)
+    return lines + [" ".join(words)] * bool(words)
+
+
+def miscounted(n: int, data_loader: Any) -> list[str]:
+    """Return a line if an evaluation has not counted each image of a plain loader's set once, as torchvision does.
+
+    Raises:
+        RuntimeError: the loader is one of ours, which leave out and repeat none.
+    """
     dataset = getattr(data_loader, "dataset", None)
-    if hasattr(dataset, "__len__") and n != len(dataset):
-        lines.append(f"evaluated {n} images of a set of {len(dataset)}: the sampler leaves out or repeats some")
-        if hasattr(data_loader, "numbers"):
-            raise RuntimeError(lines[-1])
-    return lines
+    if not hasattr(dataset, "__len__") or n == len(dataset):
+        return []
+    line = f"evaluated {n} images of a set of {len(dataset)}: the sampler leaves out or repeats some"
+    if hasattr(data_loader, "numbers"):
+        raise RuntimeError(line)
+    return [line]
 
 
 def numbers_of(data_loader: Any) -> Iterator[Tensor | None]:

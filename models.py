@@ -294,9 +294,9 @@ def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> 
     cases = [("train", size, args.batch_size) for size in training] + [("val", args.val_crop_size, 2)]
     for split, size, batch_size in cases:
         set_training_mode(model) if split == "train" else model.eval()
-        scores = num_classes and (min(batch_size, 2), num_classes)
-        with in_one_line(f"--model {args.model}"):
-            obstacle = find_obstacle(model, (min(batch_size, 2), 3, size, size), scores)
+        num_images = min(batch_size, 2)
+        check = num_classes and partial(_check_scores, args.model, (num_images, num_classes))
+        obstacle = find_obstacle(model, (num_images, 3, size, size), check)
         if obstacle is not None:
             images = f"a --batch-size of 1 and --{split}-crop-size" if batch_size == 1 else f"--{split}-crop-size"
             raise UserError(
@@ -338,11 +338,10 @@ class _QuickShapes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def find_obstacle(model: nn.Module, shape: tuple[int, ...], scores: tuple[int, int] | None = None) -> str | None:
+def find_obstacle(model: nn.Module, shape: tuple[int, ...], check: Callable[[Any], None] | None = None) -> str | None:
     """Return the reason, in one line, why a model cannot take images of a shape (B, 3, H, W), or None if it can.
 
-    Raises:
-        UserError: `scores`, (B, num_classes), is given, and the model returns something else.
+    If it can, `check` is called with its output, and may raise.
     """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     obstacle = None
@@ -352,24 +351,24 @@ def find_obstacle(model: nn.Module, shape: tuple[int, ...], scores: tuple[int, i
                    for name, tensor in state.items()}  # fmt: skip
             with torch.no_grad(), torch.random.fork_rng([]), _QuickShapes():
                 output = torch.func.functional_call(model, own, torch.zeros(shape, device=device))
-            if scores is not None:
-                _check_scores(output, scores)
-            return None
-        except UserError:
-            raise
         except Exception as error:  # each kind of layer raises another error
             obstacle = obstacle or (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        else:
+            if check is not None:
+                check(output)
+            return None
         if any(tensor.is_meta for tensor in state.values()) or shape[-1] > 1024:
             break
     return obstacle
 
 
-def _check_scores(output: Any, shape: tuple[int, int]) -> None:
+def _check_scores(name: str, shape: tuple[int, int], output: Any) -> None:
     """Raise UserError unless a model's output is a tensor of float32 scores of this shape."""
     if not isinstance(output, Tensor) or output.dtype != torch.float32 or output.shape != shape:
         is_tensor = isinstance(output, Tensor)
         found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
-        raise UserError(f"its output for {counted(shape[0], 'image')} is {found}, expected float32 scores of {shape}")
+        images = counted(shape[0], "image")
+        raise UserError(f"--model {name}: its output for {images} is {found}, expected float32 scores of {shape}")
 
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:

@@ -30,7 +30,7 @@ from errors import PreemptedError, end_by, end_process
 from launch import read_launch
 from loading.loader import check_memory
 from loading.seen import SeenRecord
-from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, numbers_of, result_lines
+from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_lines
 from monitoring.monitor import begin_log
 from monitoring.preview import preview
 from options import get_args_parser
@@ -137,7 +137,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
                 metric_logger.show(*tally.read_local())
     tally.synchronize_between_processes()
     values, n = tally.read()
-    for line in result_lines(values, n, data_loader):
+    for line in [*result_lines(values, n), *miscounted(n, data_loader)]:
         print(f"{header} {line}")
     return {**values, "n": n}
 

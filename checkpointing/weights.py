@@ -118,10 +118,10 @@ def _load(path: Path) -> dict:
 def _take(content: dict, key: str | None, source: str) -> Weights:
     """Return the state dict under a key, or the content itself; UserError if that is no sound state dict."""
     found = content if key is None else content.get(key)
-    keys = " or ".join(f"`{name}`" for name in _RAW_KEYS)
-    expected = f": expected a state dict, or a checkpoint with one as {keys}"
-    if key is not None:
-        expected = f" as `{key}`: expected a checkpoint with a state dict there"
+    expected = f" as `{key}`: expected a checkpoint with a state dict there"
+    if key is None:
+        keys = " or ".join(f"`{name}`" for name in _RAW_KEYS)
+        expected = f": expected a state dict, or a checkpoint with one as {keys}"
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found):
         raise UserError(f"{source} holds no weights{expected}")
     if not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
