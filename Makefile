@@ -33,10 +33,11 @@ format: $(READY)  ## put the code into its one form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lint: $(READY)  ## check form, names, complexity and spelling
+lint: $(READY)  ## check style, names, complexity, spelling and size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/python .ci/size.py
 
 test: $(READY)  ## run the test suite, without a GPU: some minutes on two cores
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal

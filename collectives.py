@@ -271,8 +271,7 @@ def _await_master(address: Mapping[str, str], dist_url: str, timeout_s: float) -
 def shut_down() -> None:
     """Leave the process group after the last collective. Collective: every rank must call it.
 
-    Without the barrier some runs abort while they end: a rank tears down connections that another still uses
-    (docs/research/RELIABILITY.md, 2.2).
+    Without the barrier some runs abort while they end: a rank tears down connections that another still uses.
     """
     if is_dist_avail_and_initialized():
         dist.barrier(group=_patient_group)

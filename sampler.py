@@ -57,8 +57,7 @@ class VirtualShards(NamedTuple):
         """Check that this world size can compute these shards.
 
         Args:
-            needs_same_bits: also require bit-identical sums: V / W a power of two, or W = 1
-                (docs/research/RELIABILITY.md, 2.6).
+            needs_same_bits: also require bit-identical sums: V / W a power of two, or W = 1.
             is_synchronised: also require that synchronised BatchNorm sees the whole global batch: W = V.
 
         Raises:
@@ -161,7 +160,7 @@ class RepeatedSampler(TrainSampler):
     """Yield each image several times in a row, so mostly in different shards (Hoffer et al., arXiv 1901.09335).
 
     An epoch has the usual length: the first N of the repeated order. torchvision also cuts it to a multiple of 256
-    images, which leaves nothing of a small set; that is the only difference (docs/research/PEERS.md, 2.1).
+    images, which leaves nothing of a small set; that is the only difference.
 
     With fewer shards than repetitions, some repetitions of an image share a shard. They are not neighbours there, as
     mixing pairs neighbours, and the last image with the first, unless one image fills more than half of the shard.

@@ -67,7 +67,7 @@ def read_checkpoint(path: Path, name: str) -> Found:
 def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = False) -> dict:
     """Load a file of tensors and plain values, or its bytes; check every byte and run none of its code.
 
-    `torch.load` accepts flipped bits in a tensor; the archive's checksums do not (docs/research/RELIABILITY.md, 2.1).
+    `torch.load` accepts flipped bits in a tensor; the archive's checksums do not.
     An `argparse.Namespace`, as checkpoints of torchvision and timm hold, is refused unless `takes_namespace`.
 
     Raises:

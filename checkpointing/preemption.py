@@ -129,7 +129,7 @@ def start_worker(worker: int) -> None:
     """Prepare a loader process: it ends with its parent, or when its parent says so, and by no signal from elsewhere.
 
     torchrun and terminals signal the whole process group; a loader that died of the signal would end the run before
-    it could save (docs/research/RELIABILITY.md, finding 3). Off Linux a loader dies of anybody's SIGTERM. On SIGUSR2,
+    it could save. Off Linux a loader dies of anybody's SIGTERM. On SIGUSR2,
     from the stall watchdog, it prints its Python stacks.
     """
     faulthandler.register(signal.SIGUSR2, file=2)

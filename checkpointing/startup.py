@@ -18,8 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.
 class Signals:
     """Take the signals that announce an end.
 
-    A handler only sets a flag: it may interrupt any line of the program, and so may use neither files nor collectives
-    (docs/research/RELIABILITY.md, 3.9).
+    A handler only sets a flag: it may interrupt any line of the program, and so may use neither files nor collectives.
 
     Attributes:
         number: the first signal that came; 0 for none.

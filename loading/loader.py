@@ -130,7 +130,7 @@ class BatchLoader:
     """Load batches, in this process or in worker processes.
 
     Forked workers put images into shared memory and reuse it: a later batch overwrites it, so copy images that are to
-    stay. A fresh page of shared memory would cost more than the copy into it (docs/research/LOADING.md, 5). The
+    stay. A fresh page of shared memory would cost more than the copy into it. The
     batches take (num_workers x prefetch_factor + 2) x batch_bytes at most, in anonymous memory: none of it lies in
     /dev/shm.
 

@@ -50,7 +50,7 @@ SWIN = (
     "--model-ema --ra-sampler --ra-reps 4 "
 )
 
-# The commands of torchvision's classification README, the broken ones mended (docs/research/PEERS.md, 2.1, item 18).
+# The commands of torchvision's classification README, with the broken ones fixed.
 COMMANDS = [
     *[f"--model {name} --lr 1e-2" for name in ("alexnet", "vgg11")],
     "--model inception_v3 --test-only --weights Inception_V3_Weights.IMAGENET1K_V1",
