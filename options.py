@@ -614,7 +614,8 @@ OPTIONS = {
         ),
         Option(
             "--best-metric", default="acc1", choices=["acc1", "acc5", "loss"], resume=FREE,
-            help="validation metric that chooses best.pth, and best_ema.pth for the average of --model-ema",
+            help="validation metric that chooses best.pth, and best_ema.pth for the average of --model-ema; of equal "
+            "values the one with the lower loss, then the earlier epoch",
         ),
         Option(
             "--save-per-node", default=False, resume=FREE,

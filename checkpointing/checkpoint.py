@@ -32,7 +32,7 @@ class RunState:
         self.facts = facts
         self.parts = {name: part for name, part in parts.items() if part is not None}
         self.epoch, self.steps, self.is_evaluated = 0, 0, False
-        self.bests = dict.fromkeys(BEST_NAMES.values())  # {"metric", "value", "step"}, or None
+        self.bests = dict.fromkeys(BEST_NAMES.values())  # {"metric", "value", "loss", "step"}, or None
         self.is_resumed = False
 
     @property
@@ -53,16 +53,19 @@ class RunState:
     def note_results(self, results: dict[str, dict[str, float]], metric: str) -> None:
         """Record that the epoch has been evaluated, and whether it is the best so far in each kind of `BEST_NAMES`.
 
-        The lowest loss is best, or the highest value of any other metric.
+        The lowest loss is best, or the highest value of any other metric; of equal values the one with the lower loss,
+        then the earlier one. Earlier versions saved no loss: their best stays in a tie.
         """
         self.is_evaluated = True
         sign = -1 if metric == "loss" else 1
         for kind in BEST_NAMES.keys() & results.keys():
             name, value = f"{kind}/{metric}", float(results[kind][metric])
+            loss = float(results[kind].get("loss", math.inf))
+            loss = math.inf if math.isnan(loss) else loss
             best = self.bests[BEST_NAMES[kind]]
             is_first = best is None or best["metric"] != name or not math.isfinite(best["value"])
-            if is_first or sign * value > sign * best["value"]:
-                self.bests[BEST_NAMES[kind]] = {"metric": name, "value": value, "step": self.step}
+            if is_first or (sign * value, -loss) > (sign * best["value"], -best.get("loss", -math.inf)):
+                self.bests[BEST_NAMES[kind]] = {"metric": name, "value": value, "loss": loss, "step": self.step}
 
     @property
     def best_now(self) -> list[str]:

@@ -74,9 +74,10 @@ def _is_window(value: Any) -> bool:
 def _is_best(value: Any) -> bool:
     return value is None or (
         isinstance(value, dict)
-        and value.keys() == {"metric", "value", "step"}
+        and value.keys() - {"loss"} == {"metric", "value", "step"}
         and _is_text(value["metric"])
         and type(value["value"]) is float
+        and type(value.get("loss", 0.0)) is float
         and _is_count(value["step"])
     )
 

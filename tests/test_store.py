@@ -231,12 +231,33 @@ def test_best_is_the_highest_but_of_a_loss_the_lowest(kind, name, metric, values
     assert run.bests[name]["step"] == values.index(expected)
 
 
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [([11.55, 2.78], 1), ([2.78, 11.55], 0), ([2.78, 2.78], 0), ([float("nan"), 2.78], 1), ([2.78, float("nan")], 0)],
+)
+def test_of_two_equal_results_the_one_of_lower_loss_is_best_then_the_earlier(losses, step):
+    run = RunState(1, {}, {})
+    for epoch, loss in enumerate(losses):
+        run.start_epoch(epoch)
+        run.note_results({"val": {"acc1": 36.29, "loss": loss}}, "acc1")
+    assert run.bests["best"]["step"] == step
+
+
+def test_a_best_that_an_earlier_version_saved_without_its_loss_stays_best_in_a_tie():
+    run = RunState(1, {}, {})
+    run.bests["best"] = {"metric": "val/acc1", "value": 36.29, "step": 0}
+    run.start_epoch(1)
+    run.note_results({"val": {"acc1": 36.29, "loss": 2.78}}, "acc1")
+    assert run.bests["best"]["step"] == 0
+    check_schema(state_at(1, best=run.bests["best"]), "it")
+
+
 def test_another_metric_begins_a_best_of_its_own():
     run = RunState(1, {}, {})
     run.note_results({"val": {"acc1": 99.0}}, "acc1")
     run.start_epoch(1)
     run.note_results({"val": {"acc1": 98.0, "loss": 3.0}}, "loss")
-    assert run.bests == {"best": {"metric": "val/loss", "value": 3.0, "step": 1}, "best_ema": None}
+    assert run.bests == {"best": {"metric": "val/loss", "value": 3.0, "loss": 3.0, "step": 1}, "best_ema": None}
 
 
 def test_the_raw_weights_and_their_average_have_a_best_each(tmp_path):
