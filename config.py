@@ -12,7 +12,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, counted, did_you_mean, end_by, end_process, is_printable
+from errors import UserError, counted, did_you_mean, end_by, end_process, is_printable, one_line
 from launch import read_launch
 from options import (
     ALWAYS,
@@ -521,7 +521,7 @@ def with_shards(args: Record, state: dict | None) -> Record:
     changes = _differing(args, state["args"], STATISTICS)
     for name, values in changes.items():
         BY_NAME[name].check(values)
-        print(f"--{name} {' '.join(map(str, values))}: as in the checkpoint")
+        print(one_line(f"--{name} {' '.join(map(str, values))}: as in the checkpoint"))
     return args.replaced(**shards, weights=weights, **changes)
 
 

@@ -25,7 +25,7 @@ from checkpointing.preemption import start_worker
 from checkpointing.published import options_of_weights, resolve_weights
 from checkpointing.startup import phases
 from checkpointing.weights import HUB
-from errors import BadImageError, ImageError, UserError, counted
+from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import read_bytes
 from loading.decode import decode_plainly
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
@@ -659,7 +659,7 @@ def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str
     first_step = data_loader.loader.sampler.start_step
     since = f" since step {first_step}" if first_step else ""
     index = data_loader.dataset.index
-    paths = ", ".join(index.path(number) for number in images[:3]) + (", ..." if len(images) > 3 else "")
+    paths = ", ".join(one_line(index.path(number)) for number in images[:3]) + (", ..." if len(images) > 3 else "")
     print(
         f"Epoch: [{epoch}] {counted(len(images), 'image')} {what}{since} ({counted(len(samples), 'sample')}): {paths}"
     )

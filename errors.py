@@ -13,6 +13,9 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
+# Most characters of an error's line.
+MOST_LINE = 298
+
 
 def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
     """Return `; did you mean X?`, a prefix before X: the known words that begin so, else the closest; or nothing."""
@@ -41,15 +44,34 @@ def duration(seconds: float) -> str:
 
 
 def is_printable(text: str) -> bool:
-    """Tell whether text fits on one line of a terminal or a file in UTF-8."""
+    """Tell whether text fits on one line of a file in UTF-8."""
     has_surrogates = any("\ud800" <= character <= "\udfff" for character in text)
     return not has_surrogates and "\0" not in text and len(text.splitlines()) < 2
 
 
 def one_line(text: str) -> str:
-    """Return text on one line, with control characters and those outside UTF-8 written as escapes."""
-    text = " ".join(text.splitlines())
-    return "".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text)
+    """Return text on one line, with control characters and those outside UTF-8 written as escapes.
+
+    Whatever prints a name of a file, a class or a tensor passes it through here: a terminal obeys escape sequences.
+    """
+    shown = []
+    for character in " ".join(text.splitlines()):
+        is_control = (character < " " and character != "\t") or "\x7f" <= character < "\xa0"
+        is_space = character.isspace() and not is_control
+        shown.append(character if character.isprintable() or is_space else ascii(character)[1:-1])
+    return "".join(shown)
+
+
+def error_line(begin: str, reason: str) -> str:
+    """Return `begin: reason` on one line of at most `MOST_LINE` characters.
+
+    Of a longer line the middle of long words is left out, which leaves a path its file name; then the middle of the
+    line, which leaves the given value and the remedy.
+    """
+    line = f"{begin}: {one_line(reason)}"
+    if len(line) > MOST_LINE:
+        line = " ".join(each if len(each) <= 80 else f"{each[:20]}...{each[-57:]}" for each in line.split(" "))
+    return line if len(line) <= MOST_LINE else f"{line[: MOST_LINE // 2]} ... {line[5 - MOST_LINE // 2 :]}"
 
 
 def say(line: str) -> None:
@@ -263,7 +285,7 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
     error = explain_limit(error) or error
     exit_code = getattr(error, "exit_code", None)
     reason = str(error) if exit_code is not None else f"{type(error).__name__}: {error}; its traceback stands above"
-    _report(one_line(reason), launch.error_file)
+    _report(error_line(prog, reason).removeprefix(f"{prog}: "), launch.error_file)
     if exit_code is None:
         import traceback  # see above
 
@@ -277,5 +299,5 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
         is_silent = launch.local_rank != 0 and not isinstance(error, LimitError)  # one rank may meet that alone
     where = f" on rank {launch.rank}" if launch.rank != 0 else ""
     if not is_silent:  # by `say`, since print is silent on this rank
-        say(f"{prog}: error{where}: {one_line(reason)}")
+        say(error_line(f"{prog}: error{where}", reason))
     end_process(exit_code)

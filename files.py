@@ -1,7 +1,9 @@
 """Atomic writes, repeated tries, locks, and reasons why a file could not be read or written."""
 
+import csv
 import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -9,12 +11,12 @@ import resource
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
-from errors import StorageError
+from errors import StorageError, one_line
 
 T = TypeVar("T")
 
@@ -197,6 +199,22 @@ def read_bytes(path: Path, largest: int | None = None) -> bytes:
             return file.read()
 
     return retry_read(read, path)
+
+
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
+    """Return rows as CSV. Text that a spreadsheet would compute as a formula gets a leading quote; numbers stay.
+
+    As OWASP advises against CSV injection. Control characters are written as escapes.
+    """
+    stream = io.StringIO()
+    cells = ([_csv_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    csv.writer(stream, lineterminator="\n").writerows(cells)
+    return stream.getvalue()
+
+
+def _csv_cell(text: str) -> str:
+    # Spreadsheets take the full-width forms alike.
+    return f"'{one_line(text)}" if text.startswith(tuple("=+-@\t\r\uff1d\uff0b\uff0d\uff20")) else one_line(text)
 
 
 def read_json(path: Path) -> dict:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpointing.schema import MOST_PICKLE_BYTES, check_schema
+from checkpointing.schema import MOST_PICKLE_BYTES, check_schema, unfold
 from errors import StorageError, UserError
 from files import memory_bytes, read_bytes, retry_read
 
@@ -71,7 +71,7 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
     An `argparse.Namespace`, as checkpoints of torchvision and timm hold, is refused unless `takes_namespace`.
 
     Raises:
-        UserError: it is damaged, no checkpoint, or needs code to load; the message says which.
+        UserError: it is damaged, no checkpoint, too deeply nested, or needs code to load; the message says which.
         MemoryError: it is larger than the free memory.
     """
     stream = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
@@ -99,6 +99,8 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
             raise UserError(_explain(name, error)) from error
     if not isinstance(content, dict):
         raise UserError(f"{name} holds a {type(content).__name__}, not a checkpoint")
+    for _ in unfold(content, name):
+        pass
     return content
 
 

@@ -11,7 +11,7 @@ import PIL
 import torch
 import torchvision
 
-from errors import UserError, counted
+from errors import UserError, counted, one_line
 from options import BY_NAME, FREE, SILENT, is_same_model, parse_allowed
 
 _ALLOWED = "changed as --allow-change says: "
@@ -180,7 +180,7 @@ def _refuse_data(args: Any, refusal: str, differences: list[str]) -> None:
 
 def _say_if(begin: str, texts: list[str], end: str = "") -> None:
     if texts:
-        print(begin + "; ".join(texts) + end)
+        print(one_line(begin + "; ".join(texts) + end))
 
 
 def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
@@ -190,8 +190,8 @@ def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
         return []
     first = labels[0]
     return [
-        f"{len(labels)} of {len(ours)} classes have other names: class {first} is {theirs[first]} in the checkpoint, "
-        f"{ours[first]} now"
+        f"{len(labels)} of {len(ours)} classes have other names: class {first} is {one_line(theirs[first])} in the "
+        f"checkpoint, {one_line(ours[first])} now"
     ]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from options import MOST_COUNT
 FORMAT = 2
 
 # Limits of a checkpoint: bytes of its pickle, values, levels of nesting, and characters of a text.
-MOST_PICKLE_BYTES, MOST_VALUES, MOST_DEPTH, MOST_CHARACTERS = 1 << 24, 1_000_000, 12, 1 << 16
+MOST_PICKLE_BYTES, MOST_VALUES, MOST_DEPTH, MOST_CHARACTERS = 1 << 24, 1_000_000, 32, 1 << 16
 
 
 class OtherFormatError(UserError):
@@ -165,7 +166,8 @@ def check_schema(state: dict, name: str) -> dict:
             f"{name} is no checkpoint of this script: it lacks {', '.join(missing)}; "
             "to start from the weights that it holds, pass it to --weights"
         )
-    reason = _find_foreign(state)
+    foreign = next((value for value in unfold(state, name) if not _is_plain(value)), None)
+    reason = None if foreign is None else f"it holds {_shown(foreign)}, which is no plain data"
     if reason is None and _is_count(state["format"]) and state["format"] != FORMAT:
         raise OtherFormatError(
             f"{name} has format {state['format']} and this script reads {FORMAT}; use the version that wrote it"
@@ -176,36 +178,39 @@ def check_schema(state: dict, name: str) -> dict:
     return state
 
 
-def _find_foreign(state: dict) -> str | None:
-    """Say why a state is not plain data, or is too large to look through; else return None.
+def unfold(content: Any, name: str) -> Iterator[Any]:
+    """Yield all values in the content of a file, however deep.
 
     An object counts each time it occurs: nested lists that each hold the next one ten times are small only in memory.
+
+    Raises:
+        UserError: there are more or deeper ones than a checkpoint has.
     """
-    todo, count = [(state, 0)], 0
+    todo, count = [(content, 0)], 0
     while todo:
         value, depth = todo.pop()
-        children = _children(value)
-        if children is None:
-            return f"it holds {_shown(value)}, which is no plain data"
-        count += len(children)
+        yield value
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else []
+        parts += value if isinstance(value, (list, tuple, set, frozenset)) else []
+        parts += getattr(value, "__dict__", {}).values()  # of a Namespace, and notes of an OrderedDict
+        count += len(parts)
         if count > MOST_VALUES or depth > MOST_DEPTH:
-            return "it holds more values, or deeper ones, than a checkpoint has"
-        todo += [(child, depth + 1) for child in children]
-    return None
+            raise UserError(f"{name} is no checkpoint: it holds more values, or deeper ones, than a checkpoint has")
+        todo += [(part, depth + 1) for part in parts]
 
 
-def _children(value: Any) -> list | None:
-    """Return the parts of a plain value; None for a value that is not plain."""
-    if type(value) is dict or (type(value) is OrderedDict and vars(value).keys() <= {"_metadata"}):
-        versions = list(vars(value).values()) if type(value) is OrderedDict else []
-        return [*value.keys(), *value.values(), *versions]
-    if type(value) in (list, tuple):
-        return list(value)
+def _is_plain(value: Any) -> bool:
+    """Tell whether a value is of a type that this script saves, and of a size that it may have."""
+    if type(value) is OrderedDict:
+        return vars(value).keys() <= {"_metadata"}
     if type(value) is torch.Tensor:
-        is_plain = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
-        return [] if is_plain and not value.is_complex() else None
-    is_short = abs(value) < 1 << 63 if type(value) is int else type(value) is not str or len(value) <= MOST_CHARACTERS
-    return [] if is_short and (value is None or type(value) in (bool, int, float, str)) else None
+        is_on_cpu = value.layout == torch.strided and value.device.type == "cpu"
+        return is_on_cpu and not value.is_quantized and not value.is_complex()
+    if type(value) is int:
+        return abs(value) < 1 << 63
+    if type(value) is str:
+        return len(value) <= MOST_CHARACTERS
+    return value is None or type(value) in (dict, list, tuple, bool, float)
 
 
 def _find_misfit(state: dict) -> str | None:

@@ -162,7 +162,7 @@ class Report:
             if found:
                 print(f"{'PROBLEM' if self.is_problem(kind) else 'note'} {kind}: {len(found):,} ({KINDS[kind][1]})")
                 for each in found[:_SHOWN]:
-                    print("  " + ": ".join(filter(None, (each["image"], each["reason"]))))
+                    print("  " + one_line(": ".join(filter(None, (each["image"], each["reason"])))))
                 if len(found) > _SHOWN:
                     print(f"  and {len(found) - _SHOWN:,} more, which --json FILE lists")
         print("healthy" if self.is_healthy else "NOT healthy")

@@ -23,7 +23,7 @@ from checkpointing.weights import (
     take_weights,
     write_weights,
 )
-from errors import UserError, in_one_line
+from errors import UserError, in_one_line, one_line
 from options import BY_NAME
 from scripts.tool import build_parser, given_path, run
 from scripts.trained import Trained, add_options, build_named, build_trained
@@ -257,9 +257,9 @@ def convert(options: argparse.Namespace) -> None:
     lost += [f"args {', '.join(no_values)}: no plain values"] if no_values else []
     kind = parts.weights.kind.partition(",")[0] if script != BARE else f"the weights of {name}"
     carried = [kind, *(["their average"] if parts.average is not None and options.to != "pytorch-examples" else [])]
-    print(f"{options.output}: {', '.join([*carried, *kept])}; from {script} for {options.to}, as {name}")
+    print(one_line(f"{options.output}: {', '.join([*carried, *kept])}; from {script} for {options.to}, as {name}"))
     for line in parts.lost + lost + say_missing(parts, options.to):
-        print(f"left out: {line}")
+        print(f"left out: {one_line(line)}")
 
 
 def main() -> None:

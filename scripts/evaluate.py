@@ -3,7 +3,6 @@
 import argparse
 import csv
 import importlib
-import io
 import json
 import math
 import os
@@ -27,7 +26,7 @@ import collectives
 import data
 import models
 from errors import InterruptedRunError, NonFiniteError, UserError, counted, end_by, in_one_line, require_timm
-from files import open_to_read, read_bytes
+from files import csv_text, open_to_read, read_bytes
 from launch import read_launch
 from loading.forms import find_sources, open_source
 from loading.index import check_num_bytes
@@ -567,9 +566,7 @@ def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scor
 
 def write_csv(option: str, path: Path, header: list[str], parts: list[Iterator[list]]) -> None:
     """Write the lines of all sets as one CSV file."""
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(chain([header], *parts))
-    write_output(path, stream.getvalue().encode("utf-8", "surrogateescape"), option)
+    write_output(path, csv_text(chain([header], *parts)).encode(), option)
 
 
 def work() -> None:

@@ -547,7 +547,7 @@ def verify(options: argparse.Namespace) -> None:
         if not problems and open_source(out / split).fingerprint() != part["fingerprint"]:
             problems.append(f"{out}: the names of {split} are not those that were packed")
     for problem in problems:
-        print(problem, file=sys.stderr)
+        print(one_line(problem), file=sys.stderr)
     if problems:
         raise UnfinishedError(f"--verify {out}: {len(problems)} things are wrong")
     summarize(manifest)

@@ -2,7 +2,6 @@
 
 import argparse
 import base64
-import csv
 import io
 import logging
 import os
@@ -21,7 +20,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 import collectives
 from errors import BadImageError, NonFiniteError, UserError, counted, in_one_line, one_line
-from files import open_to_read, read_bytes
+from files import csv_text, open_to_read, read_bytes
 from loading.decode import decode_plainly
 from loading.progress import Progress
 from presets import ClassificationPresetEval
@@ -194,10 +193,8 @@ def show(predictions: list[Prediction], options: argparse.Namespace, stream: Tex
     if options.json:
         stream.write(as_json([each.as_json() for each in predictions]).decode())
     elif options.csv:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["file", "rank", "class", "probability"])
-        for each in predictions:
-            writer.writerows([each.file, rank, *pair] for rank, pair in enumerate(each.top, 1))
+        rows = [[each.file, rank, *pair] for each in predictions for rank, pair in enumerate(each.top, 1)]
+        stream.write(csv_text([["file", "rank", "class", "probability"], *rows]))
     else:
         width = max((len(one_line(each.file)) for each in predictions), default=0)
         for each in predictions:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.startup import open_closed_files
-from errors import ImageError, LimitError, LoaderKilledError, StorageError, UserError, one_line
+from errors import ImageError, LimitError, LoaderKilledError, StorageError, UserError, error_line, one_line
 from files import explain_failure, free_bytes, make_folder, write_atomically
 from loading.progress import size_text
 from options import OneLineParser
@@ -178,5 +178,5 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_k
     except OSError:  # Python would try to write the rest again, and say so in a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if message:
-        sys.stderr.write(f"{prog}: error: {one_line(message)}\n")
+        sys.stderr.write(error_line(f"{prog}: error", message) + "\n")
     sys.exit(exit_code)

@@ -1,11 +1,17 @@
 """How an error ends a process, and what it says."""
 
+import csv
+import io
 import time
 
 import pytest
+import torch
 
 import errors
+import files
 import launch
+from tests.exports import refused, run_tool, write_checkpoint
+from tests.images import write_images
 from tests.ranks import in_group, run_ranks
 
 
@@ -41,3 +47,39 @@ def test_what_means_that_the_machine_gives_no_more_is_known_by_number_and_by_tex
     assert "out of memory" in str(errors.explain_limit(MemoryError()))
     for error in [RuntimeError("shapes differ"), OSError(5, "Input/output error"), ValueError("Too many open files")]:
         assert errors.explain_limit(error) is None
+
+
+def test_a_long_error_is_cut_and_keeps_its_ends(tmp_path):
+    checkpoint = tmp_path / "checkpoint.pth"
+    torch.save({"model": {}, "args": {"model": "[" * 10_000}}, checkpoint)
+    outcome, _ = run_tool(tmp_path, "export", checkpoint, "--output", tmp_path / "out", code=2)
+    assert len(refused(outcome, "export")) < 300
+    line = errors.error_line("train.py: error", f"--lr {'[' * 10_000}: expected a number; give --lr 0.1")
+    assert line.startswith("train.py: error: --lr [[[")
+    assert line.endswith("[[[: expected a number; give --lr 0.1")
+    assert len(line) < 300
+
+
+# Names of classes, and their cells: after the one quote that a spreadsheet takes for "this is text".
+NAMES = {"=1+1": "'=1+1", "-0.5": "'-0.5", "@x": "'@x", "\x1b[2Jx": "\\x1b[2Jx"}
+
+
+def test_names_are_no_formulas_in_a_table_and_no_commands_to_a_terminal(tmp_path):
+    images = write_images(tmp_path / "images", {"val": [1] * len(NAMES)}, size=(40, 32))
+    for number, name in enumerate(sorted(NAMES)):
+        (images / "val" / f"class{number}").rename(images / "val" / name)
+    described = {"classes": sorted(NAMES), "num_images": len(NAMES)}
+    checkpoint = write_checkpoint(tmp_path, data=described)
+    files = ["--predictions", tmp_path / "p.csv", "--per-class", tmp_path / "c.csv", "--json", tmp_path / "r.json"]
+    outcome, text = run_tool(tmp_path, "evaluate", checkpoint, "--set", f"s={images / 'val'}", *files, "--workers", 0)
+    predicted = run_tool(tmp_path, "predict", checkpoint, images / "val", "--csv")[1]
+    shown = run_tool(tmp_path, "predict", checkpoint, images / "val")[1]
+    tables = [predicted, (tmp_path / "p.csv").read_text(), (tmp_path / "c.csv").read_text()]
+    cells = {cell for table in tables for row in csv.reader(io.StringIO(table)) for cell in row}
+    assert set(NAMES.values()) <= cells
+    assert not any(cell[:1] in "=+@\t\r" or "\x1b" in cell for cell in cells - {""})
+    assert "\x1b" not in outcome.output + text + shown
+
+
+def test_numbers_in_a_table_stay_numbers():
+    assert files.csv_text([["a, b", -0.5, -3], ["+1", float("-inf"), None]]) == '"a, b",-0.5,-3\n\'+1,-inf,\n'

@@ -118,6 +118,10 @@ def test_a_value_that_unfolds_to_more_than_memory_is_refused_at_once():
     value = ["x"]
     for _ in range(40):
         value = [value] * 10
+    stream = io.BytesIO()
+    torch.save({"model": {}, "args": {"model": value}}, stream)
+    with pytest.raises(UserError, match="more values"):
+        load_checkpoint(stream.getvalue(), "it")
     with pytest.raises(UserError, match="more values"):
         check_schema(state_at(3) | {"more": value}, "it")
 
