@@ -23,7 +23,6 @@ import config
 import transforms
 from checkpointing.preemption import start_worker
 from checkpointing.published import options_of_weights, resolve_weights
-from checkpointing.startup import phases
 from checkpointing.weights import HUB
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import read_bytes
@@ -400,7 +399,6 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Batch
             f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
     started = start_loaders(sets, args)
-    phases.end("data")
     return sets, started
 
 
@@ -614,12 +612,10 @@ def build_device_loader(
 def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: torch.device, started: list) -> list:
     """Return the device loaders of the training set and of the validation set; `started` as of `start_loaders`."""
     num_classes = len(datasets[1].classes)
-    loaders = [
+    return [
         build_device_loader(args, images, sampler, device, num_classes, own)
         for images, sampler, own in zip(datasets, samplers, started, strict=True)
     ]
-    phases.end("data")
-    return loaders
 
 
 def load_ahead(data_loader: DeviceLoader | None, args: Any, state: dict | None) -> None:

@@ -1,4 +1,4 @@
-"""Atomic writes, repeated tries, locks, and reasons why a file could not be read or written."""
+"""Atomic writes, file locks, retries, and explanations of I/O errors."""
 
 import csv
 import errno
@@ -33,22 +33,18 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _LARGEST_JSON = 1 << 24
 
 
-def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
-    """Return a descriptor of a regular file; refuse a pipe or a device, and never wait for one.
-
-    Only a reader may follow a link in the last part of the path: a write through it would leave the folder.
+def open_regular(path: Path, flags: int, *, follows_links: bool = True) -> int:
+    """Return a descriptor of a regular file; a pipe or a device is refused, and never waited for.
 
     Raises:
-        IsADirectoryError: it is there, but is no regular file.
-        OSError: it cannot be opened, or is a link.
+        IsADirectoryError: it exists and is no regular file.
+        OSError: it cannot be opened, or is a link that is not followed.
     """
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP and not follows_links:
-            raise OSError(errno.ELOOP, "is a link, which is not followed", str(path)) from error
-        if error.errno in (errno.ENXIO, errno.ELOOP):  # a pipe that nobody reads, a circle of links
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # a pipe without a reader, a circle of links
             raise IsADirectoryError(errno.EISDIR, "is not a file", str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -58,22 +54,25 @@ def open_regular(path: Path, flags: int, *, follows_links: bool = False) -> int:
 
 
 def open_to_read(path: str | Path, *, buffering: int = -1, follows_links: bool = True) -> BinaryIO:
-    """Open a file to read, with the arguments of `open` and `open_regular`; raises as `open_regular`."""
+    """Open a file to read; arguments and errors as of `open` and `open_regular`."""
     return open(open_regular(path, os.O_RDONLY, follows_links=follows_links), "rb", buffering=buffering)
 
 
 def write_atomically(
-    path: Path, write: Callable[[BinaryIO], None], verify: Callable[[Path], None] | None = None
+    path: Path, content: bytes | Callable[[BinaryIO], Any], verify: Callable[[Path], None] | None = None
 ) -> None:
     """Write a file so that a kill at any moment leaves the old content or the new one, whole.
 
-    A temporary file beside it is written first; `verify` gets its path, and raises if the content is not good.
+    Args:
+        path: the file to replace.
+        content: its new content, or a function that writes it into an open file.
+        verify: called with the path of the temporary file before the rename; raises if the content is wrong.
     """
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as file:  # a new one, since an old one could be a link
-            write(file)
+        with open(temporary, "xb") as file:
+            content(file) if callable(content) else file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if verify is not None:
@@ -84,6 +83,11 @@ def write_atomically(
             temporary.unlink(missing_ok=True)  # half a file keeps a full disk full
         raise
     sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """Write a value as JSON, as `write_atomically`."""
+    write_atomically(path, (json.dumps(value, indent=indent) + "\n").encode())
 
 
 def sync_folder(folder: Path) -> None:
@@ -98,34 +102,27 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def locked(path: Path, notice: str, wait_s: float = math.inf) -> Iterator[None]:
-    """Hold the lock of `lock_file`, and remove its file afterwards; print the notice before waiting."""
-    descriptor = lock_file(path, wait_s, lambda: print(notice, flush=True))
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
+def lock_file(path: Path, notice: Callable[[], str], wait_s: float = math.inf) -> int:
+    """Lock a file against processes on all machines that see it; return the descriptor that holds the lock.
 
+    The system frees the lock when the process ends, however it ends. It is a POSIX record lock: unlike flock's, loader
+    processes do not inherit it, which may outlive a killed trainer. Closing any descriptor of the file frees it too.
 
-def lock_file(path: Path, wait_s: float, say_waiting: Callable[[], None]) -> int:
-    """Lock a file that one process at a time can lock, on all machines that see it; return its descriptor.
-
-    The system frees the lock when the process ends, however it ends. It is a POSIX record lock: unlike flock's, it is
-    not inherited by loader processes, which may outlive a killed trainer. In return the process must never close a
-    second descriptor of the file: that would free the lock.
+    Args:
+        path: the file; created if it is missing.
+        notice: returns the line to print before waiting.
+        wait_s: longest time to wait.
 
     Raises:
-        BlockingIOError: another process holds it for longer than `wait_s`.
-        OSError: the file cannot be opened, is a link, or its disk knows no locks.
+        BlockingIOError: another process holds the lock for longer than `wait_s`.
+        OSError: the file cannot be opened, or its file system has no locks.
     """
     deadline, is_said = time.monotonic() + wait_s, False
     while True:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last holder may have removed the file since it was opened here: then this lock keeps nobody out.
+            # Its last holder may have removed the file since it was opened here: then this lock protects nothing.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except FileNotFoundError:
@@ -138,9 +135,20 @@ def lock_file(path: Path, wait_s: float, say_waiting: Callable[[], None]) -> int
         if time.monotonic() >= deadline:
             raise BlockingIOError(errno.EAGAIN, "is locked by another process", str(path))
         if not is_said:
-            say_waiting()
+            print(notice(), flush=True)
             is_said = True
         time.sleep(min(LOCK_POLL_S, wait_s))
+
+
+@contextmanager
+def locked(path: Path, notice: str, wait_s: float = math.inf) -> Iterator[None]:
+    """Hold the lock of a file, as `lock_file`, and remove the file afterwards."""
+    descriptor = lock_file(path, lambda: notice, wait_s)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def retry(
@@ -164,7 +172,7 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
     """Return the result of `read`, tried three times.
 
     Raises:
-        FileNotFoundError, IsADirectoryError, NotADirectoryError: at once; the last also for a circle of links.
+        FileNotFoundError, IsADirectoryError, NotADirectoryError: at once.
         StorageError: every try failed. Do not take an older file instead: that would lose work.
     """
     try:
@@ -172,8 +180,6 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
     except _NO_FILE:
         raise
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise NotADirectoryError(errno.ELOOP, "is a circle of links", str(path)) from error
         raise StorageError(
             f"{path} cannot be read: {error.strerror or error} (3 tries); nothing was changed, and an "
             "older checkpoint is not taken in its place; start again when the disk answers"

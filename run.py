@@ -20,7 +20,6 @@ import optim
 from checkpointing.checkpoint import RunState
 from checkpointing.guard import check_options, run_facts
 from checkpointing.preemption import NOTHING, FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
-from checkpointing.startup import phases
 from checkpointing.status import MOST_STARTS, StatusFile
 from checkpointing.store import CheckpointManager
 from errors import (
@@ -59,12 +58,10 @@ def read_resumed(
     Raises:
         UserError: the checkpoint cannot be used, or the folder holds a run that no option says to resume or to remove.
     """
-    phases.end("processes")
     if not args.test_only:
         manager.lock()
         args = go_on_after_restart(args, manager)
     state = manager.read(args.resume)
-    phases.end("checkpoint")
     if args.test_only:
         if args.resume and state is None:
             raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
@@ -190,7 +187,6 @@ class Run(BareRun):
         parts: dict[str, Any],
         metrics: list[Metric],
     ) -> None:
-        phases.end("model")
         self.args, self.manager, self.preemption, self.seen = args, manager, preemption, seen
         self.sampler, self.model, self.folder = sampler, parts["model"], manager.folder
         device = next(self.model.parameters()).device
@@ -230,12 +226,11 @@ class Run(BareRun):
         It makes a finished run's folder ready too: a kill may have left the last save half done.
         """
         start = self.status.count_start(self.last_record())
-        self.manager.open(self.args.resume, self.state, overwrite=self.args.overwrite)
+        self.manager.open(self.args.resume, self.state)
         collectives.call_on_master(self.write_description, start)
         log.open(self.folder)
-        phases.end("run")
         lines = first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder)
-        print(*lines, phases.read(), sep="\n")
+        print(*lines, sep="\n")
         with ExitStack() as stack:
             stack.push(lambda kind, error, trace: log.close(error))
             stack.enter_context(self.seen)
@@ -282,7 +277,7 @@ class Run(BareRun):
             for name, text in {"run.json": description, "recipe.toml": config.write_recipe(self.args)}.items():
                 path = self.folder / name
                 if not (is_done and path.exists()):  # a finished run keeps its own
-                    write_atomically(path, lambda file, text=text: file.write(text.encode()))
+                    write_atomically(path, text.encode())
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
             raise StorageError(f"--output-dir {self.folder}: {why}; nothing was begun") from error

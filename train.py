@@ -5,11 +5,9 @@ if __name__ == "__main__":
     from checkpointing import startup
 
     startup.begin_script()
-    from checkpointing.ahead import read_ahead
-    from config import default_folder, read_command_line
+    from config import read_command_line
 
     ARGS = read_command_line()
-    read_ahead(ARGS, ARGS.output_dir or default_folder(ARGS))
 
 import torch
 

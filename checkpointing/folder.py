@@ -3,7 +3,8 @@
 import errno
 import os
 import re
-import stat
+import socket
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,28 +15,29 @@ from torch.utils._pytree import tree_iter
 
 from checkpointing.archive import Found, find_bad_record
 from checkpointing.checkpoint import RunState
-from checkpointing.finder import BEST_FILES, EVENT_FILES, CheckpointFinder, step_in, step_of
-from checkpointing.lock import lock_folder
-from errors import StorageError, UserError
+from checkpointing.finder import BEST_FILES, CheckpointFinder, step_in, step_of
+from errors import LockedError, StorageError, UserError
 from files import (
     explain_failure,
     find_os_error,
     free_bytes,
+    lock_file,
     make_folder,
     mount_point,
     read_bytes,
     sync_folder,
     write_atomically,
 )
+from launch import read_launch
 
 # Files that a killed process left half done.
 LEFTOVERS = re.compile(r".*\.tmp\.\d+|\.node-\d+-[0-9a-f]+")
 
-# The files whose names do not depend on the run.
-SINGLE_FILES = {
-    "checkpoint.pth", *BEST_FILES, "log.txt", "metrics.jsonl", "mirrors.json", "recipe.toml", "run.json",
-    "status.json", ".lock",
-}  # fmt: skip
+# Seconds to wait for the run that holds a folder: it may have lost its launcher, or be saving before it ends.
+LOCK_WAIT_S = 60.0
+
+# Errors of a file system without locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 # Errors of a file system without hard links.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EINVAL}
@@ -55,20 +57,46 @@ class CheckpointFolder(CheckpointFinder):
     ) -> None:
         super().__init__(folder, say=say)
         self.keep_last, self.keep_every, self.steps_per_epoch = keep_last, keep_every, None
-        self._is_locked, self._is_warned = False, set()
+        self._is_warned = set()
         self._owed = {}  # {second name that is still to be given: its file}
 
     def acquire(self) -> None:
-        """Lock the folder against other runs, if it is there; if not, `open` does.
+        """Create the folder and lock it against other runs until this process ends; print a line if it has no locks.
+
+        Nothing else may open `.lock`, and nothing deletes it: one process could lock a deleted file while another
+        creates a new one.
 
         Raises:
-            LockedError: another run holds it.
+            LockedError: another run, which the message names, holds the lock after `LOCK_WAIT_S`.
             UserError: the folder cannot be written.
         """
-        if self.folder.is_dir() and not self._is_locked:
-            with explained(self.folder):
-                lock_folder(self.folder)
-            self._is_locked = True
+        path = self.folder / ".lock"
+
+        def holder() -> str:
+            return path.read_text(errors="replace")[:1000].strip() or "unknown"
+
+        def notice() -> str:
+            return f"{self.folder} is in use ({holder()}); waiting up to {LOCK_WAIT_S:.0f} s for it to end"
+
+        with explained(self.folder):
+            make_folder(self.folder)
+            try:
+                descriptor = lock_file(path, notice, LOCK_WAIT_S)
+            except BlockingIOError as error:
+                raise LockedError(
+                    f"--output-dir {self.folder} is in use by another run ({holder()}); stop it, "
+                    "or choose another folder"
+                ) from error
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                print(f"{self.folder}: this file system has no locks; make sure that no other run writes there")
+                return
+        job = read_launch().job
+        me = f"host {socket.gethostname()}, pid {os.getpid()}, {f'Slurm job {job}, ' if job else ''}"
+        with suppress(OSError):  # on a full disk the lock holds without a name
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{me}started {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
 
     def open(
         self,
@@ -76,8 +104,6 @@ class CheckpointFolder(CheckpointFinder):
         found: Found | None,
         run: RunState,
         best_payloads: Mapping[str, bytes] | None = None,
-        *,
-        overwrite: bool = False,
     ) -> None:
         """Make the folder ready for a run to write to, when nothing else can go wrong; `check` comes first.
 
@@ -85,38 +111,18 @@ class CheckpointFolder(CheckpointFinder):
         only another node has.
 
         Raises:
-            UserError: the folder cannot be written, or has a run in it by now.
+            UserError: the folder cannot be written.
         """
         self.steps_per_epoch = run.steps_per_epoch
         with explained(self.folder):
-            make_folder(self.folder)
-            self.acquire()  # if it was not there before; another run may be in it now
-            self._check_names()
             for path in self.own_files(LEFTOVERS):
                 with suppress(IsADirectoryError):
                     path.unlink(missing_ok=True)
             if found is None or self.is_elsewhere(resume):
-                if not overwrite and self.holds_other_run(resume):
-                    raise UserError(f"--output-dir {self.folder}: another run has begun there in the meantime")
                 self._erase()
-            self._erase_old_curves()
             if found is not None:
                 self._adopt(found, run, resume, best_payloads or {})
                 self._delete_old()  # a kill may have kept the last save from it
-
-    def _check_names(self) -> None:
-        """Raise UserError if a link or the like has the name of a file of ours, so that no write leaves the folder."""
-        for name in sorted({"tb", *SINGLE_FILES}):
-            try:
-                mode = os.lstat(self.folder / name).st_mode
-            except FileNotFoundError:
-                continue
-            # A checkpoint may be a link: the next one replaces the link itself.
-            is_replaced = stat.S_ISLNK(mode) and name.endswith(".pth")
-            if not is_replaced and not (stat.S_ISDIR if name == "tb" else stat.S_ISREG)(mode):
-                kinds = {stat.S_IFLNK: "link", stat.S_IFDIR: "folder", stat.S_IFREG: "file"}
-                kind = kinds.get(stat.S_IFMT(mode), "pipe or device")
-                raise UserError(f"--output-dir {self.folder}: {name} is a {kind}; move it away")
 
     def _adopt(self, found: Found, run: RunState, resume: str, best_payloads: Mapping[str, bytes]) -> None:
         """Make the resumed checkpoint the newest of this folder, under all its names."""
@@ -174,17 +180,6 @@ class CheckpointFolder(CheckpointFinder):
             if not path.is_dir() and path.name != ".lock":
                 path.unlink(missing_ok=True)
 
-    def _erase_old_curves(self) -> None:
-        """Remove the curves that earlier versions wrote to tb/; the event file of this start holds the same points."""
-        curves = self.folder / "tb"
-        if not curves.is_dir():
-            return
-        for path in CheckpointFinder(curves).own_files(EVENT_FILES):
-            if not path.is_dir():
-                path.unlink(missing_ok=True)
-        with suppress(OSError):
-            curves.rmdir()
-
     def save(self, state: dict, best_now: Iterable[str] = (), records: int | None = None) -> str | None:
         """Write a state, read it back, and only then give it its names and delete checkpoints that are too old.
 
@@ -202,15 +197,15 @@ class CheckpointFolder(CheckpointFinder):
 
     def save_copy(self, payload: bytes, step: int, best_now: Iterable[str]) -> str | None:
         """Write the bytes of another node's checkpoint; returns as `save`."""
-        return self._commit(step, lambda file: file.write(payload), len(payload), best_now)
+        return self._commit(step, payload, len(payload), best_now)
 
-    def _commit(self, step: int, write: Callable, num_bytes: int, best_now: Iterable[str]) -> str | None:
+    def _commit(self, step: int, content: bytes | Callable, num_bytes: int, best_now: Iterable[str]) -> str | None:
         path, free, is_written = self.path_of(step), free_bytes(self.folder), False
         if free < 1.2 * num_bytes:
             needs = f"a checkpoint needs {num_bytes / 1e6:.1f} MB"
             self._warn_once("space", f"{free / 1e6:.1f} MB free on {mount_point(self.folder)}, and {needs}")
         try:
-            write_atomically(path, write, _verify_archive)
+            write_atomically(path, content, _verify_archive)
             is_written = True
             # Also the names that an earlier save could not give: the next best may be far away.
             self._owed |= {f"{name}.pth": path for name in ("checkpoint", *best_now)}
@@ -291,7 +286,7 @@ def explained(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, payload: bytes) -> None:
-    write_atomically(path, lambda file: file.write(payload), _verify_archive)
+    write_atomically(path, payload, _verify_archive)
 
 
 def _verify_archive(path: Path) -> None:

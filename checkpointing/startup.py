@@ -1,11 +1,10 @@
-"""Ahead of imports that take seconds: watch the signals, open standard files that are closed, begin to count time."""
+"""Ahead of imports that take seconds: watch the signals, open standard files that are closed."""
 
 import gc
 import io
 import os
 import signal
 import sys
-import time
 from types import FrameType, TracebackType
 
 from errors import say
@@ -63,39 +62,11 @@ class Signals:
 _early: Signals | None = None
 
 
-class Phases:
-    """Seconds from the beginning of the script to its first step, by the phase that took them."""
-
-    def __init__(self) -> None:
-        self._mark_s, self._spent_s = None, {}
-
-    def begin(self) -> None:
-        """Count from now on, before the first phase."""
-        self._mark_s = time.perf_counter()
-
-    def end(self, name: str) -> None:
-        """End a phase now, and count the time since the last one ended; a phase may have several parts."""
-        now_s = time.perf_counter()
-        if self._mark_s is not None:  # in a script that calls `main`, nothing marks the beginning of the first phase
-            self._spent_s[name] = self._spent_s.get(name, 0.0) + now_s - self._mark_s
-        self._mark_s = now_s
-
-    def read(self) -> str:
-        """Return a line about all phases, and begin anew."""
-        total_s, parts = sum(self._spent_s.values()), [f"{name} {s:.1f}" for name, s in self._spent_s.items()]
-        self._mark_s, self._spent_s = None, {}
-        return f"ready in {total_s:.1f} s: {', '.join(parts)}"
-
-
-phases = Phases()
-
-
 def begin_script() -> None:
     """Watch the signals, give closed standard files a place, and have a failing import say so in one line."""
     global _early  # noqa: PLW0603
     _early = Signals()
     _early.install()
-    phases.begin()
     open_closed_files()
     _unbuffer_output()
     sys.excepthook = _say_failed_import
@@ -103,10 +74,9 @@ def begin_script() -> None:
 
 
 def end_imports() -> None:
-    """End the phase of the imports; collect garbage from now on, but not among the objects that they made."""
+    """Collect garbage again, but not among the objects that the imports made."""
     gc.freeze()
     gc.enable()
-    phases.end("import")
 
 
 def take_signals() -> Signals:

@@ -1,6 +1,5 @@
 """status.json: how a run ended, and how often it has started at the same step."""
 
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from checkpointing.checkpoint import RunState
 from errors import StorageError
-from files import explain_failure, read_json, retry, write_atomically
+from files import explain_failure, read_json, retry, write_json
 
 # After this many starts in a row at the same step, status.json no longer asks for another one.
 MOST_STARTS = 3
@@ -71,7 +70,7 @@ class StatusFile:
             "start": start,
             "time": round(time.time(), 3),
         }
-        write_atomically(self.folder / "status.json", lambda file: file.write(json.dumps(status).encode() + b"\n"))
+        write_json(self.folder / "status.json", status)
 
     def write(self, state: str, reason: str = "") -> None:
         """Replace the file; a failure is printed once and ends no run."""

@@ -149,10 +149,10 @@ class CheckpointManager:
         """Check the folder, as `CheckpointFolder.check`."""
         self._writers.call(partial(self.files.check, resume, overwrite=overwrite))
 
-    def open(self, resume: str, run: RunState, *, overwrite: bool = False) -> None:
+    def open(self, resume: str, run: RunState) -> None:
         """Make the folder ready, as `CheckpointFolder.open`."""
         payloads = {name: self._receive_best(name, resume, run) for name in run.bests if len(self._writers.ranks) > 1}
-        self._writers.call(partial(self.files.open, resume, self._found, run, payloads, overwrite=overwrite))
+        self._writers.call(partial(self.files.open, resume, self._found, run, payloads))
         run.bests = collectives.gather_plain(run.bests)[0]
         self._found = None
         self._last_s = time.monotonic()

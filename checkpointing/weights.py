@@ -257,7 +257,7 @@ def write_weights(output: Path, content: dict[str, Any]) -> None:
     stream = io.BytesIO()
     torch.save(content, stream)
     try:
-        write_atomically(output, lambda file: file.write(stream.getbuffer()), _load)
+        write_atomically(output, stream.getbuffer(), _load)
     except OSError as error:
         reason = explain_failure(error, output.parent, stream.getbuffer().nbytes)
         raise UserError(f"--output {output} cannot be written: {reason}") from error
@@ -284,5 +284,5 @@ def store_model_weights(
     model.load_state_dict(_take(_load(path), checkpoint_key, str(path)), strict=strict)
     torch.save(model.state_dict(), stream)
     output = path.with_name(f"weights-{hashlib.sha256(stream.getbuffer()).hexdigest()[:8]}.pth")
-    write_atomically(output, lambda file: file.write(stream.getbuffer()))
+    write_atomically(output, stream.getbuffer())
     return str(output)

@@ -99,7 +99,7 @@ class LogFile:
         if earlier and not earlier.endswith(b"\n"):  # torn by a kill
             earlier += b"\n"
         self._close_file()
-        write_atomically(path, lambda file: file.write(earlier))
+        write_atomically(path, earlier)
         self._file, self._size = open_regular(path, os.O_WRONLY | os.O_APPEND), len(earlier)
 
     def _close_file(self) -> None:

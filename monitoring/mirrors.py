@@ -1,13 +1,12 @@
 """Mirror a run's records to services. Each service is a class with the methods of `WandbMirror`."""
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from files import read_json, write_atomically
+from files import read_json, write_json
 from monitoring.attempts import Attempts
 from monitoring.events import changed_options, drawn
 
@@ -107,7 +106,7 @@ class Mirrors:
         keys = read_json(path)
         self._mirrors[name] = KINDS[name](self.folder, keys.get(name))
         keys[name] = self._mirrors[name].key
-        write_atomically(path, lambda file: file.write(json.dumps(keys).encode()))
+        write_json(path, keys)
 
     def add(self, record: dict) -> None:
         """Send the points of one record to each service that does not have them from an earlier process."""

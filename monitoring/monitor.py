@@ -102,7 +102,7 @@ class Monitor:
         step, is_evaluated, records = self.run.step, self.run.is_evaluated, self.records(print)
         kept = [r for r in records if r["step"] < step + (r["kind"] in ("train", "verdict") or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
-        write_atomically(self.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
+        write_atomically(self.folder / "metrics.jsonl", text.encode())
         return kept
 
     def _open_events(self, records: list[dict] | None = None) -> None:

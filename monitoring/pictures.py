@@ -369,7 +369,7 @@ class Pictures:
         if picture is not None:
             picture.save(content, "PNG")
             path = self.folder / f"picture-{tag}-{self.run.step:08d}.png"
-            write_atomically(path, lambda file: file.write(content.getvalue()))
+            write_atomically(path, content.getvalue())
 
     def _keep_only(self, is_kept: Callable[[int], bool]) -> None:
         """Remove the pictures of evaluations, except those after steps that `is_kept` accepts."""

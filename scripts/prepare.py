@@ -5,7 +5,6 @@ import csv
 import errno
 import functools
 import hashlib
-import json
 import os
 import shlex
 import shutil
@@ -23,7 +22,7 @@ import numpy
 from torchvision.datasets.folder import is_image_file
 
 from errors import StorageError, UserError, counted, in_one_line
-from files import explain_failure, locked, open_to_read, read_bytes, read_json, sync_folder, write_atomically
+from files import explain_failure, locked, open_to_read, read_bytes, read_json, sync_folder, write_json
 from loading.parquet import check_names, find_synset, open_parquet
 from loading.progress import Progress
 from loading.tars import tar_members
@@ -452,7 +451,7 @@ class Target:
                 )
             shutil.rmtree(self.images)  # it holds nothing, and another source has other classes
             self.images.mkdir()
-        write_atomically(record, lambda file: file.write(json.dumps(description).encode()))
+        write_json(record, description)
         if not self.is_linking:
             check_room(self.out, self.final.name, self.source.num_bytes - sum(there.values()))
 

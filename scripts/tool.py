@@ -89,7 +89,7 @@ def write_output(path: Path, content: bytes, option: str = "", verify: Callable[
         verify: as in `write_atomically`.
     """
     try:
-        write_atomically(path, lambda file: file.write(content), verify)
+        write_atomically(path, content, verify)
     except OSError as error:
         reason = explain_failure(error, path.parent, len(content))
         raise UserError(f"{option} {path} cannot be written: {reason}; name another place".lstrip()) from error

@@ -65,12 +65,8 @@ def test_a_folder_with_a_run_is_refused_without_a_word_about_it(started, tmp_pat
 def test_overwrite_removes_our_files_only_and_starts_over(started, tmp_path):
     out = started.copy(tmp_path / "out")
     (out / "notes.txt").write_text("mine")
-    (out / "tb").mkdir()  # where earlier versions put their curves
-    (out / "tb" / "events.out.tfevents.1.host.2").write_bytes(b"old")
-    (out / "tb" / "notes.txt").write_text("mine too")
     started.go_on(tmp_path, out, "--overwrite", "--epochs", 1).check()
     assert (out / "notes.txt").read_text() == "mine"
-    assert [path.name for path in (out / "tb").iterdir()] == ["notes.txt"]
     assert not (out / "checkpoint-00000006.pth").exists()
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["step"] == 2
 
@@ -344,7 +340,7 @@ def test_another_decoder_is_refused_and_another_version_is_said(started, tmp_pat
 
 def test_a_missing_path_is_refused(started, tmp_path):
     refused(started.go_on(tmp_path, tmp_path / "out", "--resume", tmp_path / "none.pth"), "none.pth", "is not a file")
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").glob("*.pth"))
 
 
 def test_a_state_dict_is_no_checkpoint_and_the_message_names_weights(started, tmp_path):
@@ -555,19 +551,6 @@ def test_a_start_from_elsewhere_that_was_killed_begins_again(started, tmp_path, 
     started.go_on(tmp_path, out, *resume, faults=[(0, "checkpointing.store.CheckpointManager.save", 2, "before")])
     refused(started.go_on(tmp_path, out, *resume), "holds a run already; --resume auto goes on with it")
     assert "resumed step 7 " in started.go_on(tmp_path, out, "--resume", "auto").check().output
-
-
-@pytest.mark.parametrize(("name", "kind"), [(".lock", "link"), ("metrics.jsonl", "pipe"), ("tb", "link")])
-def test_a_run_does_nothing_through_what_lies_in_its_folder(started, tmp_path, name, kind):
-    out, mine = started.copy(tmp_path / "out"), tmp_path / "outside" / "events.out.tfevents.1.mine"
-    mine.parent.mkdir()
-    mine.write_text("mine")
-    (out / name).unlink(missing_ok=True)
-    os.symlink(mine.parent if name == "tb" else mine, out / name) if kind == "link" else os.mkfifo(out / name)
-    for argv in (["--resume", "auto"], ["--overwrite"]):
-        refused(started.go_on(tmp_path, out, *argv), name if name == "tb" else str(out), f"is a {kind}")
-        assert mine.read_text() == "mine"
-        assert len(list(out.glob("checkpoint-*.pth"))) == 3
 
 
 def test_the_folder_itself_may_be_a_link(started, tmp_path):

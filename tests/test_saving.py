@@ -210,6 +210,7 @@ def test_the_memory_of_a_copy_is_used_again():
 
 def test_records_are_durable_before_the_checkpoint_that_is_later(tmp_path, monkeypatch):
     manager, order, fsync, replace = CheckpointManager(tmp_path), [], os.fsync, os.replace
+    manager.lock()
     manager.open("", FixedRun(0))
 
     def noted(descriptor):

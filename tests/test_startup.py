@@ -1,9 +1,7 @@
 """The script from its first line on, as a real process: signals while it imports, closed files, limits."""
 
-import argparse
 import ctypes
 import json
-import mmap
 import os
 import re
 import resource
@@ -11,17 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
 
-import numpy
 import pytest
 
-from checkpointing.ahead import read_ahead
 from checkpointing.checkpoint import RunState
-from checkpointing.startup import Phases
 from checkpointing.status import StatusFile
 from tests.ranks import REPOSITORY, module_rank, run_ranks, strike_at
 from tests.started import SMALL_PLAIN, Started
@@ -329,48 +323,3 @@ def test_garbage_is_looked_for_again_once_all_is_imported():
     code += "; startup.end_imports(); print(before, gc.isenabled(), gc.get_freeze_count() > 1000)"
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True)
     assert outcome.stdout == "False True True\n"
-
-
-def is_cached(path):
-    """Tell whether all pages of a file are in memory, without a look at any of them."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
-        pages = numpy.frombuffer(content, numpy.uint8)
-        found = (ctypes.c_ubyte * -(-pages.size // mmap.PAGESIZE))()
-        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.size), found) == 0
-        del pages
-        return all(page & 1 for page in found)
-
-
-@pytest.mark.parametrize("resume", ["", "auto", "checkpoint-00000001.pth"])
-def test_the_files_that_a_resumed_run_verifies_are_in_memory_by_then(tmp_path, resume):
-    names = ["checkpoint-00000001.pth", "checkpoint-00000002.pth", "best.pth", "best_ema.pth"]
-    for name in names[:3]:
-        with open(tmp_path / name, "wb") as file:
-            file.write(bytes(2 << 20))
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if any(is_cached(tmp_path / name) for name in names[:3]):
-        pytest.skip("this file system lies in memory")
-    expected = {"": [], "auto": names[1:3], names[0]: [names[0], names[2]]}[resume]
-    before = threading.active_count()
-    args = argparse.Namespace(resume=resume if resume in ("", "auto") else str(tmp_path / resume), dry_run=False)
-    read_ahead(args, str(tmp_path))
-    deadline = time.monotonic() + 30
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert [name for name in names[:3] if is_cached(tmp_path / name)] == expected
-
-
-def test_phases_are_those_since_the_beginning_once():
-    phases = Phases()
-    phases.end("import")  # of a script that calls `main`: nobody knows when it began
-    time.sleep(0.1)
-    phases.end("data")
-    phases.end("model")
-    time.sleep(0.2)
-    phases.end("data")
-    assert re.fullmatch(r"ready in 0\.[34] s: data 0\.[34], model 0\.0", phases.read())
-    phases.begin()
-    phases.end("import")
-    assert re.fullmatch(r"ready in 0\.0 s: import 0\.0", phases.read())

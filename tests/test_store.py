@@ -4,7 +4,6 @@ import builtins
 import errno
 import importlib.util
 import io
-import itertools
 import json
 import os
 import re
@@ -46,6 +45,7 @@ from tests.started import damage_flipped, refused, state_of
 @pytest.fixture
 def folder(tmp_path):
     files = CheckpointFolder(tmp_path / "out")
+    files.acquire()
     files.open("", None, FixedRun(0))
     return files
 
@@ -58,42 +58,6 @@ def save(manager, run):
 
 def numbered_steps(folder):
     return [int(path.name[11:19]) for path in reversed(folder.numbered())]
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        *itertools.product(sorted(folders.SINGLE_FILES), [os.symlink, os.mkfifo, os.mkdir]),
-        *itertools.product(["tb"], [os.symlink, os.mkfifo]),
-    ],
-)
-def test_nothing_is_written_or_deleted_through_what_bears_one_of_our_names(tmp_path, name, make):
-    mine, out = tmp_path / "mine" / "best.pth", tmp_path / "out"
-    mine.parent.mkdir()
-    mine.write_text("mine")
-    out.mkdir()
-    make(mine if name != "tb" else mine.parent, out / name) if make is os.symlink else make(out / name)
-    files = CheckpointFolder(out)
-    if make is os.symlink and name.endswith(".pth"):  # another file is put in its place
-        files.open("", None, FixedRun(0), overwrite=True)
-        assert files.save(state_at(1), ["best", "best_ema"]) is None
-        assert not (out / name).is_symlink()
-    else:
-        with pytest.raises(
-            UserError, match=rf"{name}.* is a|is a link, which is not followed|is not a file|Is a directory"
-        ):
-            files.open("", None, FixedRun(0), overwrite=True)
-    assert mine.read_text() == "mine"
-
-
-def test_a_temporary_file_that_is_a_link_is_not_written_through(folder, tmp_path):
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
-    for name in ("checkpoint-00000001.pth", "checkpoint.pth"):
-        (folder.folder / f"{name}.tmp.{os.getpid()}").symlink_to(mine)
-    assert folder.save(state_at(1)) is None
-    assert mine.read_text() == "mine"
-    assert folder.read("auto").state["step"] == 1
 
 
 def num_bytes_read():
@@ -109,20 +73,9 @@ def test_a_start_reads_each_checkpoint_once(folder, has_own_best):
     size = (folder.folder / "best.pth").stat().st_size
     files, before = CheckpointFolder(folder.folder), num_bytes_read()
     found = files.read("auto")
+    files.acquire()
     files.open("auto", found, FixedRun(found.state["step"], best))
     assert (num_bytes_read() - before) / size == pytest.approx(1 + has_own_best, abs=0.2)
-
-
-def test_a_start_without_overwrite_erases_no_state(tmp_path):
-    files = CheckpointFolder(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("of a run that never saved")
-    files.open("", None, FixedRun(0))
-    assert not (tmp_path / "metrics.jsonl").exists()
-    files.save(state_at(1))
-    for resume in ("", "auto"):
-        with pytest.raises(UserError, match="another run has begun there"):
-            files.open(resume, None, FixedRun(0))
-    assert files.read("auto").state["step"] == 1
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
@@ -144,6 +97,7 @@ def test_a_folder_that_cannot_be_synced_is_no_reason_to_stop(folder, number, mon
 
 def test_the_newest_and_the_milestones_stay(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=2, keep_every=2)
+    folder.acquire()
     folder.open("", None, FixedRun(0))  # two steps an epoch: milestones are the steps 4, 8, 12
     for step in range(1, 14):
         assert folder.save(state_at(step), ["best"] * (step == 3)) is None
@@ -179,6 +133,7 @@ def test_going_back_twice_keeps_what_was_superseded_first(tmp_path):
         folder.acquire()
         if folder.numbered():
             older = tmp_path / "checkpoint-00000001.pth"
+            folder.acquire()
             folder.open(str(older), folder.read(str(older)), FixedRun(1))
         folder.save(state_at(1, 0.0))
         folder.save(state_at(2, value))
@@ -206,6 +161,7 @@ def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save(tmp_path
 
     assert not is_due(never, 1e9)
     assert not is_due(never, 1000.0)
+    manager.lock()
     manager.open("", FixedRun(0))
     assert [is_due(manager, now_s) for now_s in (1000.0, 1119.0, 1120.0, 1500.0)] == [False, False, True, True]
     save(manager, FixedRun(1))
@@ -263,6 +219,7 @@ def test_another_metric_begins_a_best_of_its_own():
 def test_the_raw_weights_and_their_average_have_a_best_each(tmp_path):
     run = RunState(1, {}, {"model": torch.nn.Linear(1, 1)})
     files = CheckpointFolder(tmp_path)
+    files.acquire()
     files.open("", None, run)
     for epoch, (raw, average) in enumerate([(50.0, 60.0), (55.0, 58.0), (54.0, 59.0)]):
         run.start_epoch(epoch)
@@ -279,6 +236,7 @@ def test_the_raw_weights_and_their_average_have_a_best_each(tmp_path):
 def trace_save(folder, log):
     """Save four times in a folder that keeps two, and write down the system calls of the last save."""
     files = CheckpointFolder(Path(folder), keep_last=2)
+    files.acquire()
     files.open("", None, FixedRun(0))
     for step in (1, 2, 3):
         files.save(state_at(step))
@@ -414,6 +372,7 @@ def fail_saves(monkeypatch, number, calls):
 
 def test_one_failing_save_is_a_line_and_two_in_a_row_are_the_end(tmp_path, monkeypatch, capsys):
     manager = CheckpointManager(tmp_path)
+    manager.lock()
     manager.open("", FixedRun(0))
     save(manager, FixedRun(1))
     fail_saves(monkeypatch, errno.ENOSPC, {1, 3, 4})
@@ -433,6 +392,7 @@ def test_one_failing_save_is_a_line_and_two_in_a_row_are_the_end(tmp_path, monke
 
 def test_the_last_save_of_a_run_may_not_fail(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
+    manager.lock()
     manager.open("", FixedRun(0))
     fail_saves(monkeypatch, errno.EDQUOT, {1})
     with pytest.raises(
@@ -443,6 +403,7 @@ def test_the_last_save_of_a_run_may_not_fail(tmp_path, monkeypatch):
 
 def test_a_folder_deleted_during_a_run_fails_its_saves_and_leaves_no_traceback(tmp_path, capsys):
     manager = CheckpointManager(tmp_path / "out")
+    manager.lock()
     manager.open("", FixedRun(0))
     save(manager, FixedRun(1))
     for path in (tmp_path / "out").iterdir():
@@ -623,7 +584,7 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
         monitor.write("train", 1, 0, loss=1.0)
         with monkeypatch.context() as patch:
             patch.setattr("monitoring.events.write_all", refuse)
-            patch.setattr("checkpointing.status.write_atomically", refuse)
+            patch.setattr("checkpointing.status.write_json", refuse)
             monitor.write("train", 2, 0, loss=2.0)
             monitor.write("train", 3, 0, loss=3.0)
             status = StatusFile(tmp_path, state)

@@ -210,11 +210,6 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
     once = Counter(line for line in lines if line.startswith(("Epoch: [", "finished", "global batch", "best")))
     assert set(once.values()) == {1}, once
     assert sum(line.startswith("Epoch: [1]  [") and "eta: " in line for line in lines) == 3
-    (ready,) = [line for line in lines if line.startswith("ready in ")]
-    assert lines.index(ready) < min(number for number, line in enumerate(lines) if line.startswith("Epoch: ["))
-    total, *parts = (float(number) for number in re.findall(r"\d+\.\d", ready))
-    assert re.findall(r"[a-z]+(?= \d)", ready)[1:] == ["import", "data", "processes", "checkpoint", "model", "run"]
-    assert total == pytest.approx(sum(parts), abs=0.31)
     # What rank 0 has of an evaluation is not taken for its result.
     assert (
         sum(bool(re.match(r"Test: (EMA )?\(rank 0 of 2\)  \[0/1\]  eta: 0:00:00  loss: ", line)) for line in lines) == 4
