@@ -26,7 +26,7 @@ from checkpointing.published import options_of_weights, resolve_weights
 from checkpointing.weights import HUB
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import read_bytes
-from loading.decode import decode_plainly
+from loading.decode import DEEP_EXTENSIONS, decode_plainly, grey_bits, open_image
 from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
 from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
@@ -35,7 +35,7 @@ from loading.source import Source
 from loading.subset import Subset, first_of_each_class, minival_numbers, without
 from loading.synthetic import SyntheticSource
 from models import take_statistics
-from options import BY_NAME
+from options import BY_NAME, parse_allowed
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, RepeatedSampler, SampleKey, TrainSampler, VirtualShards
@@ -271,6 +271,35 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
             "both need one folder for each class"
         )
     return dataset, dataset_test
+
+
+def check_depth(state: dict | None, args: Any, *datasets: Dataset | None) -> None:
+    """Refuse to resume a run of a version that clipped grey samples of 16 bits to white, if its sets have any.
+
+    Only files whose names end as those of formats that can hold such samples are read. Collective: every rank must
+    call it.
+
+    Raises:
+        UserError: there is such an image, and `--allow-change data` is not given.
+    """
+    if state is None or args.test_only or "grey" in state["environment"] or args.synthetic is not None:
+        return
+    found = collectives.call_on_master(lambda: next(filter(None, map(_find_deep, datasets)), None))
+    if found and "data" not in parse_allowed(args.allow_change):
+        raise UserError(
+            f"{found.decode()} has grey samples of more than 8 bits: the version that began this run clipped them to "
+            "white, this one scales them; start anew, or give --allow-change data to resume with other pixels"
+        )
+
+
+def _find_deep(dataset: IndexedImageFolder) -> bytes | None:
+    """Return the path of the first image of a set with grey samples of more than 8 bits, in UTF-8."""
+    for number, name in enumerate(dataset.index.names_in_bytes()):
+        if name.lower().endswith(DEEP_EXTENSIONS):
+            with suppress(BadImageError, MemoryError, OSError):  # training names it
+                if grey_bits(open_image(with_retries(partial(dataset.index.read, number)))):
+                    return dataset.index.path(number).encode("utf-8", "backslashreplace")
+    return None
 
 
 def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | None]:

@@ -192,6 +192,7 @@ def main(args):
     datasets, started = loading or data.start_loading(args)
     samplers = data.build_samplers(*datasets, args)
     check_data(state, args, *datasets)
+    data.check_depth(state, args, *datasets)
     seen = SeenRecord(args, state, train=datasets[0], val=datasets[1])
     data_loader, data_loader_test = data.build_device_loaders(args, datasets, samplers, device, started)
     data.load_ahead(data_loader, args, state)

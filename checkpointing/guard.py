@@ -38,6 +38,7 @@ def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
         "decoder": decoder,
+        "grey": "scaled from 16 bits",  # without it the run trained on such images as white: see data.check_depth
         "python": platform.python_version(),
         "pillow": PIL.__version__,
     }

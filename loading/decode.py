@@ -9,6 +9,7 @@ import mmap
 import os
 import re
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -30,6 +31,12 @@ MAX_PIXELS = (1 << 28) // 3
 
 # Memory of a decoder, beside the image, for each pixel: coefficients of a progressive JPEG, two canvases of a WebP ...
 _BYTES_PER_PIXEL, _BYTES_OF_DECODER = 16, 1 << 24
+
+# SampleFormat of TIFF, but for unsigned numbers and undefined ones.
+_SAMPLE_KINDS = {2: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
+
+# Names of files that may hold more than 8 bits a sample.
+DEEP_EXTENSIONS = (b".png", b".ppm", b".pgm", b".tif", b".tiff")
 
 # First bytes of other kinds of files that often have an image's name.
 _OTHER_KINDS = {
@@ -193,9 +200,10 @@ def check_num_pixels(height: int, width: int, claim: str = "it claims") -> None:
 
 @contextlib.contextmanager
 def _blaming_bytes(num_pixels: int) -> Iterator[None]:
-    """Turn any error of decoding into a BadImageError, unless the system may have failed.
+    """Turn any error of decoding into a BadImageError, unless the system may have failed; hide Pillow's warnings.
 
-    Pillow reports damage by OSError, SyntaxError, ValueError, struct.error and others.
+    Pillow reports damage by OSError, SyntaxError, ValueError, struct.error and others. It warns of metadata that is
+    not read here: damaged EXIF data, transparency.
 
     Raises:
         BadImageError: the image is damaged.
@@ -203,7 +211,9 @@ def _blaming_bytes(num_pixels: int) -> Iterator[None]:
         OSError: the system failed: the error has a number, unlike those that report damage.
     """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except (BadImageError, MemoryError):
         raise
     except Exception as error:
@@ -249,15 +259,62 @@ def open_image(payload: bytes) -> Image.Image:
     if image.format == "TIFF":
         sides = (image.tag_v2.get(tag, 0) for tag in (TiffImagePlugin.TILELENGTH, TiffImagePlugin.TILEWIDTH))
         check_num_pixels(*sides, "it claims tiles of")  # tiles are decoded whole, however small the image is
+    with _blaming_bytes(0):
+        grey_bits(image)
     return image
+
+
+def grey_bits(image: Image.Image) -> int:
+    """Return the bits of a grey image's samples if they are more than 8, else 0.
+
+    Raises:
+        BadImageError: no rule says which sample is white, or Pillow reads the file wrong.
+    """
+    bits, kinds, is_in_planes = 16, (1,), False
+    if image.format == "TIFF":
+        bits = max(numpy.atleast_1d(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, 1)))
+        kinds = numpy.atleast_1d(image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, 1))
+        is_in_planes = image.tag_v2.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2
+    if any(kind in _SAMPLE_KINDS for kind in kinds):
+        reason = f"{_SAMPLE_KINDS[max(kinds)]} samples"
+    elif is_in_planes and bits > 8:
+        reason = f"channels of {bits} bits in planes"
+    elif image.mode == "F" or (image.mode == "I" and bits != 16):
+        reason = "samples of 32 bits"
+    else:
+        return int(bits) if image.mode.startswith("I") else 0
+    raise BadImageError(
+        f"it has {reason} (Pillow's mode {image.mode}), which cannot be scaled to 8 bits without guessing its white; "
+        "save it as a PNG of 8 or 16 bits"
+    )
 
 
 def load_image(payload: bytes) -> Image.Image:
-    """Return an image, decoded whole; raises as `open_image`, and BadImageError where it is damaged."""
+    """Return an image, decoded whole, with 8 bits a channel; raises as `open_image`, or BadImageError on damage.
+
+    Of grey samples with more bits it keeps the highest 8, as Pillow does with those of colours; `convert` would clip
+    them at 255. `info["grey_bits"]` then tells their number.
+    """
     image = open_image(payload)
     with _blaming_bytes(image.width * image.height):
         image.load()
-    return image
+        bits = grey_bits(image)
+        return _scale_grey(image, bits) if bits else image
+
+
+def _scale_grey(image: Image.Image, bits: int) -> Image.Image:
+    samples = numpy.asarray(image) >> (bits - 8)
+    # Pillow inverts samples of 8 bits itself.
+    is_white_zero = image.format == "TIFF" and image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
+    scaled = Image.fromarray((255 - samples if is_white_zero else samples).astype(numpy.uint8))
+    scaled.format, scaled.info = image.format, {**image.info, "grey_bits": bits}
+    return scaled
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image of `load_image` in RGB, without its transparency, as torchvision's loader does."""
+    image.info.pop("transparency", None)  # it changes no colour, and `convert` would warn
+    return image.convert("RGB")
 
 
 def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None) -> Image.Image:
@@ -269,9 +326,7 @@ def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None)
     with _blaming_bytes(image.width * image.height):
         if box is not None and box != (0, 0, *image.size):
             image = image.crop(box)
-        if isinstance(image.info.get("transparency"), bytes):
-            del image.info["transparency"]  # RGB has none, and convert() would warn
-        return image.convert("RGB")
+        return to_rgb(image)
 
 
 class PillowDecoder:

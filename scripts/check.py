@@ -38,6 +38,8 @@ KINDS = {
     "damaged": (True, "truncated, broken otherwise, or too large"),
     "leak": (True, "the same bytes in train and in val"),
     "duplicate": (False, "the same bytes twice in a split"),
+    "alpha": (False, "transparency, which is dropped when loaded: hidden colours show"),
+    "deep": (False, "grey of more than 8 bits; scaled to 8 when loaded"),
     "cmyk": (False, "four colours; converted when loaded"),
     "misnamed": (False, "of another format than its name says; read by content"),
     "turned": (False, "EXIF says to turn it, and neither train.py nor ImageFolder does"),
@@ -97,6 +99,10 @@ def look_at(name: str, payload: bytes) -> Look:
 def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
     """Return the harmless oddities of a decoded image."""
     found = []
+    if "a" in image.mode.lower() or "transparency" in image.info:
+        found.append(("alpha", f"mode {image.mode}"))
+    if "grey_bits" in image.info:
+        found.append(("deep", f"{image.info['grey_bits']} bits"))
     if image.mode == "CMYK":
         found.append(("cmyk", "CMYK"))
     if _FORMATS.get(os.path.splitext(name)[1].lower(), image.format) != image.format:

@@ -29,7 +29,7 @@ import collectives
 from checkpointing.preemption import start_worker
 from errors import BadImageError, ImageError, UserError, counted, in_one_line, one_line
 from files import locked, open_to_read, write_atomically
-from loading.decode import load_image
+from loading.decode import load_image, to_rgb
 from loading.forms import check_source, open_source
 from loading.index import with_retries
 from loading.progress import Progress, size_text
@@ -164,7 +164,7 @@ def shrink(payload: bytes, image: Image.Image, *, side: str, px: int, quality: i
     """
     longest = (min if side == "short-side" else max)(image.size)
     size = tuple(max(int(px * length / longest), 1) for length in image.size)
-    image = image.convert("RGB")
+    image = to_rgb(image)
     if longest > px:
         image = image.resize(size, Image.Resampling.BICUBIC)
     image.info = {}

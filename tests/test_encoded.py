@@ -20,7 +20,7 @@ from tests.images import FILES, ROWS
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchcodec") is None, reason="needs torchcodec")
 
 CPU = torch.device("cpu")
-ONLY_PILLOW = {"CMYK", "PNG", "palette", "transparent", "one bit", "WebP", "16 bit"}
+ONLY_PILLOW = {"CMYK", "PNG", "palette", "transparent", "one bit", "WebP"}
 PRESETS = [
     (ClassificationPresetTrain, {"crop_size": 24}),
     (ClassificationPresetEval, {"crop_size": 24, "resize_size": 32}),
