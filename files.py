@@ -241,7 +241,7 @@ def find_os_error(error: BaseException) -> OSError | None:
 
 def explain_failure(error: OSError, folder: Path, num_bytes: int) -> str:
     """Say in a few words, with numbers, why that many bytes could not be written to a folder."""
-    needs = f"needs {num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else "needs little"
+    needs = f"needs {num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else "needs less than 0.1 MB"
     if error.errno == errno.ENOSPC:
         return f"disk full on {mount_point(folder)} ({needs}, {free_bytes(folder) / 1e6:.1f} MB free)"
     if error.errno == errno.EDQUOT:

@@ -62,11 +62,11 @@ def read_resumed(
         manager.lock()
         args = go_on_after_restart(args, manager)
     state = manager.read(args.resume)
+    manager.say_damaged()  # ahead of any refusal
     if args.test_only:
         if args.resume and state is None:
             raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
         if state is not None:
-            manager.say_damaged()
             args, notes = config.as_trained(args, state["args"])
             for note in notes:
                 print(note)
@@ -215,7 +215,7 @@ class Run(BareRun):
         self.profile = StepProfile(num_profiled, self.folder, is_cuda=device.type == "cuda")
         note_stall = partial(self.status.write, "failed")
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, note_stall)
-        self.saved = self.saving = self.position  # nothing to save yet
+        self.begun = self.saved = self.saving = self.position  # nothing to save yet
         self.line_pace, self.window_pace = Pace(), Pace()
 
     # Begin and end
@@ -404,7 +404,7 @@ class Run(BareRun):
             verdict = self.preemption.agree(self.votes)
         self.clock.agreed(start_s)
         if verdict.bad_step is not None:
-            raise NonFiniteError(non_finite_loss(verdict.bad_step))
+            raise NonFiniteError(self.non_finite_loss(verdict.bad_step))
         self.line_pace.step(metric_logger.wait_s)
         self.window_pace.step(metric_logger.wait_s)
         if self.is_record_due:
@@ -495,7 +495,7 @@ class Run(BareRun):
         rates = self.gauges.rates(*self.window_pace.read()) if self.due else {}
         for number, step in enumerate(steps, self.state.step - len(steps) + 1):
             if not step[:, 0].isfinite().all():
-                raise NonFiniteError(non_finite_loss(number - 1))
+                raise NonFiniteError(self.non_finite_loss(number - 1))
             self.window.add(step)
             if self.due and self.due[0]["step"] == number:
                 values, _ = self.window.read()
@@ -522,20 +522,29 @@ class Run(BareRun):
         average, optimizer = self.state.parts.get("model_ema"), self.state.parts["optimizer"].optimizer
         bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
         if bad is not None:
-            raise NonFiniteError(
-                f"the {bad.decode()} after step {self.state.step} are not finite; the last checkpoint is kept"
-            )
+            raise NonFiniteError(f"the {bad.decode()} after step {self.state.step} are not finite; {self.kept}")
         scaler = self.state.parts.get("scaler")
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
             raise NonFiniteError(
                 f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}: gradients overflow float16 "
-                "at every step; the last checkpoint is kept; try --amp-dtype bfloat16 or a lower --lr"
+                f"at every step; {self.kept}; try --amp-dtype bfloat16 or a lower --lr"
             )
         self.settle()
         self.saving = self.position
         if self.manager.save(self.state, records=self.monitor.sync(), is_last=is_last):
             self.saved = self.saving
         self.watchdog.beat()
+
+    @property
+    def kept(self) -> str:
+        """What a run that fails leaves to resume from, in words."""
+        is_saved = self.state.is_resumed or self.saved != self.begun
+        return "the last checkpoint is kept" if is_saved else "no checkpoint was saved yet"
+
+    def non_finite_loss(self, step: int) -> str:
+        """Return the error message for a loss that is not finite."""
+        advice = "try a lower --lr, a longer warm-up or --clip-grad-norm"
+        return f"the loss of step {step} is not finite; stopped, and {self.kept}; {advice}"
 
     def settle(self) -> None:
         """Wait for the save that is under way, if there is one. Collective: every rank must call it."""
@@ -548,11 +557,3 @@ def is_evaluated_after(epoch: int, args: Any) -> bool:
     """Tell whether `--eval-every` has an epoch evaluated; the last one always is."""
     every, num_done = args.eval_every, epoch + 1
     return num_done == args.epochs or (every > 0 and num_done % every == 0)
-
-
-def non_finite_loss(step: int) -> str:
-    """Return the error message for a loss that is not finite."""
-    return (
-        f"the loss of step {step} is not finite; stopped, and the last checkpoint is kept; "
-        "try a lower --lr, a longer warm-up or --clip-grad-norm"
-    )

@@ -121,13 +121,12 @@ class CheckpointFinder:
                 return [newest, *numbered]
         return [*numbered, newest, *(self.folder / name for name in BEST_FILES)]
 
-    def say_damaged(self, found: Found, kept: dict[Path, str]) -> None:
-        """Name each damaged file, its new name if it was kept, and the checkpoint that is used in its place."""
+    def say_damaged(self, found: Found) -> None:
+        """Name each damaged file and the checkpoint that is used in its place."""
         for path, why in self.damaged:
             step, match = found.state["step"], NUMBERED.fullmatch(path.name)
             earlier = f", {counted(int(match[1]) - step, 'step')} earlier" if match and int(match[1]) > step else ""
-            as_kept = f"; kept as {kept[path]}" if path in kept else ""
-            self.say(f"checkpoint {why}{as_kept}; resuming from {found.path.name}{earlier}")
+            self.say(f"checkpoint {why}; resuming from {found.path.name}{earlier}")
 
     def check(self, resume: str, *, overwrite: bool) -> None:
         """Raise UserError unless the options say whether to resume or to remove a run in the folder."""

@@ -126,8 +126,9 @@ class CheckpointFolder(CheckpointFinder):
 
     def _adopt(self, found: Found, run: RunState, resume: str, best_payloads: Mapping[str, bytes]) -> None:
         """Make the resumed checkpoint the newest of this folder, under all its names."""
-        kept = {path: _move_aside(path, suffix=".corrupt") for path, _ in self.damaged if os.path.lexists(path)}
-        self.say_damaged(found, kept)
+        for path, _ in self.damaged:
+            if os.path.lexists(path):
+                self.say(f"damaged {path.name} is kept as {_move_aside(path, suffix='.corrupt')}")
         for path in self.numbered():
             if step_in(path) > run.step:
                 self._supersede(path)

@@ -141,9 +141,9 @@ class CheckpointManager:
         return found.state
 
     def say_damaged(self) -> None:
-        """Name the damaged files in an evaluation, which renames none. Not collective."""
+        """Name the damaged files that were passed over. Not collective."""
         if self._found is not None:
-            self.files.say_damaged(self._found, {})
+            self.files.say_damaged(self._found)
 
     def check(self, resume: str, *, overwrite: bool) -> None:
         """Check the folder, as `CheckpointFolder.check`."""

@@ -100,9 +100,8 @@ def test_auto_falls_back_to_the_newest_good_checkpoint(started, tmp_path, damage
     argv = ["--resume", "auto", "--epochs", 2, *batch]
     outcome = started.go_on(tmp_path, out, *argv, world_size=world_size).check()
     (line,) = [line for line in outcome.output.splitlines() if line.startswith(f"checkpoint {newest} ")]
-    assert line.endswith(
-        "kept as checkpoint-00000006.pth.corrupt; resuming from checkpoint-00000005.pth, 1 step earlier"
-    )
+    assert line.endswith("resuming from checkpoint-00000005.pth, 1 step earlier")
+    assert "kept as checkpoint-00000006.pth.corrupt" in outcome.output
     assert "resumed step 5 " in outcome.output
     assert (out / "checkpoint-00000006.pth.corrupt").exists()
     assert not (out / "executed").exists()
@@ -273,6 +272,18 @@ def test_overwrite_killed_half_way_leaves_nothing_to_go_on_with(started, tmp_pat
     faults = [(0, "pathlib.Path.unlink", 4, "before")]
     assert started.go_on(tmp_path, out, "--overwrite", faults=faults).codes == [-9]
     assert list(out.glob("checkpoint-*.pth")) == []
+
+
+def test_a_damaged_checkpoint_is_named_before_an_option_that_cannot_change(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    damage_truncated(out / "checkpoint-00000006.pth")
+    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--lr", 0.7)
+    refused(outcome, "--resume auto", "lr", "0.7")
+    lines = outcome.output.splitlines()
+    (damaged,) = [number for number, line in enumerate(lines) if "checkpoint-00000006.pth is damaged" in line]
+    (refusal,) = [number for number, line in enumerate(lines) if line.startswith("train.py: error: ")]
+    assert damaged < refusal
+    assert not list(out.glob("*.corrupt"))
 
 
 def test_test_only_without_a_checkpoint_is_refused(started, tmp_path):

@@ -305,6 +305,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_the_last_checkpoint_stays(f
     assert "NonFiniteError" in status["reason"]
 
 
+def test_a_run_whose_first_loss_is_not_finite_claims_no_checkpoint(image_folder, tmp_path):
+    out = tmp_path / "out"
+    argv = ["--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", "4", "--lr", 1e20]
+    outcome = run_train(tmp_path, *argv)
+    assert outcome.codes == [5], outcome.output
+    assert "no checkpoint was saved yet" in outcome.output
+    assert "is kept" not in outcome.output
+    assert not list(out.glob("*.pth"))
+
+
 @pytest.mark.dist
 def test_every_rank_stops_at_a_loss_that_is_not_finite(image_folder, tmp_path):
     outcome = run_train(
