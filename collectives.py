@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -16,7 +17,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from errors import UserError, counted
+from errors import PreemptedError, UserError, counted
 from launch import Launch, read_launch
 
 # Minutes that bookkeeping may wait, as while rank 0 saves to a slow disk. The stall watchdog ends a run that hangs.
@@ -25,7 +26,11 @@ PATIENCE_MIN = 24 * 60
 # Bytes of one broadcast: the size of the buffer that is needed beside the payload.
 _MOST_AT_ONCE = 1 << 24
 
+# Seconds in which the ranks that meet an error tell the others of it.
+_REPORT_S = 3.0
+
 _patient_group = None  # all ranks over gloo, with PATIENCE_MIN as timeout; set by `join_processes`
+_place = None  # the store that all ranks see, this rank and the number of ranks; set by `join_processes`
 
 
 def is_dist_avail_and_initialized() -> bool:
@@ -217,7 +222,7 @@ def join_processes(args: Any) -> None:
     Args:
         args: holds distributed, rank, world_size, gpu, device and dist_url, and may hold dist_timeout (minutes).
     """
-    global _patient_group  # noqa: PLW0603
+    global _patient_group, _place  # noqa: PLW0603
     if torch.device(args.device).type == "cuda":
         torch.cuda.set_device(args.gpu)
     if not args.distributed:
@@ -235,6 +240,8 @@ def join_processes(args: Any) -> None:
     # Not on several nodes: each torchrun counts its own restarts there, so the numbers may differ.
     if launch.num_nodes == 1:
         store = dist.PrefixStore(f"attempt{launch.attempt}", store)
+    _place = store, args.rank, args.world_size
+    store.delete_key(f"end/{args.rank}")  # of an earlier attempt
     dist.init_process_group(
         backend=choose_backend(args.device),
         store=store,
@@ -266,6 +273,62 @@ def _await_master(address: Mapping[str, str], dist_url: str, timeout_s: float) -
                     "a longer --dist-timeout"
                 ) from error
         time.sleep(0.1)
+
+
+def explain(error: BaseException) -> BaseException:
+    """Return a one-line error in place of one by which gloo or NCCL lost another rank, and any other unchanged.
+
+    Call it for the error that ends a process: it tells the other ranks of it, and so which rank is silent.
+    """
+    global _place
+    if _place is None or isinstance(error, PreemptedError | SystemExit):
+        return error
+    place, _place = _place, None
+    text, reports = str(error), {}
+    is_lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
+    # In a thread, since a store whose network is gone does not answer.
+    arguments = (*place, b"lost" if is_lost else b"error", reports)
+    reporter = threading.Thread(target=_exchange_ends, args=arguments, daemon=True)
+    reporter.start()
+    reporter.join(2 * _REPORT_S)
+    if not is_lost:
+        return error
+    _, rank, world_size = place
+    others = {*range(world_size)} - {rank}
+    failed = {each for each in others if reports.get(each) == b"error"}
+    silent = others - reports.keys()
+    cause = "timed out (--dist-timeout)" if re.search("[Tt]imed? ?out", text) else "connection lost"
+    lost = UserError(f"{cause}: {_describe_lost(failed, silent, others)}", exit_code=1)
+    lost.is_of_one_rank = rank == min({*range(world_size)} - failed - silent)
+    return lost
+
+
+def _exchange_ends(store: dist.Store, rank: int, world_size: int, word: bytes, reports: dict[int, bytes]) -> None:
+    """Tell the other ranks how this one ends; if it lost one, note their words by rank."""
+    end_s = time.monotonic() + _REPORT_S
+    with suppress(RuntimeError):  # the store's host is gone
+        store.set(f"end/{rank}", word)
+        while word == b"lost" and time.monotonic() < end_s and len(reports) < world_size:
+            ended = [each for each in range(world_size) if each not in reports and store.check([f"end/{each}"])]
+            reports |= {each: store.get(f"end/{each}") for each in ended}
+            time.sleep(0.05)
+
+
+def _describe_lost(failed: set[int], silent: set[int], others: set[int]) -> str:
+    """Return why ranks may be lost, and what to look at."""
+    if failed:
+        return f"{_ranks(failed)} ended by an error, which its own output shows"
+    if not silent or (silent == others and len(others) > 1):
+        return "the ranks do not reach each other; look whether all machines are there, and at the network between them"
+    return (
+        f"no answer from {_ranks(silent)}: stopped, killed, hanging, or its network is gone; look at its output, "
+        "`py-spy dump` and the system's log (out of memory?); --resume auto continues"
+    )
+
+
+def _ranks(ranks: set[int]) -> str:
+    names = ", ".join(map(str, sorted(ranks)[:8])) + ", ..." * (len(ranks) > 8)
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 def shut_down() -> None:

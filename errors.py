@@ -88,6 +88,12 @@ class UserError(Exception):
     """
 
     exit_code = 2
+    is_of_one_rank = False  # whether the other ranks do not meet it, so that this one prints it at once
+
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        if exit_code is not None:
+            self.exit_code = exit_code
 
 
 @contextmanager
@@ -294,7 +300,8 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
         end_process(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that a launcher can end this process now
     is_silent = False
-    if launch.rank != 0 and not isinstance(error, ImageError | LoaderKilledError):
+    is_of_one_rank = isinstance(error, ImageError | LoaderKilledError) or getattr(error, "is_of_one_rank", False)
+    if launch.rank != 0 and not is_of_one_rank:
         time.sleep(10)
         is_silent = launch.local_rank != 0 and not isinstance(error, LimitError)  # one rank may meet that alone
     where = f" on rank {launch.rank}" if launch.rank != 0 else ""

@@ -250,6 +250,7 @@ class Run(BareRun):
             error = LoaderKilledError(str(error))
         elif estimate.is_out_of_memory(error):
             error = estimate.explain_out_of_memory(self.args, self.num_classes, self.device)
+        error = error and collectives.explain(error)
         if isinstance(error, PreemptedError):
             self.status.write("preempted", str(error))
         elif error is not None:

@@ -243,7 +243,7 @@ def cli(args=None):
     except PreemptedError as stop:
         print(f"{stop}; --resume auto goes on")
     except BaseException as error:
-        end_by(error, read_launch())
+        end_by(collectives.explain(error), read_launch())
     collectives.shut_down()
     end_process(0)
 

@@ -587,7 +587,9 @@ def work() -> None:
         if not launch.is_launched:
             raise
         is_interrupted = isinstance(error, KeyboardInterrupt)
-        end_by(InterruptedRunError(_INTERRUPTED) if is_interrupted else explain(error), launch, PROG)
+        end_by(
+            InterruptedRunError(_INTERRUPTED) if is_interrupted else collectives.explain(explain(error)), launch, PROG
+        )
 
 
 def main() -> None:

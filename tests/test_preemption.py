@@ -244,13 +244,23 @@ def test_loader_processes_are_forked_before_there_are_other_threads(runs, tmp_pa
     runs.check_same("forks")
 
 
-def test_a_hung_rank_trips_the_timeout_of_the_process_group(runs):
-    for place in ["torch.optim.SGD.step", "models.ExponentialMovingAverage.forward"]:
-        name = f"timeout-{place}"
-        outcome = runs.run(name, 2, "--dist-timeout", 0.05, faults=[(1, place, 1, "before", signal.SIGSTOP)])
-        assert outcome.codes[0] == 1, outcome.output
-        assert runs.status(name)["state"] == "failed"
-        assert len(list((runs.folder / name).glob("checkpoint-0*"))) <= 1  # nothing after the last whole step
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("torch.optim.SGD.step", signal.SIGSTOP),
+        ("models.ExponentialMovingAverage.forward", signal.SIGSTOP),
+        ("torch.optim.SGD.step", signal.SIGKILL),
+    ],
+)
+def test_a_rank_that_is_stopped_or_killed_is_named_by_another(runs, place, number):
+    name = f"lost-{place}-{number}"
+    outcome = runs.run(name, 2, "--dist-timeout", 0.05, faults=[(1, place, 1, "before", number)])
+    assert outcome.codes[0] == 1, outcome.output
+    assert "Traceback" not in outcome.output
+    [line] = [line for line in outcome.output.splitlines() if "error" in line]
+    assert "no answer from rank 1: " in line
+    assert runs.status(name)["state"] == "failed"
+    assert len(list((runs.folder / name).glob("checkpoint-0*"))) <= 1  # nothing after the last whole step
 
 
 def test_the_stall_watchdog_is_quiet_while_something_happens():
