@@ -474,6 +474,10 @@ class Tally:
         for row in rows:  # one after the other: torch would sum in another order
             self._sums += row
 
+    def peek(self) -> tuple[dict[str, Any], int]:
+        """Return what `read` would return now, without starting again; no values if there are no images."""
+        return self._compute(self._sums) if self._sums[-1] else ({}, 0)
+
     def read(self) -> tuple[dict[str, Any], int]:
         """Return the values by name over the batches gathered since the last call, and the number of images."""
         values = self._compute(self._sums)

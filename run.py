@@ -40,9 +40,10 @@ from metrics import Accuracy, Metric, Tally
 from monitoring import estimate
 from monitoring.console import Outlook, first_lines, last_lines, log
 from monitoring.gauges import Gauges, Pace
-from monitoring.monitor import Monitor, read_last_record
+from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
 from monitoring.profile import StepProfile
+from monitoring.records import read_last_record
 from monitoring.verdict import StepClock, as_record, describe_limit, find_shares
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
@@ -192,15 +193,17 @@ class Run(BareRun):
         device = next(self.model.parameters()).device
         self.sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
         self.lr_scheduler = optim.build_lr_scheduler(args, parts["optimizer"])
-        self.tally, self.window = Tally(metrics, sampler.shards.num_local), Tally(metrics)  # of a line, of a record
+        self.tally = Tally(metrics, sampler.shards.num_local)  # of a line
+        self.window, self.epoch_tally = Tally(metrics), Tally(metrics)  # of a record, of an epoch
         scaler = parts.get("scaler")
         parts = {
             **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.window,
-            "scaler": scaler if scaler and scaler.is_enabled() else None,
+            "log_epoch": self.epoch_tally, "scaler": scaler if scaler and scaler.is_enabled() else None,
         }  # fmt: skip
         facts = run_facts(args, describe_decoder(args), *datasets)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
+        self.resumed_means = self.epoch_tally.peek()  # of the images of a resumed epoch before this start
         self.outlook = Outlook(self.state, args.epochs)
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
         self.monitor = Monitor(own_folder, self.state, args.log_to)
@@ -475,11 +478,17 @@ class Run(BareRun):
     # Log and save
 
     def log(self, metric_logger: Any) -> None:
-        """Show the metrics of all images since the last line. Collective: every rank must call it."""
+        """Show the metrics of all images since the last line, and record an epoch that ends. Collective."""
         self.gather()
+        if self.resumed_means[1]:
+            metric_logger.show(*self.resumed_means)
+            self.resumed_means = {}, 0
         values, n = self.tally.read()
         steps, train_s, wait_s = self.line_pace.read()
         metric_logger.show({**values, "img/s": steps * self.args.global_batch_size / train_s}, n)
+        if not self.has_steps_left:
+            means, _ = self.epoch_tally.read()
+            self.monitor.write("epoch", **self.here, **means, lr=max(group["lr"] for group in self.gauges.groups))
         if steps > 1:  # the first step of an epoch waits for the loaders to start
             self.say_who_waits(wait_s / train_s)
 
@@ -498,6 +507,7 @@ class Run(BareRun):
             if not step[:, 0].isfinite().all():
                 raise NonFiniteError(self.non_finite_loss(number - 1))
             self.window.add(step)
+            self.epoch_tally.add(step)
             if self.due and self.due[0]["step"] == number:
                 values, _ = self.window.read()
                 self.monitor.write("train", **values, **self.due.pop(0), **rates)

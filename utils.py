@@ -1,6 +1,7 @@
 """torchvision's names for processes and meters, for people's own scripts and train.py."""
 
 import datetime
+import math
 import os
 import time
 from collections import defaultdict, deque
@@ -218,18 +219,21 @@ class MetricLogger:
         num_items = start + len(iterable)
         width = len(str(num_items))
         iter_time, data_time = SmoothedValue(fmt="{avg:.4f}"), SmoothedValue(fmt="{avg:.4f}")
-        live = LiveView(self, label, start, num_items, len(getattr(iterable, "dataset", ())))
+        live = LiveView(self, label, num_items, len(getattr(iterable, "dataset", ())))
         say = log.add if live.line.is_live else print
         begin = end = time.perf_counter()
-        waited = self.wait_s
+        waited, first_s = self.wait_s, 0.0
         try:
             for index, item in enumerate(self.timed(iterable), start):
                 self.is_line_due = index % print_freq == 0 or index == num_items - 1
                 yield item
                 data_time.update(self.wait_s - waited)
                 iter_time.update(time.perf_counter() - end)
+                # The first item waits for loaders and compilers.
+                first_s = first_s or iter_time.total
+                pace_s = (iter_time.total - first_s) / (iter_time.count - 1) if iter_time.count > 1 else math.nan
                 if self.is_line_due:
-                    eta_s = iter_time.global_avg * (num_items - 1 - index)
+                    eta_s = (first_s if index == start else pace_s) * (num_items - 1 - index)
                     fields = [
                         label,
                         f"[{index:{width}d}/{num_items}]",
@@ -241,7 +245,7 @@ class MetricLogger:
                     if torch.cuda.is_available():
                         fields.append(f"max mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}")
                     say(self.delimiter.join(fields))
-                live.show(index + 1)
+                live.show(index + 1, pace_s)
                 end, waited = time.perf_counter(), self.wait_s
         finally:
             live.line.close()

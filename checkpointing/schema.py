@@ -150,6 +150,7 @@ _OPTIONAL_FIELDS = {
         "a list of values by name",
     ),
     "log_window": (_is_window, "sums, and a number of images"),
+    "log_epoch": (_is_window, "sums, and a number of images"),
 }
 
 

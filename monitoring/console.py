@@ -19,13 +19,15 @@ from checkpointing.checkpoint import BEST_NAMES, RunState
 from errors import counted, duration, one_line
 from files import open_regular, open_to_read, write_atomically
 from loading.progress import LiveLine, Tap, without_escapes
+from monitoring.records import as_number, read_epochs
 from options import BY_NAME, split_custom
 
 # Most bytes of text that wait for the folder, or for room on a full disk, and seconds between two tries to write.
 _MAX_WAITING, _RETRY_S = 1 << 16, 10.0
 
-# Formats in which a terminal shows the meters of these names, as single values.
-_SHOWN = {"loss": "loss {:.3f}", "acc1": "Acc@1 {:.2f}", "img/s": "{:,.0f} img/s"}
+# Formats in which a terminal shows the meters of these names, as single values; a rate has no mean over images.
+_MEANS = {"loss": "loss {:.3f}", "acc1": "Acc@1 {:.2f}"}
+_SHOWN = {**_MEANS, "img/s": "{:,.0f} img/s"}
 
 
 class LogFile:
@@ -123,14 +125,11 @@ log = LogFile()
 
 
 class Outlook:
-    """The present epoch of a run as text, and the time that the rest of the run takes at this process's pace."""
+    """The time that the rest of a run takes at this process's pace."""
 
     def __init__(self, state: RunState, epochs: int) -> None:
         self.state, self.epochs = state, epochs
         self._begin = None
-
-    def __str__(self) -> str:
-        return f"Epoch {self.state.epoch + 1}/{self.epochs}"
 
     def left_s(self) -> float:
         """Return the seconds to the end of the last epoch, evaluations between epochs included; NaN while unknown."""
@@ -147,40 +146,40 @@ class LiveView:
 
     Args:
         logger: the `MetricLogger`.
-        label: first words of the line, where the logger has no `outlook`.
-        start: number of the first item.
+        label: first words of the line.
         num_items: number of the last item plus one.
         num_images: number of images in all, if a loop over batches knows it, else 0.
     """
 
-    def __init__(self, logger: Any, label: str, start: int, num_items: int, num_images: int) -> None:
+    def __init__(self, logger: Any, label: str, num_items: int, num_images: int) -> None:
         self.line = LiveLine(sys.stdout)
-        self.logger, self.start, self.num_items, self.num_images = logger, start, num_items, num_images
-        self.label = logger.outlook or label.replace(":", "")
+        self.logger, self.label, self.num_items, self.num_images = logger, label, num_items, num_images
         self.begin_s, self.begin_wait_s = time.monotonic(), logger.wait_s
-        self.paced_s = 0.0  # time at the end of the first item, which waits for loaders and compilers
         self.values = []
 
-    def show(self, num_done: int) -> None:
-        """Show the loop's progress if the line is due; the values are read anew when the logger's own line is due."""
+    def show(self, num_done: int, pace_s: float) -> None:
+        """Show the loop's progress if the line is due; the values are read again when the logger's own line is due.
+
+        `pace_s` is the mean time of an item in seconds, NaN while unknown.
+        """
         if not self.line.is_live:
             return
-        self.paced_s = self.paced_s or time.monotonic()
         if self.logger.is_line_due:
-            self.values = self._read("global_avg" if self.logger.is_share else "value")
+            self.values = self._means() if self.logger.is_share else self._read(_SHOWN, "value")
         if self.line.is_due or num_done == self.num_items:
-            paced = num_done - self.start - 1
-            pace_s = (time.monotonic() - self.paced_s) / paced if paced else math.nan
             eta = f"ETA {duration(pace_s * (self.num_items - num_done))}"
             if self.logger.outlook:
                 eta = f"{eta}, run {duration(self.logger.outlook.left_s())}"
-            rate = [f"{self.num_images / self.num_items / pace_s:,.0f} img/s"] if paced and self.num_images else []
-            fields = [f"{self.label} {num_done}/{self.num_items}", eta, *self.values, *rate, self._waited()]
-            self.line.show(*map(str, fields))
+            has_rate = self.num_images and pace_s > 0
+            rate = [f"{self.num_images / self.num_items / pace_s:,.0f} img/s"] if has_rate else []
+            self.line.show(f"{self.label} {num_done}/{self.num_items}", eta, *self.values, *rate, self._waited())
 
-    def _read(self, kind: str) -> list[str]:
+    def _read(self, formats: dict[str, str], kind: str) -> list[str]:
         meters = self.logger.meters
-        return [text.format(getattr(meters[name], kind)) for name, text in _SHOWN.items() if name in meters]
+        return [text.format(getattr(meters[name], kind)) for name, text in formats.items() if name in meters]
+
+    def _means(self) -> list[str]:
+        return self._read(_MEANS, "global_avg")
 
     def _waited(self) -> str:
         """Return words for the share of its time that the loop has waited for data."""
@@ -191,7 +190,7 @@ class LiveView:
         """Print the loop's final values, unless another line gives the result."""
         if self.line.is_live and not self.logger.is_share:
             took = f"in {duration(time.monotonic() - self.begin_s)}"
-            print("  ".join([f"{self.label} {took}", *self._read("global_avg"), self._waited()]))
+            print("  ".join([f"{self.label} {took}", *self._means(), self._waited()]))
 
 
 def first_lines(args: Any, model: nn.Module, steps_per_epoch: int, folder: Path) -> list[str]:
@@ -221,7 +220,7 @@ def last_lines(args: Any, state: RunState, folder: Path, records: Iterable[dict]
     }
     width = max(map(len, commands))
     lines = [f"{name:<{width}}  {python_command()} {shlex.join(words)}" for name, words in commands.items()]
-    return [*epoch_table(records, args.epochs), *lines]
+    return [*epoch_table(records), *lines]
 
 
 def python_command() -> str:
@@ -232,26 +231,13 @@ def python_command() -> str:
     return shlex.quote(sys.executable if relative.startswith("..") else relative)
 
 
-def epoch_table(records: Iterable[dict], epochs: int, num_rows: int = 5) -> list[str]:
-    """Return a table of the last evaluated epochs; their times are by the clock and include pauses between starts."""
-    rows, losses, before = {}, [], {}
-    for record in records:
-        if record["epoch"] != before.get("epoch"):
-            losses, begin_s = [], _number(before.get("time"))
-        if record["kind"] == "train":
-            losses.append((_number(record.get("loss")), record["step"] - before.get("step", 0)))
-        if BEST_NAMES.get(record["kind"]) == "best":
-            loss = sum(loss * steps for loss, steps in losses) / max(sum(steps for _, steps in losses), 1)
-            values = loss if losses else math.nan, _number(record.get("acc1")), _number(record.get("loss"))
-            rows[record["epoch"]] = *values, _number(record["time"]) - begin_s
-        before = record
-    lines = [f"{'epoch':>9}{'loss':>10}{'val acc1':>10}{'val loss':>10}{'time':>8}"]
-    for epoch, (*values, took_s) in list(rows.items())[-num_rows:]:
-        cells = "".join(f" {f'{value:.3f}' if math.isfinite(value) else '--':>9}" for value in values)
-        lines.append(f"{f'{epoch + 1}/{epochs}':>9}{cells}{duration(took_s):>8}")
-    return lines if rows else []
-
-
-def _number(value: Any) -> float:
-    """Return a value of a record as a float; NaN if it is no number."""
-    return float(value) if isinstance(value, int | float) else math.nan
+def epoch_table(records: Iterable[dict], num_rows: int = 5) -> list[str]:
+    """Return a table of the last evaluated epochs: means over the epoch's images, results, and time of training."""
+    rows = []
+    for epoch in read_epochs(records):
+        if result := next((epoch.last[kind] for kind in epoch.last if BEST_NAMES.get(kind) == "best"), None):
+            values = epoch.last.get("epoch", {}).get("loss"), result.get("acc1"), result.get("loss")
+            cells = [f"{value:.3f}" if math.isfinite(value) else "--" for value in map(as_number, values)]
+            rows.append([f"[{epoch.number}]", *cells, duration(epoch.took_s)])
+    head = ["epoch", "loss", "val acc1", "val loss", "time"]
+    return ["".join(f"{cell:>10}" for cell in row) for row in [head, *rows[-num_rows:]]] if rows else []

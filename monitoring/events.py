@@ -134,7 +134,7 @@ def drawn(record: dict) -> dict[str, float]:
     return {
         f"{record['kind']}/{name}": value
         for name, value in record.items()
-        if name not in NOT_DRAWN and isinstance(value, float | int)
+        if record["kind"] != "epoch" and name not in NOT_DRAWN and isinstance(value, float | int)
     }
 
 

@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from checkpointing.checkpoint import RunState
-from errors import PreemptedError, StorageError, counted
-from files import explain_failure, open_regular, open_to_read, read_bytes, sync_folder, write_atomically
+from errors import PreemptedError, StorageError
+from files import explain_failure, open_regular, sync_folder, write_atomically
 from monitoring.attempts import Attempts
 from monitoring.console import log
 from monitoring.events import EventFile
 from monitoring.mirrors import Mirrors, check_mirrors
+from monitoring.records import read_records
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
@@ -25,7 +26,8 @@ MACHINE_FIELDS = {
     "time", "hours", "images_per_s", "images_per_s_per_device", "data_wait", "memory_gib", "mfu", "world_size",
 }  # fmt: skip
 
-_TAIL_BYTES = 1 << 20  # more than a record of any run has
+# Kinds of records that are written before an epoch is saved; the others, of evaluations, come after that.
+OF_TRAINING = {"train", "epoch", "verdict"}
 
 # Most pictures in TensorBoard's file that the run's folder no longer has; with more, the file is made anew.
 MOST_GONE = 100
@@ -100,7 +102,7 @@ class Monitor:
     def _truncate(self) -> list[dict]:
         """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
         step, is_evaluated, records = self.run.step, self.run.is_evaluated, self.records(print)
-        kept = [r for r in records if r["step"] < step + (r["kind"] in ("train", "verdict") or is_evaluated)]
+        kept = [r for r in records if r["step"] < step + (r["kind"] in OF_TRAINING or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.folder / "metrics.jsonl", text.encode())
         return kept
@@ -111,7 +113,7 @@ class Monitor:
             self._events = EventFile(self.folder, self.records() if records is None else records, self.run.step)
 
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
-        """Write one record: `kind` is train, verdict or an evaluation's name; `step` the steps done at that time.
+        """Write one record: `kind` is in `OF_TRAINING` or an evaluation's name; `step` the steps done at that time.
 
         Each value is a number, a tensor of one number, None, or a list of these, which has no curve.
         """
@@ -157,44 +159,6 @@ class Monitor:
         if self._events is not None:
             self._attempt(self._no_events, self._update_events)
         return self._file.fileno()
-
-
-def read_records(folder: Path, say: Callable[[str], None] | None = None) -> list[dict]:
-    """Return the records in a run's metrics.jsonl, without damaged lines; FileNotFoundError if it has none.
-
-    `say` is told of damaged lines, but not of a last one, which a kill tears.
-    """
-    records = [_parse_record(line) for line in read_bytes(folder / "metrics.jsonl").splitlines()]
-    if say is not None and (num_damaged := records[:-1].count(None)):
-        say(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read, and will be left out")
-    return [record for record in records if record is not None]
-
-
-def read_last_record(folder: Path) -> list[dict]:
-    """Return the last record of a run's metrics.jsonl, or none, from the file's end; OSError if it has no file."""
-    with open_to_read(folder / "metrics.jsonl") as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
-        lines = file.read().splitlines()
-    return next(([record] for record in map(_parse_record, reversed(lines)) if record is not None), [])
-
-
-def _parse_record(line: bytes) -> dict | None:
-    """Return the record in one line of metrics.jsonl, or None if there is none."""
-    try:
-        record = json.loads(line)
-        is_record = isinstance(record["kind"], str) and type(record["step"]) is type(record["epoch"]) is int
-        is_record = is_record and record["step"] >= 0 and record["time"] is not None
-        is_record = is_record and all(_is_value(value) for name, value in record.items() if name != "kind")
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return record if is_record else None
-
-
-def _is_value(value: Any) -> bool:
-    """Tell whether a value may be in a record: a number that a curve can hold, None, or a list of these."""
-    if isinstance(value, list):
-        return all(map(_is_value, value))
-    return value is None or type(value) is float or (type(value) is int and abs(value) < 1 << 62)
 
 
 def _as_json(value: Any) -> Any:

@@ -15,9 +15,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, require_package
+from errors import UserError, duration, require_package
 from files import open_to_read, read_json
-from monitoring.monitor import read_records
+from monitoring.records import read_epochs, read_records
 from scripts import tool
 
 PROG = "python -m scripts.report"
@@ -168,16 +168,17 @@ def _text(value: Any) -> str:
 
 
 def epochs_table(run: LoggedRun) -> str:
-    """Return the table of a run's epochs: each row has an epoch's last record of each kind."""
-    names = [("train", "lr"), ("train", "images_per_s"), *((kind, name) for kind in KINDS for name in RESULTS)]
-    columns = [column for column in names if run.points(*column)]
-    last = {(record["epoch"], record["kind"]): record for record in run.records}
+    """Return the table of a run's epochs: means over the training images, and the last result of each evaluation."""
+    epochs = read_epochs(run.records)
+    kinds = {"epoch": "train", **{kind: kind for kind in KINDS if kind != "train"}}
+    columns = [("epoch", "lr"), *((kind, name) for kind in kinds for name in RESULTS)]
+    columns = [(k, name) for k, name in columns if any(epoch.last.get(k, {}).get(name) is not None for epoch in epochs)]
     rows = [
-        [epoch, max(r["step"] for (e, _), r in last.items() if e == epoch)]
-        + [last.get((epoch, kind), {}).get(name) for kind, name in columns]
-        for epoch in sorted({epoch for epoch, _ in last})
+        [f"[{epoch.number}]", epoch.step, duration(epoch.took_s)]
+        + [epoch.last.get(kind, {}).get(name) for kind, name in columns]
+        for epoch in epochs
     ]
-    return table(["epoch", "step", *(" ".join(column) for column in columns)], rows)
+    return table(["epoch", "step", "time", *(f"{kinds[kind]} {name}" for kind, name in columns)], rows)
 
 
 def show_pictures(run: LoggedRun) -> str:

@@ -87,7 +87,7 @@ class Ending:
 def differing_results(ours: Path, theirs: Path) -> list[str]:
     """Name what differs in the last states and the records of two runs, whatever else their folders hold."""
     found = [
-        _read_checkpoint(folder / "checkpoint.pth", frozenset()) | {"metrics": read_metrics(folder / "metrics.jsonl")}
+        _read_checkpoint(folder / "checkpoint.pth", frozenset()) | {"metrics": _read_records(folder / "metrics.jsonl")}
         for folder in (ours, theirs)
     ]
     names = sorted(found[0].keys() | found[1].keys())
@@ -128,6 +128,11 @@ def _read_checkpoint(path: Path, left_out: Set[str]) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
+    """Return the windows and the evaluations in metrics.jsonl, but for what the machine decides."""
+    return [record for record in _read_records(path) if record["kind"] != "epoch"]
+
+
+def _read_records(path: Path) -> list[dict]:
     """Return the lines of metrics.jsonl, but for what the machine decides, as verdicts."""
     records = map(json.loads, path.read_text().splitlines())
     return [
@@ -168,7 +173,7 @@ def read_points(folder: Path) -> dict[str, list[tuple]]:
 
 
 _READERS = {
-    "metrics.jsonl": read_metrics,
+    "metrics.jsonl": _read_records,
     "status.json": _read_status,
     "run.json": _read_run,
     "recipe.toml": _read_recipe,

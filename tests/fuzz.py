@@ -404,7 +404,7 @@ def case_metrics(bench: Bench, folder: Path, rng: random.Random) -> None:
     writer.open()
     with writer:
         writer.write("train", state.step + 1, state.epoch, loss=1.0)
-        console.epoch_table(writer.records(), 3)
+        console.epoch_table(writer.records())
     for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]:
         assert json.loads(line)["step"] <= state.step
 

@@ -200,11 +200,11 @@ def test_a_live_line_says_all_and_fits_the_terminal_at_any_width(on_terminals):
         assert len({columns for columns, _ in terminal.live}) == 2
         assert all(len(line) < columns for columns, line in terminal.live)
     number = r"[\d.,]+"
-    whole = rf"Epoch 2/3 \d+/30  ETA \d+s, run \d+s  loss {number}  Acc@1 {number}  {number} img/s  wait \d+%"
+    whole = rf"Epoch: \[1\] \d+/30  ETA \d+s, run \d+s  loss {number}  Acc@1 {number}  {number} img/s  wait \d+%"
     assert any(re.fullmatch(whole, line) for columns, line in on_terminals.second.live if columns == 200)
-    narrow = rf"Epoch [12]/3 \d+/30 +ETA \d+s, run \d+s +loss {number} +Acc@1 {number} +{number} img/s"
+    narrow = rf"Epoch: \[[01]\] \d+/30 +ETA \d+s, run \d+s +loss {number} +Acc@1 {number} +{number} img/s"
     assert any(re.match(narrow, line) for columns, line in on_terminals.first.live if columns == 70)
-    assert any(re.match(r"Test EMA 1/3  ETA", line) for _, line in on_terminals.first.live)
+    assert any(re.match(r"Test: EMA 1/3  ETA", line) for _, line in on_terminals.first.live)
 
 
 def test_finished_lines_remain_and_nothing_of_the_live_line(on_terminals):
@@ -217,10 +217,10 @@ def test_finished_lines_remain_and_nothing_of_the_live_line(on_terminals):
             lines = [line.rstrip() for line in screen.lines]
             assert [line for line in lines if line != "SIGTERM: stopping after this step"] == [*said, ""]
             assert len(lines) == len(said) + 1 + (terminal is on_terminals.first)
-    epochs = [
-        re.match(r"Epoch (\d)/3 in \d+s  loss \d+\.\d+  Acc@1 .* img/s  wait \d+%$", line) for line in first + second
-    ]
-    assert [match[1] for match in epochs if match] == ["1", "2", "3"]
+    lines = [re.match(r"Epoch: \[(\d)\] in \d+s  loss (\S+)  Acc@1 (\S+)  wait \d+%$", line) for line in first + second]
+    records = [json.loads(line) for line in (on_terminals.out / "metrics.jsonl").read_text().splitlines()]
+    expected = [(str(r["epoch"]), f"{r['loss']:.3f}", f"{r['acc1']:.2f}") for r in records if r["kind"] == "epoch"]
+    assert [match.groups() for match in lines if match] == expected  # of all steps, also of the interrupted epoch
 
 
 def test_the_log_keeps_torchvisions_lines_of_all_starts_without_control_characters(on_terminals):
@@ -238,7 +238,7 @@ def test_the_end_tells_the_time_of_all_starts_and_commands_that_work(on_terminal
     first_s = on_terminals.status["time"] - on_terminals.status["start"]["began"]
     took_s = int(re.fullmatch(r"finished 3 epochs, 90 steps in (\d+)s; all in .*/runs/a", done)[1])
     assert took_s > first_s
-    assert [line.split()[0] for line in lines if re.match(r" +\d/3 ", line)] == ["1/3", "2/3", "3/3"]
+    assert [line.split()[0] for line in lines if re.match(r" +\[\d\] ", line)] == ["[0]", "[1]", "[2]"]
     words = shlex.split(next(line for line in lines if line.startswith("evaluate")))
     assert words[1] == "python" or os.path.samefile(words[1], sys.executable)
     outcome = run_ranks(train_rank, 1, words[3:], log_folder=tmp_path).check()
@@ -333,18 +333,23 @@ def test_a_scan_says_how_far_it_is_every_few_seconds_or_on_a_live_line(capsys, m
         assert "".join(screen.lines[3:]) == "packing: 3 images, 3.0 GiB of 3.0 GiB (100.0%), 0:00:00 left"
 
 
-def test_the_table_is_of_the_last_epochs_and_weighs_losses_by_their_steps():
+def test_the_table_counts_no_pause_between_starts():
+    """The second start, at 1000 s by the clock, resumes within epoch 1."""
     records = [
-        {"kind": kind, "step": step, "epoch": epoch, "time": float(at_s), "loss": loss, "acc1": acc1}
-        for kind, step, epoch, at_s, loss, acc1 in [
-            ("train", 3, 0, 10, 9.0, 1.0), ("val", 4, 0, 20, 8.0, 10.0), ("train", 5, 1, 90, 4.0, 1.0),
-            ("train", 8, 1, 100, 2.0, 1.0), ("val", 8, 1, 140, 7.5, 20.0), ("val_ema", 8, 1, 150, 7.0, 30.0),
-            ("train", 12, 2, 180, None, 1.0), ("val", 12, 2, 250, 6.0, 40.0),
+        {"kind": kind, "step": step, "epoch": epoch, "time": float(at_s), "hours": s / 3600, "loss": loss, "acc1": acc1}
+        for kind, step, epoch, at_s, s, loss, acc1 in [
+            ("train", 3, 0, 10, 8, 9.0, 1.0), ("epoch", 4, 0, 12, 10, 8.5, 1.0), ("val", 4, 0, 20, 18, 8.0, 10.0),
+            ("train", 5, 1, 30, 28, 4.0, 1.0), ("train", 8, 1, 1030, 58, 2.0, 1.0), ("epoch", 8, 1, 1032, 60, 2.5, 1.0),
+            ("val", 8, 1, 1060, 88, 7.5, 20.0), ("val_ema", 8, 1, 1062, 90, 7.0, 30.0),
+            ("epoch", 12, 2, 1142, 170, None, 1.0), ("val", 12, 2, 1172, 200, 6.0, 40.0),
         ]
     ]  # fmt: skip
-    assert [line.split() for line in console.epoch_table(records, 90, num_rows=2)] == [
-        ["epoch", "loss", "val", "acc1", "val", "loss", "time"],
-        ["2/90", "2.500", "20.000", "7.500", "2m00s"],
-        ["3/90", "--", "40.000", "6.000", "1m40s"],
+    head = ["epoch", "loss", "val", "acc1", "val", "loss", "time"]
+    rows = [
+        ["[0]", "8.500", "10.000", "8.000", "18s"],
+        ["[1]", "2.500", "20.000", "7.500", "1m12s"],
+        ["[2]", "--", "40.000", "6.000", "1m50s"],
     ]
-    assert console.epoch_table([], 90) == []
+    assert [line.split() for line in console.epoch_table(records)] == [head, *rows]
+    assert [line.split() for line in console.epoch_table(records, num_rows=2)] == [head, *rows[1:]]
+    assert console.epoch_table([]) == []

@@ -142,7 +142,9 @@ def test_what_is_measured_reaches_console_records_and_curves_by_its_name(image_f
         all_records.append([{k: v for k, v in r.items() if k not in monitor.MACHINE_FIELDS} for r in records])
         lines = outcome.output.splitlines()
         values = [record for record in records if record["kind"] == "val"]
-        assert [record["kind"] for record in records] == ["train", "val", "val_ema", "train", "train", "val", "val_ema"]
+        assert [record["kind"] for record in records] == [
+            "train", "epoch", "val", "val_ema", "train", "train", "epoch", "val", "val_ema",
+        ]  # fmt: skip
         for record in values:
             # 3, 2 and 2 images of the classes, so that their accuracies and Acc@1 must agree.
             hits = [accuracy * count / 100 for accuracy, count in zip(record["by_class"], (3, 2, 2), strict=True)]

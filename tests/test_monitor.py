@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import statistics
 import struct
 import sys
 import tomllib
@@ -26,6 +27,7 @@ from monitoring import estimate, gauges
 from monitoring.events import LAYOUT, NOT_DRAWN
 from monitoring.monitor import MACHINE_FIELDS, Monitor, read_records
 from scripts.plot_curves import plot_curves
+from scripts.report import write_report
 from tests.endings import read_points
 from tests.ranks import module_rank, run_ranks, tool_rank, train_rank
 from tests.started import SMALL, SMALL_ANYWHERE, refused
@@ -75,7 +77,7 @@ def test_records_are_of_equal_windows_and_the_same_over_kills_and_other_numbers_
     # TensorBoard shows each value of metrics.jsonl once, at its step.
     expected = {}
     for record in ours:
-        for name in record.keys() - NOT_DRAWN:
+        for name in record.keys() - NOT_DRAWN if record["kind"] != "epoch" else ():
             expected.setdefault(f"{record['kind']}/{name}", []).append((record["step"], record[name]))
     points = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
     assert set(points.Tags()["scalars"]) == expected.keys()
@@ -100,6 +102,21 @@ def test_a_window_is_the_mean_over_its_steps_wherever_epochs_end(finished, image
             for name in ("lr", "grad_norm", "weight_norm", "epoch"):
                 assert record[name] == steps[-1][name]
             before = record["step"]
+
+
+def test_an_epochs_training_loss_is_one_number_everywhere(finished, image_folder, tmp_path):
+    """The oracle: a record for each step of the same run."""
+    train_in(tmp_path, image_folder, "--print-freq", 1).check()
+    each = [r for r in read_records(tmp_path / "run") if r["kind"] == "train"]
+    losses = [statistics.fmean(r["loss"] for r in each if r["epoch"] == epoch) for epoch in range(4)]
+    recorded = [r for r in read_records(finished.out) if r["kind"] == "epoch"]
+    assert [(r["epoch"], r["step"]) for r in recorded] == [(0, 3), (1, 6), (2, 9), (3, 12)]
+    assert [r["loss"] for r in recorded] == pytest.approx(losses, rel=1e-12)
+    table = [line.split() for line in finished.output.splitlines() if re.match(r" +\[\d\] ", line)]
+    assert [(row[0], row[1]) for row in table] == [(f"[{epoch}]", f"{loss:.3f}") for epoch, loss in enumerate(losses)]
+    page = write_report([finished.out], tmp_path / "report.html").read_text()
+    for epoch, loss in enumerate(losses):
+        assert re.search(rf"<td>\[{epoch}\]<td>{3 * epoch + 3}<td>[^<]+<td>[^<]+<td>{loss:.5g}<td>", page)
 
 
 def test_lines_of_the_console_stay_where_torchvisions_are(finished):

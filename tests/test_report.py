@@ -46,10 +46,23 @@ def write_run(folder, seed=0, lr=0.1, factor=1.0):
         for step, loss in values
     ]
     records += [
-        {"kind": kind, "step": step, "epoch": step // 10 - 1, "loss": 2.0, "acc1": step * factor, "time": 1.0}
+        {"kind": "epoch", "step": step, "epoch": step // 10 - 1, "loss": loss, "time": 1, "hours": step / 8}
+        for step, loss in [(10, 30.0), (20, 7.0)]
+    ]
+    records += [
+        {
+            "kind": kind,
+            "step": step,
+            "epoch": step // 10 - 1,
+            "loss": 2.0,
+            "acc1": step * factor,
+            "time": 1.0,
+            "hours": step / 8,
+        }
         for step in (10, 20)
         for kind in ("val", "val_ema")
     ]
+    records.sort(key=lambda record: record["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "recipe.toml").write_text(f'title = "t"\n[optimization]\nlr = {lr}\nseed = {seed}\n')
     return folder
@@ -72,8 +85,8 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
     head = next(row for row in page.rows if row[0] == "epoch")
     body = [row for row in page.rows if len(row) == len(head) and row != head]
     found = [dict(zip(head, row, strict=True)) for row in body]
-    assert [(row["epoch"], row["step"], row["val acc1"], row["train loss"]) for row in found] == [
-        ("0", "10", "10", "10"), ("1", "20", "20", "5"),
+    assert [(row["epoch"], row["step"], row["time"], row["val acc1"], row["train loss"]) for row in found] == [
+        ("[0]", "10", "1h15m", "10", "30"), ("[1]", "20", "1h15m", "20", "7"),
     ]  # fmt: skip
     for row in (["state", "finished"], ["environment.torch", "9.9"], ["==== now, host"], ["verdict: fine"]):
         assert row in page.rows

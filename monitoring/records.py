@@ -1,0 +1,77 @@
+"""Read the records of a run, metrics.jsonl, and summarize them by epochs."""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from errors import counted
+from files import open_to_read, read_bytes
+
+_TAIL_BYTES = 1 << 20  # more than a record of any run has
+
+
+def read_records(folder: Path, say: Callable[[str], None] | None = None) -> list[dict]:
+    """Return the records in a run's metrics.jsonl, without damaged lines; FileNotFoundError if it has none.
+
+    `say` is told of damaged lines, but not of a last one, which a kill tears.
+    """
+    records = [_parse_record(line) for line in read_bytes(folder / "metrics.jsonl").splitlines()]
+    if say is not None and (num_damaged := records[:-1].count(None)):
+        say(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read, and will be left out")
+    return [record for record in records if record is not None]
+
+
+def read_last_record(folder: Path) -> list[dict]:
+    """Return the last record of a run's metrics.jsonl, or none, from the file's end; OSError if it has no file."""
+    with open_to_read(folder / "metrics.jsonl") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
+        lines = file.read().splitlines()
+    return next(([record] for record in map(_parse_record, reversed(lines)) if record is not None), [])
+
+
+class Epoch(NamedTuple):
+    """What metrics.jsonl has of an epoch."""
+
+    number: int
+    step: int  # of the last record
+    took_s: float  # hours of training and evaluation in seconds, without pauses between starts; NaN if unknown
+    last: dict[str, dict]  # the last record of each kind
+
+
+def read_epochs(records: Iterable[dict]) -> list[Epoch]:
+    """Return the epochs that records are of, in order."""
+    epochs, end_s = [], 0.0
+    for number, group in itertools.groupby(records, key=lambda record: record["epoch"]):
+        last = {record["kind"]: record for record in group}
+        *_, record = sorted(last.values(), key=lambda record: record["step"])
+        begin_s, end_s = end_s, 3600 * as_number(record.get("hours"))
+        epochs.append(Epoch(number, record["step"], end_s - begin_s, last))
+    return epochs
+
+
+def as_number(value: Any) -> float:
+    """Return a value of a record as a float; NaN if it is no number."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _parse_record(line: bytes) -> dict | None:
+    """Return the record in one line of metrics.jsonl, or None if there is none."""
+    try:
+        record = json.loads(line)
+        is_record = isinstance(record["kind"], str) and type(record["step"]) is type(record["epoch"]) is int
+        is_record = is_record and record["step"] >= 0 and record["time"] is not None
+        is_record = is_record and all(_is_value(value) for name, value in record.items() if name != "kind")
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return record if is_record else None
+
+
+def _is_value(value: Any) -> bool:
+    """Tell whether a value may be in a record: a number that a curve can hold, None, or a list of these."""
+    if isinstance(value, list):
+        return all(map(_is_value, value))
+    return value is None or type(value) is float or (type(value) is int and abs(value) < 1 << 62)
