@@ -259,6 +259,8 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
         return None, dataset_test
     source = open_source(Path(traindir)) if rest is None else rest
     source = limit_images(source, args.limit_train_images, "train")
+    if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
+        print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
     kind = LenientImageFolder if args.bad_images == "skip" else IndexedImageFolder
     dataset = kind(traindir, preset_train, args.seed, source)
     dataset.index.watch(is_strict=True)

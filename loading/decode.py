@@ -38,11 +38,12 @@ _SAMPLE_KINDS = {2: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
 # Names of files that may hold more than 8 bits a sample.
 DEEP_EXTENSIONS = (b".png", b".ppm", b".pgm", b".tif", b".tiff")
 
-# First bytes of other kinds of files that often have an image's name.
+# First bytes of files that Pillow does not read and that often have an image's name.
 _OTHER_KINDS = {
     b"GIF8": "a GIF", b"%!PS": "PostScript", b"\xc5\xd0\xd3\xc6": "PostScript", b"%PDF": "a PDF",
     b"PK\3\4": "a zip archive", b"8BPS": "a Photoshop file", b"\0\0\0\x0cjP": "a JPEG 2000", b"\x1f\x8b": "gzip data",
-    b"<": "HTML or XML, such as a server's answer",
+    b"<": "HTML or XML, such as a server's answer", b"\xff\xd8\xff": "a JPEG with a damaged header, or of a rare kind",
+    b"II*": "a TIFF with a damaged header, or of a rare kind", b"MM\0*": "a TIFF that is damaged, or of a rare kind",
 }  # fmt: skip
 
 # Start-of-frame markers of the JPEGs that libjpeg decodes row by row: baseline to progressive; extended lies between.

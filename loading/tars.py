@@ -26,6 +26,10 @@ PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
 _MANIFEST_BYTES = 1 << 26
 
 
+# First bytes of compressed files, and the commands that unpack them.
+_PACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
 class TarIndex(ImageIndex):
     """The images of tars: those of the folder that the tars would be extracted to.
 
@@ -265,6 +269,13 @@ def tar_members(
     except UserError:
         raise
     except Exception as error:  # tarfile raises a dozen kinds for a damaged header
+        file.seek(start)
+        head = file.read(6)
+        packer = next((packer for magic, packer in _PACKERS.items() if head.startswith(magic)), None)
+        if packer is not None:
+            raise UserError(
+                f"{path} is compressed, and images are read where they lie in a tar; unpack it: {packer} -dc FILE > TAR"
+            ) from error
         reason = str(error) or type(error).__name__
         raise UserError(f"{path} is torn, damaged, or no {kind} ({reason}, about byte {place}); get it anew") from error
 

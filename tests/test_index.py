@@ -1,8 +1,10 @@
 """index.py: ImageFolder's images in its order, from folders and from tars, and a cache that is never stale."""
 
+import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import pickle
 import shutil
@@ -355,11 +357,12 @@ GOOD = member("a/1.jpg")
 BAD_TARS = {
     "empty": (b"", "torn, damaged"),
     "garbage": (b"garbage" * 500, "torn, damaged"),
+    "gzipped": (gzip.compress(GOOD + END), "unpack it: gzip -dc"),
+    "xz": (lzma.compress(GOOD + END), "unpack it: xz -dc"),
     "cut in a header": (GOOD + GOOD[:100], "its end is missing"),
     "cut in an image": (GOOD + member("a/2.jpg")[:516], "not whole"),
     "cut before its end": (GOOD + GOOD, "its end is missing"),
     "damaged in the middle": (GOOD + b"x" * 512 + GOOD + END, "its end is missing"),
-    "compressed": (b"\x1f\x8b" + bytes(2000), "no uncompressed tar"),
     "class tar that is cut": (member("a.tar", content=GOOD) + END, "its end is missing"),
     "class tar cut in an image": (member("a.tar", content=GOOD[:-506]) + END, "not whole"),
     "negative size": (GOOD + member("a/2.jpg", pax_headers={"size": "-4096"}) + END, "torn, damaged"),
