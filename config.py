@@ -60,7 +60,6 @@ IDLE: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] = [
     (("mixup_off_epoch",), lambda args: (args.mixup_off_epoch or 0) >= args.epochs, "the run ends before it"),
     (("mixup_switch_prob",), lambda args: not (args.mixup_alpha and args.cutmix_alpha),
      "--mixup-alpha and --cutmix-alpha are not both above 0"),
-    (("momentum",), lambda args: args.opt == "adamw", "adamw has betas instead: --opt-betas"),
     (("lr_warmup_prefix",), lambda args: args.lr_scheduler == "wsd", "wsd stays at --lr until its cool-down"),
     (("lr_per_step",), lambda args: args.lr_scheduler in ("steplr", "multisteplr")
      and not (args.lr_warmup_epochs and args.lr_warmup_method == "linear"), "the rate falls at whole epochs alone"),
@@ -103,13 +102,6 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "{val_crop_size} differ"),
     (lambda args: args.lr_scaling != "none" and args.reference_global_batch is None,
      "--lr-scaling {lr_scaling} needs a --recipe with a reference-global-batch, the one that --lr is for"),
-    (lambda args: args.opt == "sgd_nesterov" and args.momentum == 0,
-     "--opt sgd_nesterov needs a --momentum above 0"),
-    (lambda args: args.opt_betas and not all(0 <= beta < 1 for beta in args.opt_betas),
-     "--opt-betas {opt_betas[0]} {opt_betas[1]}: expected two numbers from 0 to below 1"),
-    (lambda args: args.opt_betas and args.opt in ("rmsprop", "sgd", "sgd_nesterov"),
-     "--opt-betas: --opt {opt} has none"),
-    (lambda args: args.opt_eps is not None and args.opt in ("sgd", "sgd_nesterov"), "--opt-eps: --opt {opt} has none"),
     (lambda args: args.bce_target_thresh is not None and not args.bce_loss,
      "--bce-target-thresh is about --bce-loss; give that too"),
     (lambda args: not args.decay_1d
@@ -129,16 +121,6 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.use_deterministic_algorithms and args.grad_compression != "none",
      "--grad-compression {grad_compression} is about DDP's all-reduce, which --use-deterministic-algorithms does "
      "without; leave one of them out"),
-    (lambda args: args.lr_scheduler == "cosineannealinglr" and args.lr_warmup_epochs >= args.epochs,
-     "--lr-warmup-epochs {lr_warmup_epochs} leaves nothing of --epochs {epochs} for the cosine; give fewer, or more "
-     "--epochs"),
-    (lambda args: args.lr_scheduler == "multisteplr" and not args.lr_milestones,
-     "--lr-scheduler multisteplr needs --lr-milestones, the epochs at which the rate falls"),
-    (lambda args: args.lr_scheduler == "wsd" and args.lr_cooldown_epochs is None,
-     "--lr-scheduler wsd needs --lr-cooldown-epochs, in how many of the last epochs the rate falls"),
-    (lambda args: args.lr_scheduler == "wsd" and args.lr_cooldown_epochs > args.epochs - args.lr_warmup_epochs,
-     "--lr-cooldown-epochs {lr_cooldown_epochs} and --lr-warmup-epochs {lr_warmup_epochs} are more than --epochs "
-     "{epochs}; give fewer"),
     (lambda args: args.output_dir == "", "--output-dir is empty; name a folder, or leave it out for runs/MODEL"),
     (lambda args: args.start_epoch >= args.epochs,
      "--start-epoch {start_epoch}: expected less than --epochs {epochs}; epochs count from 0"),

@@ -1,11 +1,13 @@
 """Parameter groups, optimizers and learning-rate schedules, with torchvision's numbers."""
 
 import importlib
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,8 +129,7 @@ def unmatched(args: Any, model: nn.Module) -> list[str]:
         lines.append(f"--freeze has no effect: {args.model} is a classifier alone")
     if args.clip_agc is not None and not any(parameter.requires_grad for parameter in parameters[:-2]):
         lines.append(f"--clip-agc has no effect: the last layer of {args.model}, which alone trains, is not clipped")
-    is_timms = args.opt.startswith("timm/")
-    if is_timms and "momentum" in args.given and not find_timm_optimizer(args)[1].has_momentum:
+    if "momentum" in args.given and "momentum" not in find_optimizer(args).options:
         lines.append(f"--momentum has no effect: --opt {args.opt} has no option of that name")
     return lines
 
@@ -199,106 +200,115 @@ def scaled_lr(args: Any) -> float:
     return args.lr * (ratio if args.lr_scaling == "linear" else math.sqrt(ratio))
 
 
-def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
-    """Return the optimizer that `--opt` names, with torchvision's constants.
+class OptimizerEntry(NamedTuple):
+    """An optimizer of `--opt`: a function of (parameters, lr=..., ...), and those of its options that it takes."""
 
-    Raises:
-        UserError: it is timm's, and timm cannot build it or our loop cannot drive it.
-    """
-    if not parameters:
-        raise UserError(f"--model {args.model} has no parameters that train; see its requires_grad")
-    options = {"lr": scaled_lr(args), "weight_decay": args.weight_decay}
-    if args.opt_eps is not None:
-        options["eps"] = args.opt_eps
-    if args.opt_betas is not None:
-        options["betas"] = tuple(args.opt_betas)
-    build = _build_timm_optimizer if args.opt.startswith("timm/") else _build_torch_optimizer
-    return build(args, parameters, options)
+    build: Callable[..., torch.optim.Optimizer]
+    options: tuple[str, ...] = ()
 
 
-def _build_torch_optimizer(args: Any, parameters: list[dict], options: dict) -> torch.optim.Optimizer:
-    device = parameters[0]["params"][0].device.type
-    if args.opt == "rmsprop":
-        # eps and alpha of the MobileNetV3 recipe
-        constants = {"eps": 0.0316, "alpha": 0.9, "foreach": True} | options
-        return torch.optim.RMSprop(parameters, momentum=args.momentum, **constants)
-    # A fused kernel skips steps with overflows by itself, so the host need not wait to read them from the GPU. On the
-    # CPU it would be slightly faster but round differently; foreach has the bits of one parameter after the other.
-    kernels = {"fused": True} if device == "cuda" else {"foreach": True}
-    if args.opt == "adamw":
-        return torch.optim.AdamW(parameters, **options, **kernels)
-    nesterov = args.opt == "sgd_nesterov"
-    return torch.optim.SGD(parameters, momentum=args.momentum, nesterov=nesterov, **options, **kernels)
+def _torchs(kind: type[torch.optim.Optimizer], **constants: Any) -> Callable[..., torch.optim.Optimizer]:
+    """Return a function that builds one of torch's optimizers with these defaults."""
+
+    def build(parameters: list[dict], **options: Any) -> torch.optim.Optimizer:
+        # A fused kernel skips steps with overflows by itself, so the host need not wait to read them from the GPU. On
+        # the CPU it would be slightly faster but round differently; foreach has the bits of a loop over parameters.
+        is_cuda = parameters[0]["params"][0].device.type == "cuda"
+        kernel = "fused" if is_cuda and "fused" in inspect.signature(kind).parameters else "foreach"
+        return kind(parameters, **constants | options | {kernel: True})
+
+    return build
 
 
-def find_timm_optimizer(args: Any) -> tuple[Any, Any]:
-    """Return timm's module of optimizers, and its `OptimInfo` of `--opt`; UserError if timm has no such optimizer."""
+# One entry adds an optimizer. options.py reads the names and options from this source text, so they are literals.
+OPTIMIZERS = {
+    "adamw": OptimizerEntry(_torchs(torch.optim.AdamW), options=("opt_betas", "opt_eps")),
+    # eps and alpha of the MobileNetV3 recipe
+    "rmsprop": OptimizerEntry(_torchs(torch.optim.RMSprop, eps=0.0316, alpha=0.9), options=("momentum", "opt_eps")),
+    "sgd": OptimizerEntry(_torchs(torch.optim.SGD), options=("momentum",)),
+    "sgd_nesterov": OptimizerEntry(_torchs(torch.optim.SGD, nesterov=True), options=("momentum",)),
+}
+
+
+def find_optimizer(args: Any) -> OptimizerEntry:
+    """Return the entry of `--opt`, which may be timm's; UserError if timm has no such optimizer."""
+    if not args.opt.startswith("timm/"):
+        return OPTIMIZERS[args.opt]
     optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
     name = args.opt.removeprefix("timm/")
     if name not in optimizers.list_optimizers():
         hint = did_you_mean(name, optimizers.list_optimizers(), prefix="timm/")
         raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
-    return optimizers, optimizers.get_optimizer_info(name)
+    facts = optimizers.get_optimizer_info(name)
+    takes = {"momentum": facts.has_momentum, "opt_betas": facts.has_betas, "opt_eps": facts.has_eps}
+    build = partial(optimizers.create_optimizer_v2, opt=facts.name)
+    return OptimizerEntry(build, tuple(option for option, is_taken in takes.items() if is_taken))
 
 
-def _build_timm_optimizer(args: Any, parameters: list[dict], options: dict) -> torch.optim.Optimizer:
-    optimizers, facts = find_timm_optimizer(args)
-    # timm would drop options that the optimizer does not take without a word.
-    for name, is_taken in (("betas", facts.has_betas), ("eps", facts.has_eps)):
-        if name in options and not is_taken:
-            raise UserError(f"--opt-{name}: --opt {args.opt} does not take that; leave it out")
+def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
+    """Return the optimizer that `--opt` names, with torchvision's constants.
+
+    Raises:
+        UserError: it cannot be built with these options, or the training loop cannot drive it.
+    """
+    if not parameters:
+        raise UserError(f"--model {args.model} has no trainable parameters; see its requires_grad")
+    entry, options = find_optimizer(args), {"lr": scaled_lr(args), "weight_decay": args.weight_decay}
+    given = {"momentum": args.momentum, "betas": args.opt_betas and tuple(args.opt_betas), "eps": args.opt_eps}
+    for name, option in {"momentum": "momentum", "betas": "opt_betas", "eps": "opt_eps"}.items():
+        if option in entry.options and given[name] is not None:
+            options[name] = given[name]
+        elif option != "momentum" and given[name] is not None:  # torchvision's commands may give that one in vain
+            raise UserError(f"{BY_NAME[option].flag}: --opt {args.opt} has no such option; leave it out")
     try:
-        optimizer = optimizers.create_optimizer_v2(parameters, opt=facts.name, momentum=args.momentum, **options)
+        optimizer = entry.build(parameters, **options)
     except Exception as error:  # bad options, a missing package or a missing GPU
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--opt {args.opt} cannot be had with these options on this machine: {reason}") from error
+        raise UserError(f"--opt {args.opt} cannot be built with these options on this machine: {reason}") from error
     if getattr(optimizer, "is_second_order", False):
-        raise UserError(f"--opt {args.opt} needs second derivatives, which training here does not compute; use another")
+        raise UserError(f"--opt {args.opt} needs second derivatives, which are not computed here; use another")
     if hasattr(optimizer, "deterministic"):
-        # Otherwise Kron draws from the device's generator, with other numbers on each rank.
-        optimizer.deterministic = True
+        optimizer.deterministic = True  # else timm's Kron draws other numbers on each rank
     return optimizer
 
 
-# Keys of a group that options and the schedule set; they are never restored from a checkpoint.
-_SET_BY_OPTIONS = {"betas", "eps", "lr", "lr_scale", "momentum", "name", "weight_decay"}
-
-
-# State of torch's optimizers for each parameter: required and optional keys.
-_MOMENTS = {
-    torch.optim.SGD: (set(), {"momentum_buffer"}),
-    torch.optim.AdamW: ({"step", "exp_avg", "exp_avg_sq"}, set()),
-    torch.optim.RMSprop: ({"step", "square_avg"}, {"momentum_buffer"}),
-}
-
-
 def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Check the state of each parameter for torch's optimizers, which would find a misfit only in the middle of a step.
+    """Check a state dict of one of torch's optimizers, which would fail only in the middle of a step.
 
     timm's optimizers keep other state, such as means of a matrix's rows, and are not checked.
 
     Raises:
         UserError: a key, a shape, a type or a number of steps cannot be this optimizer's.
     """
-    if type(optimizer) not in _MOMENTS:
+    if type(optimizer).__module__.partition(".")[0] != "torch":
         return
-    needed, possible = _MOMENTS[type(optimizer)]
-    if optimizer.defaults.get("momentum") and needed:  # RMSprop makes all of its state at once
-        needed = needed | possible
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        moments = state["state"].get(number) or dict.fromkeys(needed, parameter)
-        if not needed <= moments.keys() <= needed | possible:
-            raise UserError(f"for parameter {number} it holds {', '.join(moments)}, not {', '.join(needed | possible)}")
-        for name, value in moments.items():
-            shape = () if name == "step" and value is not parameter else parameter.shape
-            if not (value is None and name in possible - needed) and not _is_moment(value, shape):
-                raise UserError(f"{name} of parameter {number} is not a tensor of shape {tuple(shape)}")
-            if shape and value is not None and value.dtype != parameter.dtype:
-                raise UserError(f"{name} of parameter {number} is {value.dtype}, expected {parameter.dtype}")
-            if name == "step" and value is not parameter and not 0 <= value < 1 << 53:
+    for number, expected in zip(numbers, _moments_after_a_step(optimizer), strict=True):
+        moments = {name: value for name, value in state["state"].get(number, {}).items() if value is not None}
+        if moments and moments.keys() != expected.keys() and expected:
+            raise UserError(f"for parameter {number} it holds {', '.join(moments)}, not {', '.join(expected)}")
+        for name in moments.keys() & expected.keys():
+            value, like = moments[name], expected[name]
+            if not _is_moment(value, like.shape):
+                raise UserError(f"{name} of parameter {number} is not a tensor of shape {tuple(like.shape)}")
+            if like.ndim and value.dtype != like.dtype:
+                raise UserError(f"{name} of parameter {number} is {value.dtype}, expected {like.dtype}")
+            if name == "step" and not 0 <= value < 1 << 53:
                 raise UserError(f"step of parameter {number} is {value.item()}, expected a number of steps")
+
+
+def _moments_after_a_step(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+    """Return the state that one of torch's optimizers keeps of each parameter, from a step of tensors without data."""
+    groups = []
+    for group in optimizer.param_groups:
+        params = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in group["params"]]
+        groups.append({**group, "params": params, "foreach": False, "fused": False})
+    probe = type(optimizer)(groups)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    probe.step()
+    return [probe.state[parameter] for parameter in parameters]
 
 
 def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
@@ -311,6 +321,10 @@ def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
             return False
         reach += (size - 1) * stride
     return True
+
+
+# Keys of a group that options and the schedule set; they are never restored from a checkpoint.
+_SET_BY_OPTIONS = {"betas", "eps", "lr", "lr_scale", "momentum", "name", "weight_decay"}
 
 
 class OptimizerState:
@@ -425,90 +439,93 @@ def match_memory_order(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def lr_at(
-    epoch: float,
-    *,
-    peak: float,
-    epochs: int,
-    scheduler: str = "steplr",
-    warmup_epochs: int = 0,
-    warmup_method: str = "constant",
-    warmup_decay: float = 0.01,
-    warmup_prefix: bool = True,
-    step_size: int = 30,
-    gamma: float = 0.1,
-    milestones: Sequence[int] | None = None,
-    cooldown_epochs: int | None = None,
-    lr_min: float = 0.0,
-) -> float:
-    """Return the learning rate at a position: torchvision's schedules in closed form, with nothing to save or restore.
+class Schedule(NamedTuple):
+    """A schedule of `--lr-scheduler`, as a closed form: nothing of it is saved or restored."""
 
-    Args:
-        epoch: the position in the run, in epochs from 0.
-        peak: the rate after the warm-up.
-        epochs: the length of the run; cosineannealinglr, linearlr and wsd end there.
-        scheduler: steplr, multisteplr, exponentiallr, cosineannealinglr, linearlr or wsd.
-        warmup_epochs: the length of the warm-up.
-        warmup_method: linear or constant.
-        warmup_decay: the share of `peak` at the start of the warm-up.
-        warmup_prefix: the schedule starts at the end of the warm-up; else at epoch 0, as timm's.
-        step_size: epochs between two drops of steplr.
-        gamma: the factor of each drop of steplr and multisteplr, and of each epoch of exponentiallr.
-        milestones: the epochs at which multisteplr drops, counted from the start of the schedule.
-        cooldown_epochs: the last epochs of wsd, in which the rate falls linearly.
-        lr_min: the rate at the end of cosineannealinglr, linearlr and wsd.
-    """
-    if epoch < warmup_epochs:
-        progress = epoch / warmup_epochs if warmup_method == "linear" else 0.0
-        return peak * (warmup_decay + (1.0 - warmup_decay) * progress)
-    begin = warmup_epochs if warmup_prefix else 0
-    since = epoch - begin
-    if scheduler == "cosineannealinglr":
-        return lr_min + (peak - lr_min) * (1.0 + math.cos(math.pi * since / (epochs - begin))) / 2.0
-    if scheduler == "linearlr":
-        return peak + (lr_min - peak) * since / (epochs - begin)
-    if scheduler == "wsd":
-        return peak + (lr_min - peak) * max(0.0, epoch - (epochs - cooldown_epochs)) / cooldown_epochs
-    drops = {"steplr": since // step_size, "multisteplr": sum(milestone <= since for milestone in milestones or [])}
-    return peak * gamma ** drops.get(scheduler, since)
+    # From the peak rate, the position, and where the schedule begins and ends, in epochs, and its options: to the rate.
+    rate: Callable[..., float]
+    options: tuple[str, ...] = ()  # passed to `rate` by their names
+    uses_epochs: bool = False  # the rates depend on --epochs, so a resumed run must have as many
+
+
+def _drop(peak: float, epoch: float, begin: int, end: int, *, lr_step_size: int, lr_gamma: float) -> float:
+    return peak * lr_gamma ** ((epoch - begin) // lr_step_size)
+
+
+def _drop_at(peak: float, epoch: float, begin: int, end: int, *, lr_milestones: list[int], lr_gamma: float) -> float:
+    return peak * lr_gamma ** sum(milestone <= epoch - begin for milestone in lr_milestones)
+
+
+def _decay(peak: float, epoch: float, begin: int, end: int, *, lr_gamma: float) -> float:
+    return peak * lr_gamma ** (epoch - begin)
+
+
+def _cosine(peak: float, epoch: float, begin: int, end: int, *, lr_min: float) -> float:
+    return lr_min + (peak - lr_min) * (1.0 + math.cos(math.pi * (epoch - begin) / (end - begin))) / 2.0
+
+
+def _line(peak: float, epoch: float, begin: int, end: int, *, lr_min: float) -> float:
+    return peak + (lr_min - peak) * (epoch - begin) / (end - begin)
+
+
+def _cool_down(peak: float, epoch: float, begin: int, end: int, *, lr_cooldown_epochs: int, lr_min: float) -> float:
+    return peak + (lr_min - peak) * max(0.0, epoch - (end - lr_cooldown_epochs)) / lr_cooldown_epochs
+
+
+# One entry adds a schedule. options.py reads names, `options` and `uses_epochs` from this source text, so they are
+# literals.
+SCHEDULES = {
+    "cosineannealinglr": Schedule(_cosine, options=("lr_min",), uses_epochs=True),
+    "exponentiallr": Schedule(_decay, options=("lr_gamma",)),
+    "linearlr": Schedule(_line, options=("lr_min",), uses_epochs=True),
+    "multisteplr": Schedule(_drop_at, options=("lr_milestones", "lr_gamma")),
+    "steplr": Schedule(_drop, options=("lr_step_size", "lr_gamma")),
+    "wsd": Schedule(_cool_down, options=("lr_cooldown_epochs", "lr_min"), uses_epochs=True),
+}
+
+
+def lr_at(args: Any, epoch: float, peak: float) -> float:
+    """Return the learning rate at a position in epochs from 0; `peak` is the rate after the warm-up."""
+    if epoch < args.lr_warmup_epochs:
+        progress = epoch / args.lr_warmup_epochs if args.lr_warmup_method == "linear" else 0.0
+        return peak * (args.lr_warmup_decay + (1.0 - args.lr_warmup_decay) * progress)
+    begin = args.lr_warmup_epochs if args.lr_warmup_prefix else 0
+    schedule = SCHEDULES[args.lr_scheduler]
+    options = {name: getattr(args, name) for name in schedule.options}
+    return schedule.rate(peak, epoch, begin, args.epochs, **options)
 
 
 class LRScheduler:
-    """Sets the learning rate of every parameter group from the position in the run."""
+    """Sets the learning rate of every parameter group from the position in the run; see `check_schedule`."""
 
     def __init__(self, args: Any, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.is_per_step = args.lr_per_step  # else once an epoch, as torchvision's
-        self.options = schedule(args)
-        # A group with lr_scale takes that share of the whole schedule, `lr_min` included.
+        self.args, self.optimizer = args, optimizer
+        # A group with lr_scale takes that share of the whole schedule, `--lr-min` included.
         full = current_lr(optimizer)
         self.peaks = [full if "lr_scale" in group else group["lr"] for group in optimizer.param_groups]
 
     def set_position(self, epoch: int, step: int, steps_per_epoch: int) -> None:
-        """Set each group's learning rate for a step, from 0, of an epoch."""
-        position = epoch + step / steps_per_epoch if self.is_per_step else epoch
+        """Set each group's learning rate for a step, from 0, of an epoch: torchvision's changes once an epoch."""
+        position = epoch + step / steps_per_epoch if self.args.lr_per_step else epoch
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = lr_at(position, peak=peak, **self.options) * group.get("lr_scale", 1.0)
+            group["lr"] = lr_at(self.args, position, peak) * group.get("lr_scale", 1.0)
 
 
-def build_lr_scheduler(args: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Return the scheduler that the options ask for; `check_rates` has checked them."""
-    return LRScheduler(args, optimizer)
-
-
-def schedule(args: Any) -> dict[str, Any]:
-    """Return the arguments of `lr_at` that `args` sets: all but the epoch and the peak."""
-    names = (
-        "scheduler", "warmup_epochs", "warmup_method", "warmup_decay", "warmup_prefix", "step_size", "gamma",
-        "milestones", "cooldown_epochs",
-    )  # fmt: skip
-    return {"epochs": args.epochs, "lr_min": args.lr_min, **{name: getattr(args, f"lr_{name}") for name in names}}
-
-
-def check_rates(args: Any) -> None:
-    """Raise UserError if the learning rate grows beyond the largest that `--lr` takes."""
+def check_schedule(args: Any) -> None:
+    """Raise UserError if the schedule lacks an option or epochs, or grows beyond the largest `--lr`."""
+    name, schedule = f"--lr-scheduler {args.lr_scheduler}", SCHEDULES[args.lr_scheduler]
+    for option in schedule.options:
+        if getattr(args, option) is None:
+            raise UserError(f"{name} needs {BY_NAME[option].flag}: {BY_NAME[option].help}")
+    needed = args.lr_cooldown_epochs if "lr_cooldown_epochs" in schedule.options else int(schedule.uses_epochs)
+    if args.lr_warmup_epochs + needed > args.epochs:
+        room = max(args.epochs - args.lr_warmup_epochs, 0) or "nothing"
+        raise UserError(
+            f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves {room} of --epochs {args.epochs}, and {name} needs "
+            f"{needed}; give fewer, or more --epochs"
+        )
     try:
-        rates = [lr_at(epoch, peak=args.lr, **schedule(args)) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
+        rates = [lr_at(args, epoch, args.lr) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
     except OverflowError:
         rates = [math.inf]
     if max(rates) > BY_NAME["lr"].at_most:

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
 from errors import UserError, did_you_mean
@@ -28,9 +29,30 @@ MOST_COUNT = 1 << 53
 # Names that torchvision and torch know, listed so that neither has to be imported.
 INTERPOLATIONS = ["nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 POLICIES = ["ra", "ta_wide", "augmix", "cifar10", "imagenet", "svhn"]
-OPTIMIZERS = ["adamw", "rmsprop", "sgd", "sgd_nesterov"]
 COMPILE_MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 MEASURED_MODES = {"max-autotune", "max-autotune-no-cudagraphs"}  # choose kernels by measuring them
+
+
+def read_table(module: str, table: str) -> dict[str, dict[str, Any]]:
+    """Return the entries of a table in a module that imports torch, by name: their literal keywords.
+
+    They are read from its source text, so that each name has one home and nothing here waits for torch.
+    """
+    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8"))
+    (entries,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == table)
+    return {
+        key.value: {word.arg: ast.literal_eval(word.value) for word in entry.keywords}
+        for key, entry in zip(entries.keys, entries.values, strict=True)
+    }
+
+
+SCHEDULES = read_table("optim", "SCHEDULES")
+OPTIMIZERS = read_table("optim", "OPTIMIZERS")
+
+
+def _about(flag: str, table: dict[str, dict], option: str) -> str:
+    """Return `about` of an option that only some entries of a table take."""
+    return f"{flag} {'|'.join(name for name, entry in table.items() if option in entry['options'])}"
 
 
 @dataclass(frozen=True)
@@ -391,15 +413,15 @@ OPTIONS = {
         ),
         Option(
             "--opt", metavar="NAME", default="sgd", type=str.lower, resume="its state fits no other",
-            help="optimizer: adamw, rmsprop, sgd, sgd_nesterov, or timm/NAME such as timm/lamb",
+            help=f"optimizer: {', '.join(OPTIMIZERS)}, or timm/NAME such as timm/lamb",
         ),
         Option(
             "--opt-betas", metavar=("B1", "B2"), type=float, nargs=2,
-            help="betas of --opt adamw (default: 0.9 0.999), or of timm/ optimizers that take them",
+            help="betas of the optimizers that have them (default: 0.9 0.999 of --opt adamw)",
         ),
         Option(
             "--opt-eps", metavar="EPS", type=float, at_least=0, at_most=1e12,
-            help="epsilon of --opt adamw and rmsprop (default: 1e-8 and 0.0316), or of timm/ optimizers that take it",
+            help="epsilon of the optimizers that have one (default: 1e-8, 0.0316 of --opt rmsprop)",
         ),
         Option(
             "--lr", default=0.1, at_least=0, at_most=1e30,
@@ -415,7 +437,7 @@ OPTIONS = {
         ),
         Option(
             "--momentum", metavar="M", default=0.9, at_least=0, at_most=1e12,
-            help="momentum of --opt sgd, sgd_nesterov and rmsprop, and of timm/ optimizers that have one",
+            help="momentum of the optimizers that have one",
         ),
         Option(
             "--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, at_least=0, at_most=1e6,
@@ -496,7 +518,7 @@ OPTIONS = {
         ),
         Option(
             "--lr-scheduler", default="steplr", type=str.lower,
-            choices=["cosineannealinglr", "exponentiallr", "linearlr", "multisteplr", "steplr", "wsd"],
+            choices=list(SCHEDULES),
             help="learning rate schedule after the warm-up; linearlr falls to --lr-min at the end, wsd stays at --lr "
             "until --lr-cooldown-epochs before it",
         ),
@@ -519,27 +541,29 @@ OPTIONS = {
             "warm-up in place of its beginning, as in timm",
         ),
         Option(
-            "--lr-step-size", default=30, at_least=1, about="--lr-scheduler steplr",
-            help="multiply the learning rate of --lr-scheduler steplr by --lr-gamma every N epochs",
+            "--lr-step-size", default=30, at_least=1, about=_about("--lr-scheduler", SCHEDULES, "lr_step_size"),
+            help="multiply the learning rate by --lr-gamma every N epochs",
         ),
         Option(
-            "--lr-milestones", type=int, nargs="+", at_least=0, about="--lr-scheduler multisteplr",
-            help="multiply the learning rate of --lr-scheduler multisteplr by --lr-gamma at these epochs",
+            "--lr-milestones", type=int, nargs="+", at_least=0,
+            about=_about("--lr-scheduler", SCHEDULES, "lr_milestones"),
+            help="multiply the learning rate by --lr-gamma at these epochs",
         ),
         Option(
-            "--lr-cooldown-epochs", type=int, at_least=1, about="--lr-scheduler wsd",
+            "--lr-cooldown-epochs", type=int, at_least=1,
+            about=_about("--lr-scheduler", SCHEDULES, "lr_cooldown_epochs"),
             help="epochs in which the learning rate of --lr-scheduler wsd falls to --lr-min at the end; a checkpoint "
             "from before the cool-down can go on with other --epochs",
         ),
         Option(
             "--lr-gamma", metavar="F", default=0.1, at_least=0, at_most=1e9,
-            about="--lr-scheduler steplr|multisteplr|exponentiallr",
-            help="factor by which steplr, multisteplr and exponentiallr multiply the rate",
+            about=_about("--lr-scheduler", SCHEDULES, "lr_gamma"),
+            help="factor by which these schedules multiply the learning rate",
         ),
         Option(
             "--lr-min", metavar="LR", default=0.0, at_least=0, at_most=1e30,
-            about="--lr-scheduler cosineannealinglr|linearlr|wsd",
-            help="learning rate at which cosineannealinglr, linearlr and wsd end; --layer-decay scales it too",
+            about=_about("--lr-scheduler", SCHEDULES, "lr_min"),
+            help="learning rate at which these schedules end; --layer-decay scales it too",
         ),
         Option(
             "--lr-per-step", default=False,

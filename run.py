@@ -192,7 +192,7 @@ class Run(BareRun):
         self.sampler, self.model, self.folder = sampler, parts["model"], manager.folder
         device = next(self.model.parameters()).device
         self.sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
-        self.lr_scheduler = optim.build_lr_scheduler(args, parts["optimizer"])
+        self.lr_scheduler = optim.LRScheduler(args, parts["optimizer"])
         self.tally = Tally(metrics, sampler.shards.num_local)  # of a line
         self.window, self.epoch_tally = Tally(metrics), Tally(metrics)  # of a record, of an epoch
         scaler = parts.get("scaler")

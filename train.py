@@ -167,7 +167,7 @@ def join(args):
         UserError: the device, the processes, the weights or the data are not there.
     """
     args = config.complete(args)
-    optim.check_rates(args)
+    optim.check_schedule(args)
     check_memory(args)
     preemption = PreemptionGuard(is_installed=not args.test_only)
     args, notes = config.on_machine(args)

@@ -12,7 +12,7 @@ import torch
 import torchvision
 
 from errors import UserError, counted, one_line
-from options import BY_NAME, FREE, SILENT, is_same_model, parse_allowed
+from options import BY_NAME, FREE, SCHEDULES, SILENT, is_same_model, parse_allowed
 
 _ALLOWED = "changed as --allow-change says: "
 
@@ -254,7 +254,7 @@ def _is_free(name: str, args: Any) -> bool:
 
 
 def _why_epochs_matter(args: Any) -> str | None:
-    if args.lr_scheduler in ("cosineannealinglr", "linearlr", "wsd"):
+    if SCHEDULES[args.lr_scheduler].get("uses_epochs"):
         return f"{args.lr_scheduler} spreads its learning rates over all epochs"
     return "the decay of --model-ema follows from the epochs" if args.model_ema else None
 

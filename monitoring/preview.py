@@ -30,7 +30,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     Raises:
         UserError: the options cannot be used together.
     """
-    optim.check_rates(args)
+    optim.check_schedule(args)
     check_memory(args)
     launch = read_launch(world_size=args.world_size)
     collectives.setup_for_distributed(launch.rank == 0)
@@ -48,7 +48,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     lacking = []
     groups = optim.build_parameter_groups(args, model, lacking.append)
     optimizer = optim.build_optimizer(args, groups)
-    scheduler = optim.build_lr_scheduler(args, optimizer)
+    scheduler = optim.LRScheduler(args, optimizer)
     steps_per_epoch = num_images // args.global_batch_size
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -111,7 +111,7 @@ class LoggedRun(BareRun):
     def __init__(self, way: Way, model: nn.Module) -> None:
         super().__init__(model, way.device)
         self.sharded_step = gradients.build_sharded_step(way.args, model, way.shards, way.device)
-        self.scheduler = optim.build_lr_scheduler(way.args, way.optimizer)
+        self.scheduler = optim.LRScheduler(way.args, way.optimizer)
         self.tally = metrics.Tally([metrics.Accuracy()], way.shards.num_local)
         self.args, self.parameters, self.due = way.args, list(way.model.parameters()), []
 

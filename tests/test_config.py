@@ -248,7 +248,6 @@ def test_an_unknown_model_is_refused_with_the_nearest(name, words):
         (["/data/imagenet"], "--data-path DIR"),
         (["--lr-scheduler", "cosine"], "did you mean cosineannealinglr?"),
         (["--recipe", "resnet50"], "did you mean resnet50-a1, resnet50-a2, "),
-        (["--recipe", "digits", "--epochs", "1"], "or more --epochs"),
     ],
 )
 def test_what_people_often_type_is_answered_with_what_to_type(argv, words):
@@ -322,7 +321,6 @@ def test_a_number_out_of_range_is_refused(option, value, expected):
         (["--overwrite", "--resume", "auto"], "give one of them"),
         (["--test-only"], "--test-only needs something to evaluate"),
         (["--test-only", "--resume", "auto"], "needs --output-dir"),
-        (["--epochs", "5", "--lr-warmup-epochs", "5", "--lr-scheduler", "cosineannealinglr"], "for the cosine"),
         (["--epochs", "five"], "argument --epochs: invalid int value: 'five'"),
         (["--lr"], "argument --lr: expected one argument"),
         (["--recipe"], "argument --recipe: expected one argument"),
@@ -548,7 +546,7 @@ def test_options_without_effect_are_said(tmp_path):
         (["--recipe", str(path), "--lr-gamma", "0.2"], ["--lr-gamma"]),
         (["--lr-gamma", "0.2", "--momentum", "0", "--ra-sampler", "--ra-reps", "2", "--model-ema-decay", "0.9",
           "--opt", "adamw", "--mixup-alpha", "1", "--mixup-prob", "1", "--mixup-switch-prob", "1"],
-         ["--mixup-switch-prob", "--model-ema-decay", "--momentum"]),
+         ["--mixup-switch-prob", "--model-ema-decay"]),
         (["--lr-min", "0", "--lr-warmup-decay", "0.1", "--ra-magnitude", "3"],
          ["--ra-magnitude", "--lr-warmup-decay", "--lr-min"]),
         (["--mixup-alpha", "1", "--mixup-off-epoch", "90", "--lr-per-step"], ["--mixup-off-epoch", "--lr-per-step"]),

@@ -15,6 +15,7 @@ import collectives
 import config
 import models
 import optim
+import options
 import utils
 from errors import NonFiniteError, UserError
 from sampler import TrainSampler, VirtualShards
@@ -74,7 +75,7 @@ def test_rates_are_torchs(scheduler, method, warmup):
     expected = reference_rates(scheduler, method, warmup, sgd(0.5, 0.05))
     optimizer = sgd(0.5, 0.05)
     args = schedule_options(lr_scheduler=scheduler, lr_warmup_epochs=warmup, lr_warmup_method=method)
-    lr_scheduler = optim.build_lr_scheduler(args, optimizer)
+    lr_scheduler = optim.LRScheduler(args, optimizer)
     for epoch in range(EPOCHS):
         lr_scheduler.set_position(epoch, 0, 100)
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -87,21 +88,22 @@ def test_rates_are_torchs(scheduler, method, warmup):
 def test_rates_need_no_history(scheduler):
     args = schedule_options(lr_scheduler=scheduler, lr_warmup_epochs=2, lr_warmup_method="linear")
     jumping, walking = sgd(0.5), sgd(0.5)
-    walk = optim.build_lr_scheduler(args, walking)
+    walk = optim.LRScheduler(args, walking)
     for epoch in range(8):
         walk.set_position(epoch, 0, 100)
-    optim.build_lr_scheduler(args, jumping).set_position(7, 0, 100)
+    optim.LRScheduler(args, jumping).set_position(7, 0, 100)
     assert jumping.param_groups[0]["lr"] == walking.param_groups[0]["lr"]
     walk.set_position(2, 0, 100)
     assert walking.param_groups[0]["lr"] == 0.5
 
 
 def test_linear_warmup_and_cosine_are_continuous_between_epochs():
-    options = {"peak": 1.0, "epochs": 10, "scheduler": "cosineannealinglr", "warmup_epochs": 2}
-    rate = optim.lr_at(1.5, warmup_method="linear", warmup_decay=0.1, **options)
-    assert rate == pytest.approx(0.1 + 0.9 * 0.75, abs=1e-12)
-    assert optim.lr_at(6.0, **options) == pytest.approx(0.5, abs=1e-12)  # half of the cosine's way
-    assert optim.lr_at(10.0, lr_min=0.25, **options) == pytest.approx(0.25, abs=1e-12)
+    options = {"lr_scheduler": "cosineannealinglr", "epochs": 10, "lr_warmup_epochs": 2, "lr_min": 0.0}
+    args = schedule_options(**options, lr_warmup_method="linear", lr_warmup_decay=0.1)
+    assert optim.lr_at(args, 1.5, 1.0) == pytest.approx(0.1 + 0.9 * 0.75, abs=1e-12)
+    assert optim.lr_at(args, 6.0, 1.0) == pytest.approx(0.5, abs=1e-12)  # half of the cosine's way
+    args.lr_min = 0.25
+    assert optim.lr_at(args, 10.0, 1.0) == pytest.approx(0.25, abs=1e-12)
 
 
 NORMS = {"BatchNorm2d", "LayerNorm", "LayerNorm2d"}
@@ -297,13 +299,13 @@ def test_large_numbers_are_finite():
 def test_rates_per_step_pass_through_the_rates_per_epoch_and_never_jump(scheduler):
     optimizer = sgd(0.5)
     args = schedule_options(lr_scheduler=scheduler, lr_warmup_epochs=2, lr_warmup_method="linear", lr_per_step=True)
-    lr_scheduler = optim.build_lr_scheduler(args, optimizer)
+    lr_scheduler = optim.LRScheduler(args, optimizer)
     rates = []
     for epoch in range(EPOCHS):
         for step in range(50):
             lr_scheduler.set_position(epoch, step, 50)
             rates.append(optimizer.param_groups[0]["lr"])
-        assert rates[epoch * 50] == optim.lr_at(epoch, peak=0.5, **lr_scheduler.options)
+        assert rates[epoch * 50] == optim.lr_at(args, epoch, 0.5)
     assert rates[100] == 0.5
     assert max(abs(a - b) for a, b in itertools.pairwise(rates)) < 0.5 / 90  # the warm-up climbs 0.49 in 100
 
@@ -311,9 +313,9 @@ def test_rates_per_step_pass_through_the_rates_per_epoch_and_never_jump(schedule
 def test_the_line_is_torchs_linear_lr():
     optimizer = sgd(0.5)
     theirs = LinearLR(optimizer, start_factor=1.0, end_factor=0.1, total_iters=EPOCHS)
+    args = schedule_options(lr_scheduler="linearlr", lr_min=0.05)
     for epoch in range(EPOCHS):
-        ours = optim.lr_at(epoch, peak=0.5, epochs=EPOCHS, scheduler="linearlr", lr_min=0.05)
-        assert ours == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        assert optim.lr_at(args, epoch, 0.5) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
         optimizer.step()
         theirs.step()
 
@@ -366,7 +368,7 @@ def test_the_floor_follows_the_layer_and_the_logged_rate_is_the_schedules():
         layer_decay=0.65, lr=5e-4, lr_min=1e-5, lr_scheduler="cosineannealinglr", epochs=10, opt="adamw"
     )
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
-    lr_scheduler = optim.build_lr_scheduler(args, optimizer)
+    lr_scheduler = optim.LRScheduler(args, optimizer)
     cosine = CosineAnnealingLR(sgd(5e-4), T_max=10, eta_min=1e-5)
     for epoch in range(10):
         lr_scheduler.set_position(epoch, 0, 10)
@@ -434,6 +436,7 @@ def test_no_decay_1d_exempts_in_torchvisions_models_what_their_sources_do(name, 
     ("resnet18", {"freeze": True, "clip_agc": 0.1}, ["--clip-agc"]),
     ("resnet18", {"clip_agc": 0.1}, []),
     ("resnet18", {"opt": "timm/lamb", "given": ["momentum"]}, ["--momentum"]),
+    ("resnet18", {"opt": "adamw", "given": ["momentum"]}, ["--momentum"]),
     ("resnet18", {"opt": "timm/muon", "given": ["momentum"]}, []),
     ("resnet18", {"opt": "timm/lamb"}, []),
 ])  # fmt: skip
@@ -476,27 +479,64 @@ def test_adaptive_clipping_bounds_each_output_but_the_classifiers():
 def test_milestones_are_torchs_and_a_cool_down_can_be_moved():
     optimizer = sgd(0.5)
     theirs = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 7, 7], gamma=0.2)
-    options = {"peak": 0.5, "scheduler": "multisteplr", "milestones": [3, 7, 7], "gamma": 0.2}
+    args = schedule_options(lr_scheduler="multisteplr", lr_milestones=[3, 7, 7], lr_gamma=0.2)
     for epoch in range(12):
-        assert optim.lr_at(epoch, epochs=12, **options) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        assert optim.lr_at(args, epoch, 0.5) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
         optimizer.step()
         theirs.step()
-    wsd = {"peak": 0.5, "scheduler": "wsd", "warmup_epochs": 2, "warmup_method": "linear", "lr_min": 0.1}
+    wsd = {"lr_scheduler": "wsd", "lr_cooldown_epochs": 4, "lr_warmup_epochs": 2, "lr_warmup_method": "linear"}
     short, long = (
-        [optim.lr_at(epoch, epochs=epochs, cooldown_epochs=4, **wsd) for epoch in range(13)] for epochs in (10, 20)
+        [optim.lr_at(schedule_options(**wsd, epochs=epochs, lr_min=0.1), epoch, 0.5) for epoch in range(13)]
+        for epochs in (10, 20)
     )
     assert short[:7] == long[:7]  # a checkpoint from before epoch 6 belongs to both
     assert short[6:11] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1])
     assert set(long[2:]) == {0.5}
 
 
+@pytest.mark.parametrize(("changes", "option"), [
+    ({"lr_scheduler": "multisteplr"}, "--lr-milestones"), ({"lr_scheduler": "wsd"}, "--lr-cooldown-epochs"),
+    ({"lr_scheduler": "wsd", "lr_cooldown_epochs": 91}, "--epochs 90"),
+    ({"lr_scheduler": "wsd", "lr_cooldown_epochs": 88, "lr_warmup_epochs": 3}, "--lr-warmup-epochs 3"),
+    ({"lr_scheduler": "cosineannealinglr", "lr_warmup_epochs": 90}, "--epochs 90"),
+    ({"lr_scheduler": "exponentiallr", "lr_gamma": 1e6}, "--lr-gamma"),
+])  # fmt: skip
+def test_a_schedule_without_its_options_or_epochs_is_refused(changes, option):
+    with pytest.raises(UserError, match=option):
+        optim.check_schedule(options_of(**changes))
+
+
 @pytest.mark.parametrize("changes", [
-    {"lr_scheduler": "multisteplr"}, {"lr_scheduler": "wsd"}, {"lr_scheduler": "wsd", "lr_cooldown_epochs": 91},
     {"decay_1d": False, "norm_weight_decay": 0.0}, {"clip_agc": 0.01, "clip_grad_norm": 1.0},
 ])  # fmt: skip
-def test_options_that_exclude_or_need_each_other_are_refused(changes):
-    with pytest.raises(UserError, match=r"give|needs"):
+def test_options_that_exclude_each_other_are_refused(changes):
+    with pytest.raises(UserError, match="give one of them"):
         config.validate(options_of(**changes))
+
+
+@pytest.mark.parametrize("name", optim.SCHEDULES)
+def test_a_schedule_that_depends_on_the_epochs_says_so(name):
+    """Else a resumed run could change --epochs without --allow-change."""
+    changes = {"lr_scheduler": name, "lr_milestones": [3], "lr_cooldown_epochs": 10}
+    one, other = (schedule_options(epochs=epochs, **changes) for epochs in (EPOCHS, EPOCHS + 1))
+    is_same = all(optim.lr_at(one, epoch, 0.5) == optim.lr_at(other, epoch, 0.5) for epoch in range(EPOCHS))
+    assert optim.SCHEDULES[name].uses_epochs is not is_same
+
+
+def test_options_know_every_schedule_and_optimizer_without_importing_torch():
+    for table, entries in ((options.SCHEDULES, optim.SCHEDULES), (options.OPTIMIZERS, optim.OPTIMIZERS)):
+        assert list(table) == list(entries)
+        for name, entry in entries.items():
+            assert {**type(entry)._field_defaults, **table[name]}.items() <= entry._asdict().items()
+
+
+@pytest.mark.parametrize("changes", [
+    {"opt": "sgd", "opt_betas": [0.9, 0.99]}, {"opt": "sgd", "opt_eps": 1e-3}, {"opt": "adamw", "opt_betas": [0.9, 1]},
+    {"opt": "sgd_nesterov", "momentum": 0.0},
+])  # fmt: skip
+def test_options_that_the_optimizer_does_not_take_are_refused(changes):
+    with pytest.raises(UserError, match="--opt"):
+        optim.build_optimizer(options_of(**changes), [{"params": [nn.Parameter(torch.zeros(1))]}])
 
 
 def test_betas_and_eps_reach_the_optimizer():
@@ -528,11 +568,11 @@ def test_a_timm_optimizer_that_cannot_be_had_or_used_is_refused_in_one_line():
         return str(refusal.value)
 
     assert "--opt timm/adahessian needs second derivatives" in build(opt="timm/adahessian")
-    assert "--opt timm/adan cannot be had with these options" in build(opt="timm/adan", opt_betas=[0.9, 0.99])
+    assert "--opt timm/adan cannot be built with these options" in build(opt="timm/adan", opt_betas=[0.9, 0.99])
     assert "Nesterov momentum requires a momentum" in build(opt="timm/sgdw", momentum=0.0)
     # timm itself leaves these out.
-    assert "--opt-eps: --opt timm/lion does not take that" in build(opt="timm/lion", opt_eps=1e-3)
-    assert "--opt-betas: --opt timm/lars does not take that" in build(opt="timm/lars", opt_betas=[0.9, 0.99])
+    assert "--opt-eps: --opt timm/lion has no such option" in build(opt="timm/lion", opt_eps=1e-3)
+    assert "--opt-betas: --opt timm/lars has no such option" in build(opt="timm/lars", opt_betas=[0.9, 0.99])
 
 
 @pytest.mark.parametrize(("opt", "most"), [("timm/muon", 0.01), ("timm/adopt", 1e-6)])  # Muon computes in bfloat16

@@ -259,7 +259,7 @@ def dry_run(argv):
         (["--train-crop-size-min", "160", "--crop-ramp-epochs", "9", "3"], ["the first before the last"]),
         (["--train-crop-size-min", "300", "--crop-ramp-epochs", "1", "3"], ["is above --train-crop-size"]),
         (["--bce-target-thresh", "0.2"], ["--bce-loss"]),
-        (["--opt-betas", "0.9", "0.95"], ["--opt sgd has none"]),
+        (["--opt-betas", "0.9", "0.95"], ["--opt-betas", "--opt sgd"]),
         (["--freeze", "--layer-decay", "0.9"], ["give one of them"]),
         (["--model", "vit_b_16"], ["takes images of one size"]),
         (["--stochastic-depth", "0.1"], ["resnet50 has none"]),
@@ -421,7 +421,7 @@ def counted_in_parts(args, num):
 def test_learning_rates_are_the_sources(name):
     args = options_by_name(name)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
-    lr_scheduler = optim.build_lr_scheduler(args, optimizer)
+    lr_scheduler = optim.LRScheduler(args, optimizer)
     num, rates = 10 if args.lr_per_step else 1, []
     for part in range(args.epochs * num):
         lr_scheduler.set_position(*divmod(part, num), num)
@@ -438,7 +438,7 @@ def test_convnexts_rates_are_those_of_its_own_code():
     steps = np.arange(280 * per_epoch)
     cosine = 1e-6 + 0.5 * (args.lr - 1e-6) * (1 + np.cos(math.pi * steps / len(steps)))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
-    lr_scheduler = optim.build_lr_scheduler(args, optimizer)
+    lr_scheduler = optim.LRScheduler(args, optimizer)
     for number, rate in enumerate(np.concatenate((warmup, cosine))):
         if number % 97:
             continue
@@ -450,7 +450,7 @@ def test_convnexts_rates_are_those_of_its_own_code():
 def test_the_stairs_of_efficientnet_are_never_far_from_their_slope():
     args = options_by_name("efficientnet_b0-ra")
     for epoch in range(3, 450):
-        rate = optim.lr_at(epoch, peak=args.lr, **optim.schedule(args))
+        rate = optim.lr_at(args, epoch, args.lr)
         assert 1.0 <= 0.048 * 0.97 ** (epoch // 2.4) / rate * 1.005 <= 1.05
 
 
