@@ -815,12 +815,13 @@ class OneLineParser(argparse.ArgumentParser):
         if not unknown:
             return parsed
         word = unknown[0].split("=")[0]
-        if word.removeprefix("--") in REMOVED:
+        known = [option for action in self._actions for option in action.option_strings]
+        is_training = "--recipe" in known  # a tool has neither the same options nor the same former ones
+        if is_training and word.removeprefix("--") in REMOVED:
             raise UserError(f"{word} was removed; leave it out")
-        if word in OTHER_NAMES or not word.startswith("-"):
+        if is_training and (word in OTHER_NAMES or not word.startswith("-")):
             meant = OTHER_NAMES.get(word, "options begin with --; a folder of images is given by --data-path DIR")
             raise UserError(f"unrecognized argument {unknown[0]}; {meant} (--help lists the options)")
-        known = [option for action in self._actions for option in action.option_strings]
         longer = [option for option in known if option.startswith(word)] if word.startswith("--") else []
         hint = f"; write {longer[0]} in full" if longer else did_you_mean(word, known)
         raise UserError(f"unrecognized argument {unknown[0]}{hint} (--help lists the options)")

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from errors import UserError
+from errors import UserError, one_line
 from loading.folder import FolderIndex
 from loading.parquet import ParquetIndex
 from loading.source import Source, list_folder
@@ -52,5 +52,5 @@ def open_source(root: Path) -> Source:
         root = Path(os.path.abspath(root))
     source, *others = check_source(root)
     if others:
-        print(f"{source.where} is used, and not {' or '.join(other.where for other in others)}")
+        print(one_line(f"{source.where} is used, and not {' or '.join(other.where for other in others)}"))
     return source.open()

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from errors import BadImageError, UserError, counted
+from errors import BadImageError, UserError, counted, one_line
 from files import locked, open_to_read, retry, write_atomically
 from loading.source import Source, digest, line_of
 
@@ -120,14 +120,14 @@ class ImageIndex(Source):
                         return self
                     doubt = "" if self.arrays else self._scan()
                     if doubt:
-                        print(f"the index of {self.where} is not cached this time: {doubt}")
+                        print(one_line(f"the index of {self.where} is not cached this time: {doubt}"))
                         return self
                     # The format has a CRC-32 for each array.
                     write_atomically(cache, lambda file: numpy.savez(file, **self.arrays))
                     return self
             except OSError as error:
                 reasons.append(f"{cache.parent}: {error.strerror or error}")
-        print(f"the index of {self.where} is not cached, so every start scans: {'; '.join(reasons)}")
+        print(one_line(f"the index of {self.where} is not cached, so every start scans: {'; '.join(reasons)}"))
         if not self.arrays:
             self._scan()
         return self

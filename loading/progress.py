@@ -196,7 +196,7 @@ class Progress:
         amounts = [f"{self.done:,}{f' of {self.total:,}' if self.total else ''} {self.unit}"] if self.unit else []
         total = f" of {size_text(self.total_bytes)}" if self.total_bytes else ""
         amounts += [f"{size_text(self.bytes)}{total}"] if self.bytes or self.total_bytes else []
-        return f"{self.work}: {', '.join(amounts)} ({self.share:.1%}), {left} left"
+        return one_line(f"{self.work}: {', '.join(amounts)} ({self.share:.1%}), {left} left")
 
     def finish(self) -> None:
         """Leave the last line standing, with the number of bytes that were counted: the total may have been a guess."""

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from errors import ImageError, UserError
+from errors import ImageError, UserError, one_line
 from files import open_regular, open_to_read
 from loading.index import ImageIndex, Scan, check_num_bytes
 from loading.progress import Progress
@@ -113,7 +113,8 @@ class TarIndex(ImageIndex):
                     reader.scan(plain, by_class, number, status.st_size)
             progress.update(num_bytes=status.st_size - reader.num_read)
             if reader.ignored:
-                print(f"{path}: {len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored")
+                ignored = f"{len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored"
+                print(one_line(f"{path}: {ignored}"))
         progress.close()
         folders = [folder for folder in plain if folder]
         prefix = f"{self.root.name}/"

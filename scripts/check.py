@@ -15,12 +15,13 @@ from torchvision.datasets.folder import is_image_file
 
 import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
-from loading.decode import load_image
+from loading.decode import NO_WHITE, load_image
 from loading.forms import open_source
 from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.source import Source
+from loading.subset import minival_numbers
 from scripts.pack import in_order
 from scripts.tool import as_json, build_parser, given_path, output_file, positive, run, write_output
 
@@ -36,6 +37,7 @@ KINDS = {
     "empty": (True, "no bytes"),
     "not-an-image": (True, "the bytes are no image that is read here"),
     "damaged": (True, "truncated, broken otherwise, or too large"),
+    "unscalable": (True, "samples that cannot be scaled to 8 bits; refused when loaded"),
     "leak": (True, "the same bytes in train and in val"),
     "duplicate": (False, "the same bytes twice in a split"),
     "alpha": (False, "transparency, which is dropped when loaded: hidden colours show"),
@@ -50,6 +52,7 @@ examples:
   python -m scripts.check /data/imagenet
   python -m scripts.check /data/imagenet --sample 2000              # a quick look
   python -m scripts.check /data/imagenet --json report.json
+  python -m scripts.check /data/imagenet --minival 0.02             # train/ alone, for train.py --minival
   python -m scripts.check /data/pets --expect-train any --expect-val any --expect-classes 37
 
 DATA_PATH is as train.py's --data-path: class folders, tars or packs. The tool changes nothing in it, but leaves an
@@ -69,6 +72,8 @@ _FORMATS = {
 _BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"P5", b"P6")
 
 _IMAGES_PER_TASK = 16
+
+MINIVAL_HINT = "; if the set is for train.py --minival, which needs no val, give --minival FRACTION here too"
 
 # The printed report shows this many findings of each kind.
 _SHOWN = 5
@@ -92,6 +97,7 @@ def look_at(name: str, payload: bytes) -> Look:
         image = load_image(payload)
     except BadImageError as error:
         kind = "damaged" if payload.startswith(_BEGINNINGS) else "not-an-image"
+        kind = "unscalable" if NO_WHITE in str(error) else kind
         return Look(digest, len(payload), 0, ((kind, str(error)),))
     return Look(digest, len(payload), image.width * image.height, tuple(oddities(name, image)))
 
@@ -99,7 +105,7 @@ def look_at(name: str, payload: bytes) -> Look:
 def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
     """Return the harmless oddities of a decoded image."""
     found = []
-    if "a" in image.mode.lower() or "transparency" in image.info:
+    if image.has_transparency_data:
         found.append(("alpha", f"mode {image.mode}"))
     if "grey_bits" in image.info:
         found.append(("deep", f"{image.info['grey_bits']} bits"))
@@ -184,17 +190,18 @@ class Report:
         write_output(path, as_json(content), "--json")
 
 
-def open_splits(data_path: Path, report: Report) -> dict[str, Source]:
+def open_splits(data_path: Path, names: tuple[str, ...], report: Report) -> dict[str, Source]:
     """Return the images of each split that can be opened, and report why the other splits cannot."""
     if not data_path.is_dir():
-        raise UserError(f"{data_path} is no folder; give the one that holds train/ and val/")
+        raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/")
     splits = {}
-    for name in ("train", "val"):
+    for name in names:
         try:
             splits[name] = open_source(data_path / name)
         except UserError as error:
-            report.add("set", name, None, str(error) + advice(data_path, name))
-    if not splits and not any(advice(data_path, name) for name in ("train", "val")):
+            hint = advice(data_path, name) or (MINIVAL_HINT if name == "val" and splits else "")
+            report.add("set", name, None, f"{error}{hint}")
+    if not splits and not any(advice(data_path, name) for name in names):
         raise UserError(report.findings["set"][0]["reason"])
     return splits
 
@@ -208,6 +215,15 @@ def advice(data_path: Path, name: str) -> str:
         return ""
     source = shlex.quote(str(data_path))
     return f". This sorts it: python -m scripts.prepare {source} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER"
+
+
+def check_minival(source: Source, options: argparse.Namespace, report: Report) -> None:
+    """Report a training set of which train.py's --minival can hold out nothing, and print the command that reads it."""
+    num_held = len(minival_numbers(source, options.minival))
+    if not num_held:
+        report.add("set", "train", None, "every class has one image, and --minival can hold out none")
+    command = f"python train.py --data-path {shlex.quote(str(options.data_path))} --minival {options.minival:g}"
+    print(one_line(f"val is not checked: {command} evaluates on {counted(num_held, 'image', ',')} of train"))
 
 
 def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Report) -> None:
@@ -286,6 +302,17 @@ def expectation(text: str) -> int | None:
     return None if text == "any" else positive(text)
 
 
+def fraction(text: str) -> float:
+    """Return a fraction that train.py's --minival takes; an argparse type."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 0.5:
+        raise argparse.ArgumentTypeError(f"{text}: expected a fraction above 0 and up to 0.5, such as 0.02")
+    return value
+
+
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     parser = build_parser(PROG, "DATA_PATH [options]", "Look at every image of a data set before a run does.", EPILOG)
@@ -299,6 +326,10 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced"
     )
+    parser.add_argument(
+        "--minival", metavar="FRACTION", type=fraction,
+        help="check train alone, as train.py --minival FRACTION reads it; val may be missing",
+    )  # fmt: skip
     parser.add_argument(
         "--json", metavar="FILE", type=output_file(".json"), help="write the report to FILE, with every finding"
     )
@@ -314,8 +345,10 @@ def check(options: argparse.Namespace) -> int:
     """Print the report, and return the exit code."""
     check_workers(options.workers)
     report = Report(options.allow)
-    splits = open_splits(options.data_path, report)
+    splits = open_splits(options.data_path, ("train",) if options.minival else ("train", "val"), report)
     check_set(splits, options, report)
+    if options.minival and splits:
+        check_minival(splits["train"], options, report)
     look_at_all(splits, options.sample, options.workers, report)
     report.show()
     if options.json:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from errors import UserError
+from errors import UserError, one_line
 from scripts.tool import build_parser, given_path, run
 
 PROG = "python -m scripts.make_digits"
@@ -35,7 +35,7 @@ def write_digits(folder: Path) -> None:
             image.save(path)
         except OSError as error:
             raise UserError(f"{folder} cannot be written to: {error.strerror}; choose another DIR") from error
-    print(f"wrote {counts['train']} training and {counts['val']} validation images to {folder}")
+    print(one_line(f"wrote {counts['train']} training and {counts['val']} validation images to {folder}"))
 
 
 def main() -> None:

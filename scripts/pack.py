@@ -299,7 +299,7 @@ class Pack:
         sizes = {path.name: path.stat().st_size for path in self.out.iterdir() if path.is_file()}
         self.records = {file: record for file, record in records.items() if sizes.get(file) == record["bytes"]}
         if self.records:
-            print(f"{self.out} has {len(self.records)} of {counted(len(self.shards), 'shard')} already")
+            print(one_line(f"{self.out} has {len(self.records)} of {counted(len(self.shards), 'shard')} already"))
 
     def check_room(self) -> None:
         """Raise UserError where even nine tenths do not fit; repacked JPEGs take about as much as before."""
@@ -500,7 +500,7 @@ def summarize(manifest: dict) -> None:
         line += "".join(f"; {number:,} kept as they were ({reason})" for reason, number in reasons.items())
         if part["skipped"]:
             line += f"; {part['skipped']:,} left out, listed in {PACK_MANIFEST}"
-        print(line)
+        print(one_line(line))
 
 
 def check_shard(out: Path, record: dict) -> list[str]:
@@ -541,7 +541,8 @@ def verify(options: argparse.Namespace) -> None:
     problems += [f"{out / name}: not in the manifest" for name in sorted(others - {*records, PACK_MANIFEST})]
     results = in_order(partial(check_shard, out), list(records.values()), options.workers)
     for record, found in zip(records.values(), results, strict=True):
-        print(f"{record['file']}: {'wrong' if found else 'ok'}, {counted(record['images'], 'image', ',')}", flush=True)
+        state = "wrong" if found else "ok"
+        print(one_line(f"{record['file']}: {state}, {counted(record['images'], 'image', ',')}"), flush=True)
         problems += found
     for split, part in manifest["splits"].items():
         if not problems and open_source(out / split).fingerprint() != part["fingerprint"]:

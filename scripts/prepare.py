@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy
 from torchvision.datasets.folder import is_image_file
 
-from errors import StorageError, UserError, counted, in_one_line
+from errors import StorageError, UserError, counted, in_one_line, one_line
 from files import explain_failure, locked, open_to_read, read_bytes, read_json, sync_folder, write_json
 from loading.parquet import check_names, find_synset, open_parquet
 from loading.progress import Progress
@@ -97,10 +97,13 @@ class Source(NamedTuple):
         return [[path.name, path.stat().st_size] if path.is_file() else [str(path.resolve())] for path in self.files]
 
 
-def in_words(described: list) -> str:
-    """Return what `Source.describe` says, for a message."""
-    first = " of ".join([described[0][0], *(f"{size:,} bytes" for size in described[0][1:])])
-    return first + (f" and {counted(len(described) - 1, 'other file')}" if described[1:] else "")
+def in_words(described: Any) -> str:
+    """Return the words of a message for the result of `Source.describe`, as read from a file."""
+    try:
+        first = " of ".join([described[0][0], *(f"{size:,} bytes" for size in described[0][1:])])
+        return first + (f" and {counted(len(described) - 1, 'other file')}" if described[1:] else "")
+    except (TypeError, ValueError, LookupError):
+        return "another source, which its source.json does not name"
 
 
 def num_bytes_of(path: Path) -> int:
@@ -414,6 +417,9 @@ class Target:
         except _IN_THE_WAY:
             raise
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                source = self.source.files[0]
+                raise UserError(f"{source} holds a name too long for this disk: {error.filename}") from error
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             left = max(self.source.num_bytes - self.progress.bytes, 0)
             raise (UserError if is_full else StorageError)(
@@ -423,7 +429,7 @@ class Target:
 
     def build(self) -> None:
         """Write the images that are missing, and give the split its name."""
-        print(f"{self.final}: from {self.source.files[0]}", flush=True)
+        print(one_line(f"{self.final}: from {self.source.files[0]}"), flush=True)
         with self.writing():
             self._begin()
         for image in self.source.images():
@@ -433,21 +439,19 @@ class Target:
         with self.writing():
             self._finish()
         self.progress.finish()
-        num_images = sum(map(len, self.names.values()))
-        print(
-            f"{self.final}: {counted(num_images, 'image', ',')} of {counted(len(self.names), 'class', ',')}", flush=True
-        )
+        amounts = counted(sum(map(len, self.names.values())), "image", ","), counted(len(self.names), "class", ",")
+        print(one_line(f"{self.final}: {' of '.join(amounts)}"), flush=True)
 
     def _begin(self) -> None:
         self.images.mkdir(parents=True, exist_ok=True)
         record, description = self.partial / "source.json", {"source": self.source.describe()}
-        begun = read_json(record) or description
+        begun = read_json(record) if record.is_file() else description
         there = {path: num_bytes_of(path) for folder in self.images.iterdir() for path in folder.iterdir()}
         if begun != description:
             if any(is_image_file(path.name) for path in there):
                 raise UserError(
-                    f"{self.partial} was begun from {in_words(begun['source'])}; give that source again, or remove the "
-                    "folder"
+                    f"{self.partial} was begun from {in_words(begun.get('source'))}; give that source again, or remove "
+                    "the folder"
                 )
             shutil.rmtree(self.images)  # it holds nothing, and another source has other classes
             self.images.mkdir()
@@ -463,6 +467,8 @@ class Target:
                 target.parent.mkdir(exist_ok=True)
         if image.file in self.names[image.synset]:
             raise UserError(f"{self.source.files[0]} holds {image.synset}/{image.file} twice; get it anew")
+        if not image.num_bytes:
+            raise UserError(f"{image.synset}/{image.file} of {self.source.files[0]} is empty; get the source anew")
         self.names[image.synset].add(image.file)
         is_there = target.is_file() and target.stat().st_size == image.num_bytes
         if not is_there:
@@ -518,7 +524,7 @@ def is_finished(out: Path, split: str) -> bool:
     partial = out / f"{split}.partial"
     if not (partial / split).exists():
         shutil.rmtree(partial, ignore_errors=True)
-    print(f"{out / split} is there already, and is left as it is")
+    print(one_line(f"{out / split} is there already, and is left as it is"))
     return True
 
 
@@ -557,10 +563,11 @@ def prepare(options: argparse.Namespace) -> None:
         for split, source in sources.items():
             Target(out, split, source, is_copying=options.copy).build()
     folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-packed")
-    print(
+    line = (
         f"next: python -m scripts.check {folder}, then python train.py --data-path {folder}; or, as tars that load "
         f"faster, python -m scripts.pack --data-path {folder} {packed} --lossless"
     )
+    print(one_line(line))
 
 
 def get_args_parser() -> argparse.ArgumentParser:

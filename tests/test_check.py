@@ -7,6 +7,7 @@ import shutil
 import tarfile
 from pathlib import Path
 
+import numpy
 import pytest
 from PIL import Image
 
@@ -199,6 +200,52 @@ def test_every_example_of_the_help_is_a_command():
             tool.get_args_parser().parse_args(shlex.split(line, comments=True)[3:])
 
 
+def test_a_set_for_minival_needs_no_val(images, tmp_path):
+    """train.py --minival reads train/ alone; without the option a missing val/ is a problem whose line names it."""
+    shutil.rmtree(images / "val")
+    counts = [*COUNTS, "--expect-val", 50_000]
+    outcome = run(tmp_path, images, *counts)
+    assert outcome.codes == [1]
+    assert "--minival" in outcome.output
+    outcome = run(tmp_path, images, *counts, "--minival", 0.25, "--json", tmp_path / "report.json")
+    assert outcome.codes == [0], outcome.output
+    assert f"python train.py --data-path {images} --minival 0.25" in outcome.output
+    assert list(json.loads((tmp_path / "report.json").read_text())["splits"]) == ["train"]
+    for folder in (images / "train").iterdir():
+        for path in sorted(folder.iterdir())[1:]:
+            path.unlink()
+    code, _, found = look(tmp_path, images, "--expect-train", 3, "--expect-classes", 3, "--minival", 0.25)
+    assert (code, list(found)) == (1, ["set"])  # one image of each class: none can be held out
+    assert "--minival" in error_line(run(tmp_path, images, "--minival", 0.6))
+
+
+def test_no_control_byte_of_a_name_reaches_the_terminal(images, tmp_path):
+    (images / "train" / "class0" / "image000.jpg").rename(images / "train" / "class0" / "\x1b[31m\n.jpg")
+    (images / "train" / "class0" / "\x1b[31m\n.jpg").write_bytes(b"no image")
+    (images / "val" / "class0").rename(images / "val" / "class\x9b0")
+    outcome = run(tmp_path, images, *COUNTS)
+    assert outcome.codes == [1]
+    assert not [c for c in outcome.output if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160]
+    assert "\\x1b[31m" in outcome.output
+
+
+def test_unusual_modes_are_counted_by_kind(images, tmp_path):
+    folder = images / "train" / "class0"
+    paths = sorted(folder.iterdir())
+    grey = numpy.arange(64 * 48, dtype=numpy.uint16).reshape(48, 64) * 20
+    images_of_modes = [
+        (Image.new("RGBA", (64, 48)), "PNG"), (Image.fromarray(grey), "PNG"), (Image.new("F", (64, 48)), "TIFF"),
+        (Image.new("LAB", (64, 48)), "TIFF"),
+    ]  # fmt: skip
+    for path, (image, form) in zip(paths, images_of_modes, strict=False):
+        image.save(path.with_suffix(f".{form.lower()}"), form)
+        path.unlink()
+    code, report, found = look(tmp_path, images, *COUNTS)
+    assert found == {"unscalable": ["image002.tiff"], "alpha": ["image000.png"], "deep": ["image001.png"]}
+    assert code == 1
+    assert [each["kind"] for each in report["findings"] if each["is_problem"]] == ["unscalable"]
+
+
 def test_a_sample_is_a_quick_look(images, tmp_path):
     (images / "train" / "class0" / "image000.jpg").write_bytes(b"")  # the first and the last are always in it
     code, report, found = look(tmp_path, images, *COUNTS, "--sample", 5)
@@ -217,7 +264,7 @@ def test_neither_workers_nor_form_change_the_findings(images, tmp_path):
 
 
 def test_wrong_usage_is_refused_in_one_line(images, tmp_path):
-    assert "is no folder" in error_line(run(tmp_path, tmp_path / "nowhere"))
+    assert "is not a folder" in error_line(run(tmp_path, tmp_path / "nowhere"))
     (tmp_path / "nothing").mkdir()
     assert "has no train/" in error_line(run(tmp_path, tmp_path / "nothing"))
     error_line(run(tmp_path, images, "--expect-train", "many"))

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gzip
 import io
 import json
 import math
@@ -429,6 +430,7 @@ BAD_COMMANDS = {
     "quality": ("--data-path {source} {tmp}/out --max-side 9 --quality 101", "from 1 to 100"),
     "zero": ("--data-path {source} {tmp}/out --max-side 0", "--max-side 0"),
     "lossless quality": ("--data-path {source} {tmp}/out --lossless --quality 9", "no meaning with --lossless"),
+    "gzip": ("--data-path {tmp}/zipped {tmp}/out --max-side 9 --splits train", "unpack it"),
     "verify nothing": ("--verify {tars}", "there is no manifest.json"),
     "verify a damaged manifest": ("--verify {tmp}/damaged", "manifest.json is damaged; choose another OUT"),
     "a file": ("--data-path {source} {tars}/train-000000.tar --max-side 9", "cannot be made a folder"),
@@ -445,6 +447,8 @@ def test_bad_input_is_one_line_and_exit_code_2(source, tmp_path, case):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "manifest.json").write_text('{"kind": "touchstone pack", "format": 1, "splits": {}}')
     (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "zipped").mkdir()
+    (tmp_path / "zipped" / "train.tar").write_bytes(gzip.compress(b"tar" * 1000))
     argv = command.format(source=source, tmp=tmp_path, tars=tmp_path / "tars").split()
     assert words in error_line(run(tmp_path, *argv), 2)
     assert (tmp_path / "tars" / "train-000000.tar").read_bytes() == b"precious"
@@ -473,6 +477,18 @@ def test_verify_says_what_is_wrong(short_side, tmp_path):
         (out / "train-000099.tar", "not in the manifest"),
     ]:
         assert any(line.startswith(f"{path}: ") and words in line for line in done.output.splitlines()), done.output
+
+
+def test_a_pack_may_hold_names_with_control_bytes_but_does_not_print_them(source, tmp_path):
+    folder = tmp_path / "odd" / "train" / "a\x1b[31m"
+    folder.mkdir(parents=True)
+    (folder / "\x9b.jpg").write_bytes(b"no image")
+    shutil.copy(source / "train" / "class0" / "image000.jpg", folder / "\x1b.jpg")
+    command = ["--data-path", tmp_path / "odd", tmp_path / "o\x1but", "--short-side", 48, "--splits", "train"]
+    for argv, code in [(command, 1), ([*command, "--skip-bad"], 0), (["--verify", tmp_path / "o\x1but"], 0)]:
+        done = run(tmp_path, *argv, "--workers", 1)
+        assert done.codes == [code], done.output
+        assert not [c for c in done.output if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160]
 
 
 def test_verify_takes_an_index_for_no_part_of_the_pack_and_compares_the_names(short_side, tmp_path):

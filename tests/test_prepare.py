@@ -232,6 +232,18 @@ def test_another_source_does_not_go_on_with_a_half(official, kaggle, tmp_path):
     assert content(tmp_path / "out") == archives.tree()
 
 
+@pytest.mark.parametrize(
+    "record", ['{"source": 5}', '{"source": []}', '{"a": 1}', '{"source": [["x", "y"], 3]}', "[1]"]
+)
+def test_a_changed_record_of_the_source_is_one_line(kaggle, tmp_path, record):
+    source, out = kaggle / "ILSVRC/Data/CLS-LOC", tmp_path / "out"
+    run(tmp_path, source, out, "--splits", "train", fault=("scripts.prepare.os.replace", 9, "after"))
+    (out / "train.partial" / "source.json").write_text(record)
+    line = error_line(run(tmp_path, source, out, "--splits", "train"))
+    assert str(out / "train.partial") in line
+    assert list((out / "train.partial").rglob("*.JPEG"))
+
+
 def test_another_source_begins_where_no_image_was_written(official, tmp_path):
     """After an archive that holds none, under the name of a class that the right one lacks."""
     junk = tmp_path / "junk"
@@ -355,6 +367,13 @@ DAMAGED = {
     "bad class": (TRAIN, lambda _: archives.tar_of({"...tar": archives.tar_of({"a.JPEG": b"a"})}), "class '..'"),
     "link": (VAL, lambda _: tar_of_a_link(), "as a link"),
     "unknown image": (VAL, lambda _: archives.tar_of({"ILSVRC2012_val_00000099.JPEG": b"a"}), "no class"),
+    "gzip": (TRAIN, gzip.compress, "unpack it"),
+    "name too long": (
+        TRAIN,
+        lambda _: archives.tar_of({f"{'n' * 300}.tar": archives.tar_of({"a.JPEG": b"a"})}),
+        "long",
+    ),
+    "empty image": (TRAIN, lambda _: archives.tar_of({"n01440764.tar": archives.tar_of({"a.JPEG": b""})}), "is empty"),
     "torn devkit": (DEVKIT, lambda payload: payload[: len(payload) // 2], f"no readable {DEVKIT}"),
     "devkit of another kind": (DEVKIT, lambda _: gzip.compress(archives.tar_of({"a": b"b"})), f"no readable {DEVKIT}"),
 }

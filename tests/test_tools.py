@@ -125,6 +125,19 @@ def test_an_empty_path_is_not_the_current_folder(monkeypatch, capfd, tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("module", "argv"),
+    [
+        (make_digits, "digits --gpu 0"), (make_digits, "digits more"), (check, "data --evaluate"),
+        (pack, "out --short-side 9 --pretrained"), (benchmark, "step extra"),
+    ],
+)  # fmt: skip
+def test_an_unknown_argument_is_not_answered_by_an_option_of_another_command(monkeypatch, capfd, module, argv):
+    line = refusal(monkeypatch, capfd, module, *argv.split())
+    assert "unrecognized argument" in line
+    assert not {"--data-path", "--device", "--test-only", "--weights"} & set(line.split())
+
+
 def raising(error):
     """Return the work of a tool that fails."""
 
