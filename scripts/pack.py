@@ -287,7 +287,7 @@ class Pack:
         ]
         if changes:
             raise UserError(
-                f"{self.out} holds a pack that was begun otherwise: {'; '.join(changes[:3])}. To go on restore the "
+                f"{self.out} holds a pack that was begun otherwise: {'; '.join(changes[:2])}. To go on restore the "
                 "old values; else choose another folder, or start over with --overwrite"
             )
         records = records_of(manifest)
