@@ -1,4 +1,4 @@
-"""Write an image folder as tar files that load faster: `python -m scripts.pack --data-path DIR OUT --lossless`."""
+"""Write a smaller copy of a data set as tars that load faster: `python -m scripts.pack --data-path DIR OUT`."""
 
 import argparse
 import errno
@@ -7,12 +7,8 @@ import io
 import json
 import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
 import tarfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -52,21 +48,17 @@ IMAGES_PER_TASK = 8
 # The fields that a manifest, each split in it and each shard must have, with their types.
 _MANIFEST = {"state": str, "settings": dict, "tools": dict, "source": dict, "splits": dict}
 _SPLIT = {"shards": list, **dict.fromkeys(("images", "classes", "num_shards", "bytes", "source_bytes", "skipped"), int)}
-_SHARD = {"file": str, "images": int, "bytes": int, "sha256": str, "kept": dict, "skipped": list}
+_SHARD = {"file": str, "images": int, "bytes": int, "sha256": str, "skipped": list}
 
 EPILOG = """\
 examples:
-  python -m scripts.pack --data-path /data/imagenet /data/imagenet-packed --lossless
   python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
   python -m scripts.pack --verify /data/imagenet-256
 
-OUT gets train-000000.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums, settings, images kept
-or left out). `tar xf` of every shard into one folder gives back an image folder with the same names, classes and
-order. Every JPEG gets a restart marker for each row of blocks, so that a loader can decode only the rows of a crop.
-
---lossless keeps every pixel and checks that image by image; a file that jpegtran cannot repack is kept as it is.
---short-side and --max-side write every image as an RGB JPEG (4:2:0, no metadata, pixels as stored: an EXIF rotation
-is dropped and not applied). A name keeps its ending, even if x.png then holds a JPEG: loaders go by content.
+OUT gets train-000000.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums, settings, images left
+out). `tar xf` of every shard into one folder gives back an image folder with the same names, classes and
+order. Every image is written as an RGB JPEG (4:2:0, no metadata, pixels as stored: an EXIF rotation is dropped and not
+applied). A name keeps its ending, even if x.png then holds a JPEG: loaders go by content.
 
 After an interruption of any kind run the same command again: it goes on after the last whole shard. The files are the
 same, byte for byte, however often it was interrupted and whatever the number of workers.
@@ -127,38 +119,14 @@ def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
 
 
 class Packed(NamedTuple):
-    """The new bytes of an image, or None if it cannot be decoded; the note says why it was kept or left out."""
+    """The new bytes of an image, or None if it cannot be decoded; the note says why."""
 
     payload: bytes | None
     note: str = ""
 
 
-def repack_losslessly(payload: bytes, image: Image.Image, *, jpegtran: str) -> Packed:
-    """Give a JPEG a restart marker for each row of blocks, or keep it where its pixels would not be the same."""
-    if image.format != "JPEG":
-        return Packed(payload, f"{image.format}, not JPEG")
-    command = [jpegtran, "-optimize", "-restart", "1", "-copy", "all"]
-    done = subprocess.run(command, input=payload, capture_output=True, check=False)
-    # jpegtran's own refusals recur; a signal or a lack of memory may not, and must not change the files.
-    if -done.returncode in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM):
-        raise OSError(f"jpegtran was ended by signal {-done.returncode}")
-    if b"nsufficient memory" in done.stderr:
-        raise MemoryError("jpegtran is out of memory")
-    if done.returncode:
-        return Packed(payload, "jpegtran refuses or doubts it")
-    try:
-        repacked = load_image(done.stdout)
-    except BadImageError:
-        return Packed(payload, "not readable after jpegtran")
-    if (repacked.format, repacked.mode, repacked.size) != (image.format, image.mode, image.size):
-        return Packed(payload, "another kind of image after jpegtran")
-    if repacked.tobytes() != image.tobytes():
-        return Packed(payload, "other pixels after jpegtran")
-    return Packed(done.stdout)
-
-
-def shrink(payload: bytes, image: Image.Image, *, side: str, px: int, quality: int) -> Packed:
-    """Encode an image again, with restart markers, so that its `short-side` or `max-side` is at most `px`.
+def shrink(image: Image.Image, *, side: str, px: int, quality: int) -> Packed:
+    """Encode an image again as JPEG, so that its `short-side` or `max-side` is at most `px`.
 
     The other side is rounded down, as torchvision's Resize does.
     """
@@ -171,14 +139,14 @@ def shrink(payload: bytes, image: Image.Image, *, side: str, px: int, quality: i
     # Pillow's own buffer is too small for some images when it optimizes: it fails with "broken data stream".
     ImageFile.MAXBLOCK = max(1 << 16, 4 * image.width * image.height)
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=quality, optimize=True, subsampling="4:2:0", restart_marker_rows=1)
+    image.save(file, "JPEG", quality=quality, optimize=True, subsampling="4:2:0")
     encoded = load_image(file.getvalue())
     if (encoded.size, encoded.mode) != (image.size, "RGB"):
         raise ValueError(f"encoded as {encoded.mode} of {encoded.size}, not RGB of {image.size}")
     return Packed(file.getvalue())
 
 
-Convert = Callable[[bytes, Image.Image], Packed]
+Convert = Callable[[Image.Image], Packed]
 
 
 def pack_images(convert: Convert, task: tuple[Source, range]) -> list[Packed]:
@@ -200,7 +168,7 @@ def pack_images(convert: Convert, task: tuple[Source, range]) -> list[Packed]:
             packed.append(Packed(None, str(error)))
             continue
         try:
-            packed.append(convert(payload, image))
+            packed.append(convert(image))
         except Exception as error:
             raise ImageError(f"cannot pack image {path}: {one_line(str(error) or type(error).__name__)}") from error
     return packed
@@ -218,7 +186,7 @@ class ShardWriter:
         self.names = shard.split.names[shard.start : shard.stop]
         self.results = islice(results, len(self.names))
         self.record = {
-            "file": shard.file, "images": 0, "source_bytes": shard.source_bytes, "bytes": 0, "sha256": "", "kept": {},
+            "file": shard.file, "images": 0, "source_bytes": shard.source_bytes, "bytes": 0, "sha256": "",
             "skipped": [],
         }  # fmt: skip
 
@@ -237,7 +205,7 @@ class ShardWriter:
         self.record |= {"bytes": file.tell(), "sha256": sha256.hexdigest()}
 
     def _note(self, name: str, packed: Packed) -> None:
-        """Count an image, and note why it was kept or left out; ImageError if it may not be left out."""
+        """Count an image, or note why it is left out; ImageError if it may not be left out."""
         if packed.payload is None:
             if not self.skip_bad:
                 raise ImageError(
@@ -247,11 +215,6 @@ class ShardWriter:
             self.record["skipped"].append({"name": name, "reason": packed.note})
             return
         self.record["images"] += 1
-        if packed.note:
-            kept = self.record["kept"].setdefault(packed.note, {"images": 0, "first": []})
-            kept["images"] += 1
-            # A set without any JPEG must not fill the manifest with names.
-            kept["first"] += [name] if kept["images"] <= 10 else []
 
     def verify(self, path: Path) -> None:
         """Read the file back; raise OSError if its content differs from the content written."""
@@ -301,10 +264,6 @@ class Pack:
         if self.records:
             print(one_line(f"{self.out} has {len(self.records)} of {counted(len(self.shards), 'shard')} already"))
 
-    def check_room(self) -> None:
-        """Raise UserError where even nine tenths do not fit; repacked JPEGs take about as much as before."""
-        tool.check_room(self.out, "the pack", sum(shard.source_bytes for shard in self.missing), share=0.9)
-
     def save(self, fingerprints: dict[str, str] | None = None) -> None:
         """Write the manifest; it calls the pack complete if the fingerprints of its splits are given."""
         parts = {}
@@ -314,7 +273,6 @@ class Pack:
             parts[split.name] = {
                 **{key: sum(record[key] for record in records) for key in ("images", "source_bytes", "bytes")},
                 "classes": len(split.source.classes),
-                "kept": sum(kept["images"] for record in records for kept in record["kept"].values()),
                 "skipped": sum(len(record["skipped"]) for record in records),
                 "fingerprint": fingerprints[split.name] if fingerprints else None,
                 "num_shards": len(planned),
@@ -409,33 +367,14 @@ def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", *("none" if value is None else value for value in (before, after))
 
 
-def find_jpegtran() -> tuple[str, str]:
-    """Return the path and the version of jpegtran; UserError if there is none, or only mozjpeg's."""
-    path = shutil.which("jpegtran")
-    if path is None:
-        raise UserError(
-            "--lossless needs jpegtran, which is not on PATH; it comes with libjpeg-turbo (Debian and Ubuntu: "
-            "libjpeg-turbo-progs, Fedora: libjpeg-turbo-utils, conda and Homebrew: libjpeg-turbo, jpeg-turbo)"
-        )
-    command = [path, "-version"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", check=False)
-    version = (done.stderr + done.stdout).strip().splitlines()[:1]
-    if "mozjpeg" in "".join(version):
-        raise UserError(f"{path} is mozjpeg's, which writes progressive JPEGs; put libjpeg-turbo's first on PATH")
-    return path, "".join(version)
-
-
 def choose_conversion(options: argparse.Namespace) -> tuple[Convert, dict, dict]:
     """Return the conversion of an image, and the settings and tool versions that decide its bytes."""
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
-    settings = {"mode": "lossless", "splits": options.splits, "shard_mib": options.shard_mib}
     tools = {"pillow": pillow_version, "libjpeg of pillow": libjpeg}
-    if options.lossless:
-        path, version = find_jpegtran()
-        return partial(repack_losslessly, jpegtran=path), settings, {**tools, "jpegtran": version}
     side = "short-side" if options.short_side else "max-side"
-    shape = {"px": options.short_side or options.max_side, "quality": options.quality or 90}
-    return partial(shrink, side=side, **shape), {**settings, "mode": side, **shape}, tools
+    shape = {"px": options.short_side or options.max_side, "quality": options.quality}
+    settings = {"side": side, **shape, "splits": options.splits, "shard_mib": options.shard_mib}
+    return partial(shrink, side=side, **shape), settings, tools
 
 
 def pack(options: argparse.Namespace) -> None:
@@ -450,8 +389,6 @@ def pack(options: argparse.Namespace) -> None:
         packed = Pack(out, facts, splits, options.shard_mib * 2**20)
         if earlier is not None:
             packed.go_on(earlier, skip_bad=options.skip_bad)
-        if options.lossless:
-            packed.check_room()
         if packed.missing:
             packed.save()
             packed.write(convert, num_workers=options.workers, skip_bad=options.skip_bad)
@@ -494,10 +431,6 @@ def summarize(manifest: dict) -> None:
             f"{counted(part['num_shards'], 'shard')}, "
             f"{size_text(part['bytes'])}, {share} of {size_text(part['source_bytes'])}"
         )
-        reasons = Counter()
-        for record in part["shards"]:
-            reasons.update({reason: kept["images"] for reason, kept in record["kept"].items()})
-        line += "".join(f"; {number:,} kept as they were ({reason})" for reason, number in reasons.items())
         if part["skipped"]:
             line += f"; {part['skipped']:,} left out, listed in {PACK_MANIFEST}"
         print(one_line(line))
@@ -556,8 +489,8 @@ def verify(options: argparse.Namespace) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    usage = "--data-path DIR OUT (--lossless | --short-side PX | --max-side PX) [options]"
-    parser = tool.build_parser(PROG, usage, "Write an image folder as tar files that load faster.", EPILOG)
+    usage = "--data-path DIR OUT (--short-side PX | --max-side PX) [options]"
+    parser = tool.build_parser(PROG, usage, "Write a smaller copy of a data set as tars that load faster.", EPILOG)
     parser.add_argument(
         "out", metavar="OUT", type=tool.given_path, help="folder for the pack: new, empty, or holding one already"
     )
@@ -567,11 +500,10 @@ def get_args_parser() -> argparse.ArgumentParser:
     words = "folders of --data-path to pack (default: train val)"
     parser.add_argument("--splits", metavar="NAME", nargs="+", default=["train", "val"], help=words)
     modes = parser.add_mutually_exclusive_group(required=True)
-    modes.add_argument("--lossless", action="store_true", help="the same pixels, restart markers added (by jpegtran)")
     modes.add_argument("--short-side", metavar="PX", type=int, help="shrink so that the shorter side is at most PX")
     modes.add_argument("--max-side", metavar="PX", type=int, help="shrink so that the longer side is at most PX")
     modes.add_argument("--verify", action="store_true", help="check that every image in OUT is whole, and decodes")
-    parser.add_argument("--quality", metavar="Q", type=int, help="quality of JPEGs encoded again (default: 90)")
+    parser.add_argument("--quality", metavar="Q", type=int, default=90, help="quality of the JPEGs (default: 90)")
     words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"
     parser.add_argument("--shard-mib", metavar="MIB", type=int, default=512, help=words)
     words = "processes that pack images (default: 1 per core)"
@@ -590,13 +522,11 @@ def validate(options: argparse.Namespace) -> None:
         if value is not None and not 1 <= value <= largest:
             raise UserError(f"{option} {value}: give a number from 1 to {largest}")
     if options.verify:
-        if options.data_path or options.quality or options.overwrite or options.skip_bad:
+        if options.data_path or options.quality != 90 or options.overwrite or options.skip_bad:
             raise UserError("--verify takes the folder of a pack and --workers, and no other option")
         return
     if options.data_path is None:
         raise UserError("--data-path is needed: the folder that holds train/ and val/ (--help lists the options)")
-    if options.lossless and options.quality is not None:
-        raise UserError("--quality has no meaning with --lossless; leave one of them out")
     for name in options.splits:
         if name in ("", ".", "..") or "/" in name or options.splits.count(name) > 1:
             words = " ".join(options.splits)

@@ -562,10 +562,10 @@ def prepare(options: argparse.Namespace) -> None:
                 check_md5(path)
         for split, source in sources.items():
             Target(out, split, source, is_copying=options.copy).build()
-    folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-packed")
+    folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-256")
     line = (
         f"next: python -m scripts.check {folder}, then python train.py --data-path {folder}; or, as tars that load "
-        f"faster, python -m scripts.pack --data-path {folder} {packed} --lossless"
+        f"faster, python -m scripts.pack --data-path {folder} {packed} --short-side 256"
     )
     print(one_line(line))
 

@@ -9,16 +9,10 @@ import tarfile
 from pathlib import Path
 
 import numpy
-import pytest
 import torch
 from PIL import Image
 
 from tests.ranks import Outcome, run_ranks, strike_at
-
-# CI must not pass without it; who has it not may still run the other tests.
-needs_jpegtran = pytest.mark.skipif(
-    shutil.which("jpegtran") is None and "CI" not in os.environ, reason="jpegtran (libjpeg-turbo) is not installed"
-)
 
 
 def write_images(folder: Path, counts: dict[str, list[int]], size: tuple[int, int] = (40, 32)) -> Path:
@@ -153,13 +147,12 @@ FORMS = [
 ]  # fmt: skip
 
 
-def pack_process(argv, fault=None, environment=None, largest_file=None, fifo=None):
+def pack_process(argv, fault=None, largest_file=None, fifo=None):
     """Run the packer's command line in this process, small tars and all."""
     from scripts import pack
 
     if fifo:
         os.open(fifo, os.O_WRONLY)  # open for as long as this process or one that it forked lives
-    os.environ.update(environment or {})
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     if fault:
@@ -170,15 +163,7 @@ def pack_process(argv, fault=None, environment=None, largest_file=None, fifo=Non
     pack.main()
 
 
-def run_pack(tmp_path: Path, *argv, fault=None, environment=None, largest_file=None, fifo=None) -> Outcome:
+def run_pack(tmp_path: Path, *argv, fault=None, largest_file=None, fifo=None) -> Outcome:
     """Run the packer in a process of its own, and return what became of it."""
-    arguments = (argv, fault, environment, largest_file, fifo)
+    arguments = (argv, fault, largest_file, fifo)
     return run_ranks(pack_process, 1, *arguments, log_folder=tmp_path, timeout_s=60)
-
-
-def pack_losslessly(root: Path, target: Path) -> None:
-    """Pack a split's folder into `target`."""
-    target.mkdir(parents=True, exist_ok=True)
-    logs = target.with_name(f"{target.name}-logs")
-    logs.mkdir()
-    run_pack(logs, "--data-path", root.parent, target, "--splits", root.name, "--lossless", "--workers", 1).check()

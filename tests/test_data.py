@@ -23,7 +23,7 @@ from errors import ImageError, UserError
 from options import get_args_parser
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from sampler import EvalSampler, RepeatedSampler, SampleKey, TrainSampler, VirtualShards
-from tests.images import FORMS, needs_jpegtran, pack_classes, pack_losslessly, write_images
+from tests.images import FORMS, pack_classes, write_images
 from tests.ranks import run_ranks
 
 
@@ -135,7 +135,7 @@ def test_workers_and_the_place_of_a_restart_change_no_pixel(image_folder):
     assert epoch_hashes(image_folder, workers=2, start_step=2) == expected[4:]
 
 
-@pytest.mark.parametrize("form", [*FORMS, pytest.param(pack_losslessly, marks=needs_jpegtran)])
+@pytest.mark.parametrize("form", FORMS)
 def test_batches_of_a_tar_are_those_of_the_folder(image_folder, tmp_path, form):
     form(image_folder / "train", tmp_path)
     shutil.copytree(image_folder / "val", tmp_path / "val")

@@ -20,9 +20,8 @@ from PIL import Image
 from torchvision import datasets
 
 import data
-from loading.decode import read_frame
-from tests.images import needs_jpegtran, write_images
 from tests.images import run_pack as run
+from tests.images import write_images
 from tests.ranks import Outcome, module_rank, run_ranks
 
 
@@ -88,14 +87,6 @@ def content(out: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def lossless(source, tmp_path_factory):
-    """A lossless pack by one worker, and the image folder that tar makes of it."""
-    folder = tmp_path_factory.mktemp("lossless")
-    run(folder, "--data-path", source, folder / "out", "--lossless", "--workers", 1).check()
-    return folder / "out", extract(folder / "out", folder / "extracted")
-
-
-@pytest.fixture(scope="module")
 def short_side(source, tmp_path_factory):
     """A pack of images of short side 48, and the image folder that tar makes of it."""
     folder = tmp_path_factory.mktemp("short")
@@ -103,9 +94,8 @@ def short_side(source, tmp_path_factory):
     return folder / "out", extract(folder / "out", folder / "extracted")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("lossless", marks=needs_jpegtran), "short_side"])
-def test_tar_gives_back_image_folders_listing(source, kind, request):
-    out, extracted = request.getfixturevalue(kind)
+def test_tar_gives_back_image_folders_listing(source, short_side):
+    out, extracted = short_side
     manifest = json.loads((out / "manifest.json").read_text())
     for split in ("train", "val"):
         before, after = datasets.ImageFolder(source / split), datasets.ImageFolder(extracted / split)
@@ -126,68 +116,12 @@ def listing(path: Path) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def restart_interval(payload: bytes) -> int:
-    place = payload.index(b"\xff\xdd")  # define restart interval: 2 bytes of length, 2 of MCUs
-    return int.from_bytes(payload[place + 4 : place + 6], "big")
-
-
-def assert_a_restart_marker_each_row(payload: bytes) -> None:
-    frame = read_frame(payload)
-    sampling = payload[frame.place + 11]  # of the first component, horizontal and vertical
-    width_px, height_px = (8 * (sampling >> 4), 8 * (sampling & 15)) if frame.num_components > 1 else (8, 8)
-    assert payload[frame.place + 1] in (0xC0, 0xC1)  # not progressive: rows can be cut out
-    assert restart_interval(payload) == math.ceil(frame.width / width_px)
-    rows = math.ceil(frame.height / height_px)
-    scan = payload[payload.rindex(b"\xff\xda") :]
-    assert [scan.count(bytes([0xFF, 0xD0 + number])) for number in range(8)] == [
-        len(range(number, rows - 1, 8)) for number in range(8)
-    ]
-
-
-@needs_jpegtran
-def test_lossless_keeps_every_pixel_and_marks_every_row(source, lossless):
-    out, extracted = lossless
-    for path in images_of(source):
-        copy = extracted / path.relative_to(source)
-        with Image.open(path) as before, Image.open(copy) as after:
-            assert (after.mode, after.size, after.format) == (before.mode, before.size, before.format)
-            assert after.tobytes() == before.tobytes()
-            if before.format == "JPEG":
-                assert_a_restart_marker_each_row(copy.read_bytes())
-            else:
-                assert copy.read_bytes() == path.read_bytes()
-    with Image.open(extracted / "train" / "odd" / "full_chroma.JPEG") as image:
-        assert image.info["exif"] == b"Exif\0\0rotated"
-    kept = {}
-    for shard in json.loads((out / "manifest.json").read_text())["splits"]["val"]["shards"]:
-        for reason, images in shard["kept"].items():
-            kept.setdefault(reason, []).extend(Path(name).name[:7] for name in images["first"])
-    assert kept == {"PNG, not JPEG": ["palette", "really_"], "WEBP, not JPEG": ["long_na"]}
-
-
-@needs_jpegtran
-def test_a_repack_with_other_pixels_is_not_used(source, tmp_path):
-    """A jpegtran that answers with another image: the original stays, which is counted."""
-    liar = tmp_path / "jpegtran"
-    other = tmp_path / "other.jpg"
-    smooth_image("RGB", (96, 64), seed=5).save(other)
-    liar.write_text(f"#!/bin/sh\n[ $1 = -version ] && exec echo 1.0\n/bin/cat >/dev/null\n/bin/cat {other}\n")
-    liar.chmod(0o755)
-    command = ["--data-path", source, tmp_path / "out", "--lossless", "--splits", "val", "--workers", 1]
-    done = run(tmp_path, *command, environment={"PATH": str(tmp_path)}).check()
-    assert "15 kept as they were (other pixels after jpegtran)" in done.output
-    assert "6 kept as they were (another kind of image after jpegtran)" in done.output
-    extracted = extract(tmp_path / "out", tmp_path / "extracted")
-    for path in images_of(source / "val"):
-        assert (extracted / path.relative_to(source)).read_bytes() == path.read_bytes()
-
-
 def psnr(image: Image.Image, other: Image.Image) -> float:
     difference = numpy.asarray(image, dtype=float) - numpy.asarray(other, dtype=float)
     return 10 * math.log10(255**2 / max(float((difference**2).mean()), 1e-9))
 
 
-def test_short_side_has_pillows_pixels_and_marks_every_row(source, short_side):
+def test_short_side_has_pillows_pixels(source, short_side):
     _, extracted = short_side
     sizes = {}
     for path in images_of(source):
@@ -202,12 +136,11 @@ def test_short_side_has_pillows_pixels_and_marks_every_row(source, short_side):
                 expected = image.convert("RGB")
             assert (after.format, after.mode, after.size) == ("JPEG", "RGB", expected.size), path
             plain = io.BytesIO()
-            expected.save(plain, "JPEG", quality=90)  # 4:2:0 by default; restart markers change no pixel
+            expected.save(plain, "JPEG", quality=90)  # 4:2:0 by default
             assert after.tobytes() == Image.open(plain).tobytes(), path
             assert psnr(after, expected) > (20 if path.name == "palette.png" else 30), path  # dithering is noise
             assert "exif" not in after.info
             assert "comment" not in after.info
-        assert_a_restart_marker_each_row(copy.read_bytes())
         sizes[path.name] = expected.size
     assert sizes["progressive.jpg"] == (71, 48)
     assert sizes["grey.jpg"] == (48, 70)
@@ -237,10 +170,9 @@ def test_noise_is_not_too_much_for_pillows_buffer(tmp_path):
     run(tmp_path, *command, "--workers", 1).check()
 
 
-@needs_jpegtran
-def test_neither_workers_nor_folders_change_a_byte(source, lossless, tmp_path):
-    run(tmp_path, "--data-path", source, tmp_path / "out", "--lossless", "--workers", 3).check()
-    assert content(tmp_path / "out") == content(lossless[0])
+def test_neither_workers_nor_folders_change_a_byte(source, short_side, tmp_path):
+    run(tmp_path, "--data-path", source, tmp_path / "out", "--short-side", 48, "--workers", 3).check()
+    assert content(tmp_path / "out") == content(short_side[0])
 
 
 def wait_for_end_of_writers(reader: int, timeout_s: float = 20) -> None:
@@ -320,7 +252,7 @@ def test_a_complete_pack_is_left_alone_and_a_lost_shard_written_again(source, sh
 
 REFUSALS = {
     "other size": (["--short-side", "49"], ["px is 49 and was 48", "--overwrite"]),
-    "other kind": (["--max-side", "48"], ["mode is max-side and was short-side"]),
+    "other kind": (["--max-side", "48"], ["side is max-side and was short-side"]),
     "other quality": (["--short-side", "48", "--quality", "91"], ["quality is 91 and was 90"]),
     "other splits": (["--short-side", "48", "--splits", "val"], ["splits"]),
 }
@@ -377,14 +309,6 @@ def test_a_class_that_would_vanish_is_an_error(source, tmp_path):
     assert f"no image of {bad / 'val' / 'class1'} can be read" in error_line(run(tmp_path, *command), 1)
 
 
-def test_without_jpegtran_lossless_says_where_it_comes_from(source, tmp_path):
-    command = ["--data-path", source, tmp_path / "out", "--lossless"]
-    line = error_line(run(tmp_path, *command, environment={"PATH": str(tmp_path)}), 2)
-    assert "needs jpegtran" in line
-    assert "libjpeg-turbo-progs" in line
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_full_disk_is_one_line_and_leaves_nothing_half(source, tmp_path):
     """A limit on the size of a file fails the same write that a full disk fails."""
     command = ["--data-path", source, tmp_path / "out", "--short-side", 48, "--workers", 2]
@@ -400,16 +324,6 @@ def test_a_worker_that_is_killed_is_one_line(source, tmp_path):
     assert "a loader process was killed" in line
 
 
-@needs_jpegtran
-def test_what_plainly_does_not_fit_is_refused(source, tmp_path):
-    big = tmp_path / "big"
-    shutil.copytree(source, big)
-    with open(big / "val" / "class0" / "image000.jpg", "ab") as file:
-        file.truncate(2 * shutil.disk_usage(tmp_path).free)  # takes no space
-    line = error_line(run(tmp_path, "--data-path", big, tmp_path / "out", "--lossless"), 2)
-    assert "GiB free, and the pack needs about" in line
-
-
 def test_two_packers_do_not_share_a_folder(source, tmp_path):
     (tmp_path / "out").mkdir()
     with open(tmp_path / "out" / "pack.lock", "w") as file:
@@ -422,20 +336,19 @@ BAD_COMMANDS = {
     "foreign folder": ("--data-path {source} {source} --max-side 9", "holds train, which is no part of a pack"),
     "somebody's tars": ("--data-path {source} {tars} --max-side 9 --overwrite", "holds train-000000.tar, which is no"),
     "inside": ("--data-path {source} {source}/train/packed --max-side 9", "is inside"),
-    "no mode": ("--data-path {source} {tmp}/out", "one of the arguments --lossless"),
-    "two modes": ("--data-path {source} {tmp}/out --lossless --max-side 9", "not allowed with"),
+    "no mode": ("--data-path {source} {tmp}/out", "one of the arguments --short-side"),
+    "two modes": ("--data-path {source} {tmp}/out --short-side 9 --max-side 9", "not allowed with"),
     "no data": ("{tmp}/out --max-side 9", "--data-path is needed"),
     "no folder": ("--data-path {tmp}/nowhere {tmp}/out --max-side 9", "nowhere is not a folder"),
     "no such split": ("--data-path {source} {tmp}/out --max-side 9 --splits test", "has no test/"),
     "quality": ("--data-path {source} {tmp}/out --max-side 9 --quality 101", "from 1 to 100"),
     "zero": ("--data-path {source} {tmp}/out --max-side 0", "--max-side 0"),
-    "lossless quality": ("--data-path {source} {tmp}/out --lossless --quality 9", "no meaning with --lossless"),
     "gzip": ("--data-path {tmp}/zipped {tmp}/out --max-side 9 --splits train", "unpack it"),
     "verify nothing": ("--verify {tars}", "there is no manifest.json"),
     "verify a damaged manifest": ("--verify {tmp}/damaged", "manifest.json is damaged; choose another OUT"),
     "a file": ("--data-path {source} {tars}/train-000000.tar --max-side 9", "cannot be made a folder"),
     "a circle of links": ("--data-path {source} {tmp}/circle --max-side 9", "cannot be made a folder"),
-    "typing error": ("--data-path {source} {tmp}/out --max-sid 9 --lossless", "--max-side"),
+    "typing error": ("--data-path {source} {tmp}/out --max-sid 9 --short-side 9", "--max-side"),
 }
 
 
@@ -506,7 +419,7 @@ def test_verify_takes_an_index_for_no_part_of_the_pack_and_compares_the_names(sh
 def test_the_command_itself_runs_and_explains_itself(tmp_path):
     stdout = tmp_path / "stdout"
     run_ranks(module_rank, 1, "scripts.pack", ["--help"], (), None, stdout, log_folder=tmp_path).check()
-    for word in ["--lossless", "--short-side", "--max-side", "--skip-bad", "tar xf", "examples:"]:
+    for word in ["--short-side", "--max-side", "--skip-bad", "tar xf", "examples:"]:
         assert word in stdout.read_text()
 
 

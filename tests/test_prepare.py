@@ -312,7 +312,7 @@ def test_what_stands_in_the_way_is_named(kaggle, tmp_path, name, is_folder):
 def test_commands_that_follow_can_be_pasted(kaggle, tmp_path):
     out = tmp_path / "of mine"
     done = run(tmp_path, kaggle, out).check()
-    assert f"--data-path '{out}' '{out}-packed' --lossless" in done.output
+    assert f"--data-path '{out}' '{out}-256' --short-side 256" in done.output
     assert f"scripts.check '{out}', then" in done.output
 
 

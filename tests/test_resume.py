@@ -15,7 +15,7 @@ from checkpointing.folder import CheckpointFolder
 from checkpointing.weights import load_weights
 from files import write_atomically
 from tests.endings import differing, flatten
-from tests.images import needs_jpegtran, pack_classes, pack_losslessly, pack_shards, write_images
+from tests.images import pack_classes, pack_shards, write_images
 from tests.started import DAMAGES, damage_flipped, damage_truncated, refused, run_train, state_of
 
 
@@ -480,7 +480,7 @@ def test_curves_go_on_over_a_kill_without_overlap(started, tmp_path):
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)  # float32 there
 
 
-@pytest.mark.parametrize("form", [pack_shards, pack_classes, pytest.param(pack_losslessly, marks=needs_jpegtran)])
+@pytest.mark.parametrize("form", [pack_shards, pack_classes])
 def test_a_run_goes_on_from_a_tar_to_the_same_bits(started, image_folder, tmp_path, form):
     """Killed inside an epoch on tars, gone on with on the same, and begun on a folder and gone on with on tars."""
     tars, out = tmp_path / "tars", tmp_path / "out"

@@ -117,7 +117,12 @@ def test_an_output_is_new_or_replaces_an_earlier_one(tmp_path):
 
 @pytest.mark.parametrize(
     ("module", "argv"),
-    [(make_digits, [""]), (prepare, [".", ""]), (prepare, ["", "out"]), (pack, ["--lossless", "--data-path", ".", ""])],
+    [
+        (make_digits, [""]),
+        (prepare, [".", ""]),
+        (prepare, ["", "out"]),
+        (pack, ["--short-side", "9", "--data-path", ".", ""]),
+    ],
 )
 def test_an_empty_path_is_not_the_current_folder(monkeypatch, capfd, tmp_path, module, argv):
     monkeypatch.chdir(tmp_path)
