@@ -133,9 +133,6 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--ema is about --weights FILE, and there is no such file; give one, or leave it out"),
     (lambda args: args.bad_images == "skip" and args.test_only,
      "--bad-images skip is about training; in evaluation give --bad-images error, or leave it out"),
-    (lambda args: args.bad_images == "skip" and args.decode_device != "cpu" and not _needs_pixels(args),
-     "--bad-images skip: with --decode-device {decode_device} an image is found bad when it is too late to take "
-     "another one; give one of them"),
     (lambda args: args.bad_images == "skip" and args.synthetic is not None,
      "--bad-images skip has no effect on --synthetic images; leave it out"),
     (lambda args: args.test_only and args.resume == "auto" and args.output_dir is None,
@@ -431,9 +428,6 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     if args.decoder != "pillow" and not _is_fast(args):
         lines.append(f"--decoder {args.decoder} has no effect: exact pixels and rare interpolations need Pillow")
         changes["decoder"] = "pillow"
-    if args.decode_device != "cpu" and (reason := _needs_pixels(args)):
-        lines.append(f"--decode-device {args.decode_device} has no effect: {reason}")
-        changes["decode_device"] = "cpu"
     if args.compile is not None:
         lines.append(f"--compile {args.compile}: compiling takes a minute or so, in the first step and evaluation")
     changes |= {"rank": launch.rank, "world_size": launch.world_size, "distributed": launch.is_launched}
@@ -578,14 +572,3 @@ def _is_missing_file(name: str | None) -> bool:
 def _is_fast(args: argparse.Namespace) -> bool:
     """Tell whether images are loaded the fast way, by --decoder and with addressed random draws."""
     return args.backend is None and args.interpolation in ("bilinear", "bicubic")
-
-
-def _needs_pixels(args: argparse.Namespace) -> str:
-    """Return why the GPU cannot decode these images, or an empty string."""
-    if args.synthetic is not None:
-        return "made-up images are not decoded"
-    if args.auto_augment is not None:
-        return f"--auto-augment {args.auto_augment} works on images on the CPU"
-    if args.color_jitter:
-        return f"--color-jitter {args.color_jitter} works on images on the CPU"
-    return "" if _is_fast(args) else "exact pixels and rare interpolations are Pillow's or torchvision's, on the CPU"

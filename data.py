@@ -6,7 +6,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from operator import attrgetter
@@ -27,7 +26,6 @@ from checkpointing.weights import HUB
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import read_bytes
 from loading.decode import DEEP_EXTENSIONS, decode_plainly, grey_bits, open_image
-from loading.encoded import EncodedBatch, EncodedCrop, UndecodableError
 from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
 from loading.loader import BatchLoader, check_workers, collate, largest_batch_bytes
@@ -121,8 +119,8 @@ class IndexedImageFolder(Dataset):
             seed_host(ERASING, self.seed, key.epoch, key, key.repetition)
         return preset.finish(image), label
 
-    def load(self, key: int) -> tuple[Tensor | EncodedCrop, int]:
-        """Return one image as (3, H, W) uint8, or its bytes for the device to decode, and its class.
+    def load(self, key: int) -> tuple[Tensor, int]:
+        """Return one image as (3, H, W) uint8, and its class.
 
         Raises:
             ImageError: the image cannot be read; the message names it.
@@ -141,8 +139,6 @@ class IndexedImageFolder(Dataset):
         """Return the advice that an error about a bad image ends with."""
         if not isinstance(key, SampleKey):
             return "replace it: an evaluation leaves none out"
-        if getattr(self._preset(key), "leaves_decoding", False):  # --bad-images skip is refused then
-            return "replace it, and --resume auto goes on"
         return (
             "replace it, or give the same command with --resume auto --bad-images skip, which goes on without it. This "
             "is the first bad image met, and there may be more; with skip each epoch ends with their number"
@@ -188,12 +184,11 @@ class IndexedImageFolder(Dataset):
             if not hasattr(preset, "load"):
                 image = decode_plainly(payload)
                 return image if preset is None else preset(image)
-            image = preset.load(payload, draws)
+            return preset.load(payload, draws)
         except RuntimeError as error:
             if "you tried to allocate" in str(error):  # torch's message for lack of memory
                 raise MemoryError from error
             raise
-        return image._replace(number=int(key)) if isinstance(image, EncodedCrop) else image
 
 
 class LenientImageFolder(IndexedImageFolder):
@@ -345,7 +340,7 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
         # Placeholders, since the model may be a script's own.
         others = {"model": BY_NAME["model"].default, "weights": None, "test_only": False}
         checked = config.complete(Namespace(**{**vars(args), **place, **others}))
-        place |= {"mean": checked.mean, "std": checked.std, "decode_device": "cpu", "given": []}
+        place |= {"mean": checked.mean, "std": checked.std, "given": []}
         args = config.Record(**{**vars(checked), **vars(args), **place})
         if args.test_only:
             args, _ = take_published_options(args)
@@ -376,9 +371,7 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
 
 
 def waits_for_checkpoint(args: Any) -> bool:
-    """Tell whether decoding or transforms depend on the device, or on options in the checkpoint of `--resume`."""
-    if args.decode_device != "cpu":
-        return True
+    """Tell whether transforms depend on options in the checkpoint of `--resume`."""
     is_filled = (args.auto_augment or "").startswith("timm/") and "mean" not in args.given  # timm fills gaps with it
     return bool(args.resume) and (args.test_only or is_filled)
 
@@ -395,23 +388,18 @@ def collate_lenient(
     return *collate([(image, label) for image, label, _ in samples], *empty), replaced
 
 
-def collate_encoded(samples: list[tuple[Tensor | EncodedCrop, int]], *_: Callable) -> tuple[EncodedBatch, Tensor]:
-    """Put images for the device to decode, and pixels of those that it cannot, into a batch; and (B,) int64 classes."""
-    return EncodedBatch([image for image, _ in samples]), torch.tensor([label for _, label in samples])
-
-
 def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
-    """Return a loader of uint8 or encoded batches in the sampler's order; its processes live as long as the loader."""
-    if args.decode_device != "cpu":
-        form = {"collate_fn": collate_encoded}  # its batches differ in size
-    else:
-        form = {
-            "collate_fn": collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
-            "pin_memory": torch.device(args.device).type == "cuda",
-            "batch_bytes": largest_batch_bytes(args),
-        }
-    form |= {"num_workers": args.workers, "prefetch_factor": args.prefetch_factor}
-    return BatchLoader(dataset, sampler, worker_init_fn=start_worker, **form)
+    """Return a loader of uint8 batches in the sampler's order; its processes live as long as the loader."""
+    return BatchLoader(
+        dataset,
+        sampler,
+        num_workers=args.workers,
+        prefetch_factor=args.prefetch_factor,
+        batch_bytes=largest_batch_bytes(args),
+        collate_fn=collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
+        pin_memory=torch.device(args.device).type == "cuda",
+        worker_init_fn=start_worker,
+    )
 
 
 def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[BatchLoader | None]]:
@@ -464,7 +452,7 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLo
     Raises:
         LimitError: the processes cannot be started.
     """
-    if not args.workers or sys.platform != "linux" or args.decode_device != "cpu":
+    if not args.workers or sys.platform != "linux":
         return [None for _ in datasets]
     loaders = [None if dataset is None else build_loader(dataset, None, args) for dataset in datasets]
     for loader in loaders:
@@ -490,38 +478,27 @@ def build_batch_transforms(
     )
     is_noisy = args.random_erase_fill == "pixel"
     erase = transforms.RandomErasing(args.random_erase, is_noisy=is_noisy) if args.random_erase > 0 else None
-    # Compiling is of no use on a CPU, and the thread that decodes may not compile while the model is compiled.
-    is_compiled = args.compile is not None and device.type == "cuda" and args.decode_device == "cpu"
-    backend = "inductor" if is_compiled else None
+    # Compiling is of no use on a CPU.
+    backend = "inductor" if args.compile is not None and device.type == "cuda" else None
     return (
         transforms.BatchTransform(normalize, erase, mix, args.mixup_off_epoch, backend=backend),
         transforms.BatchTransform(normalize, backend=backend),
     )
 
 
-def _at_once(function: Callable, *args: Any) -> Future:
-    """Call a function in this thread, and return its result as an executor does."""
-    done = Future()
-    done.set_result(function(*args))
-    return done
-
-
 class DeviceLoader:
     """Iterate over a loader's uint8 batches as batches that are ready for the model.
 
     On an NVIDIA GPU a stream of its own copies and transforms the next batch, while the model works on the one before.
-    A thread of its own decodes encoded batches, also one ahead, since decoding keeps the host busy.
 
     Args:
-        loader: yields (B, 3, H, W) uint8 or an `EncodedBatch`, and (B,) int64 on the CPU.
+        loader: yields (B, 3, H, W) uint8 and (B,) int64 on the CPU.
         device: the device of the batches.
         transform: the batch transform, which runs on the device.
         seed: the run's seed; it, the step and the shard are the address of a training batch's draws.
-        is_encoded: the loader yields `EncodedBatch`es.
 
     Attributes:
         replaced: the numbers of the images that others replaced in this epoch's batches so far.
-        refused: the numbers of the images that the device could not decode, likewise.
     """
 
     def __init__(
@@ -530,15 +507,12 @@ class DeviceLoader:
         device: torch.device,
         transform: transforms.BatchTransform,
         seed: int = 0,
-        *,
-        is_encoded: bool = False,
     ) -> None:
         self.loader = loader
         self.device = device
         self.transform = transform
         self.seed = seed
-        self.is_encoded = is_encoded
-        self.replaced, self.refused = [], []
+        self.replaced = []
         self._ahead = None, None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -563,58 +537,40 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         sampler, (place, ahead), self._ahead = self.loader.sampler, self._ahead, (None, None)
         is_ahead = place is not None and place == (sampler.epoch, sampler.start_step)
-        # In this thread, not in the one that decodes: loader processes end with the thread that started them.
         batches = self._batches(ahead if is_ahead else iter(self.loader))
-        return batches if self.stream is None and not self.is_encoded else self._one_ahead(batches)
+        return batches if self.stream is None else self._one_ahead(batches)
 
     def _batches(self, loaded: Iterator[tuple]) -> Iterator[tuple[Tensor, Tensor]]:
         sampler = self.loader.sampler
         is_training = isinstance(sampler, TrainSampler)
         epoch = sampler.epoch if is_training else 0
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
-        self.replaced, self.refused = [], []
+        self.replaced = []
         for (image, target, *replaced), (step, shard) in zip(loaded, addresses, strict=True):
             # Counted here, since loader processes run ahead, into steps that are never made.
             self.replaced += [number for numbers in replaced for number in numbers.tolist()]
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
-            image = self._decode(image) if self.is_encoded else image.to(self.device, non_blocking=True)
+            image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
             yield self.transform(image, target, rng, epoch)
 
-    def _decode(self, batch: EncodedBatch) -> Tensor:
-        try:
-            image = batch.decode(self.device)
-        except UndecodableError as error:
-            raise self.dataset.error(error.number, str(error)) from error
-        self.refused += batch.refused
-        return image
-
-    def _prepare(self, batches: Iterator) -> tuple[tuple[Tensor, Tensor] | None, torch.cuda.Event | None]:
-        """Return the next batch, or None, and the event of the GPU after which it is ready, or None."""
-        if self.stream is None:
-            return next(batches, None), None
-        with torch.cuda.stream(self.stream):
-            return next(batches, None), self.stream.record_event()
-
     def _one_ahead(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each batch once the stream or the thread has begun to prepare the next one."""
+        """Yield each batch once the stream has begun to prepare the next one."""
         ready = None
-        with ThreadPoolExecutor(1, "decoder") as executor:
-            submit = executor.submit if self.is_encoded else _at_once
-            while True:
-                if self.stream is not None:
-                    # The next batch may reuse the memory of a dropped one, so wait until the model, on another stream,
-                    # is done with all batches so far. `record_stream` would do too, but a host that runs ahead would
-                    # take more and more memory.
-                    self.stream.wait_stream(torch.cuda.current_stream(self.device))
-                following = submit(self._prepare, batches)
-                if ready is not None:
-                    yield ready
-                ready, is_prepared = following.result()
-                if ready is None:
-                    return
-                if is_prepared is not None:
-                    torch.cuda.current_stream(self.device).wait_event(is_prepared)
+        while True:
+            current = torch.cuda.current_stream(self.device)
+            # The next batch may reuse the memory of a dropped one, so wait until the model, on another stream, is done
+            # with all batches so far. `record_stream` would do too, but a host that runs ahead would take more and
+            # more memory.
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                following, is_prepared = next(batches, None), self.stream.record_event()
+            if ready is not None:
+                yield ready
+            if following is None:
+                return
+            torch.cuda.current_stream(self.device).wait_event(is_prepared)
+            ready = following
 
 
 def build_device_loader(
@@ -637,7 +593,7 @@ def build_device_loader(
         started = build_loader(dataset, sampler, args)
     else:
         started.sampler = sampler
-    return DeviceLoader(started, device, transform, args.seed, is_encoded=args.decode_device != "cpu")
+    return DeviceLoader(started, device, transform, args.seed)
 
 
 def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: torch.device, started: list) -> list:
@@ -666,20 +622,10 @@ def load_ahead(data_loader: DeviceLoader | None, args: Any, state: dict | None) 
 
 
 def report_images(data_loader: DeviceLoader, epoch: int) -> None:
-    """Print the images of an epoch that others replaced, and those that the device could not decode.
-
-    Collective: every rank must call it.
-    """
-    if isinstance(data_loader.dataset, LenientImageFolder):
-        _report(data_loader, epoch, data_loader.replaced, "could not be read and had to be replaced")
-    if data_loader.is_encoded:
-        device = data_loader.device.type
-        what = f"had to be decoded by Pillow and not on {device}, and the others of their batches one by one"
-        _report(data_loader, epoch, data_loader.refused, what)
-
-
-def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str) -> None:
-    samples = torch.cat(collectives.all_gather(torch.tensor(numbers, dtype=torch.int64)))
+    """Print the images of an epoch that others replaced. Collective: every rank must call it."""
+    if not isinstance(data_loader.dataset, LenientImageFolder):
+        return
+    samples = torch.cat(collectives.all_gather(torch.tensor(data_loader.replaced, dtype=torch.int64)))
     images = samples.unique().tolist()
     if not images:
         return
@@ -688,5 +634,6 @@ def _report(data_loader: DeviceLoader, epoch: int, numbers: list[int], what: str
     index = data_loader.dataset.index
     paths = ", ".join(one_line(index.path(number)) for number in images[:3]) + (", ..." if len(images) > 3 else "")
     print(
-        f"Epoch: [{epoch}] {counted(len(images), 'image')} {what}{since} ({counted(len(samples), 'sample')}): {paths}"
+        f"Epoch: [{epoch}] {counted(len(images), 'image')} could not be read and had to be replaced{since} "
+        f"({counted(len(samples), 'sample')}): {paths}"
     )

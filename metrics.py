@@ -257,7 +257,7 @@ def build_evaluated(
 
 def _is_value(name: str, value: Any) -> bool:
     """Tell whether an option of a checkpoint, perhaps another script's, is one of ours with a value that it takes."""
-    return name in BY_NAME and name != "decode_device" and (value is None or BY_NAME[name].is_value(value))
+    return name in BY_NAME and (value is None or BY_NAME[name].is_value(value))
 
 
 def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tuple[int, ...] = (1,)) -> list[Tensor]:

@@ -230,11 +230,6 @@ OPTIONS = {
             help="library that decodes JPEGs; torchcodec is an optional package, faster, and may differ by a grey "
             "level",
         ),
-        Option(
-            "--decode-device", default="cpu", choices=["cpu", "cuda"], is_of_checkpoint=True,
-            help="cuda: the GPU decodes, crops and resizes JPEGs (TorchCodec's nvJPEG) and leaves to the CPU those "
-            "that it cannot decode; pixels differ from the CPU's by some grey levels",
-        ),
         Option("--use-v2", default=False, resume=FREE, help="no effect, accepted for torchvision's commands"),
     ],
     "augmentation": [
@@ -720,8 +715,8 @@ OTHER_NAMES = {
     "--multiprocessing-distributed": "start a process for each GPU: torchrun --nproc_per_node=N train.py ...",
 }
 
-# Options of earlier versions; the records of checkpoints may hold them.
-REMOVED = {"worker-type"}
+# Options of earlier versions, which checkpoints may hold, and the only value with which a run can be resumed, if any.
+REMOVED = {"worker-type": None, "decode-device": "cpu"}
 
 # The end of every message that refuses code which a file names.
 WHY_TYPED = "which is code and is run only where the command line names it: give --model FILE.py:FUNCTION"

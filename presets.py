@@ -20,9 +20,8 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from config import IMAGENET_MEAN, IMAGENET_STD
 from errors import UserError, require_timm
-from loading import decode, encoded
+from loading import decode
 from loading.decode import DECODERS, ImageFile, check_num_pixels, decode_plainly
-from loading.encoded import EncodedCrop
 from randomness import Draws, TorchDraws, unit
 
 # torch resizes uint8 with antialiasing only in these modes; Pillow resizes in the others.
@@ -136,15 +135,12 @@ class _Preset:
         """Return an image as (3, crop_size, crop_size) uint8, drawing from the process's generators."""
         return self.to_pixels(image)
 
-    def load(self, payload: bytes, draws: Draws | None = None) -> torch.Tensor | EncodedCrop:
+    def load(self, payload: bytes, draws: Draws | None = None) -> torch.Tensor:
         """Return a file's image as (3, crop_size, crop_size) uint8, decoding no more of it than is needed.
 
         Args:
             payload: the file's bytes.
             draws: the source of box and flip, where `takes_draws`; by default torch's process-wide generator.
-
-        Returns:
-            The pixels; if the device decodes the file, its bytes and crop instead.
 
         Raises:
             BadImageError: the file is no image, claims too many pixels, or is damaged.
@@ -153,23 +149,6 @@ class _Preset:
         if self.fast_mode is None:
             return self.pixels(decode_plainly(payload))
         return self._load_fast(ImageFile(payload, self.decoder), draws or TorchDraws())
-
-    def _leave(
-        self,
-        file: ImageFile,
-        box: tuple[int, int, int, int],
-        size: tuple[int, int],
-        resized: tuple[int, int],
-        cut: tuple[int, int] = (0, 0),
-        *,
-        is_mirrored: bool = False,
-    ) -> EncodedCrop | None:
-        """Return a file's bytes and crop for the device, if it decodes this file; else None."""
-        part = file.encoded(box[0], box[2]) if self.leaves_decoding else None
-        if part is None:
-            return None
-        box = (box[0] - part.first, *box[1:])
-        return EncodedCrop(part.payload, box, _scale(size, resized), cut, self.crop_size, self.fast_mode, is_mirrored)
 
 
 class ClassificationPresetTrain(_Preset):
@@ -195,7 +174,6 @@ class ClassificationPresetTrain(_Preset):
         backend: pil (resize by Pillow), tensor (by torchvision, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's, rarely two; bicubic ones, of Pillow's before version 13.
         decoder: library that decodes JPEGs in the fast way: pillow or torchcodec.
-        leaves_decoding: `load` returns JPEGs for the device as `EncodedCrop`s, but not with a policy or color_jitter.
         use_v2: no effect, since both versions of torchvision's transforms draw and compute the same.
     """
 
@@ -216,7 +194,6 @@ class ClassificationPresetTrain(_Preset):
         color_jitter: float = 0.0,
         backend: str | None = None,
         decoder: str = "pillow",
-        leaves_decoding: bool = False,
         use_v2: bool = False,
     ) -> None:
         scale = (crop_scale, 1.0)
@@ -233,15 +210,11 @@ class ClassificationPresetTrain(_Preset):
         self.hflip_prob = hflip_prob
         self.policy = transforms.Compose(on_images) if on_images else None
         self.takes_draws = self.fast_mode is not None and not on_images
-        self.leaves_decoding = leaves_decoding and not on_images
 
-    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor | EncodedCrop:
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
         box = self.box.draw(height, width, draws)
         is_mirrored = self.hflip_prob > 0 and draws.uniform() < self.hflip_prob
-        encoded = self._leave(file, box, box[2:], (self.crop_size, self.crop_size), is_mirrored=is_mirrored)
-        if encoded is not None:
-            return encoded
         pixels = file.decode(*box)
         if is_mirrored:
             pixels = pixels.flip(-1)  # before the resize, which would copy the box anyway
@@ -378,7 +351,6 @@ class ClassificationPresetEval(_Preset):
         interpolation: InterpolationMode = InterpolationMode.BILINEAR,
         backend: str | None = None,
         decoder: str = "pillow",
-        leaves_decoding: bool = False,
         use_v2: bool = False,
     ) -> None:
         self.cut = transforms.CenterCrop(crop_size)
@@ -386,7 +358,6 @@ class ClassificationPresetEval(_Preset):
         super().__init__(steps, backend, interpolation, mean, std, decoder)
         self.crop_size, self.resize_size = crop_size, resize_size
         self.takes_draws = True  # it draws nothing at all
-        self.leaves_decoding = leaves_decoding
 
     def pixels(self, image: Image.Image) -> torch.Tensor:
         """Return an image as (3, crop_size, crop_size) uint8."""
@@ -404,7 +375,7 @@ class ClassificationPresetEval(_Preset):
         check_num_pixels(*resized, f"resized, {width} x {height} pixels are")
         return resized
 
-    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor | EncodedCrop:
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
         resized = self._resized(height, width)
         if min(resized) < self.crop_size:  # smaller images are padded
@@ -414,12 +385,8 @@ class ClassificationPresetEval(_Preset):
             _Span.of(size, new_size, self.crop_size, self.fast_mode)
             for size, new_size in zip((height, width), resized, strict=True)
         )
-        box, size, cut = (0, 0, rows.end, columns.end), (height, width), (rows.cut, columns.cut)
-        encoded = self._leave(file, box, size, resized, cut)
-        if encoded is not None:
-            return encoded
         pixels = self._decode(file, rows, columns)
-        scale_factor = _scale(size, resized)
+        scale_factor = _scale((height, width), resized)
         pixels = F.interpolate(_as_batch(pixels), scale_factor=scale_factor, mode=self.fast_mode, antialias=True)[0]
         return pixels[:, rows.cut : rows.cut + self.crop_size, columns.cut : columns.cut + self.crop_size]
 
@@ -457,7 +424,7 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
     """Return the presets for training and for evaluation."""
     common = {
         "mean": args.mean, "std": args.std, "interpolation": InterpolationMode(args.interpolation),
-        "backend": args.backend, "decoder": args.decoder, "leaves_decoding": args.decode_device != "cpu",
+        "backend": args.backend, "decoder": args.decoder,
     }  # fmt: skip
     build_train = partial(
         ClassificationPresetTrain,
@@ -481,4 +448,4 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
 
 def describe_decoder(args: Any) -> str:
     """Return the image decoder and its version; another one may give other pixels, and so other results."""
-    return " ".join(decode.describe(args.decoder).values()) + encoded.describe(args.decode_device)
+    return " ".join(decode.describe(args.decoder).values())

@@ -34,7 +34,6 @@ from errors import (
 from files import explain_failure, read_json, write_atomically
 from gradients import ShardedStep
 from launch import read_launch
-from loading.encoded import settle_decode_device
 from loading.seen import SeenRecord
 from metrics import Accuracy, Metric, Tally
 from monitoring import estimate
@@ -71,9 +70,8 @@ def read_resumed(
             args, notes = config.as_trained(args, state["args"])
             for note in notes:
                 print(note)
-        return args.replaced(decode_device=settle_decode_device(args, device)), state
+        return args, state
     manager.check(args.resume, overwrite=args.overwrite)
-    args = args.replaced(decode_device=settle_decode_device(args, device, state))
     if state is not None:
         check_options(state, args, describe_decoder(args))
     args = config.with_shards(args, state)

@@ -12,7 +12,7 @@ import torch
 import torchvision
 
 from errors import UserError, counted, one_line
-from options import BY_NAME, FREE, SCHEDULES, SILENT, is_same_model, parse_allowed
+from options import BY_NAME, FREE, REMOVED, SCHEDULES, SILENT, is_same_model, parse_allowed
 
 _ALLOWED = "changed as --allow-change says: "
 
@@ -90,6 +90,10 @@ def check_options(state: dict, args: Any, decoder: str) -> None:
     Raises:
         UserError: a difference changes numbers, and `--allow-change` does not name it.
     """
+    for name, value in REMOVED.items():
+        known = state["args"].get(name.replace("-", "_"), value)
+        if value is not None and known != value:
+            raise UserError(f"cannot resume (--resume {args.resume}): the run has --{name} {known}, which was removed")
     there, here = state["environment"], describe_environment(args, decoder)
     is_deterministic = args.use_deterministic_algorithms
     differing = _differing_options(state["args"], args)

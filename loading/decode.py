@@ -427,13 +427,3 @@ class ImageFile:
                 _check_memory(self.size[0] * self.size[1])
         image = decode_plainly(self.payload, (left, top, left + width, top + height))
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
-
-    def encoded(self, top: int, height: int) -> Part | None:
-        """Return a JPEG for a decoder of the device that holds some rows; None where only Pillow can decode the file.
-
-        With restart markers it holds little more than those rows.
-        """
-        if self.frame is None:
-            return None
-        part = cut_rows(self.payload, self.frame, top, top + height) or Part(self.payload, 0, self.frame.height)
-        return part._replace(payload=without_turning(part.payload, self.frame))

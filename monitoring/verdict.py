@@ -179,8 +179,6 @@ def _advise_on_data(shares: Shares, args: Any) -> tuple[str, float]:
     if workers < cores:
         wanted = min(math.ceil(workers * most), cores)
         return f"--workers {wanted} instead of {workers}", min(most, wanted / workers)
-    if args.device.startswith("cuda") and args.decode_device == "cpu" and args.synthetic is None:
-        return "--decode-device cuda, since each core has its worker", most
     return f"more or faster cores for the {workers} workers or a faster disk, or smaller image files", most
 
 

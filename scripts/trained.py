@@ -84,7 +84,7 @@ def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = Tr
     ours = ("batch_size", "data_path", "device", "interpolation", "val_crop_size", "val_resize_size", "workers")
     given = {name: value for name in ours if (value := getattr(options, name, None)) is not None}
     given |= {"synthetic": None} if "data_path" in given else {}
-    args = trained.args.replaced(**given, test_only=True, compile=None, decode_device="cpu")
+    args = trained.args.replaced(**given, test_only=True, compile=None)
     config.validate(args)
     if "val_crop_size" in given:
         models.check_sizes(trained.model, args)

@@ -340,15 +340,6 @@ def test_jitter_comes_after_the_policy_and_from_the_address():
     assert not torch.equal(images[0], images[2])
 
 
-def test_the_gpu_leaves_images_that_are_jittered():
-    args = config.parse_args(
-        ["--data-path", "x", "--color-jitter", "0.4", "--device", "cpu", "--decode-device", "cuda"]
-    )
-    args, notes = config.on_machine(args)
-    assert args.decode_device == "cpu"
-    assert "--decode-device cuda has no effect: --color-jitter 0.4 works on images on the CPU" in notes
-
-
 @pytest.mark.parametrize(
     "specification", ["rand-m10-inc1", "rand-m10-mstd2-inc1", "original-mstd9", "augmix-m10-mstd9"]
 )

@@ -581,9 +581,9 @@ def test_a_device_that_is_not_there_is_refused(device):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("argv", [["--worker-type", "thread"], ["--worker-type=process"]])
+@pytest.mark.parametrize("argv", [["--worker-type", "thread"], ["--decode-device=cuda"]])
 def test_an_option_that_was_removed_is_named_as_such(argv, tmp_path):
-    with pytest.raises(UserError, match=r"^--worker-type was removed; leave it out$"):
+    with pytest.raises(UserError, match=r"^--(worker-type|decode-device) was removed; leave it out$"):
         config.parse_args(["--data-path", "x", *argv])
     recipe = tmp_path / "recipe.toml"  # as a run of an earlier version wrote it
     recipe.write_text('[data]\nprefetch-factor = 2\nworker-type = "process"\n')

@@ -14,11 +14,8 @@ import models
 import optim
 import train
 from checkpointing.archive import load_checkpoint
-from loading.encoded import EncodedBatch, find_obstacle
-from presets import ClassificationPresetEval, ClassificationPresetTrain
 from run import Run
 from sampler import EvalSampler, TrainSampler, VirtualShards
-from tests.images import FILES, ROWS
 from tests.ranks import run_ranks, train_rank
 from tests.runs import run_of
 
@@ -42,11 +39,9 @@ def run(image_folder, tmp_path, name, *argv, faults=()):
     return run_ranks(train_rank, 1, arguments, list(faults), log_folder=tmp_path, timeout_s=300)
 
 
-@pytest.mark.parametrize("argv", [*PRECISIONS, "--decode-device cuda --workers 2"])
+@pytest.mark.parametrize("argv", PRECISIONS)
 def test_killed_and_resumed_equals_undisturbed(image_folder, tmp_path, argv):
     argv = argv.split()
-    if "--decode-device" in argv and find_obstacle(torch.device("cuda", 0)):
-        pytest.skip(find_obstacle(torch.device("cuda", 0)))
     run(image_folder, tmp_path, "whole", *argv).check()
     faults = [(0, "torch.optim.SGD.step", 5, "after")]
     killed = run(image_folder, tmp_path, "killed", *argv, "--checkpoint-steps", "2", faults=faults)
@@ -131,31 +126,6 @@ def test_memory_of_batches_does_not_grow_while_the_host_runs_ahead():
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[1] <= peaks[0] * 1.05
-
-
-@pytest.mark.parametrize(
-    "preset",
-    [
-        ClassificationPresetTrain(crop_size=64, leaves_decoding=True),
-        ClassificationPresetEval(crop_size=64, resize_size=72, leaves_decoding=True),
-    ],
-)
-def test_jpegs_that_the_gpu_decodes_are_nearly_the_cpus(preset):
-    device = torch.device("cuda", torch.cuda.current_device())
-    obstacle = find_obstacle(device)
-    if obstacle is not None:
-        pytest.skip(obstacle)
-    images = []
-    for payload in [*FILES.values(), *ROWS.values()]:
-        torch.manual_seed(len(images))
-        images.append(preset.load(payload))
-    found, expected = EncodedBatch(images).decode(device), EncodedBatch(images).decode(torch.device("cpu"))
-    assert found.device == device
-    assert found.stride() == expected.stride()
-    difference = (found.cpu().float() - expected.float()).abs().mean((1, 2, 3))
-    # nvJPEG may enlarge the planes of colour without smoothing.
-    assert difference.max() < 8
-    assert difference.mean() < 3
 
 
 def train_watched(args, tmp_path, criterion=None, num_steps=21):

@@ -272,3 +272,14 @@ def test_a_permission_without_a_resume_is_refused():
 def test_a_permission_that_is_not_needed_is_said(capsys):
     check(["--lr", 0.3], ["--lr", 0.3, "--allow-change", "lr,workers,data"])
     assert capsys.readouterr().out == "--allow-change lr,workers: as in the checkpoint\n"
+
+
+def test_a_removed_option_with_other_pixels_is_refused_and_its_default_is_not():
+    state = state_of(parse())
+    for value in ("cpu", "cuda"):
+        state["args"] = {**state["args"], "decode_device": value}
+        if value == "cpu":
+            guard.check_options(state, parse(), "pillow")
+        else:
+            with pytest.raises(UserError, match="--decode-device cuda, which was removed"):
+                guard.check_options(state, parse(), "pillow")
