@@ -249,6 +249,18 @@ def explain_limit(error: BaseException) -> LimitError | None:
     return None
 
 
+def explain_compiler(error: BaseException) -> UserError | None:
+    """Return a line in place of an error by which torch.compile cannot load a file of its cache; None for others."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    lines = [line for line in str(error).splitlines() if folder and folder in line]
+    if not lines or not lines[0].startswith(("ImportError: ", "OSError: ", "RuntimeError: Failed to import ")):
+        return None
+    return UserError(
+        f"--compile: {lines[0]}: torch.compile's cache is damaged; remove the folder {folder} and start again",
+        exit_code=1,
+    )
+
+
 def end_process(exit_code: int) -> None:
     """End this process at once, and its loader processes with it.
 
@@ -288,7 +300,7 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
         end_process(error.code or 0)
     if isinstance(error, KeyboardInterrupt):
         error = InterruptedRunError("interrupted; --resume auto goes on from the last checkpoint")
-    error = explain_limit(error) or error
+    error = explain_limit(error) or explain_compiler(error) or error
     exit_code = getattr(error, "exit_code", None)
     reason = str(error) if exit_code is not None else f"{type(error).__name__}: {error}; its traceback stands above"
     _report(error_line(prog, reason).removeprefix(f"{prog}: "), launch.error_file)

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -255,6 +256,15 @@ def explain_failure(error: OSError, folder: Path, num_bytes: int) -> str:
     if error.errno == errno.EROFS:
         return f"{mount_point(folder)} can only be read"
     return f"{folder} is gone" if not folder.exists() else f"{error.strerror or error} in {folder}"
+
+
+def own_temporary_folder(name: str) -> str:
+    """Return a new temporary folder of this process; remove those of processes that are gone."""
+    for old in Path(tempfile.gettempdir()).glob(f"{name}-*-*"):
+        pid = old.name.split("-")[-2]
+        if pid.isdecimal() and not Path("/proc", pid).exists() and old.lstat().st_uid == os.getuid():
+            shutil.rmtree(old, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{name}-{os.getpid()}-")
 
 
 def mount_point(path: Path) -> Path:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError, counted, did_you_mean, in_one_line, require_timm
+from files import own_temporary_folder
 from options import BY_NAME, WHY_TYPED, parse_kwargs, split_custom
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -602,6 +603,10 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     dynamo.recompile_limit = max(dynamo.recompile_limit, 3 * num_graphs)
     # The masks of dropout and stochastic depth are those of an uncompiled model.
     importlib.import_module("torch._inductor.config").fallback_random = True
+    caches = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    if torch.device(args.device).type == "cpu" and caches.cache_dir() == os.path.abspath(caches.default_cache_dir()):
+        # A process that is killed while the linker writes leaves half a library in a folder that others use.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = own_temporary_folder("touchstone-compiled")
     model.compile(mode=args.compile, dynamic=False)
     return model
 
