@@ -48,53 +48,43 @@ RECIPE_FACTS = {
     "reference-global-batch", "hardware", "hours", "reproduced", "notes",
 }  # fmt: skip
 
-# Options that may have no effect, beside those with an `about` in the table: their names, a condition, and the reason.
-IDLE: list[tuple[tuple[str, ...], Callable[[argparse.Namespace], Any], str]] = [
-    (("use_v2",), lambda args: args.use_v2,
-     "version 1 of torchvision's transforms is used, whose distributions are those of version 2"),
-    (("cache_dataset",), lambda args: args.cache_dataset,
-     "the list of images is always cached, and checked at every start"),
-    (("prefetch_factor",), lambda args: args.workers == 0, "--workers 0 loads in the training process"),
-    (("mixup_prob", "mixup_mode", "mixup_off_epoch"), lambda args: not (args.mixup_alpha or args.cutmix_alpha),
-     "neither --mixup-alpha nor --cutmix-alpha is above 0"),
-    (("mixup_off_epoch",), lambda args: (args.mixup_off_epoch or 0) >= args.epochs, "the run ends before it"),
-    (("mixup_switch_prob",), lambda args: not (args.mixup_alpha and args.cutmix_alpha),
-     "--mixup-alpha and --cutmix-alpha are not both above 0"),
-    (("lr_warmup_prefix",), lambda args: args.lr_scheduler == "wsd", "wsd stays at --lr until its cool-down"),
-    (("lr_per_step",), lambda args: args.lr_scheduler in ("steplr", "multisteplr")
-     and not (args.lr_warmup_epochs and args.lr_warmup_method == "linear"), "the rate falls at whole epochs alone"),
-    (("auto_augment", "color_jitter", "crop_scale", "hflip_prob"), lambda args: args.synthetic is not None,
-     "--synthetic images are made up as they are"),
-    (("data_path", "train_split", "val_split", "val_path", "minival", "limit_train_images", "limit_val_images"),
-     lambda args: args.synthetic is not None, "--synthetic makes up the images, as many as it says"),
-    (("weights",), lambda args: args.test_only and args.resume, "the checkpoint of --resume is evaluated"),
-    (("val_split", "val_path"), lambda args: args.minival, "--minival evaluates on held-out training images"),
-    (("early_stop",), lambda args: args.early_stop * args.eval_every >= args.epochs,
-     "the run has no more evaluations than that"),
+# Remarks on options that are used as given, but seldom meant so: a condition, and a line as in `CONTRADICTIONS`.
+REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
+    (lambda args: args.use_v2, "--use-v2 has no effect: versions 1 and 2 of torchvision's transforms are equal here"),
+    (lambda args: args.cache_dataset, "--cache-dataset has no effect: the list of images is always cached"),
+    (lambda args: args.weights and args.resume and args.test_only,
+     "--weights has no effect: the checkpoint of --resume is evaluated"),
+    (lambda args: args.batch_size == 1 and (args.mixup_alpha or args.cutmix_alpha),
+     "--mixup-alpha and --cutmix-alpha have no effect: --batch-size 1 leaves no other image to mix with"),
+    (lambda args: args.val_crop_size > args.val_resize_size and args.synthetic is None,
+     "--val-crop-size {val_crop_size} is above --val-resize-size {val_resize_size}: images whose shorter side is "
+     "resized to less than the crop are padded with black, as in torchvision"),
+    (lambda args: not args.test_only and args.lr == 0, "--lr 0 trains nothing: the weights stay as they are"),
+    (lambda args: args.lr_min > args.lr and BY_NAME["lr_min"].why_idle(args) == "",
+     "--lr-min {lr_min} is above --lr {lr}: the learning rate rises over the run"),
+    (lambda args: args.lr_gamma > 1 and BY_NAME["lr_gamma"].why_idle(args) == "",
+     "--lr-gamma {lr_gamma} is above 1: the learning rate rises over the run"),
+    (lambda args: args.lr_warmup_epochs >= args.epochs and not args.test_only,
+     "--lr-warmup-epochs {lr_warmup_epochs} of --epochs {epochs}: the run ends within its warm-up"),
+    (lambda args: args.freeze and not (args.weights or args.resume or args.test_only or split_custom(args.model)),
+     "--freeze without --weights trains a classifier on the features of random weights"),
 ]  # fmt: skip
 
-# Contradictions between options, in the order of their checks: a condition, and a message that may quote the value of
-# any option, and that of the condition as `found`.
+# Contradictions that would waste a run, in the order of their checks: a condition, and a message that may quote the
+# value of any option, and that of the condition as `found`.
 CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.data_path is None and args.synthetic is None and not args.dry_run
      and not (args.test_only and args.val_path is not None and not args.minival),
      "--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data"),
     (lambda args: args.global_batch_size is not None and args.global_batch_size % args.batch_size,
      "--global-batch-size {global_batch_size} is not a multiple of --batch-size {batch_size}; make it {found} smaller"),
-    (lambda args: args.val_path is not None and args.val_split != BY_NAME["val_split"].default,
-     "--val-path {val_path} and --val-split {val_split} both say where; give one of them"),
-    (lambda args: args.val_path == "", "--val-path is empty; name a folder, or leave it out for val/ in --data-path"),
-    (lambda args: args.minival is not None and not 0 < args.minival <= 0.5,
-     "--minival {minival}: expected a fraction above 0 and up to 0.5, such as 0.02"),
     (lambda args: args.early_stop is not None and args.eval_every == 0,
      "--early-stop counts evaluations, and --eval-every 0 has one at the end; give one of them"),
-    (lambda args: (args.train_crop_size_min is None) != (args.crop_ramp_epochs is None),
-     "--train-crop-size-min and --crop-ramp-epochs go together: from which size, and when it grows"),
+    (lambda args: args.train_crop_size_min and not args.crop_ramp_epochs,
+     "--train-crop-size-min needs --crop-ramp-epochs, the epochs between which the size grows"),
     (lambda args: args.crop_ramp_epochs and not 0 <= args.crop_ramp_epochs[0] < args.crop_ramp_epochs[1],
      "--crop-ramp-epochs {crop_ramp_epochs[0]} {crop_ramp_epochs[1]}: expected two epochs, the first before the last"),
-    (lambda args: args.crop_ramp_epochs and args.synthetic is not None,
-     "--train-crop-size-min has no effect on --synthetic images; leave it out"),
-    (lambda args: args.crop_ramp_epochs and args.train_crop_size_min > args.train_crop_size,
+    (lambda args: (args.train_crop_size_min or 0) > args.train_crop_size,
      "--train-crop-size-min {train_crop_size_min} is above --train-crop-size {train_crop_size}"),
     (lambda args: args.model.startswith("vit_") and not split_custom(args.model) and not args.test_only
      and args.train_crop_size != args.val_crop_size,
@@ -102,26 +92,15 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "{val_crop_size} differ"),
     (lambda args: args.lr_scaling != "none" and args.reference_global_batch is None,
      "--lr-scaling {lr_scaling} needs a --recipe with a reference-global-batch, the one that --lr is for"),
-    (lambda args: args.bce_target_thresh is not None and not args.bce_loss,
-     "--bce-target-thresh is about --bce-loss; give that too"),
-    (lambda args: not args.decay_1d
-     and {args.norm_weight_decay, args.bias_weight_decay, args.transformer_embedding_decay} != {None},
-     "--no-decay-1d is another rule for the parameters of --norm-weight-decay, --bias-weight-decay and "
-     "--transformer-embedding-decay; give one of them"),
     (lambda args: args.clip_agc is not None and args.clip_grad_norm is not None,
      "--clip-agc and --clip-grad-norm both limit the gradients; give one of them"),
     (lambda args: _is_missing_file(args.teacher), "--teacher {teacher}: there is no such file"),
-    (lambda args: args.freeze and args.layer_decay is not None,
-     "--layer-decay is about the layers that --freeze leaves as they are; give one of them"),
-    (lambda args: args.amp_dtype is not None and not args.amp,
-     "--amp-dtype {amp_dtype} has an effect under --amp only; add --amp, or leave it out"),
     (lambda args: args.use_deterministic_algorithms and args.compile in MEASURED_MODES,
      "--compile {compile} chooses kernels by measuring their speed, which --use-deterministic-algorithms "
      "excludes; use --compile default"),
     (lambda args: args.use_deterministic_algorithms and args.grad_compression != "none",
      "--grad-compression {grad_compression} is about DDP's all-reduce, which --use-deterministic-algorithms does "
      "without; leave one of them out"),
-    (lambda args: args.output_dir == "", "--output-dir is empty; name a folder, or leave it out for runs/MODEL"),
     (lambda args: args.start_epoch >= args.epochs,
      "--start-epoch {start_epoch}: expected less than --epochs {epochs}; epochs count from 0"),
     (lambda args: args.overwrite and args.resume == "auto",
@@ -131,16 +110,8 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.ema
      and not (args.weights and (args.weights.startswith("hf-hub:") or os.path.isfile(args.weights))),
      "--ema is about --weights FILE, and there is no such file; give one, or leave it out"),
-    (lambda args: args.bad_images == "skip" and args.test_only,
-     "--bad-images skip is about training; in evaluation give --bad-images error, or leave it out"),
-    (lambda args: args.bad_images == "skip" and args.synthetic is not None,
-     "--bad-images skip has no effect on --synthetic images; leave it out"),
     (lambda args: args.test_only and args.resume == "auto" and args.output_dir is None,
      "--test-only --resume auto needs --output-dir, the folder to look in"),
-    (lambda args: args.keep_last < 2,
-     "--keep-last {keep_last}: expected 2 or more, so that one is left where the newest is damaged"),
-    (lambda args: args.allow_change is not None and not args.resume and not args.test_only,
-     "--allow-change names options that may differ from the checkpoint of --resume; give that too, or neither"),
 ]  # fmt: skip
 
 
@@ -383,12 +354,37 @@ def complete(
     args.trusted_model = args.model if "model" in args.typed and split_custom(args.model) else None
     if args.list_recipes is None:
         validate(args)
+        _refuse_alone(args)
     return args
+
+
+def _refuse_alone(args: argparse.Namespace) -> None:
+    """Refuse an option that torchvision lacks where the command line gives it without the option that it needs."""
+    for option in map(BY_NAME.get, args.typed):
+        if option.is_strict and (why := option.why_idle(args)).startswith("without"):
+            raise UserError(f"{option.flag} has no effect {why}; give that too, or leave it out")
 
 
 def filled(args: argparse.Namespace, **others: Any) -> argparse.Namespace:
     """Return the options of a user's own script; `others` and the defaults fill in those that it lacks."""
     return argparse.Namespace(**{**defaults(), **others, **vars(args)})
+
+
+def find_device(args: argparse.Namespace) -> str:
+    """Return the device of `--device`, by default this machine's accelerator or the CPU; UserError if it is missing."""
+    import torch  # not above: help need not wait for it
+
+    import collectives
+
+    accelerator = collectives.find_accelerator()
+    device = args.device or accelerator or "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UserError(f"--device {device} is no device; give cpu, cuda, cuda:1 ...") from error
+    if kind not in ("cpu", accelerator):
+        raise UserError(f"--device {device}: this machine has none that torch {torch.__version__} can use; try cpu")
+    return device
 
 
 def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
@@ -397,22 +393,13 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     Raises:
         UserError: the device is not there, or the launcher's variables are incomplete.
     """
-    import torch  # not above: help need not wait for it
-
-    import collectives
+    import collectives  # not above: help need not wait for torch
 
     changes, lines, launch = {}, [], collectives.place(args.world_size, args.dist_url)
-    accelerator = collectives.find_accelerator()
-    device = args.device or accelerator or "cpu"
+    device = find_device(args)
     if args.device is None:
         changes["device"] = device
-        lines.append(f"--device {device}: {'the accelerator that is there' if accelerator else 'no accelerator found'}")
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise UserError(f"--device {device} is no device; give cpu, cuda, cuda:1 ...") from error
-    if kind not in ("cpu", accelerator):
-        raise UserError(f"--device {device}: this machine has none that torch {torch.__version__} can use; try cpu")
+        lines.append(f"--device {device}: {'no accelerator found' if device == 'cpu' else 'the accelerator found'}")
     if args.workers is None:
         cores = collectives.count_cores()
         changes["workers"] = min(16, max(cores // launch.num_local, 1))
@@ -423,7 +410,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     if args.output_dir is None:
         changes["output_dir"] = default_folder(args)
         lines.append(f"--output-dir {changes['output_dir']}")
-    if args.sync_bn and kind == "cpu":
+    if args.sync_bn and device.startswith("cpu"):
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
     if args.decoder != "pillow" and not _is_fast(args):
         lines.append(f"--decoder {args.decoder} has no effect: exact pixels and rare interpolations need Pillow")
@@ -432,30 +419,17 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
         lines.append(f"--compile {args.compile}: compiling takes a minute or so, in the first step and evaluation")
     changes |= {"rank": launch.rank, "world_size": launch.world_size, "distributed": launch.is_launched}
     changes["gpu"] = collectives.choose_gpu(launch, device)
-    return Record(**{**vars(args), **changes}), lines + idle_options(args, args.typed)
+    return Record(**{**vars(args), **changes}), lines + remarks(args)
 
 
-def idle_options(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Return a line about each of the named options that has no effect in this run."""
-    reasons = {name: f"it is about {BY_NAME[name].about}" for name in names if _is_idle(name, args)}
-    for others, is_idle, reason in IDLE:
-        reasons |= {name: reason for name in others if name in names and is_idle(args)}
-    lines = [f"{option.flag} has no effect: {reasons[name]}" for name, option in BY_NAME.items() if name in reasons]
-    if args.batch_size == 1 and (args.mixup_alpha or args.cutmix_alpha):
-        lines.append(
-            "--mixup-alpha and --cutmix-alpha have no effect: --batch-size 1 leaves no other image to mix with"
-        )
-    return lines
-
-
-def _is_idle(name: str, args: argparse.Namespace) -> bool:
-    """Tell whether an option is about another one that is off, has another value, or is idle itself."""
-    flag, _, values = BY_NAME[name].about.partition(" ")
-    if not flag:
-        return False
-    other = flag[2:].replace("-", "_")
-    value = getattr(args, other)
-    return (value not in values.split("|") if values else not value) or _is_idle(other, args)
+def remarks(args: argparse.Namespace) -> list[str]:
+    """Return a line about each option that has no effect in this run, and about those that are seldom meant so."""
+    lines = [
+        f"{option.flag} has no effect {why}"
+        for name, option in BY_NAME.items()
+        if getattr(args, name) != option.default and (why := option.why_idle(args))
+    ]
+    return lines + [text.format(**vars(args)) for condition, text in REMARKS if condition(args)]
 
 
 def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
@@ -528,6 +502,8 @@ def _validate_texts(args: argparse.Namespace) -> None:
             raise UserError(
                 f"--{name.replace('_', '-')} {value!a}: expected one line of UTF-8; rename it, or give a link to it"
             )
+        if value == "" and name in BY_NAME and BY_NAME[name].default is None:
+            raise UserError(f"{BY_NAME[name].flag} is empty; give a value, or leave it out")
         if isinstance(value, str) and max(map(len, re.split("[/,]", value))) > 255:
             raise UserError(f"--{name.replace('_', '-')} {value[:20]}...: a name in it has more than 255 characters")
 

@@ -703,18 +703,36 @@ def _state(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def build_ema(args: Any, model: nn.Module) -> ExponentialMovingAverage | None:
-    """Return the average that `--model-ema` asks for, or None.
+def ema_decay(args: Any) -> float:
+    """Return the decay of each update of the average of `--model-ema`.
 
     By torchvision's adjustment the average spans the same share of a run at any batch size, interval and run length:
     1 - decay = (1 - `--model-ema-decay`) x (global batch x steps between updates / epochs), at most 1. Under
     `--no-model-ema-adjust` each update has the decay of `--model-ema-decay`.
     """
+    adjust = args.global_batch_size * args.model_ema_steps / args.epochs if args.model_ema_adjust else 1.0
+    return 1.0 - min(1.0, (1.0 - args.model_ema_decay) * adjust)
+
+
+def describe_ema(args: Any) -> str:
+    """Return a line with the decay of `--model-ema`, its origin, and whether the average is a copy of the weights."""
+    decay, given = ema_decay(args), f"--model-ema-decay {args.model_ema_decay}"
+    line = f"--model-ema: decay {decay:.6g} every {counted(args.model_ema_steps, 'step')}"
+    if args.model_ema_adjust:
+        line += (
+            f", {given} adjusted to global batch {args.global_batch_size} and --epochs {args.epochs} as in "
+            "torchvision; --no-model-ema-adjust takes it as it is, as timm does"
+        )
+    is_copy = decay == 0 or args.lr_warmup_epochs >= args.epochs
+    return f"{line}; the average is a copy of the weights" if is_copy else line
+
+
+def build_ema(args: Any, model: nn.Module) -> ExponentialMovingAverage | None:
+    """Return the average that `--model-ema` asks for, or None."""
     if not args.model_ema or args.test_only:
         return None
-    adjust = args.global_batch_size * args.model_ema_steps / args.epochs if args.model_ema_adjust else 1.0
-    decay = 1.0 - min(1.0, (1.0 - args.model_ema_decay) * adjust)
-    model_ema = ExponentialMovingAverage(model, decay, device=None)
+    print(describe_ema(args))
+    model_ema = ExponentialMovingAverage(model, ema_decay(args), device=None)
     compile_model(model_ema.module, args)
     return model_ema
 

@@ -50,9 +50,9 @@ SCHEDULES = read_table("optim", "SCHEDULES")
 OPTIMIZERS = read_table("optim", "OPTIMIZERS")
 
 
-def _about(flag: str, table: dict[str, dict], option: str) -> str:
-    """Return `about` of an option that only some entries of a table take."""
-    return f"{flag} {'|'.join(name for name, entry in table.items() if option in entry['options'])}"
+def _which_take(option: str) -> str:
+    """Return `needs` of an option that only some schedules take."""
+    return f"lr_scheduler={'|'.join(name for name, schedule in SCHEDULES.items() if option in schedule['options'])}"
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,14 @@ class Option:
     type: Callable[[str], Any] | None = None  # parses each value; by default the default's type, else str
     at_least: float = -MOST_COUNT
     at_most: float = MOST_COUNT
+    above: float = -math.inf
+    below: float = math.inf
     resume: str = ON_REQUEST  # FREE, SILENT, ON_REQUEST, or the reason why a resumed run cannot change it
     recipe: str = ALWAYS  # ALWAYS, NEVER or IF_GIVEN
     is_of_checkpoint: bool = False  # an evaluation takes it from the checkpoint's run unless it is given
-    about: str = ""  # option without which it has no effect, and the values that one must have: `--opt adamw|sgd`
+    needs: str = ""  # options without one of which it has no effect: `mixup_alpha|cutmix_alpha`, `opt=adamw|timm/`
+    not_with: str = ""  # options beside any of which it has no effect
+    is_strict: bool = False  # refused where the command line gives it without `needs`; for options of ours
     metavar: str | tuple[str, ...] | None = None  # this and the rest are argparse's; by default N for an integer
     choices: Sequence[str] | None = None
     nargs: int | str | None = None
@@ -132,9 +136,24 @@ class Option:
             raise UserError(f"{self.flag} {number}: expected a number from 0 to 1")
         if number < self.at_least:
             raise UserError(f"{self.flag} {number}: expected {self.at_least} or more")
+        if number <= self.above:
+            raise UserError(f"{self.flag} {number}: expected a number above {self.above}")
+        if number >= self.below:
+            raise UserError(f"{self.flag} {number}: expected a number below {self.below}")
         if number > self.at_most:
             given = number if type(number) is float or number < 1 << 63 else "of that many digits"
             raise UserError(f"{self.flag} {given}: expected {max(self.at_least, 0)} to {self.at_most:.10g}")
+
+    def why_idle(self, args: Any) -> str:
+        """Return why it has no effect beside the other options, or an empty string."""
+        for name in self.not_with.split("|") if self.not_with else ():
+            if getattr(args, name):
+                return f"with {BY_NAME[name].flag}"
+        names, _, values = self.needs.partition("=")
+        if not names or any(_is_on(getattr(args, name), values) for name in names.split("|")):
+            return ""
+        flags = " or ".join(BY_NAME[name].flag for name in names.split("|"))
+        return f"without {flags} {values.replace('|', ', ')}".rstrip()
 
     def is_value(self, value: Any) -> bool:
         """Tell whether a plain value has the type and is among the choices of this option."""
@@ -146,6 +165,13 @@ class Option:
             return isinstance(value, list) and [type(item) for item in value] == [self.type] * self.nargs
         kind = bool if self.is_switch else self.type if isinstance(self.type, type) else str
         return type(value) is kind and (self.choices is None or value in self.choices)
+
+
+def _is_on(value: Any, wanted: str) -> bool:
+    """Tell whether an option is on, or has one of the wanted values; those that end with / are beginnings."""
+    if not wanted:
+        return bool(value)
+    return any(value == each or (each[-1] == "/" and value.startswith(each)) for each in wanted.split("|"))
 
 
 # By group, in the order of --help; a recipe's tables have the groups' names.
@@ -167,39 +193,40 @@ OPTIONS = {
     ],
     "data": [
         Option(
-            "--data-path", metavar="DIR", resume=FREE,
+            "--data-path", metavar="DIR", resume=FREE, not_with="synthetic",
             help="folder that holds train/ and val/ with one folder for each class, or train.tar and val.tar, or both "
             "in parts: train-000000.tar, train-000001.tar ...",
         ),
         Option(
-            "--train-split", metavar="NAME", default="train", resume=FREE,
+            "--train-split", metavar="NAME", default="train", resume=FREE, not_with="synthetic",
             help="name of the training images' folder or tars in --data-path",
         ),
         Option(
-            "--val-split", metavar="NAME", default="val", resume=FREE,
+            "--val-split", metavar="NAME", default="val", resume=FREE, not_with="synthetic|minival",
             help="name of the validation images' folder or tars in --data-path",
         ),
         Option(
-            "--val-path", metavar="DIR", resume=FREE,
+            "--val-path", metavar="DIR", resume=FREE, not_with="synthetic|minival",
             help="folder with one folder of validation images for each class, in place of the one in --data-path; "
             "where there is no DIR, DIR.tar or its parts",
         ),
         Option(
             "--minival", metavar="FRACTION", type=float, resume="a position counts steps of the images that train",
+            above=0, at_most=0.5, not_with="synthetic",
             help="hold out this fraction of the training images of each class, always the same ones, and evaluate on "
             "them; val/ is not read and may be missing; above 0, at most 0.5",
         ),
         Option(
             "--limit-train-images", type=int, at_least=1,
-            resume="a position is counted in steps of its images",
+            resume="a position is counted in steps of its images", not_with="synthetic",
             help="for a trial: train on N images only, the first of each class in turn",
         ),
         Option(
-            "--limit-val-images", type=int, at_least=1,
+            "--limit-val-images", type=int, at_least=1, not_with="synthetic",
             help="for a trial: evaluate on N images only, the first of each class in turn",
         ),
         Option(
-            "--bad-images", default="error", choices=["error", "skip"], resume=FREE,
+            "--bad-images", default="error", choices=["error", "skip"], resume=FREE, not_with="synthetic|test_only",
             help="error: stop at a training image that cannot be read; skip: take the next image instead and report "
             "the skipped ones after each epoch; an evaluation always stops",
         ),
@@ -238,12 +265,13 @@ OPTIONS = {
             help="side of a training image after random cropping, in pixels",
         ),
         Option(
-            "--train-crop-size-min", metavar="PX", type=int, at_least=1,
+            "--train-crop-size-min", metavar="PX", type=int, at_least=1, not_with="synthetic",
             help="progressive resolution: crop size of the first epochs, which grows to --train-crop-size during "
             "--crop-ramp-epochs",
         ),
         Option(
-            "--crop-ramp-epochs", metavar=("FIRST", "LAST"), type=int, nargs=2,
+            "--crop-ramp-epochs", metavar=("FIRST", "LAST"), type=int, nargs=2, needs="train_crop_size_min",
+            is_strict=True,
             help="epochs between which the crop size of --train-crop-size-min grows, by 32 pixels at a time",
         ),
         Option(
@@ -268,28 +296,28 @@ OPTIONS = {
             help="standard deviation of each channel, likewise (default: likewise, else 0.229 0.224 0.225)",
         ),
         Option(
-            "--crop-scale", metavar="SHARE", default=0.08, at_least=0, at_most=1,
+            "--crop-scale", metavar="SHARE", default=0.08, at_least=0, at_most=1, not_with="synthetic",
             help="smallest share of an image's area that a training crop shows",
         ),
         Option(
-            "--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1,
+            "--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1, not_with="synthetic",
             help="probability that a training image is mirrored",
         ),
         Option(
-            "--auto-augment", metavar="POLICY",
+            "--auto-augment", metavar="POLICY", not_with="synthetic",
             help="augmentation policy: ra, ta_wide, augmix, cifar10, imagenet, svhn, or timm/SPECIFICATION such as "
             "timm/rand-m7-mstd0.5-inc1 (default: none)",
         ),
         Option(
-            "--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30, about="--auto-augment ra",
+            "--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30, needs="auto_augment=ra",
             help="strength of the changes that --auto-augment ra makes, from 0 to 30",
         ),
         Option(
-            "--augmix-severity", metavar="S", default=3, at_least=1, at_most=10, about="--auto-augment augmix",
+            "--augmix-severity", metavar="S", default=3, at_least=1, at_most=10, needs="auto_augment=augmix",
             help="strength of the changes that --auto-augment augmix makes, from 1 to 10",
         ),
         Option(
-            "--color-jitter", metavar="F", default=0.0, at_least=0, at_most=1,
+            "--color-jitter", metavar="F", default=0.0, at_least=0, at_most=1, not_with="synthetic",
             help="change brightness, contrast and saturation of a training image by factors from 1 - F to 1 + F, after "
             "--auto-augment",
         ),
@@ -298,7 +326,7 @@ OPTIONS = {
             help="probability that a random rectangle of a training image is erased",
         ),
         Option(
-            "--random-erase-fill", default="zero", choices=["pixel", "zero"], about="--random-erase",
+            "--random-erase-fill", default="zero", choices=["pixel", "zero"], needs="random_erase",
             help="fill the rectangle of --random-erase with zero, which is the mean colour, or with normal noise in "
             "each channel of each pixel (timm's mode pixel)",
         ),
@@ -311,7 +339,7 @@ OPTIONS = {
             help="mix images by cutmix, its shares drawn from Beta(A, A); 0 = off",
         ),
         Option(
-            "--mixup-prob", metavar="P", default=1.0, at_least=0, at_most=1,
+            "--mixup-prob", metavar="P", default=1.0, at_least=0, at_most=1, needs="mixup_alpha|cutmix_alpha",
             help="probability that a batch is mixed (mixup or cutmix)",
         ),
         Option(
@@ -319,7 +347,7 @@ OPTIONS = {
             help="probability of cutmix rather than mixup, if both are on",
         ),
         Option(
-            "--mixup-mode", default="batch", choices=["batch", "elem"],
+            "--mixup-mode", default="batch", choices=["batch", "elem"], needs="mixup_alpha|cutmix_alpha",
             help="draw mixup or cutmix and its share once for a batch (batch) or for each image (elem, as in timm)",
         ),
         Option("--mixup-off-epoch", type=int, at_least=0, help="stop mixup and cutmix at this epoch (default: never)"),
@@ -328,7 +356,7 @@ OPTIONS = {
             help="repeated augmentation: train on each image --ra-reps times in a step, in different micro-batches",
         ),
         Option(
-            "--ra-reps", default=3, at_least=1, about="--ra-sampler",
+            "--ra-reps", default=3, at_least=1, needs="ra_sampler",
             help="number of times that --ra-sampler repeats an image",
         ),
     ],
@@ -374,15 +402,15 @@ OPTIONS = {
         ),
         Option("--model-ema", default=False, help="keep and evaluate an exponential moving average of the weights"),
         Option(
-            "--model-ema-steps", default=32, at_least=1, about="--model-ema",
+            "--model-ema-steps", default=32, at_least=1, needs="model_ema",
             help="move the average of --model-ema every N steps",
         ),
         Option(
-            "--model-ema-decay", metavar="D", default=0.99998, at_least=0, at_most=1, about="--model-ema",
+            "--model-ema-decay", metavar="D", default=0.99998, at_least=0, below=1, needs="model_ema",
             help="decay of the average, adjusted as in torchvision to global batch, --model-ema-steps and epochs",
         ),
         Option(
-            "--model-ema-adjust", default=True, about="--model-ema",
+            "--model-ema-adjust", default=True, needs="model_ema",
             help="adjust --model-ema-decay as torchvision does; else it is the decay of each move, as in timm",
         ),
     ],
@@ -411,7 +439,7 @@ OPTIONS = {
             help=f"optimizer: {', '.join(OPTIMIZERS)}, or timm/NAME such as timm/lamb",
         ),
         Option(
-            "--opt-betas", metavar=("B1", "B2"), type=float, nargs=2,
+            "--opt-betas", metavar=("B1", "B2"), type=float, nargs=2, at_least=0, below=1,
             help="betas of the optimizers that have them (default: 0.9 0.999 of --opt adamw)",
         ),
         Option(
@@ -427,11 +455,11 @@ OPTIONS = {
             help="multiply --lr by global batch / the recipe's reference-global-batch (linear), or by its square root",
         ),
         Option(
-            "--layer-decay", metavar="F", type=float, at_least=0, at_most=1,
+            "--layer-decay", metavar="F", type=float, at_least=0, at_most=1, not_with="freeze",
             help="layer-wise learning rates: factor from each layer to the one below it (default: one rate for all)",
         ),
         Option(
-            "--momentum", metavar="M", default=0.9, at_least=0, at_most=1e12,
+            "--momentum", metavar="M", default=0.9, at_least=0, below=1,
             help="momentum of the optimizers that have one",
         ),
         Option(
@@ -439,15 +467,15 @@ OPTIONS = {
             help="weight decay of all parameters that no option below names",
         ),
         Option(
-            "--norm-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6,
+            "--norm-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
             help="weight decay of normalisation layers (default: --weight-decay)",
         ),
         Option(
-            "--bias-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6,
+            "--bias-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
             help="weight decay of the parameters that are biases (default: --weight-decay)",
         ),
         Option(
-            "--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6,
+            "--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
             help="weight decay of the class and position embeddings that torchvision's script names; a ViT's "
             "pos_embedding is not among them (default: --weight-decay)",
         ),
@@ -457,7 +485,7 @@ OPTIONS = {
             "other parameters with one dimension, and of those that the model exempts, such as embeddings",
         ),
         Option(
-            "--label-smoothing", metavar="P", default=0.0, at_least=0, at_most=1, is_of_checkpoint=True,
+            "--label-smoothing", metavar="P", default=0.0, at_least=0, below=1, is_of_checkpoint=True,
             help="label smoothing: share of each target that is spread over all classes",
         ),
         Option(
@@ -465,7 +493,8 @@ OPTIONS = {
             help="binary cross-entropy for each class instead of the softmax cross-entropy",
         ),
         Option(
-            "--bce-target-thresh", metavar="T", type=float, at_least=0, at_most=1, is_of_checkpoint=True,
+            "--bce-target-thresh", metavar="T", type=float, at_least=0, below=1, is_of_checkpoint=True,
+            needs="bce_loss", is_strict=True,
             help="with --bce-loss: a mixed target above this counts as 1, any other as 0",
         ),
         Option(
@@ -474,24 +503,24 @@ OPTIONS = {
             "regnet_y_16gf.IMAGENET1K_V2, or timm/NAME.TAG from the Hugging Face hub",
         ),
         Option(
-            "--distillation", default="hard", choices=["hard", "soft"], about="--teacher",
+            "--distillation", default="hard", choices=["hard", "soft"], needs="teacher",
             help="learn the class that --teacher scores highest (hard), or its probabilities (soft)",
         ),
         Option(
-            "--distillation-alpha", metavar="A", default=0.5, at_least=0, at_most=1, about="--teacher",
+            "--distillation-alpha", metavar="A", default=0.5, above=0, at_most=1, needs="teacher",
             help="share of --teacher in the loss; the rest is that of the targets",
         ),
         Option(
             "--distillation-temperature", metavar="T", default=3.0, at_least=0.01, at_most=1000,
-            about="--distillation soft",
+            needs="distillation=soft",
             help="divide both models' scores by this in --distillation soft, and multiply its loss by the square",
         ),
         Option(
-            "--clip-grad-norm", metavar="NORM", type=float, at_least=0, at_most=1e12,
+            "--clip-grad-norm", metavar="NORM", type=float, above=0, at_most=1e12,
             help="scale the gradients down if their norm is larger than this (default: no limit)",
         ),
         Option(
-            "--clip-agc", metavar="F", type=float, at_least=0, at_most=1e12,
+            "--clip-agc", metavar="F", type=float, above=0, at_most=1e12,
             help="adaptive clipping (timm's): where the gradient of an output's weights has a norm above F times that "
             "of the weights, scale it down to that; leaves out the last layer (default: none)",
         ),
@@ -523,41 +552,41 @@ OPTIONS = {
         ),
         Option(
             "--lr-warmup-method", default="constant", type=str.lower, choices=["constant", "linear"],
-            about="--lr-warmup-epochs",
+            needs="lr_warmup_epochs",
             help="warm up at a constant low learning rate, or by a linear rise to --lr",
         ),
         Option(
-            "--lr-warmup-decay", metavar="F", default=0.01, at_least=0, at_most=1, about="--lr-warmup-epochs",
+            "--lr-warmup-decay", metavar="F", default=0.01, at_least=0, at_most=1, needs="lr_warmup_epochs",
             help="the warm-up begins at --lr times this",
         ),
         Option(
-            "--lr-warmup-prefix", default=True, about="--lr-warmup-epochs",
+            "--lr-warmup-prefix", default=True, needs="lr_warmup_epochs",
             help="count the schedule from the end of the warm-up, as torchvision does; else from epoch 0, with the "
             "warm-up in place of its beginning, as in timm",
         ),
         Option(
-            "--lr-step-size", default=30, at_least=1, about=_about("--lr-scheduler", SCHEDULES, "lr_step_size"),
+            "--lr-step-size", default=30, at_least=1, needs=_which_take("lr_step_size"),
             help="multiply the learning rate by --lr-gamma every N epochs",
         ),
         Option(
             "--lr-milestones", type=int, nargs="+", at_least=0,
-            about=_about("--lr-scheduler", SCHEDULES, "lr_milestones"),
+            needs=_which_take("lr_milestones"),
             help="multiply the learning rate by --lr-gamma at these epochs",
         ),
         Option(
             "--lr-cooldown-epochs", type=int, at_least=1,
-            about=_about("--lr-scheduler", SCHEDULES, "lr_cooldown_epochs"),
+            needs=_which_take("lr_cooldown_epochs"),
             help="epochs in which the learning rate of --lr-scheduler wsd falls to --lr-min at the end; a checkpoint "
             "from before the cool-down can go on with other --epochs",
         ),
         Option(
             "--lr-gamma", metavar="F", default=0.1, at_least=0, at_most=1e9,
-            about=_about("--lr-scheduler", SCHEDULES, "lr_gamma"),
+            needs=_which_take("lr_gamma"),
             help="factor by which these schedules multiply the learning rate",
         ),
         Option(
             "--lr-min", metavar="LR", default=0.0, at_least=0, at_most=1e30,
-            about=_about("--lr-scheduler", SCHEDULES, "lr_min"),
+            needs=_which_take("lr_min"),
             help="learning rate at which these schedules end; --layer-decay scales it too",
         ),
         Option(
@@ -570,7 +599,7 @@ OPTIONS = {
             "--amp", default=False, is_of_checkpoint=True, help="automatic mixed precision, in training and evaluation",
         ),
         Option(
-            "--amp-dtype", choices=["bfloat16", "float16"], is_of_checkpoint=True,
+            "--amp-dtype", choices=["bfloat16", "float16"], is_of_checkpoint=True, needs="amp", is_strict=True,
             help="type that --amp computes in; float16 needs the loss to be scaled, bfloat16 does not (default: "
             "float16)",
         ),
@@ -614,7 +643,7 @@ OPTIONS = {
             "there is none",
         ),
         Option(
-            "--allow-change", metavar="NAMES", resume=SILENT, recipe=NEVER,
+            "--allow-change", metavar="NAMES", resume=SILENT, recipe=NEVER, needs="resume|test_only", is_strict=True,
             help="options that may differ from the checkpoint's although they change results, separated by commas, "
             "such as lr,epochs; data allows other images",
         ),
@@ -626,7 +655,7 @@ OPTIONS = {
             "--checkpoint-minutes", metavar="MIN", default=10.0, at_least=0, at_most=1e9, resume=FREE,
             help="save a checkpoint when the last one is this many minutes old; 0 = never",
         ),
-        Option("--keep-last", default=3, resume=FREE, help="numbered checkpoints to keep"),
+        Option("--keep-last", default=3, at_least=2, resume=FREE, help="numbered checkpoints to keep"),
         Option(
             "--keep-every", metavar="K", type=int, at_least=1, resume=FREE,
             help="keep the checkpoint of every K-th epoch for good",

@@ -32,6 +32,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     """
     optim.check_schedule(args)
     check_memory(args)
+    config.find_device(args)
     launch = read_launch(world_size=args.world_size)
     collectives.setup_for_distributed(launch.rank == 0)
     args = config.Record(**{**vars(args), "world_size": launch.world_size, "distributed": False})
@@ -68,6 +69,8 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
         f"{num_images % args.global_batch_size} images left out of each epoch, different ones each time",
         *([f"--sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
         *lacking,
+        *config.remarks(args),
+        *([models.describe_ema(args)] if args.model_ema else []),
         *reference_lines(args),
         f"learning rate at the start of epoch {', '.join(rates)}",
     ]

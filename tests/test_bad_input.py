@@ -80,10 +80,6 @@ CASES = {
     "no such device": (["--data-path", "{root}/good", "--device", "xpu"], ["--device xpu", "try cpu"]),
     "nothing given": ([], ["--data-path is needed"]),
     "torn tar": (["--data-path", "{root}/torn_tar"], ["{root}/torn_tar/train.tar", "is torn", "get it anew"]),
-    "skipping in evaluation": (
-        ["--data-path", "{root}/good", "--test-only", "--weights", "DEFAULT", "--bad-images", "skip"],
-        ["--bad-images skip is about training"],
-    ),
 }
 
 

@@ -507,7 +507,7 @@ def test_a_schedule_without_its_options_or_epochs_is_refused(changes, option):
 
 
 @pytest.mark.parametrize("changes", [
-    {"decay_1d": False, "norm_weight_decay": 0.0}, {"clip_agc": 0.01, "clip_grad_norm": 1.0},
+    {"clip_agc": 0.01, "clip_grad_norm": 1.0},
 ])  # fmt: skip
 def test_options_that_exclude_each_other_are_refused(changes):
     with pytest.raises(UserError, match="give one of them"):

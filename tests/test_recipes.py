@@ -207,6 +207,9 @@ def test_the_list_of_recipes_fits_the_terminal_and_is_filtered(monkeypatch):
         config.list_recipes("digitz")
 
 
+DRY = ["--dry-run", "--model", "squeezenet1_1"]
+
+
 def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
     out = tmp_path / "out"
     argv = ["--recipe", "resnet18-v1", "--sync-bn", "--batch-size", "128", "--global-batch-size", "4096", "--dry-run"]
@@ -216,6 +219,27 @@ def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
     assert "global batch 4096 = 32 shards x 128 images" in outcome.output
     assert "# --sync-bn: needs 32 processes, one for each shard\n" in outcome.output
     assert not out.exists()
+
+
+def test_a_dry_run_says_and_refuses_what_the_run_would():
+    text = preview.preview(
+        config.parse_args(["--synthetic", "8192", "--lr-min", "1", *DRY, "--model-ema-decay", "0.9"])
+    )
+    assert [line.split()[1] for line in text.splitlines() if "no effect" in line] == ["--model-ema-decay", "--lr-min"]
+    argv = ["--synthetic", "8192", "--global-batch-size", "4096", "--epochs", "2", "--model-ema", *DRY]
+    (line,) = [line for line in preview.preview(config.parse_args(argv)).splitlines() if "--model-ema:" in line]
+    # By torchvision's formula 1 - decay is (1 - 0.99998) x 4096 x 32 / 2 = 1.3.
+    assert "decay 0 " in line
+    assert "is a copy of the weights" in line
+    (line,) = [
+        line
+        for line in preview.preview(config.parse_args([*argv, "--epochs", "90"])).splitlines()
+        if "--model-ema:" in line
+    ]
+    assert f"decay {1 - (1 - 0.99998) * 4096 * 32 / 90:.6g} " in line
+    assert "copy" not in line
+    with pytest.raises(UserError, match="--device mps"):
+        preview.preview(config.parse_args(["--synthetic", "64", "--device", "mps", *DRY]))
 
 
 def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
@@ -255,12 +279,9 @@ def dry_run(argv):
     [
         (["--global-batch-size", "100"], ["100", "multiple of --batch-size 128"]),
         (["--lr-warmup-epochs", "700"], ["leaves nothing of --epochs 600"]),
-        (["--train-crop-size-min", "160"], ["go together"]),
+        (["--train-crop-size-min", "160"], ["needs --crop-ramp-epochs"]),
         (["--train-crop-size-min", "160", "--crop-ramp-epochs", "9", "3"], ["the first before the last"]),
         (["--train-crop-size-min", "300", "--crop-ramp-epochs", "1", "3"], ["is above --train-crop-size"]),
-        (["--bce-target-thresh", "0.2"], ["--bce-loss"]),
-        (["--opt-betas", "0.9", "0.95"], ["--opt-betas", "--opt sgd"]),
-        (["--freeze", "--layer-decay", "0.9"], ["give one of them"]),
         (["--model", "vit_b_16"], ["takes images of one size"]),
         (["--stochastic-depth", "0.1"], ["resnet50 has none"]),
         (["--dropout", "0.1"], ["has no dropout layer"]),
@@ -356,7 +377,9 @@ def test_each_parameter_decays_as_the_source_says(name, monkeypatch):
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_option_of_a_recipe_is_without_effect(name):
     args = options_by_name(name)
-    assert config.idle_options(args, args.given) == []
+    remarks = config.remarks(args)
+    # Its source's features are given on the command line.
+    assert [line.split()[0] for line in remarks] == (["--freeze"] if name == "resnet50-linear" else [])
 
 
 def torchs_rates(args):
