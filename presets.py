@@ -8,7 +8,7 @@ import importlib
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -381,43 +381,26 @@ class ClassificationPresetEval(_Preset):
         if min(resized) < self.crop_size:  # smaller images are padded
             return self.cut(resize(file.decode(0, 0, height, width), *resized, self.fast_mode))
         # Decode the part that the cut shows, and all above and to the left of it, to keep the phase of the resize.
-        rows, columns = (
-            _Span.of(size, new_size, self.crop_size, self.fast_mode)
-            for size, new_size in zip((height, width), resized, strict=True)
-        )
-        pixels = self._decode(file, rows, columns)
+        bottom, top_cut = _span(height, resized[0], self.crop_size, self.fast_mode)
+        right, left_cut = _span(width, resized[1], self.crop_size, self.fast_mode)
+        pixels = _as_batch(file.decode(0, 0, bottom, right))
         scale_factor = _scale((height, width), resized)
-        pixels = F.interpolate(_as_batch(pixels), scale_factor=scale_factor, mode=self.fast_mode, antialias=True)[0]
-        return pixels[:, rows.cut : rows.cut + self.crop_size, columns.cut : columns.cut + self.crop_size]
-
-    @staticmethod
-    def _decode(file: ImageFile, rows: "_Span", columns: "_Span") -> torch.Tensor:
-        """Return (3, rows.end, columns.end) uint8; rows above `rows.begin` may hold anything."""
-        if not file.has_rows:
-            return file.decode(0, 0, rows.end, columns.end)
-        pixels = numpy.empty((rows.end, columns.end, 3), numpy.uint8)
-        pixels[rows.begin :] = file.decode(rows.begin, 0, rows.end - rows.begin, columns.end).permute(1, 2, 0)
-        return torch.from_numpy(pixels).permute(2, 0, 1)
+        pixels = F.interpolate(pixels, scale_factor=scale_factor, mode=self.fast_mode, antialias=True)[0]
+        return pixels[:, top_cut : top_cut + self.crop_size, left_cut : left_cut + self.crop_size]
 
 
-class _Span(NamedTuple):
-    """The pixels [begin, end) of a side that its resized centre needs; resized, the centre starts at pixel `cut`."""
+def _span(size: int, new_size: int, crop_size: int, mode: str) -> tuple[int, int]:
+    """Return the pixels of a side that its resized centre of `crop_size` needs, and where the centre begins, resized.
 
-    begin: int
-    end: int
-    cut: int
-
-    @classmethod
-    def of(cls, size: int, new_size: int, crop_size: int, mode: str) -> "_Span":
-        """Return the span of `crop_size` central pixels of a side that is resized from `size` to `new_size`."""
-        cut = round((new_size - crop_size) / 2.0)  # torchvision's rounding
-        scale = size / new_size
-        # The filter's reach on either side of a pixel, and one more pixel for rounding.
-        reach = math.ceil(max(scale, 1.0) * (1 if mode == "bilinear" else 2)) + 1
-        begin = max(math.floor(cut * scale) - reach, 0)
-        end = min(math.ceil((cut + crop_size) * scale) + reach, size)
-        # torch would copy, not resize, a part that is enlarged by less than a pixel; so take the whole side.
-        return cls(begin, size if end * new_size // size == end else end, cut)
+    The side is resized from `size` to `new_size`.
+    """
+    cut = round((new_size - crop_size) / 2.0)  # torchvision's rounding
+    scale = size / new_size
+    # The filter's reach beside a pixel, and one more pixel for rounding.
+    reach = math.ceil(max(scale, 1.0) * (1 if mode == "bilinear" else 2)) + 1
+    end = min(math.ceil((cut + crop_size) * scale) + reach, size)
+    # torch would copy, not resize, a part that is enlarged by less than a pixel; so take the whole side.
+    return size if end * new_size // size == end else end, cut
 
 
 def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePreset, ClassificationPresetEval]:

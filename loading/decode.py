@@ -4,10 +4,8 @@ import contextlib
 import ctypes
 import functools
 import io
-import itertools
 import mmap
 import os
-import re
 import struct
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,17 +47,12 @@ _OTHER_KINDS = {
     b"II*": "a TIFF with a damaged header, or of a rare kind", b"MM\0*": "a TIFF that is damaged, or of a rare kind",
 }  # fmt: skip
 
-# Start-of-frame markers of the JPEGs that libjpeg decodes row by row: baseline to progressive; extended lies between.
-_BASELINE, _PROGRESSIVE = 0xC0, 0xC2
-_HUFFMAN_TABLES, _START_OF_SCAN, _QUANTIZATION, _RESTART_INTERVAL, _EXIF, _COMMENT = 0xC4, 0xDA, 0xDB, 0xDD, 0xE1, 0xFE
-_IGNORED = 0xEF  # an application's segment that nobody reads
+# Markers of a JPEG. Those of a frame say how it is coded: baseline to progressive are decoded here, other kinds by
+# `decode_plainly`, as are files with segments beside the skipped ones.
+_BASELINE, _PROGRESSIVE, _START_OF_SCAN, _EXIF = 0xC0, 0xC2, 0xDA, 0xE1
+_IGNORED = 0xEF  # an application's segment that no decoder reads
+_SKIPPED = {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}  # tables, restart interval, comment, applications' segments
 _END_OF_IMAGE = b"\xff\xd9"
-
-_RESTART = re.compile(rb"\xff[\xd0-\xd7]")  # in coded rows, where a zero follows any other 0xFF
-_RESTART_CODES = bytes(range(0xD0, 0xD8)) * 1024  # for all rows of blocks that 65,535 px can have
-
-# Segments that a decoder takes or skips as a whole; `decode_plainly` decodes files with any other one.
-_SEGMENTS = {_HUFFMAN_TABLES, _QUANTIZATION, _RESTART_INTERVAL, _COMMENT, *range(0xE0, 0xF0)}
 
 
 class Frame(NamedTuple):
@@ -69,119 +62,59 @@ class Frame(NamedTuple):
     height: int
     width: int
     block_rows: int  # rows of pixels in a row of blocks, which is decoded as a whole
-    # Rows of pixels above and below a pixel that it may depend on: one where chroma is smoothed vertically, and two
-    # rows of blocks in a progressive file, since libjpeg smooths blocks whose coefficients are not complete.
+    # Rows of pixels below a pixel that it may depend on: one where chroma is smoothed vertically, and two rows of
+    # blocks in a progressive file, since libjpeg smooths blocks whose coefficients are not complete.
     margin: int
     num_components: int  # 1 grey, 3 colour, 4 CMYK
-    coded: int  # where the coded rows begin, if each but the last ends in a restart marker; 0 otherwise
-    exif: int  # place of the segment that may say how to turn the image; 0 if there is none
+    exif: int  # place of the segment that may say how to rotate the image; 0 if there is none
 
 
 def read_frame(payload: bytes) -> Frame | None:
     """Return the frame of a JPEG; None if the file is no JPEG, an unusual one, or truncated."""
     if payload[:2] != b"\xff\xd8":
         return None
-    place, start_of_frame, interval, exif = 2, 0, 0, 0
+    place, start_of_frame, exif = 2, 0, 0
     while place + 4 <= len(payload) and payload[place] == 0xFF:
         marker = payload[place + 1]
         if marker == _START_OF_SCAN:
-            return _frame(payload, start_of_frame, interval, place, exif) if start_of_frame else None
+            return _frame(payload, start_of_frame, place, exif) if start_of_frame else None
         if _BASELINE <= marker <= _PROGRESSIVE and not start_of_frame:
             start_of_frame = place
-        elif marker == _RESTART_INTERVAL:
-            interval = int.from_bytes(payload[place + 4 : place + 6], "big")
         elif marker == _EXIF and payload[place + 4 : place + 8] == b"Exif":
             exif = place
-        elif marker not in _SEGMENTS:
+        elif marker not in _SKIPPED:
             return None
         place += 2 + (payload[place + 2] << 8 | payload[place + 3])
     return None
 
 
-def _frame(payload: bytes, place: int, interval: int, scan: int, exif: int) -> Frame | None:
+def _frame(payload: bytes, place: int, scan: int, exif: int) -> Frame | None:
     # Whether a truncated file can be read must not depend on the rows that are wanted, so Pillow decodes it. Coded rows
     # never hold the end marker, though a thumbnail in a header does, and other bytes may follow it. A scan's header has
     # ten bytes at least, so a marker behind them means that the file holds both headers whole.
     if payload.rfind(_END_OF_IMAGE, scan + 10) < 0:
         return None
-    kind = payload[place + 1]
     precision, height, width, num_components = struct.unpack_from(">BHHB", payload, place + 4)
     samplings = payload[place + 11 : place + 11 + 3 * num_components : 3]
-    across, down = max(value >> 4 for value in samplings or b"\0"), max(value & 15 for value in samplings or b"\0")
-    if precision != 8 or not (height and width and across and down):
+    down = max((value & 15 for value in samplings), default=0)
+    if precision != 8 or not (height and width and down and all(value >> 4 for value in samplings)):
         return None
-    # A grey image stores single blocks whatever its sampling says: only with 1 x 1 do their rows match `block_rows`.
-    has_rows = kind != _PROGRESSIVE and payload[scan + 4] == num_components
-    has_rows = has_rows and (num_components > 1 or across == down == 1)
-    has_rows = has_rows and interval == -(-width // (8 * across))
-    coded = scan + 2 + int.from_bytes(payload[scan + 2 : scan + 4], "big") if has_rows else 0
-    block_rows = 8 * down
-    margin = int(down > 1) + 2 * block_rows * int(kind == _PROGRESSIVE)
-    return Frame(place, height, width, block_rows, margin, num_components, coded, exif)
+    is_progressive = payload[place + 1] == _PROGRESSIVE
+    margin = int(down > 1) + 16 * down * int(is_progressive)
+    return Frame(place, height, width, 8 * down, margin, num_components, exif)
 
 
-class Part(NamedTuple):
-    """A JPEG that holds some rows of another one."""
+def shorten(payload: bytes, frame: Frame, bottom: int) -> tuple[bytes | bytearray, Frame]:
+    """Return a JPEG that ends, by its header, soon after row `bottom`, so that a decoder stops there; and its frame.
 
-    payload: bytes | bytearray  # a bytearray, which belongs to the caller, where it differs from the whole file
-    first: int  # number of its first row in the whole image
-    height: int  # px
-
-
-def shorten(payload: bytes, frame: Frame, bottom: int) -> Part:
-    """Return a JPEG that ends, by its header, soon after row `bottom`, so that a decoder stops there.
-
-    No pixel above `bottom` changes: compared on 300 photographs.
+    No pixel above `bottom` changes: compared on 300 photographs. A copy is a bytearray, which the caller may modify.
     """
     rows = -(-(bottom + frame.margin) // frame.block_rows) * frame.block_rows
     if rows >= frame.height:
-        return Part(payload, 0, frame.height)
+        return payload, frame
     shorter = bytearray(payload)
-    _set_height(shorter, frame, rows)
-    return Part(shorter, 0, rows)
-
-
-def _set_height(jpeg: bytearray, frame: Frame, rows: int) -> None:
-    jpeg[frame.place + 5 : frame.place + 7] = rows.to_bytes(2, "big")
-
-
-def cut_rows(payload: bytes, frame: Frame, top: int, bottom: int) -> Part | None:
-    """Return a JPEG of the rows from `top` to `bottom` and little more, cut out at the restart markers.
-
-    Each row of blocks is coded on its own between two markers, so none of its pixels change; the markers are numbered
-    anew, in cycles from 0 to 7. None where the header promises no markers, or those down to `bottom` are out of order.
-    Damage further down, for which Pillow would refuse the whole file, goes unnoticed.
-    """
-    if not frame.coded:
-        return None
-    num_rows = -(-frame.height // frame.block_rows)
-    first = max(top - frame.margin, 0) // frame.block_rows
-    last = min((bottom - 1 + frame.margin) // frame.block_rows, num_rows - 1)
-    places = [match.start() for match in itertools.islice(_RESTART.finditer(payload, frame.coded), last + 1)]
-    if bytes([payload[place + 1] for place in places]) != _RESTART_CODES[: min(last + 1, num_rows - 1)]:
-        return None
-    begin = places[first - 1] + 2 if first else frame.coded
-    end = places[last] if last < num_rows - 1 else len(payload)
-    rows = min((last + 1) * frame.block_rows, frame.height) - first * frame.block_rows
-    view = memoryview(payload)
-    jpeg = bytearray().join([view[: frame.coded], view[begin:end], _END_OF_IMAGE])
-    _set_height(jpeg, frame, rows)
-    shift = frame.coded - begin
-    for row, place in enumerate(places[first:last]):
-        jpeg[place + shift + 1] = _RESTART_CODES[row]
-    return Part(jpeg, first * frame.block_rows, rows)
-
-
-def without_turning(payload: bytes | bytearray, frame: Frame) -> bytearray:
-    """Return a JPEG that TorchCodec does not rotate by its EXIF data, since Pillow and torchvision do not.
-
-    A bytearray is changed in place, bytes are copied.
-    """
-    if isinstance(payload, bytes):
-        payload = bytearray(payload)
-    if frame.exif:
-        payload[frame.exif + 1] = _IGNORED
-    return payload
+    shorter[frame.place + 5 : frame.place + 7] = rows.to_bytes(2, "big")
+    return shorter, frame._replace(height=rows)
 
 
 @functools.cache
@@ -335,14 +268,14 @@ def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None)
 class PillowDecoder:
     """Decode with Pillow, which torchvision's loader uses too."""
 
-    def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
-        """Decode a part of a JPEG and return a box of it, (3, height, width) uint8, a view of channels-last pixels.
+    def decode(self, payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
+        """Decode a JPEG and return a box of it, (3, height, width) uint8, a view of channels-last pixels.
 
-        The box is left, top, right, bottom in the part, px. A damaged file raises ValueError.
+        The box is left, top, right, bottom, px. A damaged file raises ValueError.
         """
         mode = "RGB" if frame.num_components == 3 else "L"
         # Call Pillow's decoder directly: `Image.open` would parse the header again.
-        image = Image.frombytes(mode, (frame.width, part.height), part.payload, "jpeg", mode, "")
+        image = Image.frombytes(mode, (frame.width, frame.height), payload, "jpeg", mode, "")
         if box != (0, 0, *image.size):
             image = image.crop(box)
         return torch.from_numpy(numpy.array(image if mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
@@ -365,11 +298,14 @@ class TorchcodecDecoder:
         torchcodec = require_torchcodec("--decoder torchcodec")
         self.decode_jpeg, self.version = torchcodec.decoders.decode_jpeg, str(torchcodec.__version__)
 
-    def decode(self, part: Part, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
-        """Decode a box of a part of a JPEG, as `PillowDecoder.decode`; a damaged file raises RuntimeError."""
+    def decode(self, payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
+        """Decode a box of a JPEG, as `PillowDecoder.decode`; a damaged file raises RuntimeError."""
         if get_worker_info() is not None:  # other processes may need C's stderr
             silence_libjpeg()
-        image = self.decode_jpeg(torch.frombuffer(without_turning(part.payload, frame), dtype=torch.uint8))
+        jpeg = payload if isinstance(payload, bytearray) else bytearray(payload)
+        if frame.exif:
+            jpeg[frame.exif + 1] = _IGNORED  # TorchCodec would rotate the image, unlike Pillow and torchvision
+        image = self.decode_jpeg(torch.frombuffer(jpeg, dtype=torch.uint8))
         left, top, right, bottom = box
         return image[:, top:bottom, left:right]
 
@@ -405,25 +341,18 @@ class ImageFile:
             self.frame = None
             self.size = open_image(payload).size
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether rows can be decoded without those above them."""
-        return self.frame is not None and self.frame.coded > 0
-
     def decode(self, top: int, left: int, height: int, width: int) -> Tensor:
         """Decode a box, px; raises as `load_image`.
 
         Returns:
             (3, height, width) uint8, a view of channels-last pixels: the same as if the whole file were decoded.
         """
+        box = (left, top, left + width, top + height)
         if self.frame is not None:
-            bottom = top + height
             try:
-                part = cut_rows(self.payload, self.frame, top, bottom) or shorten(self.payload, self.frame, bottom)
-                box = (left, top - part.first, left + width, bottom - part.first)
-                return self.decoder.decode(part, self.frame, box)
+                return self.decoder.decode(*shorten(self.payload, self.frame, top + height), box)
             except (OSError, RuntimeError, ValueError):
                 # The file is damaged: Pillow tells how, or decodes as much as it can.
                 _check_memory(self.size[0] * self.size[1])
-        image = decode_plainly(self.payload, (left, top, left + width, top + height))
+        image = decode_plainly(self.payload, box)
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)

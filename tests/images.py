@@ -73,19 +73,6 @@ FILES = {
 }
 
 
-# Files with one restart marker a row of blocks, as jpegtran -restart 1 and Pillow write them.
-ROWS = {
-    f"{name} {width} x {height}": encoded(picture(width, height, mode), "JPEG", restart_marker_rows=1, **options)
-    for name, mode, options in [
-        ("4:2:0", "RGB", {"subsampling": 2}),
-        ("4:2:2", "RGB", {"subsampling": 1}),
-        ("4:4:4", "RGB", {"subsampling": 0, "quality": 95}),
-        ("grey", "L", {}),
-    ]
-    for width, height in [(96, 208), (83, 177), (41, 8), (17, 33)]
-}
-
-
 def pack(path, names, prefix=""):
     """Write a tar of {member: file}, in the order given."""
     path.parent.mkdir(parents=True, exist_ok=True)

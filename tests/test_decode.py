@@ -20,9 +20,9 @@ from torchvision.transforms import InterpolationMode
 
 from errors import BadImageError, UserError
 from loading import decode
-from loading.decode import ImageFile, PillowDecoder, cut_rows, read_frame, shorten
+from loading.decode import ImageFile, PillowDecoder, read_frame, shorten
 from presets import ClassificationPresetEval, ClassificationPresetTrain
-from tests.images import FILES, ROWS, encoded, picture
+from tests.images import FILES, encoded, picture
 from tests.ranks import REPOSITORY, run_ranks
 
 has_torchcodec = pytest.mark.skipif(importlib.util.find_spec("torchcodec") is None, reason="needs torchcodec")
@@ -52,12 +52,12 @@ def test_a_jpeg_is_decoded_no_further_than_the_box():
     frame = read_frame(payload)
     assert (frame.height, frame.width, frame.block_rows) == (110, 150, 16)
     for bottom, height in [(20, 32), (31, 32), (32, 48), (33, 48)]:  # of 32, smooth chroma looks at the row below
-        shorter = shorten(payload, frame, bottom)
-        assert shorter.height == height
-        assert Image.open(io.BytesIO(shorter.payload)).size == (150, height)
-    assert shorten(payload, frame, 100).payload is payload
+        shorter, its_frame = shorten(payload, frame, bottom)
+        assert its_frame.height == height
+        assert Image.open(io.BytesIO(shorter)).size == (150, height)
+    assert shorten(payload, frame, 100) == (payload, frame)
     full = FILES["4:4:4"]
-    assert [shorten(full, read_frame(full), bottom).height for bottom in (20, 24, 25)] == [24, 24, 32]
+    assert [shorten(full, read_frame(full), bottom)[1].height for bottom in (20, 24, 25)] == [24, 24, 32]
 
 
 @pytest.mark.parametrize(
@@ -114,58 +114,6 @@ def test_policies_see_the_crop_and_the_flip():
     assert torch.equal(preset.load(FILES["4:2:0"]), torch.from_numpy(numpy.array(expected)).permute(2, 0, 1))
 
 
-@pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("decoder", ["pillow", pytest.param("torchcodec", marks=has_torchcodec)])
-def test_rows_between_restart_markers_decode_to_the_same_bits_alone(kind, decoder):
-    payload, decoder = ROWS[kind], decode.DECODERS[decoder]()
-    frame = read_frame(payload)
-    assert frame.coded
-    file = ImageFile(payload, decoder)
-    width, height = file.size
-    whole = decoder.decode(decode.Part(payload, 0, height), frame, (0, 0, width, height))
-    assert whole.shape == (3, height, width)
-    rows = frame.block_rows
-    tops = [top for top in range(height) if top % 7 == 0 or top % rows in (0, 1, rows - 1)]
-    for top in tops:
-        for bottom in {top + 1, *(end for end in (top + 17, top + 2 * rows, height) if end <= height)}:
-            found = file.decode(top, 3, bottom - top, width - 5)
-            assert torch.equal(found, whole[:, top:bottom, 3:-2])
-    if height > 6 * rows:
-        # The rows of blocks that chroma is smoothed with on either side, where it is, and no others.
-        for top, bottom, beside in [(3 * rows, 4 * rows, frame.margin), (3 * rows + 1, 4 * rows - 1, 0)]:
-            part = cut_rows(payload, frame, top, bottom)
-            assert (part.first, part.height) == ((3 - beside) * rows, (1 + 2 * beside) * rows)
-        assert len(part.payload) < len(payload)
-        assert Image.open(io.BytesIO(part.payload)).size == (width, part.height)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"restart_marker_blocks": 3}, {"restart_marker_rows": 2}, {"restart_marker_rows": 1, "progressive": 1}],
-)
-def test_files_without_a_marker_each_row_have_no_rows(options):
-    payload = encoded(picture(), "JPEG", **options)
-    assert read_frame(payload).coded == 0
-    assert torch.equal(ImageFile(payload, PillowDecoder()).decode(60, 0, 30, 150), plain(payload)[:, 60:90])
-
-
-def markers(payload):
-    return [place for place in range(len(payload) - 1) if payload[place] == 0xFF and 0xD0 <= payload[place + 1] <= 0xD7]
-
-
-def test_damaged_restart_markers_take_the_ordinary_path():
-    payload = ROWS["4:2:0 96 x 208"]
-    frame, places = read_frame(payload), markers(ROWS["4:2:0 96 x 208"])
-    assert len(places) == 12
-    another_number = bytearray(payload)
-    another_number[places[5] + 1] ^= 2
-    without_one = payload[: places[5]] + payload[places[5] + 2 :]
-    with_one_more = payload[: places[5]] + payload[places[4] : places[4] + 2] + payload[places[5] :]
-    for damaged in (bytes(another_number), without_one, with_one_more):
-        assert cut_rows(damaged, frame, 100, 120) is None
-        assert torch.equal(ImageFile(damaged, PillowDecoder()).decode(0, 0, 208, 96), plain(damaged))
-
-
 def scans(payload):
     """Return where the scans of a JPEG begin."""
     return [place for place in range(len(payload)) if payload[place : place + 2] == b"\xff\xda"]
@@ -181,7 +129,7 @@ ENDING = {
     "plain": FILES["4:2:0"],
     "grey": FILES["grey"],
     "progressive": FILES["progressive"],
-    "restart markers": ROWS["4:2:0 96 x 208"],
+    "restart markers": FILES["restart markers"],
     "restart blocks": FILES["restart blocks"],
     "thumbnail": with_thumbnail(),
 }
@@ -221,7 +169,7 @@ def test_progressive_files_that_lack_scans_are_smoothed_as_in_the_whole(subsampl
     for end in scans(payload)[1:]:
         partial = payload[:end] + b"\xff\xd9"
         frame = read_frame(partial)
-        whole = decoder.decode(decode.Part(partial, 0, 160), frame, (0, 0, 64, 160))
+        whole = decoder.decode(partial, frame, (0, 0, 64, 160))
         if isinstance(decoder, PillowDecoder):
             assert torch.equal(whole, plain(partial))
         num_different += not torch.equal(whole, plain(payload))
