@@ -5,7 +5,7 @@ import itertools
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import torch
@@ -328,9 +328,20 @@ def bootstrap_interval(num_hits: int, num_images: int, num_resamples: int = 10_0
     return (numpy.percentile(draws, [2.5, 97.5]) / num_images).tolist()
 
 
-class Metric:
-    """A metric computed from `num_sums` sums over images; a subclass has `update` and `compute`."""
+class Curve(NamedTuple):
+    """A value of a metric, as the pages and charts of a run show it and as `--best-metric` ranks it."""
 
+    title: str
+    is_lower_better: bool = False
+    live: str | None = None  # format in a terminal's live line; None leaves it out
+
+
+class Metric:
+    """A metric computed from `num_sums` sums over images; a subclass has `update`, `compute` and `curves`."""
+
+    # By name; other values of `compute` are logged too. options.py reads this table from the source text of a subclass,
+    # so its keywords are literals.
+    curves: ClassVar[dict[str, Curve]]
     is_mean = False  # True: `update` adds means over a batch, which `Tally` multiplies by the number of images
 
     def __init__(self, num_sums: int) -> None:
@@ -361,6 +372,7 @@ class Metric:
 class Loss(Metric):
     """The mean loss per image: `loss`. The loop computes it for each batch, and `Tally.update` passes it on."""
 
+    curves: ClassVar = {"loss": Curve(title="loss", is_lower_better=True, live="loss {:.3f}")}
     is_mean = True
     batch_mean: Tensor  # of the batch at hand
 
@@ -378,6 +390,8 @@ class Loss(Metric):
 
 class Accuracy(Metric):
     """The percentage of images whose target is among the k highest scores, for each k: `acc1`, `acc5`."""
+
+    curves: ClassVar = {"acc1": Curve(title="Acc@1, %", live="Acc@1 {:.2f}"), "acc5": Curve(title="Acc@5, %")}
 
     def __init__(self, topk: tuple[int, ...] = (1, 5)) -> None:
         super().__init__(len(topk))

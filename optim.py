@@ -4,9 +4,10 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -201,32 +202,31 @@ def scaled_lr(args: Any) -> float:
 
 
 class OptimizerEntry(NamedTuple):
-    """An optimizer of `--opt`: a function of (parameters, lr=..., ...), and those of its options that it takes."""
+    """An optimizer of `--opt`."""
 
-    build: Callable[..., torch.optim.Optimizer]
-    options: tuple[str, ...] = ()
-
-
-def _torchs(kind: type[torch.optim.Optimizer], **constants: Any) -> Callable[..., torch.optim.Optimizer]:
-    """Return a function that builds one of torch's optimizers with these defaults."""
-
-    def build(parameters: list[dict], **options: Any) -> torch.optim.Optimizer:
-        # A fused kernel skips steps with overflows by itself, so the host need not wait to read them from the GPU. On
-        # the CPU it would be slightly faster but round differently; foreach has the bits of a loop over parameters.
-        is_cuda = parameters[0]["params"][0].device.type == "cuda"
-        kernel = "fused" if is_cuda and "fused" in inspect.signature(kind).parameters else "foreach"
-        return kind(parameters, **constants | options | {kernel: True})
-
-    return build
+    kind: Callable[..., torch.optim.Optimizer]
+    options: tuple[str, ...] = ()  # those that it takes of momentum, opt_betas and opt_eps
+    # State of each parameter: step is a number, others have the parameter's shape, momentum_buffer is there with
+    # --momentum. Empty if it is not checked, as timm's, which may be means of a matrix's rows.
+    moments: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = MappingProxyType({})
 
 
 # One entry adds an optimizer. options.py reads the names and options from this source text, so they are literals.
-OPTIMIZERS = {
-    "adamw": OptimizerEntry(_torchs(torch.optim.AdamW), options=("opt_betas", "opt_eps")),
-    # eps and alpha of the MobileNetV3 recipe
-    "rmsprop": OptimizerEntry(_torchs(torch.optim.RMSprop, eps=0.0316, alpha=0.9), options=("momentum", "opt_eps")),
-    "sgd": OptimizerEntry(_torchs(torch.optim.SGD), options=("momentum",)),
-    "sgd_nesterov": OptimizerEntry(_torchs(torch.optim.SGD, nesterov=True), options=("momentum",)),
+OPTIMIZERS: dict[str, OptimizerEntry] = {
+    "adamw": OptimizerEntry(
+        torch.optim.AdamW, options=("opt_betas", "opt_eps"), moments=("step", "exp_avg", "exp_avg_sq")
+    ),
+    "rmsprop": OptimizerEntry(
+        torch.optim.RMSprop,
+        options=("momentum", "opt_eps"),
+        moments=("step", "square_avg", "momentum_buffer"),
+        constants={"eps": 0.0316, "alpha": 0.9},  # of the MobileNetV3 recipe
+    ),
+    "sgd": OptimizerEntry(torch.optim.SGD, options=("momentum",), moments=("momentum_buffer",)),
+    "sgd_nesterov": OptimizerEntry(
+        torch.optim.SGD, options=("momentum",), moments=("momentum_buffer",), constants={"nesterov": True}
+    ),
 }
 
 
@@ -260,8 +260,14 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
             options[name] = given[name]
         elif option != "momentum" and given[name] is not None:  # torchvision's commands may give that one in vain
             raise UserError(f"{BY_NAME[option].flag}: --opt {args.opt} has no such option; leave it out")
+    if entry.moments:
+        # A fused kernel skips steps with overflows by itself, so the host need not wait to read them from the GPU. On
+        # the CPU it would be slightly faster but round differently; foreach has the bits of a loop over parameters.
+        is_cuda = parameters[0]["params"][0].device.type == "cuda"
+        kernel = "fused" if is_cuda and "fused" in inspect.signature(entry.kind).parameters else "foreach"
+        options[kernel] = True
     try:
-        optimizer = entry.build(parameters, **options)
+        optimizer = entry.kind(parameters, **entry.constants | options)
     except Exception as error:  # bad options, a missing package or a missing GPU
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"--opt {args.opt} cannot be built with these options on this machine: {reason}") from error
@@ -273,42 +279,30 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Check a state dict of one of torch's optimizers, which would fail only in the middle of a step.
-
-    timm's optimizers keep other state, such as means of a matrix's rows, and are not checked.
+    """Check a state dict of one of `OPTIMIZERS`, which would fail only in the middle of a step.
 
     Raises:
         UserError: a key, a shape, a type or a number of steps cannot be this optimizer's.
     """
-    if type(optimizer).__module__.partition(".")[0] != "torch":
+    expected = next((entry.moments for entry in OPTIMIZERS.values() if entry.kind is type(optimizer)), ())
+    if not optimizer.defaults.get("momentum"):
+        expected = tuple(name for name in expected if name != "momentum_buffer")
+    if not expected:
         return
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for number, expected in zip(numbers, _moments_after_a_step(optimizer), strict=True):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
         moments = {name: value for name, value in state["state"].get(number, {}).items() if value is not None}
-        if moments and moments.keys() != expected.keys() and expected:
+        if moments and moments.keys() != set(expected):
             raise UserError(f"for parameter {number} it holds {', '.join(moments)}, not {', '.join(expected)}")
-        for name in moments.keys() & expected.keys():
-            value, like = moments[name], expected[name]
-            if not _is_moment(value, like.shape):
-                raise UserError(f"{name} of parameter {number} is not a tensor of shape {tuple(like.shape)}")
-            if like.ndim and value.dtype != like.dtype:
-                raise UserError(f"{name} of parameter {number} is {value.dtype}, expected {like.dtype}")
+        for name, value in moments.items():
+            shape = () if name == "step" else parameter.shape
+            if not _is_moment(value, shape):
+                raise UserError(f"{name} of parameter {number} is not a tensor of shape {tuple(shape)}")
             if name == "step" and not 0 <= value < 1 << 53:
                 raise UserError(f"step of parameter {number} is {value.item()}, expected a number of steps")
-
-
-def _moments_after_a_step(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
-    """Return the state that one of torch's optimizers keeps of each parameter, from a step of tensors without data."""
-    groups = []
-    for group in optimizer.param_groups:
-        params = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in group["params"]]
-        groups.append({**group, "params": params, "foreach": False, "fused": False})
-    probe = type(optimizer)(groups)
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    probe.step()
-    return [probe.state[parameter] for parameter in parameters]
+            if name != "step" and value.dtype != parameter.dtype:
+                raise UserError(f"{name} of parameter {number} is {value.dtype}, expected {parameter.dtype}")
 
 
 def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
@@ -474,7 +468,7 @@ def _cool_down(peak: float, epoch: float, begin: int, end: int, *, lr_cooldown_e
 
 # One entry adds a schedule. options.py reads names, `options` and `uses_epochs` from this source text, so they are
 # literals.
-SCHEDULES = {
+SCHEDULES: dict[str, Schedule] = {
     "cosineannealinglr": Schedule(_cosine, options=("lr_min",), uses_epochs=True),
     "exponentiallr": Schedule(_decay, options=("lr_gamma",)),
     "linearlr": Schedule(_line, options=("lr_min",), uses_epochs=True),

@@ -34,20 +34,24 @@ MEASURED_MODES = {"max-autotune", "max-autotune-no-cudagraphs"}  # choose kernel
 
 
 def read_table(module: str, table: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of a table in a module that imports torch, by name: their literal keywords.
+    """Return the literal keywords of the entries, by name, of a table in a module that imports torch.
 
-    They are read from its source text, so that each name has one home and nothing here waits for torch.
+    They are read from its source text, so that each name has one home and nothing here waits for torch. The tables of
+    this name in several classes are one.
     """
     tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8"))
-    (entries,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == table)
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and node.value is not None]
+    tables = [node.value for node in assigned if ast.unparse(node.target) == table]
     return {
         key.value: {word.arg: ast.literal_eval(word.value) for word in entry.keywords}
+        for entries in tables
         for key, entry in zip(entries.keys, entries.values, strict=True)
     }
 
 
 SCHEDULES = read_table("optim", "SCHEDULES")
 OPTIMIZERS = read_table("optim", "OPTIMIZERS")
+CURVES = read_table("metrics", "curves")
 
 
 def _which_take(option: str) -> str:
@@ -661,7 +665,7 @@ OPTIONS = {
             help="keep the checkpoint of every K-th epoch for good",
         ),
         Option(
-            "--best-metric", default="acc1", choices=["acc1", "acc5", "loss"], resume=FREE,
+            "--best-metric", default="acc1", choices=sorted(CURVES), resume=FREE,
             help="validation metric that chooses best.pth, and best_ema.pth for the average of --model-ema; of equal "
             "values the one with the lower loss, then the earlier epoch",
         ),

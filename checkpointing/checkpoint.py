@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_iter
 
 from checkpointing.schema import FORMAT
 from errors import UserError, counted, duration, in_one_line
+from options import CURVES
 
 # Names of the best checkpoints, by the evaluation that they are best in: of the raw weights, or of their average.
 BEST_NAMES = {"val": "best", "val_ema": "best_ema", "minival": "best", "minival_ema": "best_ema"}
@@ -53,11 +54,11 @@ class RunState:
     def note_results(self, results: dict[str, dict[str, float]], metric: str) -> None:
         """Record that the epoch has been evaluated, and whether it is the best so far in each kind of `BEST_NAMES`.
 
-        The lowest loss is best, or the highest value of any other metric; of equal values the one with the lower loss,
-        then the earlier one. Earlier versions saved no loss: their best stays in a tie.
+        The highest value is best, or the lowest where the metric's `Curve` says so; of equal values the one with the
+        lower loss, then the earlier one. Earlier versions saved no loss: their best stays in a tie.
         """
         self.is_evaluated = True
-        sign = -1 if metric == "loss" else 1
+        sign = -1 if CURVES[metric].get("is_lower_better") else 1
         for kind in BEST_NAMES.keys() & results.keys():
             name, value = f"{kind}/{metric}", float(results[kind][metric])
             loss = float(results[kind].get("loss", math.inf))

@@ -20,13 +20,13 @@ from errors import counted, duration, one_line
 from files import open_regular, open_to_read, write_atomically
 from loading.progress import LiveLine, Tap, without_escapes
 from monitoring.records import as_number, read_epochs
-from options import BY_NAME, split_custom
+from options import BY_NAME, CURVES, split_custom
 
 # Most bytes of text that wait for the folder, or for room on a full disk, and seconds between two tries to write.
 _MAX_WAITING, _RETRY_S = 1 << 16, 10.0
 
 # Formats in which a terminal shows the meters of these names, as single values; a rate has no mean over images.
-_MEANS = {"loss": "loss {:.3f}", "acc1": "Acc@1 {:.2f}"}
+_MEANS = {name: curve["live"] for name, curve in CURVES.items() if "live" in curve}
 _SHOWN = {**_MEANS, "img/s": "{:,.0f} img/s"}
 
 

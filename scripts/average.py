@@ -19,6 +19,7 @@ from checkpointing.weights import (
 from errors import UserError, counted
 from loading.progress import Progress
 from monitoring.monitor import read_records
+from options import CURVES
 from scripts.tool import build_parser, given_path, positive, run
 
 PROG = "python -m scripts.average"
@@ -91,7 +92,7 @@ def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> l
             f"{folder} holds {counted(len(there), 'checkpoint')} of the {len(values)} that were evaluated, fewer than "
             f"--best {number}; --keep-last and --keep-every of train.py keep more"
         )
-    sign = 1 if metric == "loss" else -1
+    sign = 1 if CURVES.get(metric, {}).get("is_lower_better") else -1
     there.sort(key=lambda step: (sign * values[step], -step))
     for step in there[:number]:
         print(f"{paths[step]}: {metric} {values[step]:.3f} after step {step}")

@@ -18,6 +18,7 @@ from typing import Any
 from errors import UserError, duration, require_package
 from files import open_to_read, read_json
 from monitoring.records import read_epochs, read_records
+from options import CURVES
 from scripts import tool
 
 PROG = "python -m scripts.report"
@@ -35,9 +36,9 @@ KINDS = {
     "train": "training", "val": "validation", "val_ema": "validation, averaged weights", "minival": "minival",
     "minival_ema": "minival, averaged weights",
 }  # fmt: skip
-RESULTS = ["loss", "acc1", "acc5"]
+RESULTS = list(CURVES)
 PANELS = {
-    "loss": "loss", "lr": "learning rate", "acc1": "Acc@1, %", "images_per_s": "images/s", "acc5": "Acc@5, %",
+    **{name: curve["title"] for name, curve in CURVES.items()}, "lr": "learning rate", "images_per_s": "images/s",
     "data_wait": "share of time waiting for data", "grad_norm": "norm of the gradients", "memory_gib": "memory, GiB",
 }  # fmt: skip
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22"]

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialL
 
 import collectives
 import config
+import metrics
 import models
 import optim
 import options
@@ -523,8 +524,10 @@ def test_a_schedule_that_depends_on_the_epochs_says_so(name):
     assert optim.SCHEDULES[name].uses_epochs is not is_same
 
 
-def test_options_know_every_schedule_and_optimizer_without_importing_torch():
-    for table, entries in ((options.SCHEDULES, optim.SCHEDULES), (options.OPTIMIZERS, optim.OPTIMIZERS)):
+def test_options_know_every_entry_without_importing_torch():
+    curves = {**metrics.Loss.curves, **metrics.Accuracy.curves}
+    tables = {"SCHEDULES": optim.SCHEDULES, "OPTIMIZERS": optim.OPTIMIZERS, "CURVES": curves}
+    for table, entries in ((getattr(options, name), entries) for name, entries in tables.items()):
         assert list(table) == list(entries)
         for name, entry in entries.items():
             assert {**type(entry)._field_defaults, **table[name]}.items() <= entry._asdict().items()
@@ -672,6 +675,16 @@ def resume_and_compare(path, opt, **changes):
     ours, theirs = optim.OptimizerState(second_optimizer), optim.OptimizerState(optimizer)
     assert len(optimizer.param_groups) == 2
     return unlike(second.state_dict(), model.state_dict()) + unlike(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("opt", optim.OPTIMIZERS)
+def test_an_entry_names_the_state_that_its_optimizer_keeps(opt):
+    """Else a damaged state would fail only in the middle of a step."""
+    model, optimizer = classifier(opt)
+    train_steps(model, optimizer, range(1))
+    moments = set(optim.OPTIMIZERS[opt].moments)
+    assert moments
+    assert all(state.keys() == moments for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
