@@ -5,12 +5,11 @@ from pathlib import Path
 
 from errors import UserError, one_line
 from loading.folder import FolderIndex
-from loading.parquet import ParquetIndex
 from loading.source import Source, list_folder
 from loading.tars import TarIndex
 
 # In order of preference.
-FORMS: list[type[Source]] = [FolderIndex, TarIndex, ParquetIndex]
+FORMS: list[type[Source]] = [FolderIndex, TarIndex]
 
 
 def find_sources(root: Path) -> list[Source]:
@@ -34,6 +33,11 @@ def check_source(root: Path) -> list[Source]:
         UserError: there are none.
     """
     found = find_sources(root)
+    if not found and any(root.parent.glob("*.parquet")):
+        raise UserError(
+            f"--data-path {root.parent} holds parquet files, which are not trained on directly; write their images as "
+            f"class folders first: python -m scripts.prepare {root.parent} NEW_FOLDER"
+        )
     if not found and not root.parent.is_dir():
         raise UserError(f"--data-path {root.parent} is not a folder; give the one that holds train/ and val/")
     if not found:

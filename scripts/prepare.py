@@ -23,9 +23,9 @@ from torchvision.datasets.folder import is_image_file
 
 from errors import StorageError, UserError, counted, in_one_line, one_line
 from files import explain_failure, locked, open_to_read, read_bytes, read_json, sync_folder, write_json
-from loading.parquet import check_names, find_synset, open_parquet
 from loading.progress import Progress
 from loading.tars import tar_members
+from scripts.parquet import check_names, find_synset, open_parquet
 from scripts.tool import build_parser, check_room, given_path, make_out, run
 
 PROG = "python -m scripts.prepare"

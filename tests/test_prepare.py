@@ -478,7 +478,7 @@ def test_odd_parquet_is_refused_in_one_line(tmp_path, parquet):
     assert "img (binary), fine_label (int64); it needs image" in line
     payload = (parquet / "train-00000-of-00002.parquet").read_bytes()
     file.write_bytes(payload[: len(payload) // 2])
-    assert "is torn, or no parquet file" in error_line(run(tmp_path, file, tmp_path / "out"))
+    assert "not a parquet file" in error_line(run(tmp_path, file, tmp_path / "out"))
     line = error_line(run(tmp_path, parquet / "train-00000-of-00002.parquet", tmp_path / "out"))
     assert "train-00001-of-00002.parquet is missing" in line
     rows = [{"image": {"bytes": b"a", "path": f"a{n}_n0000000{9 - n}.JPEG"}, "label": n} for n in range(2)]

@@ -203,13 +203,14 @@ def test_a_run_goes_on_from_a_folder_with_a_new_form_of_the_same_images_only(ima
 def test_what_is_missing_is_said_with_every_form(tmp_path, new_form):
     with pytest.raises(UserError) as caught:
         forms.check_source(tmp_path / "val")
-    usual = (
-        "with one folder for each class, or val.tar, or shards from val-000000.tar on, or val-00000-of-00002.parquet"
-    )
+    usual = "with one folder for each class, or val.tar, or shards from val-000000.tar on"
     expected = f"has no val/; it must hold train/ and val/, {usual} and so on, or val/all.images with val/all.json"
     assert str(caught.value).endswith(expected)
     with pytest.raises(UserError, match=f"--data-path {tmp_path / 'nowhere'} is not a folder"):
         forms.check_source(tmp_path / "nowhere" / "val")
+    (tmp_path / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=f"python -m scripts.prepare {tmp_path} NEW_FOLDER"):
+        forms.check_source(tmp_path / "train")
 
 
 def test_class_folders_beside_files_of_another_form_are_used_and_said(image_folder, tmp_path, new_form, capsys):
