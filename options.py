@@ -28,7 +28,6 @@ MOST_COUNT = 1 << 53
 
 # Names that torchvision and torch know, listed so that neither has to be imported.
 INTERPOLATIONS = ["nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos"]
-POLICIES = ["ra", "ta_wide", "augmix", "cifar10", "imagenet", "svhn"]
 COMPILE_MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 MEASURED_MODES = {"max-autotune", "max-autotune-no-cudagraphs"}  # choose kernels by measuring them
 
@@ -52,11 +51,12 @@ def read_table(module: str, table: str) -> dict[str, dict[str, Any]]:
 SCHEDULES = read_table("optim", "SCHEDULES")
 OPTIMIZERS = read_table("optim", "OPTIMIZERS")
 CURVES = read_table("metrics", "curves")
+POLICIES = read_table("presets", "POLICIES")
 
 
-def _which_take(option: str) -> str:
-    """Return `needs` of an option that only some schedules take."""
-    return f"lr_scheduler={'|'.join(name for name, schedule in SCHEDULES.items() if option in schedule['options'])}"
+def _which_take(option: str, chooser: str = "lr_scheduler", table: dict[str, dict] = SCHEDULES) -> str:
+    """Return `needs` of an option that only some entries take of a table in which another option chooses."""
+    return f"{chooser}={'|'.join(name for name, entry in table.items() if option in entry.get('options', ()))}"
 
 
 @dataclass(frozen=True)
@@ -309,15 +309,17 @@ OPTIONS = {
         ),
         Option(
             "--auto-augment", metavar="POLICY", not_with="synthetic",
-            help="augmentation policy: ra, ta_wide, augmix, cifar10, imagenet, svhn, or timm/SPECIFICATION such as "
+            help=f"augmentation policy: {', '.join(POLICIES)}, or timm/SPECIFICATION such as "
             "timm/rand-m7-mstd0.5-inc1 (default: none)",
         ),
         Option(
-            "--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30, needs="auto_augment=ra",
+            "--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30,
+            needs=_which_take("ra_magnitude", "auto_augment", POLICIES),
             help="strength of the changes that --auto-augment ra makes, from 0 to 30",
         ),
         Option(
-            "--augmix-severity", metavar="S", default=3, at_least=1, at_most=10, needs="auto_augment=augmix",
+            "--augmix-severity", metavar="S", default=3, at_least=1, at_most=10,
+            needs=_which_take("augmix_severity", "auto_augment", POLICIES),
             help="strength of the changes that --auto-augment augmix makes, from 1 to 10",
         ),
         Option(

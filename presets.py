@@ -6,9 +6,10 @@ and random erasing are cheaper on whole batches on the device, where `transforms
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -200,7 +201,8 @@ class ClassificationPresetTrain(_Preset):
         steps = [transforms.RandomResizedCrop(crop_size, scale=scale, interpolation=interpolation, antialias=True)]
         if hflip_prob > 0:
             steps.append(transforms.RandomHorizontalFlip(hflip_prob))
-        policy = _policy(auto_augment_policy, crop_size, interpolation, ra_magnitude, augmix_severity, mean)
+        options = {"ra_magnitude": ra_magnitude, "augmix_severity": augmix_severity}
+        policy = _build_policy(auto_augment_policy, crop_size, interpolation, mean, options)
         jitter = transforms.ColorJitter(*3 * [color_jitter]) if color_jitter > 0 else None
         on_images = [step for step in (policy, jitter) if step is not None]
         steps += on_images
@@ -263,26 +265,38 @@ class ProgressivePreset:
         return self._presets[size]
 
 
-def _policy(
-    name: str | None,
-    crop_size: int,
-    interpolation: InterpolationMode,
-    ra_magnitude: int,
-    augmix_severity: int,
-    mean: tuple[float, ...],
+class Policy(NamedTuple):
+    """An augmentation policy of `--auto-augment`: a function of `interpolation` and of its options."""
+
+    build: Callable[..., Callable[[Image.Image], Image.Image]]
+    options: Mapping[str, str] = MappingProxyType({})  # options of the command line: arguments of `build`
+
+
+# One entry adds a policy. options.py reads the names and options from this source text, so they are literals.
+POLICIES: dict[str, Policy] = {
+    "augmix": Policy(autoaugment.AugMix, options={"augmix_severity": "severity"}),
+    "cifar10": Policy(partial(autoaugment.AutoAugment, autoaugment.AutoAugmentPolicy.CIFAR10)),
+    "imagenet": Policy(partial(autoaugment.AutoAugment, autoaugment.AutoAugmentPolicy.IMAGENET)),
+    "ra": Policy(autoaugment.RandAugment, options={"ra_magnitude": "magnitude"}),
+    "svhn": Policy(partial(autoaugment.AutoAugment, autoaugment.AutoAugmentPolicy.SVHN)),
+    "ta_wide": Policy(autoaugment.TrivialAugmentWide),
+}
+
+
+def _build_policy(
+    name: str | None, crop_size: int, interpolation: InterpolationMode, mean: tuple[float, ...], options: dict[str, Any]
 ) -> Callable[[Image.Image], Image.Image] | None:
     """Return the augmentation policy with this name; None for None."""
     if name is None:
         return None
     if name.startswith("timm/"):
         return TimmPolicy(name, crop_size, interpolation, mean)
-    builders = {
-        "ra": partial(autoaugment.RandAugment, magnitude=ra_magnitude),
-        "ta_wide": autoaugment.TrivialAugmentWide,
-        "augmix": partial(autoaugment.AugMix, severity=augmix_severity),
-    }
-    build = builders.get(name) or partial(autoaugment.AutoAugment, autoaugment.AutoAugmentPolicy(name))
-    return build(interpolation=interpolation)
+    name = getattr(name, "value", name)  # torchvision's own enumeration
+    if name not in POLICIES:
+        raise ValueError(f"augmentation policy {name!r}: expected {', '.join(POLICIES)} or timm/SPECIFICATION")
+    policy = POLICIES[name]
+    given = {argument: options[option] for option, argument in policy.options.items()}
+    return policy.build(interpolation=interpolation, **given)
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:

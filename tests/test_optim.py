@@ -17,6 +17,7 @@ import metrics
 import models
 import optim
 import options
+import presets
 import utils
 from errors import NonFiniteError, UserError
 from sampler import TrainSampler, VirtualShards
@@ -527,6 +528,7 @@ def test_a_schedule_that_depends_on_the_epochs_says_so(name):
 def test_options_know_every_entry_without_importing_torch():
     curves = {**metrics.Loss.curves, **metrics.Accuracy.curves}
     tables = {"SCHEDULES": optim.SCHEDULES, "OPTIMIZERS": optim.OPTIMIZERS, "CURVES": curves}
+    tables["POLICIES"] = presets.POLICIES
     for table, entries in ((getattr(options, name), entries) for name, entries in tables.items()):
         assert list(table) == list(entries)
         for name, entry in entries.items():
