@@ -5,28 +5,27 @@ import csv
 import errno
 import functools
 import hashlib
+import io
+import json
 import os
+import re
 import shlex
 import shutil
 import stat
-import struct
 import tarfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy
 from torchvision.datasets.folder import is_image_file
 
-from errors import StorageError, UserError, counted, in_one_line, one_line
-from files import explain_failure, locked, open_to_read, read_bytes, read_json, sync_folder, write_json
+from errors import StorageError, UserError, counted, in_one_line, one_line, require_package
+from files import explain_failure, locked, open_to_read, read_bytes, sync_folder, write_atomically
 from loading.progress import Progress
 from loading.tars import tar_members
-from scripts.parquet import check_names, find_synset, open_parquet
-from scripts.tool import build_parser, check_room, given_path, make_out, run
+from scripts.tool import build_parser, check_outside, check_room, given_path, make_out, run
 
 PROG = "python -m scripts.prepare"
 
@@ -45,6 +44,7 @@ EPILOG = f"""\
 sources, as files or as folders that hold them:
   official   {TRAIN_TAR}, {VAL_TAR} and
              {DEVKIT} (or that archive extracted), which lists the classes of val
+             (needs scipy, as torchvision's ImageNet does: pip install scipy)
   Kaggle     the unzipped folder: ILSVRC/Data/CLS-LOC/train and val, {TRUTH_CSV}
   parquet    Hugging Face's train-*.parquet and validation-*.parquet (needs pyarrow: pip install pyarrow)
   a folder   with train/ and val/: class folders, or a flat val/ that the devkit or {TRUTH_CSV} sorts
@@ -61,7 +61,7 @@ synsets in alphabetical order, as torchvision's weights expect them (not the ord
 
 The source is never changed. Images that are files already are linked (hard links take no space) if OUT is on the same
 disk, and copied otherwise. A split is built in OUT/train.partial and gets its name when all of it is on the disk.
-After an interruption of any kind the same command goes on where it stopped.
+After an interruption of any kind the same command continues where it stopped.
 """
 
 # A limit for the small files of the devkit and of Kaggle, the largest of which has 10 MB.
@@ -70,10 +70,10 @@ _SMALL_BYTES = 1 << 26
 # Folders to search below each given one: itself, Hugging Face's, Kaggle's and the devkit's.
 _PLACES = ("", "data", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "ILSVRC2012_devkit_t12")
 
-_PNG = b"\x89PNG"
+_PARQUET = re.compile(r"[\w-]+?-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-f]+)?\.parquet")
 
-# A file stands where a folder is needed, or the other way round.
-_IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
+# Hugging Face's name of an image of ImageNet: the official name, followed by the synset.
+_SYNSET_NAME = re.compile(r"(?P<stem>[\w-]+)_(?P<synset>n\d{8})\.(?P<ending>JPEG|jpe?g|png)")
 
 
 class Image(NamedTuple):
@@ -92,89 +92,10 @@ class Source(NamedTuple):
     num_bytes: int  # size of the images; of archives and parquet files, theirs
     images: Callable[[], Iterator[Image]]  # in the same order each time
 
-    def describe(self) -> list:
-        """Return facts that another run must find unchanged to go on with this one's images."""
-        return [[path.name, path.stat().st_size] if path.is_file() else [str(path.resolve())] for path in self.files]
-
-
-def in_words(described: Any) -> str:
-    """Return the words of a message for the result of `Source.describe`, as read from a file."""
-    try:
-        first = " of ".join([described[0][0], *(f"{size:,} bytes" for size in described[0][1:])])
-        return first + (f" and {counted(len(described) - 1, 'other file')}" if described[1:] else "")
-    except (TypeError, ValueError, LookupError):
-        return "another source, which its source.json does not name"
-
-
-def num_bytes_of(path: Path) -> int:
-    """Return the size of an image's file; UserError if it is a folder, a pipe, a link to nothing or the like."""
-    try:
-        about = path.stat()
-    except FileNotFoundError:
-        about = None
-    if about is None or not stat.S_ISREG(about.st_mode):
-        raise UserError(f"{path} stands where an image is expected, and is no file; move it away")
-    return about.st_size
-
-
-def checked_class(name: str, where: Any) -> str:
-    """Return the name of a class; UserError if no folder can have it."""
-    if not name or "/" in name or "\0" in name or name.startswith("."):
-        raise UserError(f"{where} names a class {name!r}, which can be no folder; get it anew")
-    return name
-
-
-# The devkit's meta.mat is a level 5 MAT-file. We read its numbers, text and arrays of structs, as these numpy types.
-_MAT_TYPES = {
-    1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8", 16: "u1",
-    17: "<u2",
-}  # fmt: skip
-_MAT_MATRIX, _MAT_COMPRESSED = 14, 15
-_MAT_STRUCT, _MAT_CHAR = 2, 4
-
-
-def mat_elements(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the type and the bytes of each data element in a MAT-file, or in one of its elements."""
-    place = 0
-    while place < len(content):
-        kind, size = struct.unpack_from("<II", content, place)
-        begin = place + 8
-        if kind >> 16:  # a small data element: both numbers in four bytes, and four of content
-            kind, size, begin = kind & 0xFFFF, kind >> 16, place + 4
-        if begin + size > len(content):
-            raise ValueError("it is torn")
-        element = content[begin : begin + size]
-        place = begin + size + (0 if kind == _MAT_COMPRESSED else -(begin + size) % 8)
-        if kind == _MAT_COMPRESSED:
-            yield from mat_elements(zlib.decompressobj().decompress(element, _SMALL_BYTES))
-        else:
-            yield kind, element
-
-
-def mat_array(content: bytes) -> tuple[str, Any]:
-    """Return the name and the value of an array: text, a list of numbers, a list of dicts, or None for other types."""
-    parts = mat_elements(content)
-    flags, _, name = (part for _, part in islice(parts, 3))
-    if flags[0] == _MAT_STRUCT:
-        length, joined = (part for _, part in islice(parts, 2))
-        length = int.from_bytes(length, "little")
-        fields = [joined[begin : begin + length].rstrip(b"\0").decode() for begin in range(0, len(joined), length)]
-        values = [mat_array(part)[1] if part else None for _, part in parts]
-        rows = [values[begin : begin + len(fields)] for begin in range(0, len(values), len(fields))]
-        return name.decode(), [dict(zip(fields, row, strict=True)) for row in rows]
-    kind, value = next(parts, (1, b""))
-    if kind not in _MAT_TYPES:
-        return name.decode(), None
-    value = numpy.frombuffer(value, _MAT_TYPES[kind]).tolist()
-    return name.decode(), "".join(map(chr, value)) if flags[0] == _MAT_CHAR else value
-
-
-def read_synsets(content: bytes) -> dict[int, str]:
-    """Return the synset of each ILSVRC2012_ID that is a class, from the bytes of meta.mat."""
-    arrays = dict(mat_array(part) for kind, part in mat_elements(content[128:]) if kind == _MAT_MATRIX)
-    # Those with children are WordNet's nodes above the classes.
-    leaves = [synset for synset in arrays["synsets"] if not synset["num_children"][0]]
-    return {int(synset["ILSVRC2012_ID"][0]): synset["WNID"] for synset in leaves}
+    def describe(self) -> str:
+        """Return facts, as JSON, that another run must find unchanged to continue with this one's images."""
+        facts = [[path.name, path.stat().st_size] if path.is_file() else [str(path.resolve())] for path in self.files]
+        return json.dumps({"source": facts})
 
 
 class Truth(NamedTuple):
@@ -188,24 +109,29 @@ class Truth(NamedTuple):
         """Return the class of an image of a flat val; UserError if it is not listed."""
         synset = self.synset_of.get(file.rpartition(".")[0])
         if synset is None:
-            raise UserError(f"{self.where} says no class of {file}; give the one that belongs to these images")
+            raise UserError(f"{self.where} has no class of {file}; give the one that belongs to these images")
         return synset
 
 
+def checked_class(name: str, where: Any) -> str:
+    """Return the name of a class; UserError if no folder can have it."""
+    if not name or "/" in name or "\0" in name or name.startswith("."):
+        raise UserError(f"{where} names a class {name!r}, which cannot be a folder; download it again")
+    return name
+
+
 def read_devkit(path: Path) -> Truth:
-    """Return the classes in the devkit, an archive or a folder; UserError if it is damaged or something else."""
-    needed = {"meta.mat": b"", "ILSVRC2012_validation_ground_truth.txt": b""}
-    with in_one_line(f"{path} is no readable {DEVKIT}; get it anew"):
-        if path.is_dir():
-            needed = {name: read_bytes(path / "data" / name, _SMALL_BYTES) for name in needed}
-        else:
-            with tarfile.open(path) as tar:
-                for member in tar:
-                    *_, folder, name = ["", *member.name.split("/")]
-                    if folder == "data" and name in needed and member.isreg():
-                        needed[name] = tar.extractfile(member).read(_SMALL_BYTES)
-        meta, truth = needed.values()
-        synsets = read_synsets(meta)
+    """Return the classes that the devkit lists, an archive or a folder.
+
+    Raises:
+        UserError: it is damaged or another file, or scipy is not installed.
+    """
+    loadmat = require_package("scipy.io", str(path)).loadmat
+    with in_one_line(f"{path} is not a readable {DEVKIT}; download it again"):
+        meta, truth = devkit_files(path)
+        rows = numpy.atleast_1d(loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
+        # Those with children are WordNet's nodes above the classes.
+        synsets = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in rows if not row["num_children"]}
         classes = [checked_class(synsets[int(line)], path) for line in truth.split()]
         if not classes:
             raise ValueError("its ground truth is empty")
@@ -213,9 +139,23 @@ def read_devkit(path: Path) -> Truth:
     return Truth(path, truths, sorted(synsets.values()))
 
 
+def devkit_files(path: Path) -> list[bytes]:
+    """Return the content of meta.mat and of the ground truth; KeyError if one is missing."""
+    names = ["data/meta.mat", "data/ILSVRC2012_validation_ground_truth.txt"]
+    if path.is_dir():
+        return [read_bytes(path / name, _SMALL_BYTES) for name in names]
+    found = {}
+    with tarfile.open(path) as tar:
+        for member in tar:
+            name = "/".join(member.name.split("/")[-2:])
+            if name in names and member.isreg():
+                found[name] = tar.extractfile(member).read(_SMALL_BYTES)
+    return [found[name] for name in names]
+
+
 def read_kaggle(path: Path) -> Truth:
     """Return the classes that Kaggle's table lists; UserError if it is another table."""
-    with in_one_line(f"{path} is no {TRUTH_CSV} of the columns ImageId and PredictionString; get it anew"):
+    with in_one_line(f"{path} is not a {TRUTH_CSV} of the columns ImageId and PredictionString; download it again"):
         rows = csv.DictReader(read_bytes(path, _SMALL_BYTES).decode().splitlines())
         truths = {row["ImageId"]: checked_class(row["PredictionString"].split()[0], path) for row in rows}
     return Truth(path, truths, sorted({*truths.values()}))
@@ -227,9 +167,7 @@ def tar_files(path: Path, file: BinaryIO, start: int, end: int) -> Iterator[tupl
         if member.isreg() and not member.issparse():
             yield member.name.rpartition("/")[2], member.offset_data, member.size
         elif not member.isdir():
-            raise UserError(
-                f"{path} holds {member.name!r} as a link, a device or a sparse file; such a tar is not read"
-            )
+            raise UserError(f"{path} holds {member.name!r} as a link, a device or a sparse file, which is not read")
 
 
 def tar_images(path: Path, truth: Truth | None) -> Iterator[Image]:
@@ -256,11 +194,43 @@ def tar_images(path: Path, truth: Truth | None) -> Iterator[Image]:
 
 def folder_images(root: Path, truth: Truth | None) -> Iterator[Image]:
     """Yield the images of class folders or, with the truth, of a flat folder."""
-    folders = [root] if truth else sorted(path for path in root.iterdir() if path.is_dir())
-    for folder in folders:
+    for folder in [root] if truth else sorted(path for path in root.iterdir() if path.is_dir()):
         for name in sorted(filter(is_image_file, os.listdir(folder))):
             synset = truth.class_of(name) if truth else folder.name
             yield Image(synset, name, num_bytes_of(folder / name), folder / name)
+
+
+def num_bytes_of(path: Path) -> int:
+    """Return the size of an image's file; UserError if it is a folder, a pipe, a link to nothing or the like."""
+    with suppress(FileNotFoundError):
+        about = path.stat()
+        if stat.S_ISREG(about.st_mode):
+            return about.st_size
+    raise UserError(f"{path} is not a file, and an image is expected there; move it away")
+
+
+def open_parquet(path: Path) -> Any:
+    """Open a parquet file of Hugging Face's form; UserError if it is damaged or another, or pyarrow is missing."""
+    parquet = require_package("pyarrow.parquet", str(path))
+    with in_one_line(f"{path} is truncated, or not a parquet file; download it again"):
+        table = parquet.ParquetFile(path)
+        columns = {field.name: str(field.type) for field in table.schema_arrow}
+    if not columns.get("image", "").startswith("struct<") or "label" not in columns:
+        found = ", ".join(f"{name} ({kind[:60]})" for name, kind in columns.items())
+        raise UserError(f"{path} has {found}; it needs image (struct of bytes and path) and label (int)")
+    return table
+
+
+def check_parquet(files: list[Path]) -> None:
+    """Open each file of a set, before hours are spent on those before a damaged one; UserError if one is missing."""
+    found = [match for match in (_PARQUET.fullmatch(path.name) for path in files) if match]
+    numbers = {int(match["number"]) for match in found}
+    missing = set(range(max((int(match["count"]) for match in found), default=0))) - numbers
+    if missing:
+        name = re.sub(r"-\d{5}-of", f"-{min(missing):05d}-of", found[0].string)
+        raise UserError(f"{files[0].with_name(name)} is missing; all {found[0]['count']} files of the set are needed")
+    for path in files:
+        open_parquet(path)
 
 
 def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
@@ -289,25 +259,30 @@ def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
 
 def parquet_name(image: dict, label: int, number: int, synsets: list[str]) -> tuple[str, str]:
     """Return the synset and the file name of an image; Hugging Face puts the synset behind the official name."""
-    found = find_synset(image.get("path"))
+    found = _SYNSET_NAME.fullmatch(os.path.basename(image.get("path") or ""))
     if found:
-        return found
+        return found["synset"], f"{found['stem']}.{found['ending']}"
     if not 0 <= label < len(synsets):
         raise UserError(
             f"row {number:,} does not name its synset, nor does any file given name that of label {label}; give also "
             f"{DEVKIT} or Kaggle's {SYNSETS_TXT}"
         )
-    return synsets[label], f"{number:08d}.{'png' if image['bytes'].startswith(_PNG) else 'JPEG'}"
+    is_png = image["bytes"].startswith(b"\x89PNG")
+    return synsets[label], f"{number:08d}.{'png' if is_png else 'JPEG'}"
 
 
 def has_class_folders(root: Path) -> bool:
     """Tell whether a split's folder holds class folders, and not images; UserError if it holds both."""
     entries = list(os.scandir(root))
-    is_flat = any(is_image_file(entry.name) for entry in entries)
     has_folders = any(entry.is_dir() for entry in entries)
-    if is_flat and has_folders:
+    if has_folders and any(is_image_file(entry.name) for entry in entries):
         raise UserError(f"{root} holds both images and folders; give one that holds all images, or class folders alone")
     return has_folders
+
+
+def is_known(path: Path) -> bool:
+    """Tell whether a file is one that this tool reads."""
+    return path.is_file() and (path.name in KNOWN or path.suffix == ".parquet")
 
 
 class Given:
@@ -344,25 +319,20 @@ class Given:
         prefixes = ("train-",) if split == "train" else ("validation-", "val-")
         files = [path for name, path in sorted(self.files.items()) if name.startswith(prefixes)]
         if files:
-            check_names(files)
-            for path in files:  # before hours are spent on those ahead of a damaged one
-                open_parquet(path)
+            check_parquet(files)
             num_bytes = sum(path.stat().st_size for path in files)
             return Source(files, num_bytes, functools.partial(parquet_images, files, self._synsets()))
         folders = [folder / split for folder in self.folders if (folder / split).is_dir()]
         folders += [folder for folder in self.folders if folder.name == split]
         if not folders:
             return None
-        images = functools.partial(
-            folder_images, folders[0], None if has_class_folders(folders[0]) else self._truth_for(folders[0])
-        )
+        truth = None if has_class_folders(folders[0]) else self._truth_for(folders[0])
+        images = functools.partial(folder_images, folders[0], truth)
         return Source(folders[:1], sum(image.num_bytes for image in images()), images)
 
     def _truth_for(self, flat: Path) -> Truth:
         if self.truth is None:
-            raise UserError(
-                f"{flat} does not tell the classes of its images; give also {DEVKIT} or Kaggle's {TRUTH_CSV}"
-            )
+            raise UserError(f"{flat} does not name the classes of its images; give also {DEVKIT} or {TRUTH_CSV}")
         return self.truth
 
     def _synsets(self) -> list[str]:
@@ -371,11 +341,6 @@ class Given:
             lines = read_bytes(path, _SMALL_BYTES).decode(errors="replace").splitlines()
             return sorted(checked_class(line.split()[0], path) for line in lines if line.strip())
         return self.truth.synsets if self.truth else []
-
-
-def is_known(path: Path) -> bool:
-    """Tell whether a file is one that this tool reads."""
-    return path.is_file() and (path.name in KNOWN or path.suffix == ".parquet")
 
 
 def check_md5(path: Path) -> None:
@@ -389,8 +354,8 @@ def check_md5(path: Path) -> None:
     progress.finish()
     if digest.hexdigest() != MD5[path.name]:
         raise UserError(
-            f"{path} has the MD5 {digest.hexdigest()}, and the official archive {MD5[path.name]}; get it anew, or give "
-            "--skip-md5 if it is meant to be another"
+            f"{path} has the MD5 {digest.hexdigest()}, and the official archive {MD5[path.name]}; download it again, "
+            "or give --skip-md5 if it is meant to be another"
         )
 
 
@@ -411,20 +376,18 @@ class Target:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn a failure to write into one line: UserError if there is no room, else StorageError."""
+        """Turn a failed write into one line: UserError where the disk cannot hold it, else StorageError."""
         try:
             yield
-        except _IN_THE_WAY:
-            raise
+        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            path = error.filename2 or error.filename
+            raise UserError(f"{path}: {error.strerror}; move the file or folder that is in the way") from error
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                source = self.source.files[0]
-                raise UserError(f"{source} holds a name too long for this disk: {error.filename}") from error
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            is_given = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG)
             left = max(self.source.num_bytes - self.progress.bytes, 0)
-            raise (UserError if is_full else StorageError)(
-                f"{self.final} cannot be written: {explain_failure(error, self.out, left)}; whole files stay, and "
-                "the same command goes on after them"
+            raise (UserError if is_given else StorageError)(
+                f"cannot write {self.final.name} from {self.source.files[0]}: "
+                f"{explain_failure(error, self.out, left)}; the same command continues"
             ) from error
 
     def build(self) -> None:
@@ -444,18 +407,18 @@ class Target:
 
     def _begin(self) -> None:
         self.images.mkdir(parents=True, exist_ok=True)
-        record, description = self.partial / "source.json", {"source": self.source.describe()}
-        begun = read_json(record) if record.is_file() else description
+        record, facts = self.partial / "source.json", self.source.describe()
+        begun = read_bytes(record).decode(errors="replace") if record.exists() else facts
         there = {path: num_bytes_of(path) for folder in self.images.iterdir() for path in folder.iterdir()}
-        if begun != description:
+        if begun != facts:
             if any(is_image_file(path.name) for path in there):
                 raise UserError(
-                    f"{self.partial} was begun from {in_words(begun.get('source'))}; give that source again, or remove "
-                    "the folder"
+                    f"{self.partial} was begun from another source, {begun[:120]}; give that one again, or remove the "
+                    "folder"
                 )
             shutil.rmtree(self.images)  # it holds nothing, and another source has other classes
             self.images.mkdir()
-        write_json(record, description)
+        write_atomically(record, lambda file: file.write(facts.encode()))
         if not self.is_linking:
             check_room(self.out, self.final.name, self.source.num_bytes - sum(there.values()))
 
@@ -466,9 +429,9 @@ class Target:
             with self.writing():
                 target.parent.mkdir(exist_ok=True)
         if image.file in self.names[image.synset]:
-            raise UserError(f"{self.source.files[0]} holds {image.synset}/{image.file} twice; get it anew")
+            raise UserError(f"{self.source.files[0]} holds {image.synset}/{image.file} twice; download it again")
         if not image.num_bytes:
-            raise UserError(f"{image.synset}/{image.file} of {self.source.files[0]} is empty; get the source anew")
+            raise UserError(f"{image.synset}/{image.file} of {self.source.files[0]} is empty; download it again")
         self.names[image.synset].add(image.file)
         is_there = target.is_file() and target.stat().st_size == image.num_bytes
         if not is_there:
@@ -528,32 +491,14 @@ def is_finished(out: Path, split: str) -> bool:
     return True
 
 
-def check_outside(out: Path, sources: dict[str, Source]) -> None:
-    """Refuse an OUT among the images of a source: it would be taken for a class of them."""
-    for folder in [path for source in sources.values() for path in source.files if path.is_dir()]:
-        if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
-            raise UserError(f"{out} is inside {folder}; choose a folder outside the images")
-
-
-@contextmanager
-def nothing_in_the_way() -> Iterator[None]:
-    """Turn a file that stands in OUT in place of a folder, or a folder in place of a file, into one line."""
-    try:
-        yield
-    except _IN_THE_WAY as error:
-        path = Path(error.filename2 or error.filename)
-        wrong = next((each for each in reversed(path.parents) if each.is_file()), path)
-        raise UserError(f"{wrong} is in the way ({error.strerror}); move it away") from error
-
-
 def prepare(options: argparse.Namespace) -> None:
     """Write the splits; each gets its name when it is complete."""
     given, out = Given(options.sources), options.out
     sources = find_sources(given, options.splits)
-    check_outside(out, sources)
+    for folder in [path for source in sources.values() for path in source.files if path.is_dir()]:
+        check_outside(out, folder)
     make_out(out)
-    waiting = f"waiting for another process that prepares {out}"
-    with nothing_in_the_way(), locked(out / ".prepare.lock", waiting):
+    with locked(out / ".prepare.lock", f"waiting for another process that prepares {out}"):
         sources = {split: source for split, source in sources.items() if not is_finished(out, split)}
         archives = [path for source in sources.values() for path in source.files]
         archives += [given.files[DEVKIT]] if "val" in sources and DEVKIT in given.files else []
@@ -588,7 +533,11 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Prepare the splits that the command line names."""
-    run(PROG, lambda: prepare(get_args_parser().parse_args()), "interrupted; the same command goes on where it stopped")
+    run(
+        PROG,
+        lambda: prepare(get_args_parser().parse_args()),
+        "interrupted; the same command continues it",
+    )
 
 
 if __name__ == "__main__":

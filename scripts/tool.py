@@ -139,6 +139,12 @@ def make_out(out: Path, name: str = "OUT") -> None:
         raise UserError(f"{out} cannot be written to; choose another {name}")
 
 
+def check_outside(out: Path, folder: Path) -> None:
+    """Refuse an OUT among the images of a source: it would be read as a class of them."""
+    if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
+        raise UserError(f"{out} is inside {folder}; choose a folder outside the images")
+
+
 def check_room(folder: Path, name: str, num_bytes: float, share: float = 1.0) -> None:
     """Raise UserError if the folder's disk has less free space than this share of the bytes that `name` needs."""
     free = free_bytes(folder)
