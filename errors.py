@@ -234,6 +234,8 @@ def explain_limit(error: BaseException) -> LimitError | None:
     """Return a LimitError in place of one by which the machine refuses memory, files or processes; None for others."""
     if isinstance(error, MemoryError):
         return LimitError(f"out of memory ({error or 'no more is given'}); use fewer --workers, or raise `ulimit -v`")
+    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error):  # torch's
+        return LimitError("out of memory; use a smaller --batch-size, or --grad-checkpointing in training")
     number = getattr(error, "errno", None)
     for limit, advice in {
         errno.EMFILE: f"raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}",

@@ -36,7 +36,6 @@ from gradients import ShardedStep
 from launch import read_launch
 from loading.seen import SeenRecord
 from metrics import Accuracy, Metric, Tally
-from monitoring import estimate
 from monitoring.console import Outlook, first_lines, last_lines, log
 from monitoring.gauges import Gauges, Pace
 from monitoring.monitor import Monitor
@@ -206,8 +205,7 @@ class Run(BareRun):
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
         self.monitor = Monitor(own_folder, self.state, args.log_to)
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
-        self.device, self.num_classes = device, len(datasets[1].classes)
-        self.gauges = Gauges(args, parts, device, self.num_classes)
+        self.gauges = Gauges(args, parts, device, len(datasets[1].classes))
         self.due = []  # records of windows that have ended, without values that are still on the device
         self.status = StatusFile(own_folder, self.state)
         self.finite = FiniteWatch(device)
@@ -249,8 +247,6 @@ class Run(BareRun):
         cause = error
         if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
             error = LoaderKilledError(str(error))
-        elif estimate.is_out_of_memory(error):
-            error = estimate.explain_out_of_memory(self.args, self.num_classes, self.device)
         error = error and collectives.explain(error)
         if isinstance(error, PreemptedError):
             self.status.write("preempted", str(error))

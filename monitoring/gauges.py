@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import collectives
-from monitoring.estimate import count_flops
+from monitoring.flops import count_flops
 
 # Dense peaks, TFLOP/s, by the name that torch gives the device, from NVIDIA's data sheets and white papers of A100
 # (2020), V100 (2017), L4 (2023), H100 SXM (2022) and H200 SXM (2024); figures "with sparsity" are halved here.

@@ -15,6 +15,7 @@ from loading.forms import find_sources, open_source
 from loading.loader import check_memory
 from loading.subset import minival_numbers
 from monitoring import estimate
+from monitoring.flops import build_without_memory
 from sampler import VirtualShards
 
 # ImageNet-1k, which a preview without data assumes.
@@ -24,8 +25,8 @@ IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
 def preview(args: Any, *, is_estimated: bool = False) -> str:
     """Return the text of `--dry-run`. It reads no image, writes to no output folder and needs no particular device.
 
-    If a launcher started several processes, only the first can print afterwards. `is_estimated` also estimates memory,
-    work, time and disk, which takes seconds.
+    If a launcher started several processes, only the first can print afterwards. `is_estimated` also estimates memory
+    and work, which takes seconds.
 
     Raises:
         UserError: the options cannot be used together.
@@ -45,7 +46,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     num_images, num_classes, about = count_images(args)
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
-    model = estimate.build_without_memory(args, num_classes)
+    model = build_without_memory(args, num_classes)
     lacking = []
     groups = optim.build_parameter_groups(args, model, lacking.append)
     optimizer = optim.build_optimizer(args, groups)
@@ -75,7 +76,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
         f"learning rate at the start of epoch {', '.join(rates)}",
     ]
     if is_estimated:
-        lines += estimate.describe(args, num_classes, steps_per_epoch)
+        lines += estimate.describe(args, num_classes)
     return "\n".join([*(f"# {line}" for line in lines), "", config.write_recipe(args)])
 
 

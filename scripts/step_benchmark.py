@@ -34,7 +34,7 @@ import train
 import utils
 from errors import UserError
 from launch import read_launch
-from monitoring.estimate import count_flops
+from monitoring.flops import count_flops
 from monitoring.gauges import peak_tflops
 from monitoring.monitor import read_records
 from options import COMPILE_MODES

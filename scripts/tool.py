@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.startup import open_closed_files
-from errors import ImageError, LimitError, LoaderKilledError, StorageError, UserError, error_line, one_line
+from errors import ImageError, LoaderKilledError, StorageError, UserError, error_line, explain_limit, one_line
 from files import explain_failure, free_bytes, make_folder, write_atomically
 from loading.progress import size_text
 from options import OneLineParser
@@ -116,12 +116,8 @@ def aligned(rows: list[list[str]], to_left: tuple[int, ...] = (0,)) -> list[str]
 def explain(error: BaseException) -> BaseException:
     """Return a one-line error for one of torch's or the system's that a user can act on, and any other unchanged."""
     if isinstance(error, RuntimeError):
-        from monitoring.estimate import is_out_of_memory  # not above: it imports torch, and some tools do without
-
-        if is_out_of_memory(error):
-            return LimitError("out of memory; use a smaller --batch-size")
-        if "DataLoader worker (pid" in str(error):
-            return LoaderKilledError(str(error))
+        is_killed = "DataLoader worker (pid" in str(error)
+        return LoaderKilledError(str(error)) if is_killed else explain_limit(error) or error
     if isinstance(error, OSError) and error.filename is not None and error.errno in _WRONG_PATH:
         return UserError(f"{error.filename}: {error.strerror}; give another path")
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC):

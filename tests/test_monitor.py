@@ -23,7 +23,7 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 import config
 from checkpointing.checkpoint import RunState
 from errors import PreemptedError, UserError
-from monitoring import estimate, gauges
+from monitoring import flops, gauges
 from monitoring.events import LAYOUT, NOT_DRAWN
 from monitoring.monitor import MACHINE_FIELDS, Monitor, read_records
 from scripts.plot_curves import plot_curves
@@ -154,7 +154,7 @@ def test_mfu_is_images_times_operations_over_the_peak(monkeypatch):
     assert 1000 * share == pytest.approx(1000 * 3 * 2 * 4.09e9 / 312e12, rel=0.02)
     # Depthwise convolutions: MobileNetV3 small has 56.5 million multiply-adds.
     args = config.parse_args(["--synthetic", "--model", "mobilenet_v3_small"])
-    assert estimate.count_flops(args, 1000) == pytest.approx(3 * 2 * 56.5e6, rel=0.05)
+    assert flops.count_flops(args, 1000) == pytest.approx(3 * 2 * 56.5e6, rel=0.05)
 
 
 def provider_of(*folders):

@@ -21,7 +21,7 @@ import models
 import optim
 import presets
 from errors import UserError
-from monitoring import estimate, preview
+from monitoring import flops, preview
 from tests.endings import read_metrics
 from tests.images import pack_shards, write_images
 from tests.ranks import run_ranks, train_rank
@@ -113,7 +113,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
         assert value is True if text is True else value == type(value)(text), name
 
     args.distributed, args.global_batch_size = False, 8 * args.batch_size
-    model = estimate.build_without_memory(args, 1000)
+    model = flops.build_without_memory(args, 1000)
     with monkeypatch.context() as patch:  # memory that is not drawn to is never there
         for draw in ("kaiming_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "xavier_uniform_"):
             patch.setattr(nn.init, draw, lambda tensor, *_, **__: tensor)
@@ -366,7 +366,7 @@ def test_each_parameter_decays_as_the_source_says(name, monkeypatch):
     # Whether it takes its images is found where each recipe is resolved.
     monkeypatch.setattr(models, "_found_to_fit", set())
     monkeypatch.setattr(models, "check_sizes", lambda model, args, _: None)
-    model = estimate.build_without_memory(args, 1000)
+    model = flops.build_without_memory(args, 1000)
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = optim.build_parameter_groups(args, model)
     found = {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
