@@ -73,13 +73,10 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
 # Contradictions that would waste a run, in the order of their checks: a condition, and a message that may quote the
 # value of any option, and that of the condition as `found`.
 CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
-    (lambda args: args.data_path is None and args.synthetic is None and not args.dry_run
-     and not (args.test_only and args.val_path is not None and not args.minival),
+    (lambda args: args.data_path is None and args.synthetic is None and not args.dry_run,
      "--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data"),
     (lambda args: args.global_batch_size is not None and args.global_batch_size % args.batch_size,
      "--global-batch-size {global_batch_size} is not a multiple of --batch-size {batch_size}; make it {found} smaller"),
-    (lambda args: args.early_stop is not None and args.eval_every == 0,
-     "--early-stop counts evaluations, and --eval-every 0 has one at the end; give one of them"),
     (lambda args: args.train_crop_size_min and not args.crop_ramp_epochs,
      "--train-crop-size-min needs --crop-ramp-epochs, the epochs between which the size grows"),
     (lambda args: args.crop_ramp_epochs and not 0 <= args.crop_ramp_epochs[0] < args.crop_ramp_epochs[1],
@@ -177,6 +174,8 @@ def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
     for group in GROUPS:
         options = {key: option for option in OPTIONS[group] for key in option.keys}
         for key, value in recipe.get(group, {}).items():
+            if key in REMOVED and value == REMOVED[key]:
+                continue
             if key in REMOVED:
                 raise UserError(f"recipe {path}: {key} in [{group}] was removed; leave it out")
             if key not in options:
@@ -294,7 +293,7 @@ def read_command_line() -> argparse.Namespace:
 def split_dirs(args: argparse.Namespace) -> tuple[str, str]:
     """Return the folders of the training and of the validation images."""
     path = args.data_path or ""
-    return os.path.join(path, args.train_split), args.val_path or os.path.join(path, args.val_split)
+    return os.path.join(path, "train"), os.path.join(path, "val")
 
 
 def default_folder(args: argparse.Namespace) -> str:
@@ -315,14 +314,12 @@ def _check_data_paths(args: argparse.Namespace) -> None:
         raise UserError(f"--data-path {path} is not a folder; give the one that holds train/ and val/{hint}")
     traindir, valdir = split_dirs(args)
     for root in [traindir] if args.minival else [valdir] if args.test_only else [traindir, valdir]:
-        folder, split = os.path.split(os.path.abspath(root))
-        names = [split] if os.path.isdir(folder) else []
+        split, names = os.path.basename(root), [os.path.basename(root)]
         with suppress(OSError):  # the loader will say so
-            names = os.listdir(folder)
+            names = os.listdir(path)
         if not any(split in name for name in names):
-            where = f"--val-path {root}: there is" if root == args.val_path else f"--data-path {path} has"
             hint = "; --minival 0.02 evaluates on training images that it holds out" if root == valdir else ""
-            raise UserError(f"{where} no {split}/, and no {split}.tar or {split}-000000.tar{hint}")
+            raise UserError(f"--data-path {path} has no {split}/, and no {split}.tar or {split}-000000.tar{hint}")
 
 
 def complete(
@@ -509,11 +506,8 @@ def _validate_texts(args: argparse.Namespace) -> None:
 
 
 def _validate_names(args: argparse.Namespace) -> None:
-    """Check names of splits, optimizers and policies; those of models are looked up when they are built."""
+    """Check names of optimizers and policies; those of models are looked up when they are built."""
     parse_kwargs(args.model_kwargs)
-    for flag, name in [("--train-split", args.train_split), ("--val-split", args.val_split)]:
-        if name in ("", ".", "..") or os.path.basename(name) != name:
-            raise UserError(f"{flag} {name!r}: expected the name of a folder in --data-path; --val-path takes a path")
     for option, given, known, kind in [
         ("--opt", args.opt, OPTIMIZERS, "optimizer"),
         ("--auto-augment", args.auto_augment, POLICIES, "augmentation policy"),

@@ -139,10 +139,7 @@ class IndexedImageFolder(Dataset):
         """Return the advice that an error about a bad image ends with."""
         if not isinstance(key, SampleKey):
             return "replace it: an evaluation leaves none out"
-        return (
-            "replace it, or give the same command with --resume auto --bad-images skip, which goes on without it. This "
-            "is the first bad image met, and there may be more; with skip each epoch ends with their number"
-        )
+        return "replace it, or give the same command with --resume auto --bad-images skip, which leaves out bad images"
 
     def error(self, number: int, reason: str) -> ImageError:
         """Return the error for an image that cannot be read, with the reason."""
@@ -246,14 +243,12 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     for folder in [valdir] if args.test_only else [traindir, valdir]:
         check_source(Path(folder))
     source_test, rest = hold_out(open_source(Path(valdir)), args.minival)
-    source_test = limit_images(source_test, args.limit_val_images, config.evaluated_set(args))
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed, source_test)
     # Before loader processes are forked, which may be any time from now on.
     dataset_test.index.watch(is_strict=not args.test_only)
     if args.test_only:
         return None, dataset_test
     source = open_source(Path(traindir)) if rest is None else rest
-    source = limit_images(source, args.limit_train_images, "train")
     if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
         print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
     kind = LenientImageFolder if args.bad_images == "skip" else IndexedImageFolder
@@ -425,8 +420,7 @@ def build_samplers(
     dataset: Dataset | None, dataset_test: Dataset, args: Any
 ) -> tuple[TrainSampler | None, EvalSampler]:
     """Return the samplers of the training set (None if there is no such set) and of the validation set."""
-    batch_size = args.eval_batch_size or args.batch_size
-    test_sampler = EvalSampler(len(dataset_test), batch_size, args.rank, args.world_size)
+    test_sampler = EvalSampler(len(dataset_test), args.batch_size, args.rank, args.world_size)
     if dataset is None:
         return None, test_sampler
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)

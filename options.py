@@ -202,32 +202,10 @@ OPTIONS = {
             "in parts: train-000000.tar, train-000001.tar ...",
         ),
         Option(
-            "--train-split", metavar="NAME", default="train", resume=FREE, not_with="synthetic",
-            help="name of the training images' folder or tars in --data-path",
-        ),
-        Option(
-            "--val-split", metavar="NAME", default="val", resume=FREE, not_with="synthetic|minival",
-            help="name of the validation images' folder or tars in --data-path",
-        ),
-        Option(
-            "--val-path", metavar="DIR", resume=FREE, not_with="synthetic|minival",
-            help="folder with one folder of validation images for each class, in place of the one in --data-path; "
-            "where there is no DIR, DIR.tar or its parts",
-        ),
-        Option(
             "--minival", metavar="FRACTION", type=float, resume="a position counts steps of the images that train",
             above=0, at_most=0.5, not_with="synthetic",
             help="hold out this fraction of the training images of each class, always the same ones, and evaluate on "
             "them; val/ is not read and may be missing; above 0, at most 0.5",
-        ),
-        Option(
-            "--limit-train-images", type=int, at_least=1,
-            resume="a position is counted in steps of its images", not_with="synthetic",
-            help="for a trial: train on N images only, the first of each class in turn",
-        ),
-        Option(
-            "--limit-val-images", type=int, at_least=1, not_with="synthetic",
-            help="for a trial: evaluate on N images only, the first of each class in turn",
         ),
         Option(
             "--bad-images", default="error", choices=["error", "skip"], resume=FREE, not_with="synthetic|test_only",
@@ -433,10 +411,6 @@ OPTIONS = {
             "gradients (default: --batch-size x processes of the first start)",
         ),
         Option(
-            "--eval-batch-size", type=int, at_least=1, at_most=1 << 24,
-            help="images that a process evaluates at once; results differ by rounding (default: --batch-size)",
-        ),
-        Option(
             "--seed", default=0, at_least=0, at_most=(1 << 32) - 1,
             help="seed of every random number: weights, order, augmentation, mixing, dropout",
         ),
@@ -536,11 +510,6 @@ OPTIONS = {
         Option(
             "--eval-every", default=1, at_least=0, resume=FREE,
             help="evaluate after every N epochs, and after the last one; 0 = after the last one only",
-        ),
-        Option(
-            "--early-stop", type=int, at_least=1, resume=FREE,
-            help="end the run when N evaluations in a row brought no new best by --best-metric, neither of the weights "
-            "nor of their average (default: train all --epochs)",
         ),
         Option(
             "--start-epoch", default=0, at_least=0, resume=SILENT, recipe=NEVER,
@@ -750,8 +719,13 @@ OTHER_NAMES = {
     "--multiprocessing-distributed": "start a process for each GPU: torchrun --nproc_per_node=N train.py ...",
 }
 
-# Options of earlier versions, which checkpoints may hold, and the only value with which a run can be resumed, if any.
-REMOVED = {"worker-type": None, "decode-device": "cpu"}
+# Options of earlier versions and their defaults there: recipes that those versions wrote hold them all, and checkpoints
+# too. The second set has those that change no number of a run.
+REMOVED = {
+    "worker-type": "process", "train-split": "train", "val-split": "val", "val-path": None, "limit-train-images": None,
+    "limit-val-images": None, "early-stop": None, "eval-batch-size": None, "decode-device": "cpu",
+}  # fmt: skip
+FREELY_REMOVED = {"worker-type", "train-split", "val-split", "val-path", "early-stop"}
 
 # The end of every message that refuses code which a file names.
 WHY_TYPED = "which is code and is run only where the command line names it: give --model FILE.py:FUNCTION"

@@ -29,7 +29,6 @@ from errors import (
     PreemptedError,
     StorageError,
     UserError,
-    counted,
 )
 from files import explain_failure, read_json, write_atomically
 from gradients import ShardedStep
@@ -282,7 +281,7 @@ class Run(BareRun):
 
     def finish(self) -> None:
         """Record and say how the run ended. Collective: every rank must call it."""
-        collectives.call_on_master(self.status.finish, self.why_stopped_early())
+        collectives.call_on_master(self.status.finish)
         print(self.state.result(self.args.output_dir, self.status.ran_s()))
         if collectives.is_main_process():
             print(*last_lines(self.args, self.state, self.folder, self.records()), sep="\n")
@@ -315,9 +314,6 @@ class Run(BareRun):
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left to train or to evaluate; then say how the run ended. Collective."""
         for epoch in range(self.state.epoch, self.args.epochs):
-            if reason := self.why_stopped_early():
-                print(reason)
-                break
             if cause := self.preemption.agree().stop:
                 self.stop(cause)
             first_step = self.state.start_epoch(epoch)
@@ -342,23 +338,7 @@ class Run(BareRun):
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to train or to evaluate."""
-        return self.state.is_finished(self.args.epochs) or self.why_stopped_early() != ""
-
-    def why_stopped_early(self) -> str:
-        """Return why `--early-stop` ends the run here, or nothing: a function of the position and of the best steps."""
-        args, state = self.args, self.state
-        bests = [best for best in state.bests.values() if best is not None]
-        if args.early_stop is None or not bests or not state.is_evaluated:
-            return ""
-        best_step = max(best["step"] for best in bests)
-        since = range(best_step // state.steps_per_epoch, state.epoch + 1)
-        num_worse = sum(is_evaluated_after(epoch, args) for epoch in since)
-        if num_worse < args.early_stop:
-            return ""
-        return (
-            f"stopped early after step {state.step}: no new best {args.best_metric} in "
-            f"{counted(num_worse, 'evaluation')} since step {best_step} (--early-stop {args.early_stop})"
-        )
+        return self.state.is_finished(self.args.epochs)
 
     def describe(self) -> str:
         """Describe the current work, for whoever looks into a hang."""

@@ -12,7 +12,7 @@ import torch
 import torchvision
 
 from errors import UserError, counted, one_line
-from options import BY_NAME, FREE, REMOVED, SCHEDULES, SILENT, is_same_model, parse_allowed
+from options import BY_NAME, FREE, FREELY_REMOVED, REMOVED, SCHEDULES, SILENT, is_same_model, parse_allowed
 
 _ALLOWED = "changed as --allow-change says: "
 
@@ -92,8 +92,11 @@ def check_options(state: dict, args: Any, decoder: str) -> None:
     """
     for name, value in REMOVED.items():
         known = state["args"].get(name.replace("-", "_"), value)
-        if value is not None and known != value:
-            raise UserError(f"cannot resume (--resume {args.resume}): the run has --{name} {known}, which was removed")
+        if known != value and name not in FREELY_REMOVED:
+            raise UserError(
+                f"cannot resume (--resume {args.resume}): the run has --{name} {known}, an option that was removed; "
+                "resume it with the version that wrote it, or start from its weights: --weights"
+            )
     there, here = state["environment"], describe_environment(args, decoder)
     is_deterministic = args.use_deterministic_algorithms
     differing = _differing_options(state["args"], args)

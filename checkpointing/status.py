@@ -86,14 +86,14 @@ class StatusFile:
         if self.folder:
             retry(partial(self.replace, state, reason))
 
-    def finish(self, reason: str = "") -> None:
-        """Record that the run has finished, and the reason if it stopped early.
+    def finish(self) -> None:
+        """Record that the run has finished.
 
         Raises:
             StorageError: the file cannot be written; a warning alone would leave the end unrecorded.
         """
         try:
-            self._replace_patiently("finished", reason)
+            self._replace_patiently("finished", "")
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
             raise StorageError(

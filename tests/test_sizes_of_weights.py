@@ -147,7 +147,7 @@ def test_train_and_the_tools_evaluate_a_checkpoint_at_another_size(tmp_path):
     ran = run_train(tmp_path, *argv, "--resume", path, "--val-crop-size", 48).check()
     said = "made for images of another size; resized pos_embed from (1, 5, 192) to (1, 10, 192)"
     assert ran.output.count(f"--resume {path}: {said}") == ran.output.count("made for images") == 1
-    asked = ["--ema", "--val-split", "val", "--val-crop-size", 48]
+    asked = ["--ema", "--val-crop-size", 48]
     by_weights = run_train(tmp_path, *argv, "--weights", path, *asked, "--model", f"timm/{TIMMS}", "--model-kwargs",
                            "depth=1", "--val-resize-size", 32).check().output  # fmt: skip
     (line,) = [line for line in ran.output.splitlines() if line.startswith("Test: EMA Acc@1")]
