@@ -30,6 +30,7 @@ from options import (
     Option,
     build_parser,
     defaults,
+    is_filled_in,
     parse_allowed,
     parse_kwargs,
     short_name,
@@ -344,7 +345,7 @@ def complete(
     names = sorted(name for name in values.keys() & preset if is_sparse or values[name] != preset[name])
     args = filled(given, given=names, typed=names if typed is None else typed)
     args.reference_global_batch = reference_global_batch
-    # For models of timm, `models.take_statistics` replaces these.
+    # For models of timm, `published.take_published_options` replaces these.
     args.mean, args.std = list(args.mean or IMAGENET_MEAN), list(args.std or IMAGENET_STD)
     args.model_kwargs = sorted(args.model_kwargs or ()) or None
     # Code runs only from a file that the command line names: see `models.load_custom`.
@@ -465,10 +466,11 @@ def with_shards(args: Record, state: dict | None) -> Record:
     shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
     # GoogLeNet and Inception rescale inputs only for published weights.
     weights = args.weights if "weights" in args.given else state["args"]["weights"]
-    changes = _differing(args, state["args"], STATISTICS)
-    for name, values in changes.items():
-        BY_NAME[name].check(values)
-        print(one_line(f"--{name} {' '.join(map(str, values))}: as in the checkpoint"))
+    changes = _differing(args, state["args"], [name for name in BY_NAME if is_filled_in(name, args)])
+    for name, value in changes.items():
+        BY_NAME[name].check(value)
+        words = " ".join(map(str, value)) if isinstance(value, list) else value
+        print(one_line(f"{BY_NAME[name].flag} {words}: as in the checkpoint"))
     return args.replaced(**shards, weights=weights, **changes)
 
 

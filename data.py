@@ -21,8 +21,7 @@ import collectives
 import config
 import transforms
 from checkpointing.preemption import start_worker
-from checkpointing.published import options_of_weights, resolve_weights
-from checkpointing.weights import HUB
+from checkpointing.published import is_stored, take_published_options
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import read_bytes
 from loading.decode import DEEP_EXTENSIONS, decode_plainly, grey_bits, open_image
@@ -32,7 +31,6 @@ from loading.loader import BatchLoader, check_workers, collate, largest_batch_by
 from loading.source import Source
 from loading.subset import Subset, first_of_each_class, minival_numbers, without
 from loading.synthetic import SyntheticSource
-from models import take_statistics
 from options import BY_NAME, parse_allowed
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
@@ -337,7 +335,7 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
         checked = config.complete(Namespace(**{**vars(args), **place, **others}))
         place |= {"mean": checked.mean, "std": checked.std, "given": []}
         args = config.Record(**{**vars(checked), **vars(args), **place})
-        if args.test_only:
+        if args.test_only and args.weights and not is_stored(args.weights):
             args, _ = take_published_options(args)
         args = config.with_shards(args.replaced(test_only=args.test_only and not find_sources(Path(traindir))), None)
     dataset, dataset_test = build_datasets(traindir, valdir, args)
@@ -347,28 +345,11 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
     return dataset, dataset_test, train_sampler, test_sampler
 
 
-def take_published_options(args: Any) -> tuple[Any, list[str]]:
-    """Return the options that the model's config and, in evaluation, published weights fill in; and a line about each.
-
-    Raises:
-        UserError: `--weights` names neither a file nor published weights of the model.
-    """
-    args, notes = take_statistics(args)
-    if not args.weights or args.weights.startswith(HUB) or Path(args.weights).is_file():
-        return args, notes
-    weights = resolve_weights(args)  # in training too, since it refuses an unknown name
-    if not args.test_only:
-        return args, notes
-    published = options_of_weights(weights)
-    changes = {name: value for name, value in published.items() if name not in args.given}
-    lines = [f"{name.replace('_', '-')} {value}: as {args.weights} was published" for name, value in changes.items()]
-    return args.replaced(**changes), lines
-
-
 def waits_for_checkpoint(args: Any) -> bool:
     """Tell whether transforms depend on options in the checkpoint of `--resume`."""
     is_filled = (args.auto_augment or "").startswith("timm/") and "mean" not in args.given  # timm fills gaps with it
-    return bool(args.resume) and (args.test_only or is_filled)
+    # A run of one of timm's models keeps the sizes that it began with, and not those that timm gives it now.
+    return bool(args.resume) and (args.test_only or is_filled or args.model.startswith("timm/"))
 
 
 def collate_lenient(

@@ -193,6 +193,13 @@ def require_timm(option: str, value: str) -> ModuleType:
     return require_package("timm", f"{option} {value}")
 
 
+def find_timm_config(model: str) -> Any:
+    """Return timm's config of a model's pretrained weights, or None if timm has none; `model` is timm/NAME."""
+    with suppress(RuntimeError):  # timm knows no such tag
+        return require_timm("--model", model).get_pretrained_cfg(model.removeprefix("timm/"))
+    return None
+
+
 def require_package(package: str, needed_by: str) -> ModuleType:
     """Return the package that `needed_by`, such as an option, needs; UserError if it cannot be used."""
     try:

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,10 +16,10 @@ from torch.utils.data import Dataset
 import config
 import models
 from checkpointing.guard import compare_classes
-from checkpointing.published import fetch_by_name
+from checkpointing.published import fetch_by_name, settle_preprocessing, translate_options
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from collectives import all_gather, interleave
-from errors import UserError, in_one_line, one_line
+from errors import UserError, find_timm_config, in_one_line, one_line
 from options import BY_NAME, WHY_TYPED, is_same_model, split_custom
 from transforms import one_hot
 
@@ -186,7 +186,8 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
     source, size = f"--teacher {args.teacher}", args.train_crop_size
     name, weights, is_typed = _find_teacher(args, source)
     with in_one_line(source):
-        model, own = build_evaluated(args.teacher, name, weights, size=size, is_typed=is_typed)
+        given = {"val_crop_size": size, "val_resize_size": size}
+        model, own, _ = build_evaluated(args.teacher, name, weights, given, is_typed=is_typed)
     num_classes = model(torch.zeros(2, 3, size, size)).shape[1]
     if num_classes != len(classes):
         raise UserError(
@@ -209,7 +210,7 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
 def _find_teacher(args: config.Record, source: str) -> tuple[str, Weights, bool]:
     """Return a teacher's model name, its weights, and whether the command line names the model's own file."""
     if args.teacher.startswith("timm/"):
-        found = models.find_timm_config(args.teacher)
+        found = find_timm_config(args.teacher)
         if found is None or not found.hf_hub_id:
             raise UserError(f"{source}: timm knows no weights of that name; give timm/NAME.TAG, or a checkpoint")
         path = fetch_from_hub(f"{HUB}{found.hf_hub_id}", source)
@@ -227,32 +228,30 @@ def _find_teacher(args: config.Record, source: str) -> tuple[str, Weights, bool]
 
 
 def build_evaluated(
-    source: str, name: str, weights: Weights, *, size: int | None = None, is_typed: bool = False
-) -> tuple[nn.Module, config.Record]:
-    """Return a trained model in evaluation mode on the CPU, and the options to evaluate it with.
+    source: str, name: str, weights: Weights, given: Mapping[str, Any], *, is_typed: bool = False
+) -> tuple[nn.Module, config.Record, str]:
+    """Return a trained model in evaluation mode on the CPU, its options, and where its preprocessing comes from.
 
     Args:
         source: the name of the weights in a message.
         name: the model's name.
         weights: the weights, with the options that they were trained or published with.
-        size: the side of the images, px; by default that of these options.
+        given: preprocessing in place of the weights' own: some of `options.PREPROCESSING`.
         is_typed: the command line names the model, so its own file may be run.
     """
-    given = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1)
-    if weights.script == "timm" and name.startswith("timm/"):
-        weights.options |= models.options_of_timm(name, weights.options)
+    models.check_name(name)
+    translate_options(weights, name)
     options = {key: value for key, value in weights.options.items() if _is_value(key, value)}
-    if size is not None:
-        given.val_crop_size = size
     typed = ["model"] if is_typed else []
-    args, _ = models.take_statistics(config.Record(**vars(config.complete(given, typed=typed))))
+    chosen = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1, **given)
     with in_one_line(source):
-        args, _ = config.as_trained(args, options)
+        args, _ = config.as_trained(config.Record(**vars(config.complete(chosen, typed=typed))), options)
+    args, origin = settle_preprocessing(args, source, weights.options, weights.origin)
     if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
         args = args.replaced(weights=options["weights"])
     args = args.replaced(distributed=False)
     num_classes = len(weights.classes or ()) or models.count_classes(models.build_model(args, 1000), weights, 1000)
-    return models.build_model(args, num_classes, weights, source).eval().requires_grad_(False), args
+    return models.build_model(args, num_classes, weights, source).eval().requires_grad_(False), args, origin
 
 
 def _is_value(name: str, value: Any) -> bool:

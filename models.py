@@ -3,13 +3,12 @@
 import importlib
 import importlib.util
 import inspect
-import math
 import os
 import sys
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -19,12 +18,11 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from errors import UserError, counted, did_you_mean, in_one_line, require_timm
+from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from files import own_temporary_folder
-from options import BY_NAME, WHY_TYPED, parse_kwargs, split_custom
+from options import WHY_TYPED, parse_kwargs, split_custom
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -51,54 +49,26 @@ def check_name(name: str) -> None:
         )
 
 
-def take_statistics(args: Any) -> tuple[Any, list[str]]:
-    """Return the options with the mean and standard deviation of timm's config of the model, and a line about them.
-
-    Values that the user gave stay, and so do those for models that are not timm's.
-    """
-    if not args.model.startswith("timm/"):
-        return args, []
-    found = find_timm_config(args.model)
-    known = {} if found is None else {"mean": list(found.mean), "std": list(found.std)}
-    changes = {name: known[name] for name in known if name not in args.given and known[name] != getattr(args, name)}
-    said = ", ".join(f"{name} {' '.join(f'{value:.4g}' for value in values)}" for name, values in changes.items())
-    return args.replaced(**changes), [f"{said}: as in timm's config of {args.model}"] if changes else []
-
-
-def find_timm_config(model: str) -> Any:
-    """Return timm's config of a model's pretrained weights, or None if timm has none; `model` is timm/NAME."""
-    with suppress(RuntimeError):  # timm knows no such tag
-        return require_timm("--model", model).get_pretrained_cfg(model.removeprefix("timm/"))
-    return None
-
-
 def check_model(args: Any) -> None:
-    """Build the model without memory, so that wrong options are reported before the run looks for images.
+    """Build the model and let it take images without memory, so that a wrong option ends the run before it loads data.
 
-    The model of a checkpoint to evaluate is not built here, since its options are not known yet.
+    The model of a checkpoint to evaluate is checked when it is built, since its options are not known yet.
 
     Raises:
-        UserError: for the reasons of `build_model`.
+        UserError: for the reasons of `build_model` and `check_sizes`.
     """
     check_name(args.model)
     if args.test_only and args.resume:
         return
     try:
         with torch.device("meta"):
-            build_model(args, 1000)
+            model = build_model(args, 1000)
     except UserError:
         raise
-    except Exception:  # a few models compute while they are built, and need memory: they are checked later
-        return
-
-
-# Options that decide whether a model takes its images, and the values found to fit: a start builds its model twice,
-# first without memory, and needs to check them once.
-_FITTING = (
-    "model", "model_kwargs", "dropout", "stochastic_depth", "freeze", "train_crop_size", "train_crop_size_min",
-    "val_crop_size", "test_only",
-)  # fmt: skip
-_found_to_fit = set()
+    except Exception:  # a few models compute while they are built, which needs memory
+        model = build_model(args, 1000)
+    if split_custom(args.model) is None:
+        check_sizes(model, args)
 
 
 def build_model(
@@ -124,17 +94,29 @@ def build_model(
     model = build(num_classes)
     if weights is not None:
         source = source or f"--weights {args.weights}"
+        check_rescaling(model, weights, source)
         load_matching(model, weights, source, build, num_classes, needs_classifier=args.test_only)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
-    scored = num_classes if split_custom(args.model) else None  # a library's models score what they are told to
-    values = (*(str(getattr(args, name)) for name in _FITTING), args.batch_size == 1, scored)
-    if values not in _found_to_fit:
-        check_sizes(model, args, scored)
-        _found_to_fit.add(values)
+    if split_custom(args.model):
+        check_sizes(model, args, num_classes)
+    elif args.test_only and args.resume:
+        check_sizes(model, args)
     if args.grad_checkpointing:
         recompute_blocks(model, args.model, is_compiled=args.compile is not None)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
+
+
+def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Refuse weights of GoogLeNet or Inception v3 for inputs of another range: those published rescale them."""
+    options = getattr(weights, "options", {})
+    is_rescaled = str(options.get("weights")).endswith(".IMAGENET1K_V1") or options.get("weights") == "IMAGENET1K_V1"
+    is_rescaled |= "transform_input=True" in (options.get("model_kwargs") or ())
+    if hasattr(model, "transform_input") and options and model.transform_input != is_rescaled:
+        raise UserError(
+            f"{source} was trained with inputs {'' if is_rescaled else 'not '}rescaled to [-1, 1]; give --model-kwargs "
+            f"transform_input={is_rescaled}"
+        )
 
 
 # Keyword arguments that other options set, with these options.
@@ -284,7 +266,7 @@ def _build_timm(args: Any, num_classes: int) -> nn.Module:
 def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> None:
     """Check that a model takes images of the sizes that the options give and, for a number of classes, its scores.
 
-    Its weights and running statistics stay as they are: `find_obstacle` runs it on tensors without memory, or copies.
+    Its weights and running statistics stay as they are.
 
     Raises:
         UserError: it does not take a size, or returns no scores; the message names the option.
@@ -292,84 +274,45 @@ def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> 
     smallest = args.train_crop_size if args.train_crop_size_min is None else args.train_crop_size_min
     between = range(smallest // 32 * 32 + 32, args.train_crop_size, 32)
     training = [] if args.test_only else sorted({smallest, *between, args.train_crop_size})
-    cases = [("train", size, args.batch_size) for size in training] + [("val", args.val_crop_size, 2)]
-    for split, size, batch_size in cases:
+    for split, size in [*(("train", size) for size in training), ("val", args.val_crop_size)]:
         set_training_mode(model) if split == "train" else model.eval()
-        num_images = min(batch_size, 2)
-        check = num_classes and partial(_check_scores, args.model, (num_images, num_classes))
-        obstacle = find_obstacle(model, (num_images, 3, size, size), check)
+        num_images = min(args.batch_size, 2) if split == "train" else 2
+        obstacle = find_obstacle(model, (num_images, 3, size, size), num_classes)
         if obstacle is not None:
-            images = f"a --batch-size of 1 and --{split}-crop-size" if batch_size == 1 else f"--{split}-crop-size"
-            raise UserError(
-                f"--model {args.model} cannot take {images} {size}: {obstacle}; {_fitting_size(args, split, size)}"
-            )
+            batch = "--batch-size 1 and " if num_images == 1 else ""
+            raise UserError(f"--model {args.model} cannot take {batch}--{split}-crop-size {size}: {obstacle}")
     model.train()
 
 
-def _fitting_size(args: Any, split: str, size: int) -> str:
-    """Return the end of an error, which advises another size of image."""
-    native = None
-    if args.model.startswith("timm/"):
-        if config := find_timm_config(args.model):
-            is_fixed = config.fixed_input_size and split == "train"  # to the size that the model was built with
-            native = args.val_crop_size if is_fixed else config.input_size[-1]
-    elif not split_custom(args.model):
-        native = torchvision.models.get_model_weights(args.model).DEFAULT.transforms().crop_size[0]
-    if native in (None, size):
-        return "give a size that it is made for"
-    return f"give one that it is made for, as --{split}-crop-size {native}"
-
-
-class _QuickShapes(TorchDispatchMode):
-    """Computes shapes of batch norm, layer norm and GELU without memory at once: the output has the input's shape.
-
-    torch takes a dozen operations in Python for that, most of the time of a pass. Layer norms of sizes that do not fit
-    go to torch, which refuses them; batch norm refuses such sizes before it calls its operation.
-    """
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        ops = torch.ops.aten
-        if args and isinstance(args[0], Tensor) and args[0].is_meta:
-            if function is ops.gelu.default:
-                return torch.empty_like(args[0])
-            if function is ops.native_batch_norm.default:
-                return torch.empty_like(args[0]), args[0].new_empty(0), args[0].new_empty(0)
-            if function is ops.native_layer_norm.default and args[0].shape[-len(args[1]) :] == tuple(args[1]):
-                return args[0].new_empty(args[0].shape), args[0].new_empty(0), args[0].new_empty(0)
-        return function(*args, **(kwargs or {}))
-
-
-def find_obstacle(model: nn.Module, shape: tuple[int, ...], check: Callable[[Any], None] | None = None) -> str | None:
+def find_obstacle(model: nn.Module, shape: tuple[int, ...], num_classes: int | None = None) -> str | None:
     """Return the reason, in one line, why a model cannot take images of a shape (B, 3, H, W), or None if it can.
 
-    If it can, `check` is called with its output, and may raise.
+    Its output is only looked at for a number of classes, whose scores it must be.
     """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    obstacle = None
-    for device in ("meta", "cpu"):  # some models can only run with memory
+    obstacle, is_on_meta = None, any(tensor.is_meta for tensor in state.values())
+    for device in ("meta",) if is_on_meta else ("meta", "cpu"):  # a few models can only run with memory
         try:
-            own = {name: tensor.detach().to(device) if device == "meta" else tensor.detach().clone()
-                   for name, tensor in state.items()}  # fmt: skip
-            with torch.no_grad(), torch.random.fork_rng([]), _QuickShapes():
+            own = {name: tensor.detach().to(device, copy=True) for name, tensor in state.items()}
+            with torch.no_grad(), torch.random.fork_rng([]):
                 output = torch.func.functional_call(model, own, torch.zeros(shape, device=device))
         except Exception as error:  # each kind of layer raises another error
             obstacle = obstacle or (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         else:
-            if check is not None:
-                check(output)
-            return None
-        if any(tensor.is_meta for tensor in state.values()) or shape[-1] > 1024:
-            break
-    return obstacle
+            return num_classes and _misfit(output, (shape[0], num_classes))
+    stem = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if stem is not None and stem.in_channels * stem.groups != 3 and "channel" in obstacle:
+        return f"its first convolution takes images of {counted(stem.in_channels, 'channel')}, and images here are RGB"
+    return f"{obstacle}; give a size that it is made for"
 
 
-def _check_scores(name: str, shape: tuple[int, int], output: Any) -> None:
-    """Raise UserError unless a model's output is a tensor of float32 scores of this shape."""
-    if not isinstance(output, Tensor) or output.dtype != torch.float32 or output.shape != shape:
-        is_tensor = isinstance(output, Tensor)
-        found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
-        images = counted(shape[0], "image")
-        raise UserError(f"--model {name}: its output for {images} is {found}, expected float32 scores of {shape}")
+def _misfit(output: Any, shape: tuple[int, int]) -> str | None:
+    """Return why a model's output is no tensor of float32 scores of a shape, or None if it is."""
+    if isinstance(output, Tensor) and output.dtype == torch.float32 and output.shape == shape:
+        return None
+    is_tensor = isinstance(output, Tensor)
+    found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
+    return f"its output for {counted(shape[0], 'image')} is {found}, expected float32 scores of {shape}"
 
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
@@ -756,34 +699,6 @@ def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> Exponenti
         model_ema.module.load_state_dict(resize_positions(model, averaged)[0])
     compile_model(model_ema.module, args)
     return model_ema
-
-
-def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our options for a model as timm's script builds and evaluates it.
-
-    Args:
-        name: timm/ and the model's name.
-        trained: the options of timm's script.
-
-    Raises:
-        UserError: the sizes of its images cannot be used.
-    """
-    known = find_timm_config(name)
-    names = ("img_size", "input_size", "crop_pct", "interpolation", "mean", "std")
-    with in_one_line(f"{name}: the sizes of its images cannot be used"):
-        resolve = importlib.import_module("timm.data").resolve_data_config
-        found = resolve({each: trained.get(each) for each in names}, known.to_dict() if known else {})
-        crop = int(found["input_size"][-1])
-        options = {"val_crop_size": crop, "val_resize_size": math.floor(crop / float(found["crop_pct"]))}
-        options |= {each: [float(value) for value in found[each]] for each in ("mean", "std")}
-    if BY_NAME["interpolation"].is_value(found["interpolation"]):
-        options["interpolation"] = found["interpolation"]
-    kwargs = trained.get("model_kwargs")
-    if not isinstance(kwargs, list):  # a list is in our form already
-        flags = {"global_pool": trained.get("gp"), **{each: trained.get(each) for each in ("bn_eps", "bn_momentum")}}
-        kwargs = (kwargs or {}) | {key: value for key, value in flags.items() if value is not None}
-        options["model_kwargs"] = sorted(f"{key}={value!r}" for key, value in kwargs.items()) or None
-    return options
 
 
 def set_up_threads(args: Any) -> None:

@@ -29,6 +29,8 @@ MOST_COUNT = 1 << 53
 # Names that torchvision and torch know, listed so that neither has to be imported.
 INTERPOLATIONS = ["nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 COMPILE_MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+# The preprocessing of an evaluation.
+PREPROCESSING = ("val_resize_size", "val_crop_size", "interpolation", "mean", "std")
 MEASURED_MODES = {"max-autotune", "max-autotune-no-cudagraphs"}  # choose kernels by measuring them
 
 
@@ -270,8 +272,8 @@ OPTIONS = {
         ),
         Option(
             "--mean", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0, at_most=1, is_of_checkpoint=True,
-            help="mean by which each channel is normalised, for values from 0 to 1 (default: that in timm's "
-            "config for timm/ models, else ImageNet's, 0.485 0.456 0.406)",
+            help="mean by which each channel is normalised, for values from 0 to 1 (default: ImageNet's, 0.485 0.456 "
+            "0.406; for timm/ models this and the sizes and the method above are as timm configures the model)",
         ),
         Option(
             "--std", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0.001, at_most=1, is_of_checkpoint=True,
@@ -729,6 +731,12 @@ FREELY_REMOVED = {"worker-type", "train-split", "val-split", "val-path", "early-
 
 # The end of every message that refuses code which a file names.
 WHY_TYPED = "which is code and is run only where the command line names it: give --model FILE.py:FUNCTION"
+
+
+def is_filled_in(name: str, args: Any) -> bool:
+    """Tell whether the model's configuration sets an option, which neither the command line nor the recipe gives."""
+    is_timms = args.model.startswith("timm/") and name in (*PREPROCESSING, "train_crop_size")
+    return (is_timms or name in ("mean", "std")) and name not in args.given
 
 
 def split_custom(model: str) -> tuple[str, str] | None:

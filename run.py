@@ -20,6 +20,7 @@ import optim
 from checkpointing.checkpoint import RunState
 from checkpointing.guard import check_options, run_facts
 from checkpointing.preemption import NOTHING, FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
+from checkpointing.published import preprocessing_line, settle_preprocessing
 from checkpointing.status import MOST_STARTS, StatusFile
 from checkpointing.store import CheckpointManager
 from errors import (
@@ -66,7 +67,9 @@ def read_resumed(
             raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
         if state is not None:
             args, notes = config.as_trained(args, state["args"])
-            for note in notes:
+            source = f"the checkpoint of --resume {args.resume}"
+            args, origin = settle_preprocessing(args, source, state["args"])
+            for note in [*notes, preprocessing_line(args, origin)]:
                 print(note)
         return args, state
     manager.check(args.resume, overwrite=args.overwrite)

@@ -292,8 +292,7 @@ def _write(path: Path, payload: bytes) -> None:
 
 def _verify_archive(path: Path) -> None:
     try:
-        with zipfile.ZipFile(path) as archive:
-            bad = find_bad_record(archive)
+        bad = find_bad_record(path)
     except zipfile.BadZipFile as error:
         bad = str(error)
     if bad is not None:

@@ -12,7 +12,17 @@ import torch
 import torchvision
 
 from errors import UserError, counted, one_line
-from options import BY_NAME, FREE, FREELY_REMOVED, REMOVED, SCHEDULES, SILENT, is_same_model, parse_allowed
+from options import (
+    BY_NAME,
+    FREE,
+    FREELY_REMOVED,
+    REMOVED,
+    SCHEDULES,
+    SILENT,
+    is_filled_in,
+    is_same_model,
+    parse_allowed,
+)
 
 _ALLOWED = "changed as --allow-change says: "
 
@@ -229,7 +239,7 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
     """Return (the checkpoint's value, ours) of each option that differs."""
     differing = {}
     for name, value in vars(args).items():
-        is_theirs = name in ("weights", "mean", "std") and name not in args.given
+        is_theirs = is_filled_in(name, args) or (name == "weights" and name not in args.given)
         is_theirs = is_theirs or (name == "global_batch_size" and value is None)
         is_younger = name not in theirs and name not in args.given  # a newer option than the checkpoint, and unused
         if name in _DERIVED or name == "world_size" or is_theirs or is_younger:

@@ -1,7 +1,12 @@
-"""Fetch published weights: torchvision's by name, and those that `--weights` names."""
+"""Weights by their published name, the weights of `--weights`, and the preprocessing that belongs to weights."""
 
+import importlib
+import math
 import sys
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torchvision
@@ -11,9 +16,9 @@ from torchvision.models import WeightsEnum
 
 import collectives
 from checkpointing.guard import check_classes
-from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
-from errors import UserError, did_you_mean
-from options import split_custom
+from checkpointing.weights import BARE, HUB, Weights, fetch_from_hub, load_weights
+from errors import UserError, did_you_mean, find_timm_config, in_one_line
+from options import BY_NAME, PREPROCESSING, split_custom
 
 
 def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
@@ -28,13 +33,207 @@ def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
     """
     if args.weights is None:
         return None
-    path = fetch_from_hub(args.weights) if args.weights.startswith(HUB) else Path(args.weights)
-    if path.is_file():
-        weights = load_weights(path, is_average=args.ema, name=f"--weights {args.weights}")
-        print(f"--weights {args.weights}: {weights.kind}")
-        check_classes(weights.classes, args, val)
-        return weights
-    return fetch_published(resolve_weights(args), f"--weights {args.weights}")
+    if not is_stored(args.weights):
+        return fetch_published(resolve_weights(args), f"--weights {args.weights}")
+    weights = read_weights(args.weights, is_average=args.ema)
+    read_weights.cache_clear()
+    print(f"--weights {args.weights}: {weights.kind}")
+    for name in ("mean", "std"):
+        known = recorded(weights.options).get(name, getattr(args, name))
+        if known != getattr(args, name) and name not in args.given:
+            print(f"--weights {args.weights} was trained with another --{name}: {_text(known)}; give it to keep it")
+    check_classes(weights.classes, args, val)
+    return weights
+
+
+def is_stored(name: str) -> bool:
+    """Tell whether `--weights` names a file, here or on the Hugging Face hub, rather than torchvision's weights."""
+    return name.startswith(HUB) or Path(name).is_file()
+
+
+@cache
+def read_weights(name: str, *, is_average: bool) -> Weights:
+    """Return the state dict of a file of `--weights`; it stays in memory until `cache_clear`."""
+    path = fetch_from_hub(name) if name.startswith(HUB) else Path(name)
+    return load_weights(path, is_average=is_average, name=f"--weights {name}")
+
+
+def _is_library_model(model: str) -> bool:
+    return model.startswith("timm/") or model in torchvision.models.list_models(module=torchvision.models)
+
+
+def weights_without_memory(args: Any) -> Weights | None:
+    """Return the state dict in the file of `--weights` on the meta device: names and shapes; None without a file."""
+    if args.weights is None or not Path(args.weights).is_file():
+        return None
+    weights = read_weights(args.weights, is_average=args.ema)
+    read_weights.cache_clear()
+    shapes = Weights((name, tensor.to("meta")) for name, tensor in weights.items())
+    vars(shapes).update(vars(weights))
+    return shapes
+
+
+def translate_options(weights: Weights, model: str) -> None:
+    """Fill in what the options of weights of a model mean to timm's script, or to torchvision, which published them."""
+    is_torchvisions = split_custom(model) is None and not model.startswith("timm/")
+    if weights.script == "timm" and model.startswith("timm/"):
+        known = recorded(weights.options)  # all, where `scripts.convert` wrote the file
+        own = known if len(known) == len(PREPROCESSING) else {}
+        weights.options |= {**options_of_timm(model, weights.options), **own}
+    elif weights.kind == BARE and is_torchvisions:
+        members = torchvision.models.get_model_weights(model)
+        published = next((each for each in members if Path(each.url).name == weights.file), None)
+        if published is not None:
+            weights.options |= {**options_of_weights(published), "weights": str(published)}
+            weights.origin = f"as torchvision publishes {published}"
+
+
+def take_published_options(args: Any) -> tuple[Any, list[str]]:
+    """Return the options with the preprocessing that belongs to the model or to its weights, and a line about it.
+
+    Training takes that of timm's configuration for timm's models, with the size of training crops, and the options'
+    own for all others, as torchvision's script does. Evaluation takes that of the weights, as `settle_preprocessing`
+    does; that of a checkpoint to `--resume` is not known yet.
+
+    Raises:
+        UserError: `--weights` names neither a file nor published weights of the model, or nothing is known of the
+            preprocessing of a model to evaluate.
+    """
+    if not _is_library_model(args.model) and split_custom(args.model) is None:
+        return args, []  # `models.check_model` refuses it
+    published = args.weights and not is_stored(args.weights) and resolve_weights(args)
+    if args.test_only and not args.resume:
+        source = f"--weights {args.weights}"
+        if not published:
+            weights = read_weights(args.weights, is_average=args.ema)
+            translate_options(weights, args.model)
+        else:
+            weights = Weights()
+            weights.options, weights.origin = options_of_weights(published), f"as torchvision publishes {published}"
+        args, origin = settle_preprocessing(args, source, weights.options, weights.origin)
+        return args, [preprocessing_line(args, origin)]
+    if not args.model.startswith("timm/") or find_timm_config(args.model) is None:
+        return args, []
+    if {*PREPROCESSING} <= {*args.given}:
+        return args, []
+    args, origin = settle_preprocessing(args, f"--model {args.model}")
+    if not {"train_crop_size", "val_crop_size"} & {*args.given} and not args.test_only:
+        args = args.replaced(train_crop_size=args.val_crop_size)
+        origin += f"; --train-crop-size {args.train_crop_size} likewise"
+    return args, [preprocessing_line(args, origin)]
+
+
+def settle_preprocessing(
+    args: Any,
+    source: str,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    origin: str = "as in the checkpoint",
+) -> tuple[Any, str]:
+    """Return the options of an evaluation with the preprocessing that belongs to its weights, and where it comes from.
+
+    Each of `PREPROCESSING` is the one that was given, else that of the weights' own options, else that of the model's
+    published configuration.
+
+    Args:
+        args: the options; `given` lists those that a user set.
+        source: the name of the weights in a message.
+        options: those that the weights were trained or published with, as far as they are known.
+        origin: words about where `options` come from.
+
+    Raises:
+        UserError: one of them is not known from anywhere.
+    """
+    given = {name: getattr(args, name) for name in PREPROCESSING if name in args.given}
+    known = recorded(options)
+    origins = {**dict.fromkeys(known, origin), **dict.fromkeys(given, "as given")}
+    published = {}
+    if len(origins) < len(PREPROCESSING):
+        published, words = published_preprocessing(args.model, given.get("val_crop_size"))
+        origins = {**dict.fromkeys(published, words), **origins}
+    missing = [BY_NAME[name].flag for name in PREPROCESSING if name not in origins]
+    if missing:
+        raise UserError(
+            f"{source} does not say how its images are prepared, and nothing is published about {args.model}; give "
+            f"{', '.join(missing)}"
+        )
+    groups = {}
+    for name in PREPROCESSING:
+        groups.setdefault(origins[name], []).append(BY_NAME[name].flag)
+    words = [f"{each} ({', '.join(flags)})" if len(groups) > 1 else each for each, flags in groups.items()]
+    return args.replaced(**{**published, **known, **given}), "; ".join(words)
+
+
+def preprocessing_line(values: Any, origin: str) -> str:
+    """Return the line about how images are prepared; its options can be given to train.py and to the tools.
+
+    Args:
+        values: an object with the attributes of `PREPROCESSING`.
+        origin: words about where they come from.
+    """
+    words = " ".join(f"{BY_NAME[name].flag} {_text(getattr(values, name))}" for name in PREPROCESSING)
+    return f"preprocessing: {words}: {origin}"
+
+
+def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the preprocessing among the options of a checkpoint, perhaps another script's, in the order of the list.
+
+    Values of other types are left out; `Option.check` refuses impossible ones.
+    """
+    found = {name: options.get(name) for name in PREPROCESSING}
+    for name in ("mean", "std"):
+        if isinstance(found[name], list | tuple) and all(type(value) in (int, float) for value in found[name]):
+            found[name] = [float(value) for value in found[name]]
+    return {name: value for name, value in found.items() if value is not None and BY_NAME[name].is_value(value)}
+
+
+def _text(value: Any) -> str:
+    return " ".join(f"{number:.6g}" for number in value) if isinstance(value, list) else str(value)
+
+
+def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[str, Any], str]:
+    """Return the preprocessing that torchvision or timm publish for a model, and words about it; {} where none is.
+
+    Args:
+        model: the model's name; of torchvision's weights the first ones count, mostly IMAGENET1K_V1.
+        crop: another size of the central crop, which scales timm's resize.
+    """
+    if split_custom(model) is not None:
+        return {}, ""
+    if model.startswith("timm/"):
+        found = {} if find_timm_config(model) is None else options_of_timm(model, {"img_size": crop})
+        return {name: found[name] for name in PREPROCESSING if name in found}, f"as timm configures {model}"
+    published = next(iter(torchvision.models.get_model_weights(model)))
+    return options_of_weights(published), f"as torchvision publishes {published}"
+
+
+def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our options for a model as timm's script builds and evaluates it.
+
+    Args:
+        name: timm/ and the model's name.
+        trained: the options of timm's script.
+
+    Raises:
+        UserError: the sizes of its images cannot be used.
+    """
+    known = find_timm_config(name)
+    names = ("img_size", "input_size", "crop_pct", "interpolation", "mean", "std")
+    with in_one_line(f"{name}: the sizes of its images cannot be used"):
+        resolve = importlib.import_module("timm.data").resolve_data_config
+        found = resolve({each: trained.get(each) for each in names}, known.to_dict() if known else {})
+        channels, height, crop = map(int, found["input_size"])
+        if channels != 3 or height != crop:
+            raise ValueError(f"it takes {channels} channels of {height} x {crop} px, expected 3 of a square")
+        options = {"val_crop_size": crop, "val_resize_size": math.floor(crop / float(found["crop_pct"]))}
+        options |= {each: [float(value) for value in found[each]] for each in ("mean", "std")}
+    if BY_NAME["interpolation"].is_value(found["interpolation"]):
+        options["interpolation"] = found["interpolation"]
+    kwargs = trained.get("model_kwargs")
+    if not isinstance(kwargs, list):  # a list is in our form already
+        flags = {"global_pool": trained.get("gp"), **{each: trained.get(each) for each in ("bn_eps", "bn_momentum")}}
+        kwargs = (kwargs or {}) | {key: value for key, value in flags.items() if value is not None}
+        options["model_kwargs"] = sorted(f"{key}={value!r}" for key, value in kwargs.items()) or None
+    return options
 
 
 def fetch_by_name(source: str) -> tuple[str, Weights]:
@@ -66,10 +265,11 @@ def fetch_by_name(source: str) -> tuple[str, Weights]:
     weights = Weights(fetch_published(published, source))
     weights.kind, weights.classes = f"the published weights {published}", published.meta["categories"]
     weights.options = {**options_of_weights(published), "weights": str(published)}
+    weights.origin = f"as torchvision publishes {published}"
     return name, weights
 
 
-def options_of_weights(weights: Any) -> dict[str, Any]:
+def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:
     """Return the options that published weights are evaluated with."""
     preset = weights.transforms()
     return {

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchvision.transforms._presets import ImageClassification
 
 from checkpointing.archive import load_checkpoint
 from checkpointing.finder import STATE_FILES
@@ -28,6 +29,9 @@ BARE = "a bare state dict"
 # Prefix of names on the Hugging Face hub, and the default file there.
 HUB, SAFETENSORS = "hf-hub:", "model.safetensors"
 
+# The preprocessing of torchvision's script, in whose checkpoints mean and standard deviation are not among the options.
+_TORCHVISIONS = ImageClassification(crop_size=224)
+
 # Prefixes by DistributedDataParallel and AveragedModel, and those that pytorch/examples puts into AlexNet's and VGG's.
 _WRAPPERS = re.compile(r"^(module\.)+|(?<=^features\.)module\.")
 
@@ -39,6 +43,8 @@ class Weights(OrderedDict):
     script: str = ""  # the script that wrote the file: see `find_script`
     classes: list[str] | None = None  # names of the classes, if the file has them
     options: dict[str, Any]  # the checkpoint's, with its `arch` as the model; empty for a bare state dict
+    file: str = ""  # the name of the file
+    origin: str = "as in the checkpoint"  # words about where the options come from
 
 
 def load_weights(path: Path, *, is_average: bool = False, name: str | None = None) -> Weights:
@@ -50,7 +56,9 @@ def load_weights(path: Path, *, is_average: bool = False, name: str | None = Non
         UserError: there is no such state dict.
     """
     name = name or f"--weights {path}"
-    return take_weights(read_content(path, name), name, is_average=is_average)
+    weights = take_weights(read_content(path, name), name, is_average=is_average)
+    weights.file = path.name
+    return weights
 
 
 def read_content(path: Path, name: str) -> dict:
@@ -79,6 +87,8 @@ def take_weights(content: dict, name: str, *, is_average: bool = False) -> Weigh
     if key is None:
         weights.kind = BARE
         return weights
+    if weights.script == "torchvision":
+        weights.origin = "as in the checkpoint of torchvision's script"
     model = weights.options.get("model")
     weights.kind = ("the average" if is_average else "the raw weights") + (f" of {model}" if model else "")
     if not is_average and average is not None:
@@ -164,6 +174,8 @@ def options_of(content: dict) -> dict[str, Any]:
     args = content.get("args")
     options = vars(args) if isinstance(args, Namespace) else args
     options = dict(options) if isinstance(options, dict) else {}
+    if isinstance(args, Namespace) and {"val_resize_size", "val_crop_size", "interpolation"} <= options.keys():
+        options |= {"mean": list(_TORCHVISIONS.mean), "std": list(_TORCHVISIONS.std)}
     is_timms = find_script(content) == "timm"
     names = [None if is_timms else content.get("arch"), options.pop("model", None)]  # timm's arch may be a class
     model = next((name for name in names if isinstance(name, str) and name.isprintable()), None)

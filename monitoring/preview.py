@@ -5,10 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import collectives
 import config
 import models
 import optim
+from checkpointing.published import take_published_options, weights_without_memory
 from errors import UserError
 from launch import read_launch
 from loading.forms import find_sources, open_source
@@ -37,7 +40,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     launch = read_launch(world_size=args.world_size)
     collectives.setup_for_distributed(launch.rank == 0)
     args = config.Record(**{**vars(args), "world_size": launch.world_size, "distributed": False})
-    args, notes = models.take_statistics(config.with_shards(args, state=None))
+    args, notes = take_published_options(config.with_shards(args, state=None))
     world_size = args.world_size
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)
     # A single process may preview a run of many.
@@ -47,6 +50,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
     model = build_without_memory(args, num_classes)
+    _check_weights(args, num_classes)
     lacking = []
     groups = optim.build_parameter_groups(args, model, lacking.append)
     optimizer = optim.build_optimizer(args, groups)
@@ -78,6 +82,16 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     if is_estimated:
         lines += estimate.describe(args, num_classes)
     return "\n".join([*(f"# {line}" for line in lines), "", config.write_recipe(args)])
+
+
+def _check_weights(args: Any, num_classes: int) -> None:
+    """Raise UserError if the names or shapes in the file of `--weights` are not those of the model."""
+    weights = None if args.resume else weights_without_memory(args)
+    if weights is not None:
+        # Without data the number of classes is assumed.
+        is_known = args.data_path is not None or args.synthetic is not None
+        with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
+            models.build_model(args.replaced(test_only=args.test_only and is_known), num_classes, weights)
 
 
 def count_images(args: Any) -> tuple[int, int, str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import config
 import optim
+from checkpointing.published import preprocessing_line
 from checkpointing.weights import (
     BARE,
     Weights,
@@ -24,9 +25,9 @@ from checkpointing.weights import (
     write_weights,
 )
 from errors import UserError, in_one_line, one_line
-from options import BY_NAME
+from options import BY_NAME, PREPROCESSING
 from scripts.tool import build_parser, given_path, run
-from scripts.trained import Trained, add_options, build_named, build_trained
+from scripts.trained import Trained, add_options, build_named, build_trained, given_preprocessing
 
 PROG = "python -m scripts.convert"
 
@@ -82,8 +83,9 @@ def read(options: argparse.Namespace) -> Parts:
     key = next((key for key in ("model_ema", "state_dict_ema") if content.get(key)), None)
     average = take_weights(content, name, is_average=True) if key and not options.ema else None
     count = content[key].get("n_averaged") if key else None
-    trained, script = build_named(name, weights, options.model), weights.script
-    weights.options["model"] = trained.args.model
+    trained, script = build_named(name, weights, options.model, given_preprocessing(options)), weights.script
+    print(preprocessing_line(trained.args, trained.origin))
+    weights.options = {**trained.trained_with, "model": trained.args.model}
     others = [] if script == BARE else sorted(str(name) for name in content.keys() - _KNOWN)
     lost = [f"{', '.join(others)}: no other script can use it"] if others else []
     optimizer = content.get("optimizer")
@@ -165,7 +167,8 @@ def find_counterpart(parts: Parts, to: str) -> str:
         return name
     other = f"timm/{name}" if to == "timm" else name.removeprefix("timm/")
     try:
-        trained = build_trained(f"--to {to}", other, parts.weights)
+        given = {name: parts.weights.options[name] for name in PREPROCESSING}
+        trained = build_trained(f"--to {to}", other, parts.weights, given)
         side = parts.trained.args.val_crop_size
         image = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():

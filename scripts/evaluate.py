@@ -67,8 +67,8 @@ Acc@k is the percentage of images whose class is among the k best; classes with 
 NLL is the mean of the negative logarithm of the probability of an image's class, ECE the expected calibration error
 with 15 bins of equal width. The 95% interval is that of Acc@1, by a bootstrap over the images with a fixed seed.
 
-Preprocessing and precision are those of the checkpoint's training or publication. The result is the same in every bit
-on any number of processes, with the same --batch-size and OMP_NUM_THREADS (1, if it is not set).
+Preprocessing and precision are those of the checkpoint's training or publication, and a line says which. The result is
+the same in every bit on any number of processes, with the same --batch-size and OMP_NUM_THREADS (1, if it is not set).
 """
 
 # The report has at most this many of the pairs that are confused most often.
@@ -483,7 +483,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--limit", metavar="N", type=positive, help="only N images of each set, the first of each class in turn"
     )
-    add_machine_options(parser, "val_resize_size", "val_crop_size", "interpolation")
+    add_machine_options(parser)
     return parser
 
 
@@ -536,8 +536,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
     evaluation = Evaluation(trained, args, images)
     report = {
         "checkpoint": options.checkpoint, "weights": trained.kind, "model": args.model,
-        **{name: getattr(args, name) for name in ("val_resize_size", "val_crop_size", "interpolation", "batch_size")},
-        "sets": {},
+        "preprocessing": trained.preprocessing, "batch_size": args.batch_size, "sets": {},
     }  # fmt: skip
     all_scores = []
     k = min(max(options.topk), num_classes)

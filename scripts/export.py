@@ -218,7 +218,7 @@ def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
     args = trained.args
     preprocessing = {key: getattr(args, option) for key, option in OPTIONS.items()}
     preprocessing |= {"mean": [*map(float, args.mean)], "std": [*map(float, args.std)]}
-    preprocessing["backend"] = preprocessing["backend"] or "pil"
+    preprocessing |= {"backend": preprocessing["backend"] or "pil", "origin": trained.origin}
     description = {
         "schema": FORMAT, "model": args.model, "weights": trained.kind.partition(",")[0], "sha256": sha256,
         "initial_weights": args.weights, "num_classes": num_classes, "classes": trained.classes,

@@ -19,7 +19,7 @@ from torchvision.transforms import InterpolationMode
 from checkpointing.weights import Weights
 from errors import UserError, in_one_line, is_printable, require_package
 from files import read_json
-from options import BY_NAME
+from options import BY_NAME, PREPROCESSING
 from presets import ClassificationPresetEval
 
 # Format of the descriptions; its number changes when older readers would misread new descriptions.
@@ -56,6 +56,13 @@ class Graph(NamedTuple):
         named = self.description["preprocessing"]
         sizes = {name: named[name] for name in ("crop_size", "resize_size", "mean", "std", "backend")}
         return ClassificationPresetEval(**sizes, interpolation=InterpolationMode(named["interpolation"]))
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """How images are prepared and who says so, as plain values."""
+        named = self.description["preprocessing"]
+        options = {option: named[key] for key, option in OPTIONS.items()} | {"mean": named["mean"], "std": named["std"]}
+        return {**{name: options[name] for name in PREPROCESSING}, "origin": "as in the exported file"}
 
     @property
     def classes(self) -> list[str] | None:
@@ -156,6 +163,7 @@ def describe_weights(weights: Weights, path: Path) -> None:
     weights.kind, weights.classes = description["weights"], description["classes"]
     weights.options = {option: named[key] for key, option in OPTIONS.items()}
     weights.options |= {"mean": named["mean"], "std": named["std"], "model": description["model"]}
+    weights.origin = "as in the exported file"
     if description["initial_weights"] is not None:
         weights.options["weights"] = description["initial_weights"]
 

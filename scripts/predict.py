@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TextIO
 
 import torch
@@ -19,14 +20,16 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 import collectives
+from checkpointing.published import preprocessing_line
 from errors import BadImageError, NonFiniteError, UserError, counted, in_one_line, one_line
 from files import csv_text, open_to_read, read_bytes
 from loading.decode import decode_plainly
 from loading.progress import Progress
+from options import BY_NAME
 from presets import ClassificationPresetEval
 from scripts.exported import Graph, open_graph, own_stdout
 from scripts.tool import as_json, build_parser, output_file, positive, run, write_output
-from scripts.trained import Trained, add_options, open_given
+from scripts.trained import Trained, add_options, given_preprocessing, open_given
 
 PROG = "python -m scripts.predict"
 
@@ -41,9 +44,9 @@ The first argument is a checkpoint, a file of weights, a file of `python -m scri
 published weights. A .pt2 is a program: give only those that you trust. Images are prepared as in torchvision's
 evaluation, at the sizes at which the model was evaluated.
 
---json prints a list with one object per image and nothing else: file, class, probability, and top, a list of the topk
-classes and their probabilities. --csv prints one line per image and class: file, rank, class, probability. A class
-without a name is given by its number.
+--json prints one object and nothing else: preprocessing, and images, a list with an object per image: file, class,
+probability, and top, a list of the topk classes and their probabilities. --csv prints one line per image and class:
+file, rank, class, probability. A class without a name is given by its number.
 
 A path that is not there ends the command before anything is computed, with exit code 2. An image that cannot be read is
 named on standard error and left out, the others are predicted, and the exit code is 1.
@@ -78,12 +81,18 @@ def open_model(options: argparse.Namespace) -> Trained | Graph:
     """Open the checkpoint, exported file or published weights of the command line, for images on the CPU."""
     path = Path(options.checkpoint)
     if path.suffix in (".onnx", ".pt2") and path.is_file():
-        for flag, is_given in {"--ema": options.ema, "--model": options.model}.items():
+        given = {"--ema": options.ema, "--model": options.model}
+        given |= {BY_NAME[name].flag: True for name in given_preprocessing(options)}
+        for flag, is_given in given.items():
             if is_given:
-                raise UserError(f"{path} is an exported graph, which has its weights in it; leave out {flag}")
+                raise UserError(
+                    f"{path} is an exported graph, which has weights and preprocessing in it; leave out {flag}"
+                )
         if options.device not in (None, "cpu"):
             raise UserError(f"{path} is an exported graph, which runs on the CPU; leave out --device {options.device}")
-        return open_graph(path, str(path))
+        graph = open_graph(path, str(path))
+        print(preprocessing_line(SimpleNamespace(**graph.preprocessing), graph.preprocessing["origin"]))
+        return graph
     trained = open_given(options)
     name = options.device or collectives.find_accelerator() or "cpu"
     with in_one_line(f"--device {name} cannot be used"):
@@ -188,10 +197,13 @@ def _top(
     ]
 
 
-def show(predictions: list[Prediction], options: argparse.Namespace, stream: TextIO) -> None:
+def show(
+    predictions: list[Prediction], preprocessing: dict[str, Any], options: argparse.Namespace, stream: TextIO
+) -> None:
     """Write the predictions to the stream, in the form that the command line asks for."""
     if options.json:
-        stream.write(as_json([each.as_json() for each in predictions]).decode())
+        images = [each.as_json() for each in predictions]
+        stream.write(as_json({"preprocessing": preprocessing, "images": images}).decode())
     elif options.csv:
         rows = [[each.file, rank, *pair] for each in predictions for rank, pair in enumerate(each.top, 1)]
         stream.write(csv_text([["file", "rank", "class", "probability"], *rows]))
@@ -227,7 +239,7 @@ def predict(options: argparse.Namespace) -> int:
         predictions = [each for each in results if isinstance(each, Prediction)]
         if options.html:
             write_page(options.html, predictions, opened.kind)
-        show(predictions, options, stdout)
+        show(predictions, opened.preprocessing, options, stdout)
     unreadable = [each for each in results if isinstance(each, str)]
     for reason in unreadable:
         print(f"{PROG}: {reason}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import argparse
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -17,12 +17,12 @@ import config
 import data
 import models
 from checkpointing.guard import compare_classes
-from checkpointing.published import fetch_by_name
+from checkpointing.published import fetch_by_name, preprocessing_line
 from checkpointing.weights import Weights, load_weights
 from errors import UserError
 from loading.loader import check_memory, check_workers
 from metrics import build_evaluated
-from options import BY_NAME, WHY_TYPED, is_same_model, split_custom
+from options import BY_NAME, PREPROCESSING, WHY_TYPED, is_same_model, split_custom
 from presets import ClassificationPresetEval, build_presets
 from sampler import EvalSampler
 from scripts.exported import describe_weights
@@ -37,12 +37,18 @@ class Trained(NamedTuple):
     classes: list[str] | None  # names of the classes; None where the file has none
     kind: str  # words for a message, such as `the raw weights of resnet18`
     trained_with: dict[str, Any]  # all options of its training or publication that the file holds
+    origin: str  # words about where the preprocessing of its images comes from
     is_published: bool = False  # the weights were given by their name; their classes have English names
 
     @property
     def preset(self) -> ClassificationPresetEval:
         """The transform of a PIL image into (3, S, S) normalised floats."""
         return build_presets(self.args)[1]
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """How its images are prepared and who says so, as plain values."""
+        return {**{name: getattr(self.args, name) for name in PREPROCESSING}, "origin": self.origin}
 
     def count_classes(self) -> int:
         """Return how many classes the model scores."""
@@ -59,15 +65,17 @@ def add_options(
     parser.add_argument("--ema", action="store_true", help="take the averaged weights, not the raw ones")
     names = "a torchvision name, timm/NAME, or FILE.py:FUNCTION, which must be given even if the file says it"
     parser.add_argument("--model", metavar="NAME", help=f"the model, where the file does not say it: {names}")
+    for name in PREPROCESSING:
+        text = "in place of the checkpoint's own or the published one"
+        replace(BY_NAME[name], help=text, default=None).add_to(parser)
 
 
-def add_machine_options(parser: argparse.ArgumentParser, *others: str) -> None:
-    """Add the options for loading images and choosing the device, and `others` of train.py's."""
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for loading images and choosing the device."""
     parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
     texts = {
         "workers": "loader processes (default: as train.py)",
         "device": "cuda, cpu ... (default: the accelerator of this machine, else cpu)",
-        **dict.fromkeys(others, "in place of the checkpoint's own"),
     }
     for name, text in texts.items():
         replace(BY_NAME[name], help=text, default=None).add_to(parser)
@@ -81,14 +89,11 @@ def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = Tr
         options: the tool's; those that replace the checkpoint's have the names of train.py's.
         is_alone: the tool runs as one process.
     """
-    ours = ("batch_size", "data_path", "device", "interpolation", "val_crop_size", "val_resize_size", "workers")
+    ours = ("batch_size", "data_path", "device", "workers")
     given = {name: value for name in ours if (value := getattr(options, name, None)) is not None}
     given |= {"synthetic": None} if "data_path" in given else {}
     args = trained.args.replaced(**given, test_only=True, compile=None)
     config.validate(args)
-    if "val_crop_size" in given:
-        models.check_sizes(trained.model, args)
-        trained.model.eval()
     args, _ = config.on_machine(args)
     if is_alone and args.world_size > 1:
         raise UserError(f"{args.world_size} processes were started, and this tool is one; start it without a launcher")
@@ -169,13 +174,20 @@ class Evaluation:
 
 
 def open_given(options: argparse.Namespace) -> Trained:
-    """Return the model that the arguments of `add_options` name."""
-    size = getattr(options, "val_crop_size", None)
-    return open_trained(str(options.checkpoint), model=options.model, is_average=options.ema, size=size)
+    """Return the model that the arguments of `add_options` name, and print how its images are prepared."""
+    source, given = str(options.checkpoint), given_preprocessing(options)
+    trained = open_trained(source, model=options.model, is_average=options.ema, given=given)
+    print(preprocessing_line(trained.args, trained.origin))
+    return trained
+
+
+def given_preprocessing(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options about preprocessing that the command line gives."""
+    return {name: value for name in PREPROCESSING if (value := getattr(options, name, None)) is not None}
 
 
 def open_trained(
-    source: str, *, model: str | None = None, is_average: bool = False, size: int | None = None
+    source: str, *, model: str | None = None, is_average: bool = False, given: Mapping[str, Any] | None = None
 ) -> Trained:
     """Open a checkpoint of this script, torchvision, timm or pytorch/examples, a bare state dict, or published weights.
 
@@ -185,18 +197,18 @@ def open_trained(
         source: a path; or `resnet50`, `resnet50.IMAGENET1K_V1` or `ResNet50_Weights.IMAGENET1K_V1`.
         model: the model's name, where the file does not say it.
         is_average: take the average of a checkpoint, not its raw weights.
-        size: side of the images in pixels; by default that of the weights.
+        given: preprocessing in place of the weights' own: some of `options.PREPROCESSING`.
     """
     if Path(source).is_dir():
         raise UserError(f"{source} is a folder; give a file in it, such as {Path(source) / 'checkpoint.pth'}")
     if not Path(source).is_file():
-        return build_trained(source, *fetch_by_name(source), size=size)._replace(is_published=True)
+        return build_trained(source, *fetch_by_name(source), given)._replace(is_published=True)
     weights = load_weights(Path(source), is_average=is_average, name=source)
     describe_weights(weights, Path(source))
-    return build_named(source, weights, model, size=size)
+    return build_named(source, weights, model, given)
 
 
-def build_named(source: str, weights: Weights, model: str | None, *, size: int | None = None) -> Trained:
+def build_named(source: str, weights: Weights, model: str | None, given: Mapping[str, Any] | None = None) -> Trained:
     """Return the model that a file names; refuse a `--model` that contradicts it, or a missing one that is needed."""
     name = weights.options.get("model")
     if None not in (name, model) and not is_same_model(name, model):
@@ -205,12 +217,13 @@ def build_named(source: str, weights: Weights, model: str | None, *, size: int |
         raise UserError(f"{source} does not say of which model it is; give --model NAME")
     if model is None and split_custom(name):
         raise UserError(f"{source} is of {name}, {WHY_TYPED}")
-    return build_trained(source, model or name, weights, size=size, is_typed=model is not None)
+    return build_trained(source, model or name, weights, given, is_typed=model is not None)
 
 
 def build_trained(
-    source: str, name: str, weights: Weights, *, size: int | None = None, is_typed: bool = False
+    source: str, name: str, weights: Weights, given: Mapping[str, Any] | None = None, *, is_typed: bool = False
 ) -> Trained:
     """Return the model with its weights and the options of its evaluation; arguments as of `build_evaluated`."""
-    model, args = build_evaluated(source, name, weights, size=size, is_typed=is_typed)
-    return Trained(model, args, weights.classes, weights.kind, weights.options)
+    model, args, origin = build_evaluated(source, name, weights, given or {}, is_typed=is_typed)
+    options = {**weights.options, **{name: getattr(args, name) for name in PREPROCESSING}}
+    return Trained(model, args, weights.classes, weights.kind, options, origin)

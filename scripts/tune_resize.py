@@ -137,7 +137,8 @@ def work(options: argparse.Namespace) -> None:
     # Of equal results the one at the smallest sizes.
     best = min(results, key=lambda result: (-result["acc1"], result["crop"], result["resize"]))
     if options.json:
-        content = {"checkpoint": options.checkpoint, "weights": trained.kind, "best": best, "results": results}
+        content = {"checkpoint": options.checkpoint, "weights": trained.kind, "preprocessing": trained.preprocessing,
+                   "best": best, "results": results}  # fmt: skip
         write_output(options.json, as_json(content), "--json")
     if options.picture:
         draw(results, best, options.checkpoint, options.picture)

@@ -12,7 +12,8 @@ from tests.ranks import REPOSITORY, run_ranks, train_rank
 
 # The suite trains it 800 times. A Python that has not imported tests/tiny.py knows timm's smallest.
 SMALL = """
-    --model timm/tiny_test --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
+    --model timm/tiny_test --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --interpolation bilinear
+    --device cpu --workers 0
 """.split()
 SMALL_ANYWHERE = [*SMALL, "--model", "timm/test_resnet"]
 # One that needs no timm, whose import is a tenth of the start of such a Python.

@@ -54,9 +54,9 @@ def test_only_whole_files_are_there_and_the_output_names_each(exported):
     assert names == sorted([hashed, *rest])
     lines = output.splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        "weights", "safetensors", "onnx", "torch-export", "int8", "card",
+        "preprocessing", "weights", "safetensors", "onnx", "torch-export", "int8", "card",
     ]  # fmt: skip
-    assert all("largest difference of logits" in line for line in lines[2:5]), output
+    assert all("largest difference of logits" in line for line in lines[3:6]), output
 
 
 def test_weights_bear_their_hash_as_torch_hub_checks_it_and_load_into_torchvision(exported, tmp_path, monkeypatch):
@@ -85,7 +85,9 @@ def test_safetensors_hold_the_same_weights_and_say_what_they_are(exported):
         assert set(file.keys()) == set(expected)
         assert all(torch.equal(file.get_tensor(name), expected[name]) for name in expected)
     assert (texts["model"], json.loads(texts["classes"])) == (MODEL, CLASSES)
-    assert json.loads(texts["preprocessing"]) == {
+    preprocessing = json.loads(texts["preprocessing"])
+    assert "as in the checkpoint" in preprocessing.pop("origin")
+    assert preprocessing == {
         "resize_size": 40, "crop_size": 32, "interpolation": "bicubic", "backend": "pil",
         "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225],
     }  # fmt: skip

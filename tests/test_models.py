@@ -110,18 +110,6 @@ def test_weights_of_a_model_that_notes_its_version_load_from_a_file(tmp_path):
     assert torch.equal(model.state_dict()["layers.0.weight"], weights["layers.0.weight"])
 
 
-def test_sizes_of_images_are_checked_once_for_the_same_options(monkeypatch):
-    monkeypatch.setattr(models, "_found_to_fit", set())
-    args = config.Record(**vars(config.parse_args(["--synthetic", "--model", "resnet18"]))).replaced(distributed=False)
-    sizes = []
-    monkeypatch.setattr(models, "check_sizes", lambda model, args, _: sizes.append(args.val_crop_size))
-    models.check_model(args)
-    models.build_model(args, 5)
-    assert sizes == [224]
-    models.build_model(args.replaced(val_crop_size=192), 5)
-    assert sizes == [224, 192]
-
-
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_norm_of_another_size_is_found_where_nothing_is_computed(norm, device):

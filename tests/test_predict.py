@@ -55,13 +55,13 @@ def test_each_form_predicts_as_plain_torchvision(made, tmp_path, form):
     checkpoint, out, images = made
     source = checkpoint if form == "checkpoint" else next(out.glob(f"{MODEL}{form}"))
     _, output = run_tool(tmp_path, "predict", source, images, "--json", "--batch-size", 2)
-    check(json.loads(output), plain_model(checkpoint), paths_of(images))
+    check(json.loads(output)["images"], plain_model(checkpoint), paths_of(images))
 
 
 def test_average_and_raw_weights_are_told_apart(made, tmp_path):
     checkpoint, _, images = made
     _, output = run_tool(tmp_path, "predict", checkpoint, images, "--json", "--ema")
-    check(json.loads(output), plain_model(checkpoint, "model_ema"), paths_of(images))
+    check(json.loads(output)["images"], plain_model(checkpoint, "model_ema"), paths_of(images))
 
 
 def test_json_stands_alone_on_standard_output(made, tmp_path):
@@ -72,10 +72,10 @@ def test_json_stands_alone_on_standard_output(made, tmp_path):
     paths.write_text("\n".join(files))
     argv = [out / f"{MODEL}.pt2", "-", "--json", "--topk", 2]
     done = run_ranks(module_rank, 1, "scripts.predict", argv, (), paths, stdout, log_folder=tmp_path).check()
-    predictions = json.loads(stdout.read_text())
+    predictions = json.loads(stdout.read_text())["images"]
     assert [each["file"] for each in predictions] == files
     assert [len(each["top"]) for each in predictions] == [2] * len(files)
-    assert all(line.startswith("predicting: ") for line in done.output.splitlines()), done.output
+    assert all(line.startswith(("predicting: ", "preprocessing: ")) for line in done.output.splitlines()), done.output
 
 
 def predict_at_home(home, argv, stdout):
@@ -94,7 +94,7 @@ def test_published_weights_are_opened_by_name(tmp_path):
     images = write_images(tmp_path / "images", {"val": [1]}, size=(300, 260))
     argv = ["squeezenet1_1.IMAGENET1K_V1", images, "--json", "--topk", "1000"]
     run_ranks(predict_at_home, 1, tmp_path, argv, tmp_path / "stdout", log_folder=tmp_path).check()
-    [prediction] = json.loads((tmp_path / "stdout").read_text())
+    [prediction] = json.loads((tmp_path / "stdout").read_text())["images"]
     image = Image.open(prediction["file"]).convert("RGB")
     with torch.no_grad():
         expected = model(published.transforms()(image)[None]).double().softmax(dim=1)[0]
@@ -108,7 +108,7 @@ def test_table_csv_and_page_say_the_same(made, tmp_path):
     hostile.write_bytes((images / "val" / "class0" / "image000.jpg").read_bytes())
     files = [*paths_of(images), str(hostile)]
     _, output = run_tool(tmp_path, "predict", checkpoint, *files, "--json")
-    predictions = json.loads(output)
+    predictions = json.loads(output)["images"]
     _, text = run_tool(tmp_path, "predict", checkpoint, *files, "--csv", "--html", tmp_path / "page.html")
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [(row["file"], int(row["rank"]), row["class"], float(row["probability"])) for row in rows] == [
@@ -145,11 +145,11 @@ def test_classes_are_numbers_where_nothing_names_them_and_can_be_named(made, tmp
     bare = tmp_path / "bare.pth"
     torch.save(torch.load(checkpoint, weights_only=True)["model"], bare)
     _, output = run_tool(tmp_path, "predict", bare, images, "--json", "--model", MODEL)
-    assert {top["class"] for each in json.loads(output) for top in each["top"]} == set("0123")
+    assert {top["class"] for each in json.loads(output)["images"] for top in each["top"]} == set("0123")
     names = tmp_path / "names.txt"
     names.write_text("w\nx\ny\nz\n")
     _, output = run_tool(tmp_path, "predict", checkpoint, images, "--json", "--classes", names)
-    check(json.loads(output), plain_model(checkpoint), paths_of(images), classes="wxyz")
+    check(json.loads(output)["images"], plain_model(checkpoint), paths_of(images), classes="wxyz")
 
 
 def test_unreadable_images_are_named_and_the_others_predicted(made, tmp_path):
@@ -160,7 +160,7 @@ def test_unreadable_images_are_named_and_the_others_predicted(made, tmp_path):
     os.mkfifo(tmp_path / "pipe.jpg")  # which nobody writes to
     given = [files[0], tmp_path / "torn.jpg", files[1], tmp_path / "empty.png", tmp_path / "pipe.jpg"]
     outcome, output = run_tool(tmp_path, "predict", checkpoint, *given, "--json", code=1)
-    check(json.loads(output), plain_model(checkpoint), files[:2])
+    check(json.loads(output)["images"], plain_model(checkpoint), files[:2])
     named = [line for line in outcome.output.splitlines() if " cannot be read: " in line]
     assert [Path(line.split(" cannot be read: ")[0]).name for line in named] == ["torn.jpg", "empty.png", "pipe.jpg"]
 
@@ -248,8 +248,8 @@ def test_compiled_and_quantized_graphs_predict(made, tmp_path, form):
     source = next((tmp_path / "out").glob("*.pt2"))
     _, output = run_tool(tmp_path, "predict", source, images, "--json")
     if form == "aot-inductor":
-        check(json.loads(output), plain_model(checkpoint), paths_of(images))
-    for each in json.loads(output):  # of int8 the likeliest class, or one that is nearly as likely
+        check(json.loads(output)["images"], plain_model(checkpoint), paths_of(images))
+    for each in json.loads(output)["images"]:  # of int8 the likeliest class, or one that is nearly as likely
         expected = plain_probabilities(plain_model(checkpoint), each["file"])
         assert expected[CLASSES.index(each["class"])] > expected.max() - 0.1
 

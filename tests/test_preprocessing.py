@@ -1,8 +1,11 @@
 """Mean, standard deviation and sizes of images, as the model, its weights and a checkpoint want them."""
 
+import math
+
 import pytest
 import timm
 import torch
+from timm.data import resolve_data_config
 
 import config
 import data
@@ -24,17 +27,21 @@ def settled(*argv):
 
 
 def test_timms_models_are_given_images_as_timms_config_says():
-    for name in ("test_vit", "test_resnet", "vit_small_patch16_224", "resnet10t"):
+    """The oracle is timm's own rule for evaluation; training crops have the same size."""
+    for name in ("test_vit", "vit_small_patch16_224", "resnet10t", "tf_efficientnet_lite1"):
         args, notes = settled("--model", f"timm/{name}")
-        expected = timm.get_pretrained_cfg(name)
-        assert (args.mean, args.std) == (list(expected.mean), list(expected.std)), name
-        assert len(notes) == (expected.mean[0] == 0.5), (name, notes)  # ImageNet's own need no word
+        expected = resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+        size = expected["input_size"][-1]
+        assert (args.mean, args.std) == (list(expected["mean"]), list(expected["std"])), name
+        sizes = (args.train_crop_size, args.val_crop_size, args.val_resize_size, args.interpolation)
+        assert sizes == (size, size, math.floor(size / expected["crop_pct"]), expected["interpolation"]), name
+        assert f"as timm configures timm/{name}" in notes[0]
     args, _ = settled("--model", "timm/vit_base_patch16_clip_224.openai")  # the tag's, and not the default's
     assert args.mean == list(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai").mean) != [0.5] * 3
     models.check_model(args.replaced(distributed=False))
-    args, notes = settled("--model", VIT, "--mean", "0.1", "0.2", "0.3")
+    args, _ = settled("--model", VIT, "--mean", "0.1", "0.2", "0.3", "--val-crop-size", "96")
     assert (args.mean, args.std) == ([0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
-    assert notes == ["std 0.5 0.5 0.5: as in timm's config of timm/test_vit"]
+    assert (args.val_crop_size, args.val_resize_size, args.train_crop_size) == (96, 101, 224)  # 96 / 0.95
     args, notes = settled("--model", "resnet18", "--std", "1", "1", "1")
     assert (args.mean, args.std, notes) == ([0.485, 0.456, 0.406], [1.0, 1.0, 1.0], [])
 
@@ -53,7 +60,7 @@ def test_a_dry_run_prints_a_recipe_that_repeats_them(tmp_path):
     text = preview(config.parse_args(["--synthetic", "--model", VIT, *SMALL]))
     path = tmp_path / "again.toml"
     path.write_text(text)
-    assert "# mean 0.5 0.5 0.5, std 0.5 0.5 0.5" in text
+    assert "--mean 0.5 0.5 0.5 --std 0.5 0.5 0.5" in text.splitlines()[1]
     args = config.parse_args(["--recipe", str(path), "--synthetic"])
     assert (args.mean, args.std) == ([0.5] * 3, [0.5] * 3)
 
@@ -98,13 +105,13 @@ def test_impossible_values_are_refused():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model", "inception_v3"], ["--train-crop-size 224", "--train-crop-size 299"]),
+        (["--model", "inception_v3"], ["--train-crop-size 224"]),
         (["--model", "vit_b_16", "--train-crop-size", "225", "--val-crop-size", "225"], ["16 pixels", "size 224"]),
-        (["--model", "maxvit_t", "--val-crop-size", "256"], ["--val-crop-size 256", "--val-crop-size 224"]),
+        (["--model", "maxvit_t", "--val-crop-size", "256"], ["--val-crop-size 256"]),
         (["--model", "timm/swin_tiny_patch4_window7_224", "--val-crop-size", "256"],
-         ["--train-crop-size 224", "--train-crop-size 256"]),
+         ["--train-crop-size 224"]),
         (["--model", "timm/levit_128s", "--train-crop-size", "256"],
-         ["--train-crop-size 256", "--train-crop-size 224"]),
+         ["--train-crop-size 256"]),
         (["--model", "timm/test_vitt"], ["did you mean timm/test_vit"]),
         (["--model", "timm/test_vit.r160_in1"], ["did you mean timm/test_vit.r160_in1k"]),
     ],
@@ -123,4 +130,4 @@ def test_sizes_are_refused_before_images_are_looked_for(tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "val").mkdir()
     argv = ["--data-path", tmp_path, "--output-dir", tmp_path / "out", "--model", "inception_v3", "--device", "cpu"]
-    refused(run_train(tmp_path, *argv), "give one that it is made for, as --train-crop-size 299")
+    refused(run_train(tmp_path, *argv), "cannot take --train-crop-size 224")

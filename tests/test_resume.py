@@ -116,7 +116,7 @@ MESSAGES = {
     "damage_folder": "is not a file",
     "damage_hostile": "contains code (posix.system) and was refused; nothing in it was run",
     "damage_hostile_legacy": "contains code (posix.system) and was refused; nothing in it was run",
-    "damage_hostile_pickle": "is damaged or no checkpoint (not an archive of torch.save; nothing in it was",
+    "damage_hostile_pickle": "is damaged or no checkpoint (a pickle that torch.save did not write; nothing in it was",
 }
 
 

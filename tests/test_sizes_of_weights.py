@@ -152,5 +152,5 @@ def test_train_and_the_tools_evaluate_a_checkpoint_at_another_size(tmp_path):
                            "depth=1", "--val-resize-size", 32).check().output  # fmt: skip
     (line,) = [line for line in ran.output.splitlines() if line.startswith("Test: EMA Acc@1")]
     assert line.replace("EMA ", "") in by_weights
-    trained = open_trained(str(path), is_average=True, size=48)
+    trained = open_trained(str(path), is_average=True, given={"val_crop_size": 48, "val_resize_size": 48})
     assert trained.model.pos_embed.shape == (1, 10, 192)

@@ -118,7 +118,7 @@ def test_from_archives_to_predictions(tmp_path):
     for path in exported:
         stdout = tmp_path / f"{path.name}.json"
         run(tmp_path, [*predict[:3], str(path.relative_to(tmp_path)), *predict[4:]], stdout)
-        for image, expected in zip(json.loads(stdout.read_text()), probabilities, strict=True):
+        for image, expected in zip(json.loads(stdout.read_text())["images"], probabilities, strict=True):
             assert image["class"] == classes[expected.argmax()]
             found = {row["class"]: row["probability"] for row in image["top"]}
             assert found == {name: pytest.approx(expected[classes.index(name)].item(), abs=1e-5) for name in found}

@@ -1,0 +1,252 @@
+"""checkpointing/published.py: tools prepare images as the weights were evaluated, or refuse; against torchvision."""
+
+import json
+import re
+
+import pytest
+import timm
+import torch
+import torchvision
+from PIL import Image
+from torch.nn import functional as F
+from torchvision import transforms
+
+from tests import tiny  # noqa: F401
+from tests.exports import refused as refused_tool
+from tests.exports import run_tool
+from tests.images import write_images
+from tests.started import refused, run_train
+
+TIMMS = "timm/tiny_test"
+# What timm's configuration of it says, and what the user says of a model of their own.
+CONFIGURED = {"resize": 168, "crop": 160, "interpolation": "bicubic", "mean": [0.5] * 3, "std": [0.5] * 3}
+CHOSEN = {
+    "resize": 37, "crop": 31, "interpolation": "lanczos", "mean": [0.1, 0.2, 0.3], "std": [0.9, 0.25, 0.6],
+}  # fmt: skip
+OPTIONS = (
+    "--val-resize-size 37 --val-crop-size 31 --interpolation lanczos --mean 0.1 0.2 0.3 --std 0.9 0.25 0.6".split()
+)
+FLAGS = ["--val-resize-size", "--val-crop-size", "--interpolation", "--mean", "--std"]
+MACHINE = ["--workers", "0", "--device", "cpu"]
+
+SOURCE = """
+from torch import nn
+
+def odd(num_classes):
+    layers = [nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(8, num_classes))
+
+def grey(num_classes):
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+"""
+
+
+def settled(module, generator):
+    """Give a model weights and statistics by which its scores depend on every pixel."""
+    for tensor in module.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) - (0.5 if tensor.ndim > 1 else 0))
+    for tensor in list(module.parameters())[-2:]:
+        tensor.data.mul_(30)
+    return module.eval()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Return a folder with images, a bare state dict of timm's model, and one of a user's own."""
+    folder = tmp_path_factory.mktemp("made")
+    write_images(folder / "images", {"train": [6, 6, 6], "val": [4, 5, 3]}, size=(230, 190))
+    (folder / "net.py").write_text(SOURCE)
+    generator, own = torch.Generator().manual_seed(4), {}
+    exec(SOURCE, own)
+    built = {"timm": timm.create_model("tiny_test", num_classes=3), "own": own["odd"](3)}
+    models = {name: settled(model, generator) for name, model in built.items()}
+    for name, model in models.items():
+        torch.save(model.state_dict(), folder / f"{name}.pth")
+    return folder, models
+
+
+def plain(model, folder, values):
+    """Return each image's probabilities by torchvision's transforms, by its path, and the mean loss and Acc@1."""
+    steps = [
+        transforms.Resize(values["resize"], transforms.InterpolationMode(values["interpolation"])),
+        transforms.CenterCrop(values["crop"]), transforms.ToTensor(),
+        transforms.Normalize(values["mean"], values["std"]),
+    ]  # fmt: skip
+    paths = sorted((folder / "images" / "val").rglob("*.jpg"))
+    images = torch.stack([transforms.Compose(steps)(Image.open(path)) for path in paths])
+    labels = torch.tensor([int(path.parent.name[-1]) for path in paths])
+    with torch.no_grad():
+        scores = model(images).double()
+    acc1 = 100 * (scores.argmax(1) == labels).double().mean().item()
+    return dict(zip(map(str, paths), scores.softmax(1), strict=True)), F.cross_entropy(scores, labels).item(), acc1
+
+
+def in_json(values, origin):
+    return {
+        "val_resize_size": values["resize"], "val_crop_size": values["crop"], "interpolation": values["interpolation"],
+        "mean": values["mean"], "std": values["std"], "origin": origin,
+    }  # fmt: skip
+
+
+class Compared:
+    """Compares what the tools say of a file with the plain computation."""
+
+    def __init__(self, tmp_path, folder, model, values):
+        self.tmp_path, self.folder, self.values = tmp_path, folder, values
+        self.probabilities, self.loss, self.acc1 = plain(model, folder, values)
+        imagenets = {
+            "resize": 256, "crop": 224, "interpolation": "bilinear", "mean": [0.485, 0.456, 0.406],
+            "std": [0.229, 0.224, 0.225],
+        }  # fmt: skip
+        assert abs(plain(model, folder, imagenets)[1] - self.loss) > 0.1  # so that a wrong preparation shows
+
+    def check(self, loss, acc1):
+        # Our resize of some interpolations differs from Pillow's by a grey level.
+        assert loss == pytest.approx(self.loss, abs=0.02)
+        assert acc1 == pytest.approx(self.acc1, abs=1e-3)
+
+    def predict(self, file, *argv, origin):
+        outcome, output = run_tool(self.tmp_path, "predict", file, self.folder / "images" / "val", "--json", *argv)
+        found = json.loads(output)
+        assert found["preprocessing"] == in_json(self.values, origin)
+        assert f": {origin}" in next(each for each in outcome.output.splitlines() if each.startswith("preprocessing"))
+        assert len(found["images"]) == len(self.probabilities)
+        for each in found["images"]:
+            shares = {top["class"]: top["probability"] for top in each["top"]}
+            for label, share in enumerate(self.probabilities[each["file"]].tolist()):
+                assert shares[str(label)] == pytest.approx(share, abs=1e-3)
+
+    def evaluate(self, file, *argv, origin):
+        argv = ["--set", f"val={self.folder / 'images' / 'val'}", "--json", self.tmp_path / "r.json", *MACHINE, *argv]
+        run_tool(self.tmp_path, "evaluate", file, *argv)
+        found = json.loads((self.tmp_path / "r.json").read_text())
+        assert found["preprocessing"] == in_json(self.values, origin)
+        self.check(found["sets"]["val"]["nll"], found["sets"]["val"]["acc1"])
+
+    def sweep(self, file, *argv, origin):
+        sizes = ["--resize", str(self.values["resize"]), "--json", self.tmp_path / "s.json"]
+        run_tool(self.tmp_path, "tune_resize", file, "--data-path", self.folder / "images", *sizes, *MACHINE, *argv)
+        found = json.loads((self.tmp_path / "s.json").read_text())
+        assert found["preprocessing"] == in_json(self.values, origin)
+        assert found["best"]["acc1"] == pytest.approx(self.acc1, abs=1e-3)
+
+    def test_only(self, file, *argv, origin):
+        argv = ["--test-only", "--weights", file, "--data-path", self.folder / "images", *MACHINE, *argv]
+        said = run_train(self.tmp_path, *argv).check().output
+        assert f": {origin}" in next(each for each in said.splitlines() if each.startswith("preprocessing: "))
+        acc1, loss = re.search(r"Test: Acc@1 ([\d.]+) .*loss ([\d.]+) n=12", said).groups()
+        self.check(float(loss), float(acc1))
+
+    def export(self, file, *argv):
+        """Export a file, and return the exported files by their endings."""
+        out = self.tmp_path / "exported"
+        argv = ["--format", "weights,safetensors,onnx,torch-export", "--output", out, *argv]
+        run_tool(self.tmp_path, "export", file, *argv)
+        (card,) = out.glob("*.md")
+        for word in (f"{self.values['resize']} px ({self.values['interpolation']}", str(self.values["mean"])):
+            assert word in card.read_text()
+        return [each for each in sorted(out.iterdir()) if each.suffix not in (".md", ".json")]
+
+
+def test_every_tool_prepares_images_as_timm_configures_the_model(made, tmp_path):
+    folder, models = made
+    compared = Compared(tmp_path, folder, models["timm"], CONFIGURED)
+    given, origin = ["--model", TIMMS], f"as timm configures {TIMMS}"
+    for use in (compared.predict, compared.evaluate, compared.sweep, compared.test_only):
+        use(folder / "timm.pth", *given, origin=origin)
+    for file in compared.export(folder / "timm.pth", *given):
+        compared.predict(file, origin="as in the exported file")
+    compared.evaluate(file, origin="as in the exported file")
+    for script in ("touchstone", "timm"):
+        output = tmp_path / f"{script}.pth"
+        run_tool(tmp_path, "convert", folder / "timm.pth", *given, "--to", script, "--output", output, *OPTIONS)
+        Compared(tmp_path, folder, models["timm"], CHOSEN).predict(output, origin="as in the checkpoint")
+
+
+def test_a_model_of_ones_own_is_prepared_as_given_and_as_the_file_says_from_then_on(made, tmp_path):
+    folder, models = made
+    compared = Compared(tmp_path, folder, models["own"], CHOSEN)
+    given = ["--model", f"{folder / 'net.py'}:odd"]
+    for use in (compared.predict, compared.evaluate, compared.sweep, compared.test_only):
+        use(folder / "own.pth", *given, *OPTIONS, origin="as given")
+    for file in compared.export(folder / "own.pth", *given, *OPTIONS):
+        more = [] if file.suffix in (".onnx", ".pt2") else given
+        compared.predict(file, *more, origin="as in the exported file")
+    output = tmp_path / "converted.pth"
+    run_tool(tmp_path, "convert", folder / "own.pth", *given, *OPTIONS, "--to", "touchstone", "--output", output)
+    for use in (compared.predict, compared.evaluate, compared.sweep, compared.test_only):
+        use(output, *given, origin="as in the checkpoint")
+    statistics = ["--data-path", folder / "images", "--output", tmp_path / "again.pth", "--batch-size", "6", *MACHINE]
+    run_tool(tmp_path, "reestimate_bn", output, *given, *statistics)
+    kept = torch.load(tmp_path / "again.pth", weights_only=True)["args"]
+    assert {name: kept[name] for name in in_json(CHOSEN, "") if name != "origin"} == {
+        name: value for name, value in in_json(CHOSEN, "").items() if name != "origin"
+    }
+    # Of some given options and those of the file, the given ones count.
+    _, text = run_tool(tmp_path, "predict", output, folder / "images", *given, "--mean", 0, 0, 0, "--json")
+    found = json.loads(text)["preprocessing"]
+    assert (found["mean"], found["std"], found["val_crop_size"]) == ([0, 0, 0], CHOSEN["std"], CHOSEN["crop"])
+    assert "as given (--mean)" in found["origin"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "argv"),
+    [
+        ("predict", ["images"]),
+        ("evaluate", ["--set", "val=images/val"]),
+        ("convert", ["--to", "timm", "--output", "x"]),
+        ("export", ["--format", "weights", "--output", "x"]),
+        ("tune_resize", ["--data-path", "images"]),
+        ("reestimate_bn", ["--data-path", "images", "--output", "x"]),
+    ],
+)
+def test_nothing_is_assumed_of_a_model_that_nothing_is_published_about(tool, argv, made, tmp_path, monkeypatch):
+    folder, _ = made
+    monkeypatch.chdir(folder)
+    argv = ["own.pth", "--model", "net.py:odd", *argv]
+    outcome, _ = run_tool(tmp_path, tool, *argv, code=2)
+    assert all(flag in refused_tool(outcome, tool) for flag in FLAGS)
+    outcome, _ = run_tool(tmp_path, tool, *argv, *OPTIONS[:-4], code=2)
+    line = refused_tool(outcome, tool)
+    assert [flag for flag in FLAGS if flag in line] == ["--std"]
+    assert not (folder / "x").exists()
+
+
+def test_neither_does_an_evaluation_by_train(made, tmp_path):
+    folder, _ = made
+    argv = ["--test-only", "--weights", folder / "own.pth", "--data-path", folder / "images", *MACHINE]
+    refused(run_train(tmp_path, *argv, "--model", f"{folder / 'net.py'}:odd"), *FLAGS)
+    # A wrapped state dict says no more than a bare one.
+    torch.save({"model": torch.load(folder / "own.pth", weights_only=True)}, tmp_path / "wrapped.pth")
+    argv[2] = tmp_path / "wrapped.pth"
+    refused(run_train(tmp_path, *argv, "--model", f"{folder / 'net.py'}:odd"), *FLAGS)
+
+
+def test_a_model_of_grey_images_is_refused_for_what_it_is(made, tmp_path):
+    folder, _ = made
+    argv = ["--data-path", folder / "images", "--output-dir", tmp_path / "out", *MACHINE]
+    refused(run_train(tmp_path, *argv, "--model", f"{folder / 'net.py'}:grey"), "takes images of 1 channel", "RGB")
+
+
+def test_a_dry_run_refuses_weights_of_another_model(made, tmp_path):
+    folder, _ = made
+    argv = ["--data-path", folder / "images", "--batch-size", 4, *MACHINE, "--dry-run", "--model", TIMMS]
+    run_train(tmp_path, *argv, "--weights", folder / "timm.pth").check()
+    refused(run_train(tmp_path, *argv, "--weights", folder / "own.pth"), "own.pth belongs to another model")
+
+
+def test_a_file_that_torchvision_publishes_is_prepared_as_published(tmp_path):
+    """Its name says which of a model's weights it holds; torchvision's own transforms are the oracle."""
+    from scripts.trained import open_trained
+
+    torch.manual_seed(0)
+    state = torchvision.models.get_model("efficientnet_b1").state_dict()
+    for weights in torchvision.models.EfficientNet_B1_Weights:
+        path = tmp_path / weights.url.rpartition("/")[2]
+        torch.save(state, path)
+        trained, published = open_trained(str(path), model="efficientnet_b1"), weights.transforms()
+        args = trained.args
+        assert (args.val_resize_size, args.val_crop_size) == (published.resize_size[0], published.crop_size[0])
+        assert (args.interpolation, args.mean) == (published.interpolation.value, published.mean)
+        assert str(weights) in trained.origin
