@@ -242,8 +242,6 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
         check_source(Path(folder))
     source_test, rest = hold_out(open_source(Path(valdir)), args.minival)
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed, source_test)
-    # Before loader processes are forked, which may be any time from now on.
-    dataset_test.index.watch(is_strict=not args.test_only)
     if args.test_only:
         return None, dataset_test
     source = open_source(Path(traindir)) if rest is None else rest
@@ -251,7 +249,6 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
         print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
     kind = LenientImageFolder if args.bad_images == "skip" else IndexedImageFolder
     dataset = kind(traindir, preset_train, args.seed, source)
-    dataset.index.watch(is_strict=True)
     if dataset.classes != dataset_test.classes:
         here, there = set(dataset.classes), set(dataset_test.classes)
         which = [f"{name} only in train/" for name in sorted(here - there)[:1]]

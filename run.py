@@ -34,7 +34,6 @@ from errors import (
 from files import explain_failure, read_json, write_atomically
 from gradients import ShardedStep
 from launch import read_launch
-from loading.seen import SeenRecord
 from metrics import Accuracy, Metric, Tally
 from monitoring.console import Outlook, first_lines, last_lines, log
 from monitoring.gauges import Gauges, Pace
@@ -165,7 +164,6 @@ class Run(BareRun):
         resumed: the checkpoint that it goes on from, or None.
         manager: reads and writes its checkpoints.
         preemption: lets all ranks agree on a stop after a signal.
-        seen: notes the size and time of each image file that is read.
         sampler: deals the images of each step.
         datasets: the training and the validation set.
         model: as `gradients.wrap_model` returns it.
@@ -179,7 +177,6 @@ class Run(BareRun):
         resumed: dict | None,
         manager: CheckpointManager,
         preemption: PreemptionGuard,
-        seen: SeenRecord,
         *,
         sampler: TrainSampler,
         datasets: tuple,
@@ -187,7 +184,7 @@ class Run(BareRun):
         parts: dict[str, Any],
         metrics: list[Metric],
     ) -> None:
-        self.args, self.manager, self.preemption, self.seen = args, manager, preemption, seen
+        self.args, self.manager, self.preemption = args, manager, preemption
         self.sampler, self.model, self.folder = sampler, parts["model"], manager.folder
         device = next(self.model.parameters()).device
         self.sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
@@ -234,7 +231,6 @@ class Run(BareRun):
         print(*lines, sep="\n")
         with ExitStack() as stack:
             stack.push(lambda kind, error, trace: log.close(error))
-            stack.enter_context(self.seen)
             self.pictures.open()  # before the monitor, which shows them
             collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
@@ -432,7 +428,6 @@ class Run(BareRun):
             print(f"Epoch: [{self.state.epoch}] {describe_limit(shares, self.args)}")
             self.monitor.write("verdict", self.state.step, self.state.epoch, **as_record(shares))
         self.save()
-        self.seen.keep()
 
     def evaluated(self, kind: str, data_loader: Any) -> tuple[WatchedLoader, Callable[..., None]]:
         """Return a loader on which all ranks stop at the same batch after a signal, and the observer of its outputs.

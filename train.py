@@ -27,7 +27,6 @@ from data import load_data
 from errors import PreemptedError, end_by, end_process
 from launch import read_launch
 from loading.loader import check_memory
-from loading.seen import SeenRecord
 from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_lines
 from monitoring.monitor import begin_log
 from monitoring.preview import preview
@@ -193,7 +192,6 @@ def main(args):
     samplers = data.build_samplers(*datasets, args)
     check_data(state, args, *datasets)
     data.check_depth(state, args, *datasets)
-    seen = SeenRecord(args, state, train=datasets[0], val=datasets[1])
     data_loader, data_loader_test = data.build_device_loaders(args, datasets, samplers, device, started)
     data.load_ahead(data_loader, args, state)
     loaders = {config.evaluated_set(args): data_loader_test}
@@ -206,15 +204,14 @@ def main(args):
     if args.test_only:
         model_ema = models.load_evaluated(args, model_without_ddp, state)
         optim.check_finite(model_without_ddp, model_ema)
-        with seen:
-            evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
+        evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return
 
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp, print))
     scaler = models.build_scaler(args, device)
     model = gradients.wrap_model(model_without_ddp, args)
     run = Run(
-        args, state, manager, preemption, seen, sampler=samplers[0], datasets=datasets, model=model, metrics=metrics,
+        args, state, manager, preemption, sampler=samplers[0], datasets=datasets, model=model, metrics=metrics,
         parts={"model": model_without_ddp, "optimizer": optimizer, "model_ema": model_ema, "scaler": scaler},
     )  # fmt: skip
     del state

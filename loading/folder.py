@@ -10,7 +10,6 @@ from errors import UserError
 from files import open_to_read
 from loading.index import ImageIndex, Scan, check_num_bytes
 from loading.progress import Progress
-from loading.seen import SeenFiles
 from loading.source import Source
 
 # Extensions that are recognised without a conversion to lower case.
@@ -36,18 +35,10 @@ class FolderIndex(ImageIndex):
         """Return the bytes of an image's file."""
         return os.stat(self.path(number)).st_size
 
-    def watch(self, *, is_strict: bool) -> None:
-        """Notice files that change from now on."""
-        self.seen = SeenFiles(len(self), is_strict=is_strict)
-
     def read(self, number: int) -> bytes:
         """Return the bytes of an image's file; raises as `Source.read`."""
-        path = self.path(number)
-        with open_to_read(path, buffering=0) as file:
-            status = os.fstat(file.fileno())
-            check_num_bytes(status.st_size)
-            if self.seen is not None:
-                self.seen.note(number, path, status)
+        with open_to_read(self.path(number), buffering=0) as file:
+            check_num_bytes(os.fstat(file.fileno()).st_size)
             return file.read()
 
     def scan(self, scan: Scan) -> list[str]:

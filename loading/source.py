@@ -22,13 +22,11 @@ class Source(ABC):
         form: the form's name in checkpoints and messages.
         layout: the files that the form needs in the data path, for a message to a user who has none.
         classes: names of the classes, in the order of the labels.
-        seen: the `SeenFiles` of a source that notes which files were read.
     """
 
     form: str
     layout = ""
     classes: list[str]
-    seen = None
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -104,10 +102,6 @@ class Source(ABC):
         """
         path = os.path.abspath(self.root)
         return {"form": self.form, "path": path, "sizes": None, "times": None, "checksums": None}
-
-    def watch(self, *, is_strict: bool) -> None:
-        """Notice files that change from now on, in a form whose `read` does not notice; see `SeenFiles`."""
-        self.seen = None
 
 
 def line_of(name: str, label: int) -> bytes:

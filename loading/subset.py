@@ -1,6 +1,5 @@
 """Parts of a source: images chosen by formulas of names and labels, so that every process has the same."""
 
-import copy
 import hashlib
 from collections.abc import Iterable
 
@@ -18,7 +17,7 @@ class Subset(Source):
         self.numbers = numpy.unique(numpy.fromiter(numbers, dtype=numpy.int64))
         if isinstance(whole, Subset):
             self.numbers = whole.numbers[self.numbers]
-        self._whole = copy.copy(whole.whole)  # each part notes by itself which files it has read
+        self._whole = whole.whole
 
     @property
     def whole(self) -> Source:
@@ -60,10 +59,6 @@ class Subset(Source):
     def identity(self) -> dict[str, str | None]:
         """Return the identity of the whole source."""
         return self._whole.identity()
-
-    def watch(self, *, is_strict: bool) -> None:
-        """Notice files that change from now on."""
-        self._whole.watch(is_strict=is_strict)
 
 
 def labels_of(source: Source) -> numpy.ndarray:

@@ -50,10 +50,8 @@ from checkpointing.store import CheckpointManager
 from checkpointing.weights import load_weights
 from launch import read_launch
 from loading import forms, index, tars
-from loading.seen import SeenRecord
 from monitoring import console, monitor, preview
 from tests.images import write_images
-from tests.started import Hostile
 
 LIMIT_S = 10
 CHUNK = 25  # cases of one child
@@ -461,38 +459,6 @@ def mutated_array(array: numpy.ndarray, rng: random.Random) -> numpy.ndarray:
     return array
 
 
-def case_record(bench: Bench, folder: Path, rng: random.Random) -> None:
-    """images.npz says something else: a file is as it was, or is not by name, and the record is written anew."""
-    resume = rng.choice(["auto", str(folder / "checkpoint-00000003.pth")])
-    args = bench.args("--output-dir", str(folder), "--resume", resume)
-    datasets, arrays = {"train": bench.dataset, "val": bench.dataset_test}, {}
-    for name, dataset in datasets.items():
-        dataset.index.watch(is_strict=rng.random() < 0.5)
-        paths = [dataset.index.path(number) for number in range(len(dataset))]
-        states = [[os.stat(path).st_size + 1, int(os.stat(path).st_mtime)] for path in paths]
-        arrays[f"{name}-{dataset.fingerprint()}"] = numpy.array(states, dtype=numpy.uint32)
-    for name in arrays:
-        if rng.random() < 0.4:
-            arrays[name] = mutated_array(arrays[name], rng)
-        elif rng.random() < 0.1:
-            arrays[name] = numpy.array([Hostile(folder / "executed")], dtype=object)
-    buffer = io.BytesIO()
-    (numpy.savez_compressed if rng.random() < 0.1 else numpy.savez)(buffer, **arrays)
-    content = buffer.getvalue()
-    record = folder / SeenRecord.FILE
-    record.write_bytes(content if rng.random() < 0.6 else scramble(content, rng))
-    if rng.random() < 0.05:
-        os.truncate(record, 200 << 30)
-    with SeenRecord(args, bench.states["sgd"], **datasets):
-        for dataset in datasets.values():
-            for number in range(len(dataset)):
-                dataset.index.read(number)
-    written = numpy.load(record, allow_pickle=False)
-    assert all(
-        written[name].shape == (len(dataset), 2) for name, dataset in zip(arrays, datasets.values(), strict=True)
-    )
-
-
 def case_recipe(bench: Bench, folder: Path, rng: random.Random) -> None:
     """A recipe says something else; what is accepted is written as a recipe that says the same."""
     path = folder / "recipe.toml"
@@ -593,7 +559,7 @@ def case_image(bench: Bench, folder: Path, rng: random.Random) -> None:
 
 
 KINDS = {
-    case_checkpoint: 30, case_archive: 15, case_status: 8, case_metrics: 5, case_cache: 8, case_record: 5,
+    case_checkpoint: 30, case_archive: 15, case_status: 8, case_metrics: 5, case_cache: 8,
     case_recipe: 12, case_options: 4, case_tar: 10, case_manifest: 3, case_image: 15, case_weights: 12,
 }  # fmt: skip
 

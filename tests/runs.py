@@ -7,7 +7,6 @@ from checkpointing.archive import load_checkpoint
 from checkpointing.preemption import PreemptionGuard
 from checkpointing.schema import FORMAT
 from checkpointing.store import CheckpointManager
-from loading.seen import SeenRecord
 from metrics import build_metrics
 from monitoring.monitor import Monitor
 from run import Run
@@ -22,7 +21,7 @@ def run_of(args, folder, model, optimizer, sampler, device, kind=Run):
     )
     images = data.SyntheticImages(sampler.num_images, 8)
     run = kind(
-        args, None, CheckpointManager(folder), PreemptionGuard(is_installed=False), SeenRecord(args, None),
+        args, None, CheckpointManager(folder), PreemptionGuard(is_installed=False),
         sampler=sampler, datasets=(images, images), model=model, metrics=build_metrics(len(images.classes)),
         parts={"model": model, "optimizer": optimizer},
     )  # fmt: skip

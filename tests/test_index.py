@@ -498,23 +498,6 @@ def test_a_split_says_what_its_files_are_as_far_as_that_is_known(written_pack, f
     assert first["checksums"] == hashlib.sha256(sums.encode()).hexdigest()[:16]
 
 
-def test_a_file_that_is_read_again_is_the_one_that_was_read(folder):
-    found = open_source(folder)
-    found.watch(is_strict=True)
-    contents = [found.read(number) for number in range(len(found))]
-    assert [found.read(number) for number in range(len(found))] == contents
-    states = [(len(content) + 1, int(os.stat(found.path(number)).st_mtime)) for number, content in enumerate(contents)]
-    assert found.seen.states.tolist() == [list(state) for state in states]
-    os.utime(found.path(2), (5, 5))
-    assert found.read(2) == contents[2]
-    assert found.seen.states[2].tolist() == [states[2][0], 5]
-    Path(found.path(2)).write_bytes(b"other")
-    with pytest.raises(ImageError, match=f"{found.path(2)} has 5 bytes, and had {len(contents[2])} when this run read"):
-        found.read(2)
-    found.seen.is_strict = False
-    assert found.read(2) == b"other"
-
-
 @pytest.mark.parametrize("change", ["truncated", "overwritten", "removed"])
 def test_a_tar_that_changes_while_it_is_used_is_found_out(folder, tmp_path, change):
     target = tmp_path / "packed"

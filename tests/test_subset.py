@@ -7,7 +7,7 @@ import pytest
 
 import config
 import data
-from errors import ImageError, UserError
+from errors import UserError
 from loading.forms import open_source
 from loading.source import Source
 from loading.subset import Subset, first_of_each_class, minival_numbers, without
@@ -143,19 +143,6 @@ def test_no_process_trains_on_an_image_of_the_minival(image_folder, world_size):
     # 16 of 23 images an epoch, in eight orders: all of them.
     assert len(seen) == 23
     assert not seen & held_out(image_folder / "train", 0.2)
-
-
-def test_a_file_that_changes_is_noticed_in_a_part_too(tmp_path):
-    write_images(tmp_path, {"train": [4, 4]})
-    train, minival = sets_of(tmp_path, "--minival", 0.25)
-    for dataset in (train, minival):
-        for number in range(len(dataset)):
-            dataset.load(number)
-        assert (dataset.index.whole.seen.states != 0).any(axis=1).sum() == len(dataset)
-        path = Path(dataset.index.path(0))
-        path.write_bytes(path.read_bytes() + b"\0")
-        with pytest.raises(ImageError, match="bytes, and had"):
-            dataset.load(0)
 
 
 def test_without_val_there_is_a_validation_part(image_folder, tmp_path):

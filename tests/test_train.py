@@ -202,7 +202,7 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
     assert events.startswith("events.out.tfevents.")
     assert names == [
         ".lock", "best.pth", "best_ema.pth", "checkpoint-00000003.pth", "checkpoint-00000006.pth", "checkpoint.pth",
-        "images.npz", "log.txt", "metrics.jsonl", *pictures, "recipe.toml", "run.json", "status.json",
+        "log.txt", "metrics.jsonl", *pictures, "recipe.toml", "run.json", "status.json",
     ]  # fmt: skip
     assert json.loads((out / "status.json").read_text())["state"] == "finished"
     assert os.path.samefile(out / "checkpoint.pth", out / "checkpoint-00000006.pth")
