@@ -43,8 +43,7 @@ DEEP_EXTENSIONS = (b".png", b".ppm", b".pgm", b".tif", b".tiff")
 _OTHER_KINDS = {
     b"GIF8": "a GIF", b"%!PS": "PostScript", b"\xc5\xd0\xd3\xc6": "PostScript", b"%PDF": "a PDF",
     b"PK\3\4": "a zip archive", b"8BPS": "a Photoshop file", b"\0\0\0\x0cjP": "a JPEG 2000", b"\x1f\x8b": "gzip data",
-    b"<": "HTML or XML, such as a server's answer", b"\xff\xd8\xff": "a JPEG with a damaged header, or of a rare kind",
-    b"II*": "a TIFF with a damaged header, or of a rare kind", b"MM\0*": "a TIFF that is damaged, or of a rare kind",
+    b"<": "HTML or XML, such as a server's answer",
 }  # fmt: skip
 
 # Markers of a JPEG. Those of a frame say how it is coded: baseline to progressive are decoded here, other kinds by
@@ -172,6 +171,9 @@ def _say_kind(payload: bytes) -> str:
     """Return the kind of a file that Pillow does not know, in words."""
     if not payload:
         return "the file is empty"
+    for name, begins in (("JPEG", b"\xff\xd8\xff"), ("TIFF", (b"II*", b"MM\0*"))):
+        if payload.startswith(begins):
+            return f"its {name} header is damaged, or of a kind that is not read"
     kinds = [kind for begin, kind in _OTHER_KINDS.items() if payload[:64].lstrip().startswith(begin)]
     kinds += ["AVIF, HEIF or a video"] if payload[4:8] == b"ftyp" else []
     known = "BMP, JPEG, PNG, PPM, TIFF and WebP"
