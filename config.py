@@ -96,9 +96,6 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.use_deterministic_algorithms and args.compile in MEASURED_MODES,
      "--compile {compile} chooses kernels by measuring their speed, which --use-deterministic-algorithms "
      "excludes; use --compile default"),
-    (lambda args: args.use_deterministic_algorithms and args.grad_compression != "none",
-     "--grad-compression {grad_compression} is about DDP's all-reduce, which --use-deterministic-algorithms does "
-     "without; leave one of them out"),
     (lambda args: args.start_epoch >= args.epochs,
      "--start-epoch {start_epoch}: expected less than --epochs {epochs}; epochs count from 0"),
     (lambda args: args.overwrite and args.resume == "auto",

@@ -367,7 +367,6 @@ def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
         dataset,
         sampler,
         num_workers=args.workers,
-        prefetch_factor=args.prefetch_factor,
         batch_bytes=largest_batch_bytes(args),
         collate_fn=collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
         pin_memory=torch.device(args.device).type == "cuda",
@@ -444,8 +443,6 @@ def build_batch_transforms(
         mixup_alpha=args.mixup_alpha,
         cutmix_alpha=args.cutmix_alpha,
         num_classes=num_classes,
-        prob=args.mixup_prob,
-        switch_prob=args.mixup_switch_prob,
         mode=args.mixup_mode,
     )
     is_noisy = args.random_erase_fill == "pixel"
@@ -453,7 +450,7 @@ def build_batch_transforms(
     # Compiling is of no use on a CPU.
     backend = "inductor" if args.compile is not None and device.type == "cuda" else None
     return (
-        transforms.BatchTransform(normalize, erase, mix, args.mixup_off_epoch, backend=backend),
+        transforms.BatchTransform(normalize, erase, mix, backend=backend),
         transforms.BatchTransform(normalize, backend=backend),
     )
 
@@ -515,7 +512,6 @@ class DeviceLoader:
     def _batches(self, loaded: Iterator[tuple]) -> Iterator[tuple[Tensor, Tensor]]:
         sampler = self.loader.sampler
         is_training = isinstance(sampler, TrainSampler)
-        epoch = sampler.epoch if is_training else 0
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
         self.replaced = []
         for (image, target, *replaced), (step, shard) in zip(loaded, addresses, strict=True):
@@ -524,7 +520,7 @@ class DeviceLoader:
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
-            yield self.transform(image, target, rng, epoch)
+            yield self.transform(image, target, rng)
 
     def _one_ahead(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each batch once the stream has begun to prepare the next one."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,8 +17,6 @@ from sampler import VirtualShards
 
 def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     """Wrap a model on its device in DDP, if there are several processes. Collective: every rank must call it."""
-    if args.grad_compression != "none" and args.world_size == 1:
-        print(f"--grad-compression {args.grad_compression} has no effect: one process sends no gradients")
     if not args.distributed:
         return model
     # Training uses only the buffers that shard 0 has written, so DDP need not broadcast them at each step; `evaluate`
@@ -29,12 +26,9 @@ def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     device_ids = [args.gpu] if torch.device(args.device).type == "cuda" else None
     # With gradient accumulation a static graph fails at one of torch's own assertions.
     is_static = args.num_shards == args.world_size and args.compile is None
-    wrapped = DistributedDataParallel(
+    return DistributedDataParallel(
         model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=is_static, **no_buffers
     )
-    if args.grad_compression == "bf16":
-        wrapped.register_comm_hook(None, bf16_compress_hook)
-    return wrapped
 
 
 def broadcast_from_master(tensors: Sequence[Tensor]) -> None:

@@ -171,10 +171,7 @@ def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: D
     teacher = build_teacher(args, list(val.classes)).to(device)
     if args.channels_last:
         teacher = teacher.to(memory_format=torch.channels_last)
-    return Distillation(
-        criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha,
-        temperature=args.distillation_temperature,
-    )  # fmt: skip
+    return Distillation(criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha)
 
 
 def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:

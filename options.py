@@ -224,10 +224,6 @@ OPTIONS = {
             help="loader processes for each training process (default: its share of the cores, up to 16)",
         ),
         Option(
-            "--prefetch-factor", default=2, at_least=1, at_most=4096, resume=FREE,
-            help="batches that each loader process prepares ahead",
-        ),
-        Option(
             "--cache-dataset", default=False, resume=FREE,
             help="no effect, accepted for torchvision's commands: the index of the images is always cached",
         ),
@@ -325,18 +321,9 @@ OPTIONS = {
             help="mix images by cutmix, its shares drawn from Beta(A, A); 0 = off",
         ),
         Option(
-            "--mixup-prob", metavar="P", default=1.0, at_least=0, at_most=1, needs="mixup_alpha|cutmix_alpha",
-            help="probability that a batch is mixed (mixup or cutmix)",
-        ),
-        Option(
-            "--mixup-switch-prob", metavar="P", default=0.5, at_least=0, at_most=1,
-            help="probability of cutmix rather than mixup, if both are on",
-        ),
-        Option(
             "--mixup-mode", default="batch", choices=["batch", "elem"], needs="mixup_alpha|cutmix_alpha",
             help="draw mixup or cutmix and its share once for a batch (batch) or for each image (elem, as in timm)",
         ),
-        Option("--mixup-off-epoch", type=int, at_least=0, help="stop mixup and cutmix at this epoch (default: never)"),
         Option(
             "--ra-sampler", default=False,
             help="repeated augmentation: train on each image --ra-reps times in a step, in different micro-batches",
@@ -493,11 +480,6 @@ OPTIONS = {
             help="share of --teacher in the loss; the rest is that of the targets",
         ),
         Option(
-            "--distillation-temperature", metavar="T", default=3.0, at_least=0.01, at_most=1000,
-            needs="distillation=soft",
-            help="divide both models' scores by this in --distillation soft, and multiply its loss by the square",
-        ),
-        Option(
             "--clip-grad-norm", metavar="NORM", type=float, above=0, at_most=1e12,
             help="scale the gradients down if their norm is larger than this (default: no limit)",
         ),
@@ -634,10 +616,6 @@ OPTIONS = {
         ),
         Option("--keep-last", default=3, at_least=2, resume=FREE, help="numbered checkpoints to keep"),
         Option(
-            "--keep-every", metavar="K", type=int, at_least=1, resume=FREE,
-            help="keep the checkpoint of every K-th epoch for good",
-        ),
-        Option(
             "--best-metric", default="acc1", choices=sorted(CURVES), resume=FREE,
             help="validation metric that chooses best.pth, and best_ema.pth for the average of --model-ema; of equal "
             "values the one with the lower loss, then the earlier epoch",
@@ -685,10 +663,6 @@ OPTIONS = {
             help="address at which the processes meet; torchrun and srun set it up themselves",
         ),
         Option(
-            "--grad-compression", default="none", choices=["bf16", "none"],
-            help="round gradients to this type while they travel between processes",
-        ),
-        Option(
             "--dist-timeout", metavar="MIN", default=30, type=float, at_least=0.001, at_most=1e6, resume=FREE,
             recipe=NEVER,
             help="minutes that a process waits for the others in a step or evaluation batch before it fails",
@@ -726,8 +700,12 @@ OTHER_NAMES = {
 REMOVED = {
     "worker-type": "process", "train-split": "train", "val-split": "val", "val-path": None, "limit-train-images": None,
     "limit-val-images": None, "early-stop": None, "eval-batch-size": None, "decode-device": "cpu",
+    "prefetch-factor": 2, "mixup-prob": 1.0, "mixup-switch-prob": 0.5, "mixup-off-epoch": None, "keep-every": None,
+    "grad-compression": "none", "distillation-temperature": 3.0,
 }  # fmt: skip
-FREELY_REMOVED = {"worker-type", "train-split", "val-split", "val-path", "early-stop"}
+FREELY_REMOVED = {
+    "worker-type", "train-split", "val-split", "val-path", "early-stop", "prefetch-factor", "keep-every",
+}  # fmt: skip
 
 # The end of every message that refuses code which a file names.
 WHY_TYPED = "which is code and is run only where the command line names it: give --model FILE.py:FUNCTION"

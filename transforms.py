@@ -321,7 +321,6 @@ class BatchTransform:
         normalize: turns uint8 into floats.
         erase: erases rectangles, or None.
         mix: mixes images and targets, or None.
-        mix_off_epoch: the first epoch without mixing; None to mix in all epochs.
         backend: the backend of `torch.compile`, which fuses all into few kernels; None not to compile.
     """
 
@@ -330,23 +329,21 @@ class BatchTransform:
         normalize: Normalize,
         erase: RandomErasing | None = None,
         mix: RandomMix | None = None,
-        mix_off_epoch: int | None = None,
         backend: str | None = None,
     ) -> None:
         self.normalize, self.erase, self.mix = normalize, erase, mix
-        self.mix_off_epoch = math.inf if mix_off_epoch is None else mix_off_epoch
         self.apply = self._apply
         if backend is not None:
             # Round the division by the standard deviation as eager mode does; the default on a GPU differs.
             options = {"eager_numerics.division_rounding": True} if backend == "inductor" else None
             self.apply = torch.compile(self._apply, backend=backend, options=options, dynamic=False)
 
-    def __call__(self, image: Tensor, target: Tensor, rng: random.Random, epoch: int = 0) -> tuple[Tensor, Tensor]:
+    def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
         """Transform (B, C, H, W) uint8 and (B,) int64 on the device, drawing from `rng`."""
         boxes = mixer = drawn = None
         if self.erase is not None:
             boxes = to_device(self.erase.draw(image, rng), image.device)
-        if self.mix is not None and epoch < self.mix_off_epoch and (mixing := self.mix.draw(image, rng)):
+        if self.mix is not None and (mixing := self.mix.draw(image, rng)):
             mixer, drawn = mixing[0], to_device(mixing[1], image.device)
         image, target = self.apply(image, target, boxes, mixer, drawn)
         # This copies only where torch 2.11 compiled for images in another memory format.

@@ -49,14 +49,11 @@ class CheckpointFolder(CheckpointFinder):
     Args:
         keep_last: how many numbered files to keep, at least 2, so that the one that a run was resumed from stays until
             two newer ones are there.
-        keep_every: also keep the numbered file at the end of every that many epochs.
     """
 
-    def __init__(
-        self, folder: Path, *, keep_last: int = 3, keep_every: int | None = None, say: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, folder: Path, *, keep_last: int = 3, say: Callable[[str], None] = print) -> None:
         super().__init__(folder, say=say)
-        self.keep_last, self.keep_every, self.steps_per_epoch = keep_last, keep_every, None
+        self.keep_last = keep_last
         self._is_warned = set()
         self._owed = {}  # {second name that is still to be given: its file}
 
@@ -113,7 +110,6 @@ class CheckpointFolder(CheckpointFinder):
         Raises:
             UserError: the folder cannot be written.
         """
-        self.steps_per_epoch = run.steps_per_epoch
         with explained(self.folder):
             for path in self.own_files(LEFTOVERS):
                 with suppress(IsADirectoryError):
@@ -232,11 +228,9 @@ class CheckpointFolder(CheckpointFinder):
 
     def _delete_old(self) -> None:
         """Delete the numbered checkpoints beyond `keep_last`; a failure is no reason to stop."""
-        milestone = self.keep_every and self.keep_every * self.steps_per_epoch
         try:
             for path in self.numbered()[self.keep_last :]:
-                if not milestone or step_in(path) % milestone:
-                    path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
         except (OSError, StorageError) as error:
             self._warn_once("delete", f"old checkpoints cannot be deleted and will fill the disk: {error}")
 

@@ -70,7 +70,6 @@ class CheckpointManager:
         folder: Path,
         *,
         keep_last: int = 3,
-        keep_every: int | None = None,
         minutes: float = 0.0,
         save_per_node: bool = False,
     ) -> None:
@@ -78,7 +77,7 @@ class CheckpointManager:
         # `print` is silent on the other ranks.
         say = print if rank == 0 else lambda text: print(f"rank {rank}: {text}", force=True)
         self.folder, self.save_per_node = folder, save_per_node
-        self.files = CheckpointFolder(folder, keep_last=keep_last, keep_every=keep_every, say=say)
+        self.files = CheckpointFolder(folder, keep_last=keep_last, say=say)
         self._writers, self._thread, self._memory = Writers(), ThreadPoolExecutor(1, "checkpoint writer"), HostCopy()
         self._period_s, self._last_s = 60 * minutes, time.monotonic()
         self._found = self._saving = None
@@ -91,7 +90,6 @@ class CheckpointManager:
         return cls(
             Path(args.output_dir),
             keep_last=args.keep_last,
-            keep_every=args.keep_every,
             minutes=args.checkpoint_minutes,
             save_per_node=args.save_per_node,
         )

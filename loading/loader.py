@@ -165,7 +165,7 @@ class BatchLoader:
         except (OSError, OverflowError) as error:
             raise LimitError(
                 f"no memory for {num_slots} batches of {batch_bytes / 2**20:.0f} MiB on their way from {num_workers} "
-                f"loader processes ({error}); use fewer --workers, or a smaller --batch-size or --prefetch-factor"
+                f"loader processes ({error}); use fewer --workers, or a smaller --batch-size"
             ) from error
         self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)) if num_slots else []
         self._batches = _Batches(sampler, num_slots)

@@ -195,8 +195,6 @@ def _advise_on_compute(shares: Shares, args: Any) -> tuple[str, float | None]:
 
 def _advise_on_communication(shares: Shares, args: Any) -> tuple[str, float]:
     half = 1 / (1 - shares.communication / 2)
-    if args.grad_compression == "none" and not args.use_deterministic_algorithms:
-        return "--grad-compression bf16, which sends half the bytes", half
     return f"--batch-size {2 * args.batch_size}, for half the exchanges an image", half
 
 

@@ -32,8 +32,8 @@ examples:
 
 The mean of each weight is taken in float64; a mean of integers, such as BatchNorm's count of batches, is rounded down.
 All checkpoints must be of one model with the same classes: of one run, or of several that began with the same weights
-(Wortsman et al., arXiv 2203.05482). A run keeps only its newest checkpoints unless train.py's --keep-last or
---keep-every says otherwise: --last and --best choose from those that are still there.
+(Wortsman et al., arXiv 2203.05482). A run keeps its newest checkpoints, as many as train.py's --keep-last says:
+--last and --best choose from those that are still there.
 
 FILE holds the weights, the model's name, its classes and the options of the first checkpoint. All tools open it, and so
 does train.py --weights FILE; no run goes on from it. BatchNorm's statistics do not fit the averaged weights:
@@ -90,7 +90,7 @@ def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> l
     if len(there) < number:
         raise UserError(
             f"{folder} holds {counted(len(there), 'checkpoint')} of the {len(values)} that were evaluated, fewer than "
-            f"--best {number}; --keep-last and --keep-every of train.py keep more"
+            f"--best {number}; train.py --keep-last keeps more"
         )
     sign = 1 if CURVES.get(metric, {}).get("is_lower_better") else -1
     there.sort(key=lambda step: (sign * values[step], -step))

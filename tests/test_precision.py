@@ -172,9 +172,8 @@ def test_tf32_governs_convolutions_and_matrix_products(is_allowed):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--amp-dtype bfloat16", "has an effect under --amp only"),
+        ("--amp-dtype bfloat16", "has no effect without --amp"),
         ("--compile max-autotune --use-deterministic-algorithms", "chooses kernels by measuring their speed"),
-        ("--grad-compression bf16 --use-deterministic-algorithms", "does without"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(argv, message):
@@ -420,15 +419,6 @@ def test_compiled_in_bfloat16_killed_and_resumed_same_bits_and_another_world_siz
     runs.run("compiled-killed", 2, *options, "--resume", "auto", timeout_s=600).check()
     assert_same(runs, "compiled-killed", "compiled")
     assert not any("_orig_mod" in name for name in runs.final("compiled"))
-
-
-def test_gradients_that_travel_in_bfloat16_are_near_those_in_float32(runs):
-    runs.run("float32", 2, "--print-freq", 1).check()
-    runs.run("compressed", 2, "--print-freq", 1, "--grad-compression", "bf16").check()
-    ours, theirs = runs.metrics("compressed"), runs.metrics("float32")
-    assert ours[0]["loss"] == theirs[0]["loss"]  # the first forward pass has the same weights
-    assert ours[0]["grad_norm"] != theirs[0]["grad_norm"]
-    assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=2**-8)  # bfloat16's 8 bits
 
 
 def test_the_memory_order_of_restored_momenta_is_the_parameters():

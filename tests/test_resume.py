@@ -155,7 +155,7 @@ def test_the_linked_names_count_where_the_numbered_files_are_gone(started, tmp_p
     [
         ["--workers", 2],
         ["--checkpoint-steps", 2, "--checkpoint-minutes", 0],
-        ["--keep-last", 2, "--keep-every", 1],
+        ["--keep-last", 2],
         ["--print-freq", 1],
         ["--best-metric", "loss"],
         ["--dist-timeout", 5, "--no-use-v2", "--cache-dataset"],

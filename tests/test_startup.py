@@ -285,7 +285,7 @@ LIMITS = {
     "batch": ((), ["--batch-size", 1 << 24, "--train-crop-size", 16384], "more than this machine's memory"),
     "batches": (
         (limit_memory, 16_000_000 << 10),
-        ["--workers", 64, "--prefetch-factor", 4096, "--train-crop-size", 1024],
+        ["--workers", 64, "--train-crop-size", 4096],
         "no memory for",
     ),
 }

@@ -95,13 +95,13 @@ def test_a_folder_that_cannot_be_synced_is_no_reason_to_stop(folder, number, mon
 # Retention
 
 
-def test_the_newest_and_the_milestones_stay(tmp_path):
-    folder = CheckpointFolder(tmp_path, keep_last=2, keep_every=2)
+def test_the_newest_and_the_best_stay(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=2)
     folder.acquire()
-    folder.open("", None, FixedRun(0))  # two steps an epoch: milestones are the steps 4, 8, 12
+    folder.open("", None, FixedRun(0))
     for step in range(1, 14):
         assert folder.save(state_at(step), ["best"] * (step == 3)) is None
-    assert numbered_steps(folder) == [4, 8, 12, 13]
+    assert numbered_steps(folder) == [12, 13]
     assert load_checkpoint(tmp_path / "best.pth", "best")["step"] == 3
     assert load_checkpoint(tmp_path / "checkpoint.pth", "newest")["step"] == 13
 

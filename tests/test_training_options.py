@@ -99,17 +99,6 @@ def test_odds_of_mixing_are_those_asked_for():
     assert share["cutmix"] == pytest.approx(0.2, abs=0.06)
 
 
-def test_mixing_ends_with_its_epoch():
-    mix = transforms.get_mixup_cutmix(mixup_alpha=1.0, cutmix_alpha=0.0, num_classes=3)
-    normalize = transforms.Normalize((0.5,), (0.5,), torch.device("cpu"))
-    batch = transforms.BatchTransform(normalize, mix=mix, mix_off_epoch=5)
-    image, target = torch.randint(0, 256, (2, 1, 4, 4), dtype=torch.uint8), torch.tensor([0, 2])
-    assert batch(image, target, random.Random(0), epoch=4)[1].ndim == 2
-    after, same = batch(image, target, random.Random(0), epoch=5)
-    assert torch.equal(same, target)
-    assert torch.equal(after, normalize(image))
-
-
 def test_timms_policy_draws_from_the_address_alone(image_folder):
     pytest.importorskip("timm")
     from PIL import Image

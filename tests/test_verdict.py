@@ -84,7 +84,7 @@ def judge(trouble: str, folder, num_ranks: int = 2) -> str:
     [
         ("model", "bound by compute: ", "first 4 processes on as many devices: up to "),
         ("loader", "bound by data: waiting for data ", "--workers "),
-        ("links", "bound by communication: ", "first --grad-compression bf16, which sends half the bytes: up to "),
+        ("links", "bound by communication: ", "first --batch-size "),
         ("rank", "bound by the slowest rank, 1: ", "first look at the machine of rank 1, its device and other jobs"),
         ("rank's loader", "bound by data: waiting for data (nearly all of it on rank 1) ", "first "),
     ],
