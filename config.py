@@ -12,8 +12,8 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+from distributed.launch import read_launch
 from errors import UserError, counted, did_you_mean, end_by, end_process, is_printable, one_line
-from launch import read_launch
 from options import (
     ALWAYS,
     BY_NAME,
@@ -369,7 +369,7 @@ def find_device(args: argparse.Namespace) -> str:
     """Return the device of `--device`, by default this machine's accelerator or the CPU; UserError if it is missing."""
     import torch  # not above: help need not wait for it
 
-    import collectives
+    from distributed import collectives
 
     accelerator = collectives.find_accelerator()
     device = args.device or accelerator or "cpu"
@@ -388,7 +388,7 @@ def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
     Raises:
         UserError: the device is not there, or the launcher's variables are incomplete.
     """
-    import collectives  # not above: help need not wait for torch
+    from distributed import collectives  # not above: help need not wait for torch
 
     changes, lines, launch = {}, [], collectives.place(args.world_size, args.dist_url)
     device = find_device(args)

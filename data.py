@@ -17,11 +17,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-import collectives
 import config
 import transforms
-from checkpointing.preemption import start_worker
 from checkpointing.published import is_stored, take_published_options
+from distributed import collectives
+from distributed.signals import start_worker
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import read_bytes
 from loading.decode import DEEP_EXTENSIONS, decode_plainly, grey_bits, open_image

@@ -18,7 +18,7 @@ import models
 from checkpointing.guard import compare_classes
 from checkpointing.published import fetch_by_name, settle_preprocessing, translate_options
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
-from collectives import all_gather, interleave
+from distributed.collectives import all_gather, interleave
 from errors import UserError, find_timm_config, in_one_line, one_line
 from options import BY_NAME, WHY_TYPED, is_same_model, split_custom
 from transforms import one_hot

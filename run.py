@@ -1,4 +1,4 @@
-"""The run: it begins or goes on, keeps its position, logs and saves around steps and evaluations, and ends."""
+"""Training-run lifecycle: start or resume, log, save, stop."""
 
 import json
 import os
@@ -13,27 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import collectives
 import config
 import gradients
 import optim
 from checkpointing.checkpoint import RunState
-from checkpointing.guard import check_options, run_facts
-from checkpointing.preemption import NOTHING, FiniteWatch, PreemptionGuard, StallWatchdog, WatchedLoader
-from checkpointing.published import preprocessing_line, settle_preprocessing
+from checkpointing.guard import run_facts
 from checkpointing.status import MOST_STARTS, StatusFile
 from checkpointing.store import CheckpointManager
+from distributed import collectives
+from distributed.decision import CONTINUE, StepDecisions, WatchedLoader
+from distributed.launch import read_launch
+from distributed.watch import FiniteWatch, StallWatchdog
 from errors import (
     LoaderKilledError,
     NonFiniteError,
     NoProgressError,
     PreemptedError,
     StorageError,
-    UserError,
 )
-from files import explain_failure, read_json, write_atomically
+from files import explain_failure, write_atomically
 from gradients import ShardedStep
-from launch import read_launch
 from metrics import Accuracy, Metric, Tally
 from monitoring.console import Outlook, first_lines, last_lines, log
 from monitoring.gauges import Gauges, Pace
@@ -44,57 +43,6 @@ from monitoring.records import read_last_record
 from monitoring.verdict import StepClock, as_record, describe_limit, find_shares
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
-
-
-def read_resumed(
-    args: config.Record, manager: CheckpointManager, device: torch.device
-) -> tuple[config.Record, dict | None]:
-    """Return the final options, and the checkpoint that `--resume` means or None.
-
-    Changes nothing in the output folder except its lock. Collective: every rank must call it.
-
-    Raises:
-        UserError: the checkpoint cannot be used, or the folder holds a run that no option says to resume or to remove.
-    """
-    if not args.test_only:
-        manager.lock()
-        args = go_on_after_restart(args, manager)
-    state = manager.read(args.resume)
-    manager.say_damaged()  # ahead of any refusal
-    if args.test_only:
-        if args.resume and state is None:
-            raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
-        if state is not None:
-            args, notes = config.as_trained(args, state["args"])
-            source = f"the checkpoint of --resume {args.resume}"
-            args, origin = settle_preprocessing(args, source, state["args"])
-            for note in [*notes, preprocessing_line(args, origin)]:
-                print(note)
-        return args, state
-    manager.check(args.resume, overwrite=args.overwrite)
-    if state is not None:
-        check_options(state, args, describe_decoder(args))
-    args = config.with_shards(args, state)
-    shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
-    shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn)
-    return args, state
-
-
-def go_on_after_restart(args: config.Record, manager: CheckpointManager) -> config.Record:
-    """Return the options; processes that torchrun has restarted resume the newest checkpoint of their run.
-
-    It is theirs if the same torchrun started the run that saved it. Collective: every rank must call it.
-    """
-
-    def has_saved() -> bytes | None:
-        launched = read_json(manager.folder / "run.json").get("launch")
-        is_ours = launched not in (None, "") and launched == read_launch().agent
-        return b"yes" if is_ours and manager.files.numbered() else None
-
-    if not collectives.call_on_master(has_saved):
-        return args
-    print(f"restarted by torchrun: going on from the newest checkpoint in {manager.folder}")
-    return args.replaced(resume="auto", overwrite=False)
 
 
 class BareRun:
@@ -157,13 +105,13 @@ class BareRun:
 
 
 class Run(BareRun):
-    """A run in its output folder: a context that begins it or goes on with it, and records how it ended.
+    """A run, restored from a checkpoint or new; as a context it adopts its output folder, and records how it ended.
 
     Args:
         args: the resolved options.
-        resumed: the checkpoint that it goes on from, or None.
+        resumed: the checkpoint to restore, or None.
         manager: reads and writes its checkpoints.
-        preemption: lets all ranks agree on a stop after a signal.
+        decisions: of all ranks, after each step.
         sampler: deals the images of each step.
         datasets: the training and the validation set.
         model: as `gradients.wrap_model` returns it.
@@ -176,7 +124,7 @@ class Run(BareRun):
         args: config.Record,
         resumed: dict | None,
         manager: CheckpointManager,
-        preemption: PreemptionGuard,
+        decisions: StepDecisions,
         *,
         sampler: TrainSampler,
         datasets: tuple,
@@ -184,7 +132,7 @@ class Run(BareRun):
         parts: dict[str, Any],
         metrics: list[Metric],
     ) -> None:
-        self.args, self.manager, self.preemption = args, manager, preemption
+        self.args, self.manager, self.decisions = args, manager, decisions
         self.sampler, self.model, self.folder = sampler, parts["model"], manager.folder
         device = next(self.model.parameters()).device
         self.sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
@@ -199,6 +147,7 @@ class Run(BareRun):
         facts = run_facts(args, describe_decoder(args), *datasets)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
+        self.begun = self.saved = self.saving = self.position  # nothing to save yet
         self.resumed_means = self.epoch_tally.peek()  # of the images of a resumed epoch before this start
         self.outlook = Outlook(self.state, args.epochs)
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
@@ -213,19 +162,22 @@ class Run(BareRun):
         self.profile = StepProfile(num_profiled, self.folder, is_cuda=device.type == "cuda")
         note_stall = partial(self.status.write, "failed")
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, note_stall)
-        self.begun = self.saved = self.saving = self.position  # nothing to save yet
         self.line_pace, self.window_pace = Pace(), Pace()
 
-    # Begin and end
+    # Start and end
 
-    def __enter__(self) -> "Run":
-        """Make the folder ready and describe the run in it. Collective: every rank must call it.
+    def adopt_folder(self) -> None:
+        """Make the folder this run's, with the restored checkpoint as its newest. Collective: every rank must call it.
 
-        It makes a finished run's folder ready too: a kill may have left the last save half done.
+        A finished run's folder is completed too: a kill may have interrupted its last save.
         """
         start = self.status.count_start(self.last_record())
-        self.manager.open(self.args.resume, self.state)
+        self.manager.adopt(self.args.resume, self.state)
         collectives.call_on_master(self.write_description, start)
+
+    def __enter__(self) -> "Run":
+        """Adopt the folder, open the log and the records, start the watchdog. Collective: every rank must call it."""
+        self.adopt_folder()
         log.open(self.folder)
         lines = first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder)
         print(*lines, sep="\n")
@@ -267,7 +219,7 @@ class Run(BareRun):
             if start["count"] > MOST_STARTS and launch.is_restart and not is_done:
                 reason = f"no progress: start number {start['count']} in a row from step {self.state.step}"
                 self.status.replace("failed", reason)
-                raise NoProgressError(f"{reason}; not trying again by itself: look into the log, then start it by hand")
+                raise NoProgressError(f"{reason}; no further restart: look into the log, then start it by hand")
             record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
             description = json.dumps({**record, "launch": launch.agent, **self.state.facts}, indent=2) + "\n"
             for name, text in {"run.json": description, "recipe.toml": config.write_recipe(self.args)}.items():
@@ -276,17 +228,17 @@ class Run(BareRun):
                     write_atomically(path, text.encode())
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
-            raise StorageError(f"--output-dir {self.folder}: {why}; nothing was begun") from error
+            raise StorageError(f"--output-dir {self.folder}: {why}; no training was done") from error
 
     def finish(self) -> None:
-        """Record and say how the run ended. Collective: every rank must call it."""
+        """Record and print how the run ended. Collective: every rank must call it."""
         collectives.call_on_master(self.status.finish)
         print(self.state.result(self.args.output_dir, self.status.ran_s()))
         if collectives.is_main_process():
             print(*last_lines(self.args, self.state, self.folder, self.records()), sep="\n")
 
     def records(self) -> list[dict]:
-        """Return the records in metrics.jsonl; none if the file cannot be read, which is no reason to end the run."""
+        """Return the records in metrics.jsonl; none if the file cannot be read."""
         with suppress(OSError, StorageError):
             return self.monitor.records()
         return []
@@ -297,7 +249,7 @@ class Run(BareRun):
             return read_last_record(self.folder) if self.state.is_resumed and collectives.is_main_process() else []
         return []
 
-    # Where it is
+    # Position
 
     @property
     def position(self) -> tuple[int, bool]:
@@ -306,14 +258,14 @@ class Run(BareRun):
 
     @property
     def here(self) -> dict[str, int]:
-        """The fields that say after which step a record was made."""
+        """The position as the fields of a record."""
         images = self.state.step * self.args.global_batch_size
         return {"step": self.state.step, "epoch": self.state.epoch, "images": images}
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left to train or to evaluate; then say how the run ended. Collective."""
         for epoch in range(self.state.epoch, self.args.epochs):
-            if cause := self.preemption.agree().stop:
+            if cause := self.decisions.decide().stop:
                 self.stop(cause)
             first_step = self.state.start_epoch(epoch)
             # Also where the epoch is only evaluated: checkpoints hold the learning rate.
@@ -340,7 +292,7 @@ class Run(BareRun):
         return self.state.is_finished(self.args.epochs)
 
     def describe(self) -> str:
-        """Describe the current work, for whoever looks into a hang."""
+        """Describe the current work, to debug a hang."""
         if not self.has_steps_left:
             return f"evaluating after step {self.state.step}"
         return f"{self.state.step} steps done, images of the next: {self.sampler.indices_at(self.state.steps)}"
@@ -374,14 +326,14 @@ class Run(BareRun):
         self.state.advance()
         self.watchdog.beat()
         start_s = time.perf_counter()
-        verdict = self.preemption.agreed(self.votes)  # on the step before
+        decision = self.decisions.result(self.votes)  # of the step before
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
-        if metric_logger.is_line_due or is_due or not self.has_steps_left or verdict != NOTHING:
-            # Agree on this step too: the collectives below wait a day for slow disks, so find a rank that hangs here.
-            verdict = self.preemption.agree(self.votes)
+        if metric_logger.is_line_due or is_due or not self.has_steps_left or decision != CONTINUE:
+            # Decide on this step too: the collectives below wait a day for slow disks, so detect a hung rank here.
+            decision = self.decisions.decide(self.votes)
         self.clock.agreed(start_s)
-        if verdict.bad_step is not None:
-            raise NonFiniteError(self.non_finite_loss(verdict.bad_step))
+        if decision.bad_step is not None:
+            raise NonFiniteError(self.non_finite_loss(decision.bad_step))
         self.line_pace.step(metric_logger.wait_s)
         self.window_pace.step(metric_logger.wait_s)
         if self.is_record_due:
@@ -390,17 +342,17 @@ class Run(BareRun):
             self.log(metric_logger)
         self.clock.end(metric_logger.wait_s, is_read=metric_logger.is_line_due)
         self.profile.step()
-        if verdict.is_written:
+        if decision.is_written:
             self.settle()
-        if (is_due or verdict.is_save_due) and self.has_steps_left and not verdict.stop:
+        if (is_due or decision.is_save_due) and self.has_steps_left and not decision.stop:
             self.save()
-        if verdict.stop:
-            self.stop(verdict.stop)
+        if decision.stop:
+            self.stop(decision.stop)
         if self.has_steps_left:
-            self.preemption.begin(self.votes)  # which ends beside the next step
+            self.decisions.begin(self.votes)  # completed beside the next step
 
     def votes(self) -> dict[str, Any]:
-        """Return this process's votes for the agreement of all ranks: see `PreemptionGuard`."""
+        """Return this process's votes for the decision of all ranks: see `StepDecisions`."""
         is_written, bad_step = self.manager.is_written, self.finite.first_bad()
         return {"is_save_due": self.manager.is_due(), "is_written": is_written, "bad_step": bad_step}
 
@@ -436,7 +388,7 @@ class Run(BareRun):
             kind: the name of the evaluation in the log.
             data_loader: yields the batches of the evaluation.
         """
-        loader = WatchedLoader(data_loader, self.preemption, self.stop, self.watchdog.beat)
+        loader = WatchedLoader(data_loader, self.decisions, self.stop, self.watchdog.beat)
         return loader, partial(self.pictures.observe, kind)
 
     def take_results(self, results: dict[str, dict[str, Any]]) -> None:
@@ -456,13 +408,11 @@ class Run(BareRun):
             metric_logger.show(*self.resumed_means)
             self.resumed_means = {}, 0
         values, n = self.tally.read()
-        steps, train_s, wait_s = self.line_pace.read()
+        steps, train_s, _ = self.line_pace.read()
         metric_logger.show({**values, "img/s": steps * self.args.global_batch_size / train_s}, n)
         if not self.has_steps_left:
             means, _ = self.epoch_tally.read()
             self.monitor.write("epoch", **self.here, **means, lr=max(group["lr"] for group in self.gauges.groups))
-        if steps > 1:  # the first step of an epoch waits for the loaders to start
-            self.say_who_waits(wait_s / train_s)
 
     def gather(self) -> None:
         """Add up the metrics since the last call, and write the records of the windows that have ended.
@@ -483,16 +433,6 @@ class Run(BareRun):
             if self.due and self.due[0]["step"] == number:
                 values, _ = self.window.read()
                 self.monitor.write("train", **values, **self.due.pop(0), **rates)
-
-    def say_who_waits(self, data_wait: float) -> None:
-        """Name the process that waits for its data much longer than the others, and so makes them wait. Collective."""
-        waits = torch.cat(collectives.all_gather(torch.tensor([data_wait])))
-        longest, median = float(waits.max()), float(waits.median())
-        if longest > median + 0.1:
-            print(
-                f"slowest: rank {int(waits.argmax())} waits for data {longest:.0%} of the time, the median rank "
-                f"{median:.0%}; look at its machine's disk and cores"
-            )
 
     def save(self, *, is_last: bool = False) -> None:
         """Begin to save the run, or end it if its weights are not finite. Collective: every rank must call it.

@@ -1,38 +1,39 @@
-"""Train and evaluate an image classification model: torchvision's reference script, exact and hard to kill."""
+"""Train and evaluate an image classification model: torchvision's reference script, exact and fault-tolerant."""
 
 if __name__ == "__main__":
-    # Ahead of all other imports, which take seconds: a signal would kill the script, and a mistake would wait.
-    from checkpointing import startup
+    # Before all other imports, which take seconds: a signal would kill the script, and a mistake would wait.
+    from distributed import signals
 
-    startup.begin_script()
+    signals.begin_script()
     from config import read_command_line
 
     ARGS = read_command_line()
 
 import torch
 
-import collectives
 import config
 import data
 import gradients
 import models
 import optim
 import utils
-from checkpointing.guard import check_data
-from checkpointing.preemption import PreemptionGuard
-from checkpointing.published import start_weights
-from checkpointing.startup import take_signals
+from checkpointing.guard import check_data, check_options
+from checkpointing.published import preprocessing_line, settle_preprocessing, start_weights
 from checkpointing.store import CheckpointManager
 from data import load_data
-from errors import PreemptedError, end_by, end_process
-from launch import read_launch
+from distributed import collectives
+from distributed.decision import StepDecisions
+from distributed.launch import read_launch
+from distributed.signals import follow_agent, take_signals
+from errors import PreemptedError, UserError, end_by, end_process
 from loading.loader import check_memory
 from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_lines
 from monitoring.monitor import begin_log
 from monitoring.preview import preview
 from options import get_args_parser
-from presets import build_presets
-from run import BareRun, Run, read_resumed
+from presets import build_presets, describe_decoder
+from run import BareRun, Run
+from sampler import VirtualShards
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
 
@@ -156,37 +157,79 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
     return results
 
 
-def join(args):
-    """Derive options from this machine, begin to load, join the other processes. Collective: every rank must call it.
-
-    Returns:
-        The options, this process's device, its `PreemptionGuard`, and the result of `data.start_loading` or None.
+def resolve(args):
+    """Derive options from this machine and from published weights; return them, and a line about each derived one.
 
     Raises:
-        UserError: the device, the processes, the weights or the data are not there.
+        UserError: the device or the weights are not there, or an option does not fit this machine.
     """
     args = config.complete(args)
     optim.check_schedule(args)
     check_memory(args)
-    preemption = PreemptionGuard(is_installed=not args.test_only)
     args, notes = config.on_machine(args)
     args, more = data.take_published_options(args)
+    return args, notes + more
+
+
+def join(args, notes):
+    """Print the notes, start to load, join the other processes. Collective: every rank must call it.
+
+    Returns:
+        This process's device, the `StepDecisions`, and the result of `data.start_loading` or None.
+
+    Raises:
+        UserError: the processes or the data are not there.
+    """
+    decisions = StepDecisions(take_signals(is_training=not args.test_only))
     models.set_up_threads(args)
     collectives.setup_for_distributed(args.rank == 0)
-    begin_log(args, notes + more)
+    begin_log(args, notes)
     models.check_model(args)
     # Before there are other threads, such as those of the process group: see `BatchLoader.start`.
     loading = None if data.waits_for_checkpoint(args) else data.start_loading(args)
     collectives.join_processes(args)
-    preemption.joined()
-    return args, models.set_up_device(args), preemption, loading
+    if not args.test_only:
+        follow_agent()
+    return models.set_up_device(args), decisions, loading
+
+
+def find_checkpoint(args, manager):
+    """Return the final options, and the checkpoint that `--resume` names or None. Collective: every rank must call it.
+
+    Changes nothing in the output folder except its lock. `Run` restores the state, and adopts the folder last.
+
+    Raises:
+        UserError: the checkpoint cannot be used, or the folder holds a run that no option resumes or removes.
+    """
+    if not args.test_only:
+        manager.lock()
+        if manager.is_restarted():
+            print(f"restarted by torchrun: resuming from the newest checkpoint in {manager.folder}")
+            args = args.replaced(resume="auto", overwrite=False)
+    state = manager.read(args.resume)
+    if args.test_only:
+        if args.resume and state is None:
+            raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
+        if state is not None:
+            args, notes = config.as_trained(args, state["args"])
+            args, origin = settle_preprocessing(args, f"the checkpoint of --resume {args.resume}", state["args"])
+            print(*notes, preprocessing_line(args, origin), sep="\n")
+        return args, state
+    manager.check(args.resume, overwrite=args.overwrite)
+    if state is not None:
+        check_options(state, args, describe_decoder(args))
+    args = config.with_shards(args, state)
+    shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
+    shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn)
+    return args, state
 
 
 def main(args):
     """Train or, with `--test-only`, evaluate; UserError for unusable input. Collective: every rank must call it."""
-    args, device, preemption, loading = join(args)
+    args, notes = resolve(args)
+    device, decisions, loading = join(args, notes)
     manager = CheckpointManager.of_options(args)
-    args, state = read_resumed(args, manager, device)
+    args, state = find_checkpoint(args, manager)
 
     datasets, started = loading or data.start_loading(args)
     samplers = data.build_samplers(*datasets, args)
@@ -211,7 +254,7 @@ def main(args):
     scaler = models.build_scaler(args, device)
     model = gradients.wrap_model(model_without_ddp, args)
     run = Run(
-        args, state, manager, preemption, sampler=samplers[0], datasets=datasets, model=model, metrics=metrics,
+        args, state, manager, decisions, sampler=samplers[0], datasets=datasets, model=model, metrics=metrics,
         parts={"model": model_without_ddp, "optimizer": optimizer, "model_ema": model_ema, "scaler": scaler},
     )  # fmt: skip
     del state
@@ -227,18 +270,18 @@ def main(args):
 
 
 def cli(args=None):
-    """Run the script: a user's mistake ends in one line and an exit code, ours in a traceback."""
+    """Run the script: a user's mistake ends in one line and an exit code, a bug in a traceback."""
     args = args or config.read_command_line()
     try:
         if args.dry_run:
-            take_signals().release()
+            take_signals(is_training=False)
             build_presets(args)  # finds out whether the augmentation exists
             text = preview(args, is_estimated=True)  # after which only the first of several processes prints
             print(text)
         else:
             main(args)
     except PreemptedError as stop:
-        print(f"{stop}; --resume auto goes on")
+        print(f"{stop}; --resume auto continues")
     except BaseException as error:
         end_by(collectives.explain(error), read_launch())
     collectives.shut_down()
@@ -246,5 +289,5 @@ def cli(args=None):
 
 
 if __name__ == "__main__":
-    startup.end_imports()
+    signals.end_imports()
     cli(ARGS)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.weights import average_checkpoints, store_model_weights
-from collectives import (
+from distributed.collectives import (
     all_gather,
     choose_backend,
     choose_gpu,

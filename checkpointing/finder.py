@@ -1,4 +1,4 @@
-"""The names of a run's files in its output folder, and the newest checkpoint that can be trusted."""
+"""The file names of a run, and the search for the newest checkpoint that verifies."""
 
 import filecmp
 import os
@@ -53,7 +53,7 @@ class CheckpointFinder:
         """Return the files of a run whose names match."""
         try:
             names = retry_read(lambda: os.listdir(self.folder), self.folder)
-        except (FileNotFoundError, NotADirectoryError):  # `open` makes it, or says why not
+        except (FileNotFoundError, NotADirectoryError):  # `acquire` creates it, or raises
             return []
         return [self.folder / name for name in names if pattern.fullmatch(name)]
 
@@ -102,11 +102,11 @@ class CheckpointFinder:
                 raise
             except UserError as error:
                 self.damaged.append((path, str(error)))
-        ruins = self.own_files(STATE_FILES)
-        if ruins:
+        unusable = self.own_files(STATE_FILES)
+        if unusable:
             reasons = [why for _, why in self.damaged[:3]] + ["more"] * (len(self.damaged) > 3)
             raise NoUsableCheckpointError(
-                f"{counted(len(ruins), 'checkpoint')} in {self.folder}, none usable: "
+                f"{counted(len(unusable), 'checkpoint')} in {self.folder}, none usable: "
                 f"{'; '.join(reasons) or 'all set aside'}. Not starting over: use --overwrite to begin again"
             )
         return None
@@ -121,7 +121,7 @@ class CheckpointFinder:
                 return [newest, *numbered]
         return [*numbered, newest, *(self.folder / name for name in BEST_FILES)]
 
-    def say_damaged(self, found: Found) -> None:
+    def report_damaged(self, found: Found) -> None:
         """Name each damaged file and the checkpoint that is used in its place."""
         for path, why in self.damaged:
             step, match = found.state["step"], NUMBERED.fullmatch(path.name)
@@ -132,13 +132,11 @@ class CheckpointFinder:
         """Raise UserError unless the options say whether to resume or to remove a run in the folder."""
         is_here = bool(resume) and not self.is_elsewhere(resume)
         if overwrite and is_here:
-            raise UserError(
-                f"--overwrite would remove {resume} itself, which --resume is to go on from; give one of them"
-            )
+            raise UserError(f"--overwrite would remove {resume} itself, which --resume is to read; give one of them")
         if not overwrite and not is_here and self.holds_other_run(resume):
             raise UserError(
-                f"--output-dir {self.folder} holds a run already; --resume auto goes on with it, --overwrite removes "
-                "it, or choose another folder"
+                f"--output-dir {self.folder} holds a run already; give --resume auto to resume it, --overwrite to "
+                "remove it, or another folder"
             )
 
     def holds_other_run(self, resume: str) -> bool:
@@ -150,12 +148,9 @@ class CheckpointFinder:
             for path in self.own_files(STATE_FILES)
         )
 
-    def find_best(self, name: str, step: int, resume: str) -> Path | None:
-        """Return the checkpoint `name` of this step, the best so far, if this node has it."""
-        paths = [self.path_of(step), self.folder / f"{name}.pth"]
-        if self.is_elsewhere(resume):  # the files of this folder may be another run's
-            paths = [Path(resume).with_name(f"{name}.pth")]
-        return next((path for path in paths if step_of(path) == step), None)
+    def find_step(self, path: Path, step: int) -> Path | None:
+        """Return a file that holds a step: the given one, or the numbered one; None if neither is good."""
+        return next((each for each in (path, self.path_of(step)) if step_of(each) == step), None)
 
 
 def step_in(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""The output folder that a run writes to: made ready at its start, and checkpoints written so that none is lost."""
+"""The output folder of a run: its lock, the adoption of a resumed checkpoint, and atomic saves."""
 
 import errno
 import os
@@ -6,7 +6,7 @@ import re
 import socket
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 from checkpointing.archive import Found, find_bad_record
 from checkpointing.checkpoint import RunState
 from checkpointing.finder import BEST_FILES, CheckpointFinder, step_in, step_of
+from distributed.launch import read_launch
 from errors import LockedError, StorageError, UserError
 from files import (
     explain_failure,
@@ -28,7 +29,6 @@ from files import (
     sync_folder,
     write_atomically,
 )
-from launch import read_launch
 
 # Files that a killed process left half done.
 LEFTOVERS = re.compile(r".*\.tmp\.\d+|\.node-\d+-[0-9a-f]+")
@@ -95,17 +95,8 @@ class CheckpointFolder(CheckpointFinder):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{me}started {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
 
-    def open(
-        self,
-        resume: str,
-        found: Found | None,
-        run: RunState,
-        best_payloads: Mapping[str, bytes] | None = None,
-    ) -> None:
-        """Make the folder ready for a run to write to, when nothing else can go wrong; `check` comes first.
-
-        The checkpoint to go on from may be another node's, and `best_payloads` holds the best checkpoints so far that
-        only another node has.
+    def adopt(self, resume: str, found: Found | None, run: RunState) -> None:
+        """Make the folder that of a run, new or restored from `found`; `check` comes first, and nothing can fail after.
 
         Raises:
             UserError: the folder cannot be written.
@@ -117,10 +108,10 @@ class CheckpointFolder(CheckpointFinder):
             if found is None or self.is_elsewhere(resume):
                 self._erase()
             if found is not None:
-                self._adopt(found, run, resume, best_payloads or {})
+                self._adopt(found, run, resume)
                 self._delete_old()  # a kill may have kept the last save from it
 
-    def _adopt(self, found: Found, run: RunState, resume: str, best_payloads: Mapping[str, bytes]) -> None:
+    def _adopt(self, found: Found, run: RunState, resume: str) -> None:
         """Make the resumed checkpoint the newest of this folder, under all its names."""
         for path, _ in self.damaged:
             if os.path.lexists(path):
@@ -133,17 +124,14 @@ class CheckpointFolder(CheckpointFinder):
             _write(path, found.payload)
         self.link(path, "checkpoint.pth")
         for name in run.bests:
-            self._adopt_best(name, run, resume, best_payloads.get(name))
+            self._adopt_best(name, run, resume)
 
     def _supersede(self, path: Path) -> None:
         """Keep a checkpoint that is newer than the resumed one under another name, so that `auto` passes it over."""
         self.say(f"{path.name} is newer than the resumed checkpoint; kept as {_move_aside(path, prefix='superseded-')}")
 
-    def _adopt_best(self, name: str, run: RunState, resume: str, payload: bytes | None) -> None:
-        """Make a best checkpoint the one that the resumed state names, or have the state name none.
-
-        It is in this folder, in that of the resumed checkpoint, or came from another node (`payload`).
-        """
+    def _adopt_best(self, name: str, run: RunState, resume: str) -> None:
+        """Make a best checkpoint the one that the resumed state names, or have the state name none."""
         path, record = self.folder / f"{name}.pth", run.bests[name]
         if os.path.lexists(path):
             # A hard link to the checkpoint that this start has verified need not be read again.
@@ -157,21 +145,26 @@ class CheckpointFolder(CheckpointFinder):
                 self._supersede(path)
         if record is None:
             return
-        numbered = self.path_of(record["step"])
-        found = numbered if step_of(numbered) == record["step"] else self.find_best(name, record["step"], resume)
-        if found == numbered:
-            self.link(numbered, path.name)
-        elif found is not None or payload is not None:
-            _write(path, payload or read_bytes(found))
+        # The files of this folder may be another run's.
+        source = Path(resume).with_name(path.name) if self.is_elsewhere(resume) else path
+        found = self.find_step(source, record["step"])
+        if found == self.path_of(record["step"]):
+            self.link(found, path.name)
+        elif found is not None:
+            _write(path, read_bytes(found))
         else:
-            self.say(f"the best so far, of step {record['step']}, is not there any more: {path.name} starts anew")
+            self.say(f"the best checkpoint so far, of step {record['step']}, is missing: {path.name} starts anew")
             run.bests[name] = None
 
-    def _erase(self) -> None:
-        """Remove a run's files, and no others.
+    def put(self, path: Path, payload: bytes) -> None:
+        """Write the copy of another node's checkpoint, and keep a damaged file of that name under another one."""
+        with explained(self.folder):
+            if os.path.lexists(path):
+                _move_aside(path, suffix=".corrupt")
+            _write(path, payload)
 
-        Checkpoints go first, newest first: the files that are left after a kill must not look like a run to go on with.
-        """
+    def _erase(self) -> None:
+        """Remove a run's files, and no others; checkpoints first, newest first: a kill leaves none to resume."""
         linked = [self.folder / name for name in ("checkpoint.pth", *BEST_FILES)]
         for path in [*self.numbered(), *linked, *self.own_files()]:
             if not path.is_dir() and path.name != ".lock":
@@ -227,7 +220,7 @@ class CheckpointFolder(CheckpointFinder):
             return "nothing in this folder"
 
     def _delete_old(self) -> None:
-        """Delete the numbered checkpoints beyond `keep_last`; a failure is no reason to stop."""
+        """Delete the numbered checkpoints beyond `keep_last`; a failure is a warning."""
         try:
             for path in self.numbered()[self.keep_last :]:
                 path.unlink(missing_ok=True)
@@ -276,7 +269,7 @@ def explained(folder: Path) -> Iterator[None]:
             raise StorageError(f"--output-dir: {explain_failure(error, folder, 0)}") from error
         reason = error.strerror or error
         if isinstance(error, FileExistsError | NotADirectoryError):
-            reason = "a file stands in its place or above it; choose another folder"
+            reason = "a file has its name or that of a folder above it; choose another folder"
         raise UserError(f"--output-dir {folder} cannot be written: {reason}") from error
 
 
@@ -290,7 +283,7 @@ def _verify_archive(path: Path) -> None:
     except zipfile.BadZipFile as error:
         bad = str(error)
     if bad is not None:
-        raise OSError(f"{path.name} reads back otherwise than it was written ({bad})")
+        raise OSError(f"{path.name} does not read back as it was written ({bad})")
 
 
 def _move_aside(path: Path, prefix: str = "", suffix: str = "") -> str:

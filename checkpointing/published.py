@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.models import WeightsEnum
 
-import collectives
 from checkpointing.guard import check_classes
 from checkpointing.weights import BARE, HUB, Weights, fetch_from_hub, load_weights
+from distributed import collectives
 from errors import UserError, did_you_mean, find_timm_config, in_one_line
 from options import BY_NAME, PREPROCESSING, split_custom
 

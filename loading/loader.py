@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from collectives import count_cores
+from distributed.collectives import count_cores
 from errors import LimitError, UserError
 from files import memory_bytes
 

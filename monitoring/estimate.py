@@ -12,12 +12,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-import collectives
 import models
 import optim
+from distributed import collectives
+from distributed.launch import read_launch
 from errors import counted, one_line
 from files import memory_bytes
-from launch import read_launch
 from loading.progress import size_text
 from monitoring.flops import build_without_memory, count_flops
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import collectives
+from distributed import collectives
 from monitoring.flops import count_flops
 
 # Dense peaks, TFLOP/s, by the name that torch gives the device, from NVIDIA's data sheets and white papers of A100
@@ -91,7 +91,7 @@ class Gauges:
     """The fields of a training record beside the metrics; `parts` holds the run's model, optimizer and scaler."""
 
     def __init__(self, args: Any, parts: dict[str, Any], device: torch.device, num_classes: int) -> None:
-        self.parameters, self.scaler = list(parts["model"].parameters()), parts["scaler"]
+        self.parameters, self.scaler = list(parts["model"].parameters()), parts.get("scaler")
         self.groups = parts["optimizer"].optimizer.param_groups
         self.world_size, self.global_batch_size = args.world_size, args.global_batch_size
         self.one = torch.ones((), device=device)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from checkpointing.checkpoint import BEST_NAMES, RunState
 from checkpointing.finder import PICTURES, CheckpointFinder
-from checkpointing.preemption import LoaderAround
-from collectives import all_gather
+from distributed.collectives import all_gather
+from distributed.decision import LoaderAround
 from files import write_atomically
 from loading.decode import decode_plainly
 from monitoring.attempts import Attempts

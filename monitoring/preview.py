@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-import collectives
 import config
 import models
 import optim
 from checkpointing.published import take_published_options, weights_without_memory
+from distributed import collectives
+from distributed.launch import read_launch
 from errors import UserError
-from launch import read_launch
 from loading.forms import find_sources, open_source
 from loading.loader import check_memory
 from loading.subset import minival_numbers

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import collectives
+from distributed import collectives
 
 # Steps at the start of an epoch that do not count, since loaders start and kernels are chosen; the fewest steps and
 # seconds for a verdict; and how many of the last steps are kept.

@@ -13,7 +13,7 @@ import numpy
 from PIL import ExifTags, Image
 from torchvision.datasets.folder import is_image_file
 
-import collectives
+from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from loading.decode import NO_WHITE, load_image
 from loading.forms import open_source

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torchvision.datasets.folder import is_image_file
 
-import collectives
 import data
 import models
+from distributed import collectives
+from distributed.launch import read_launch
 from errors import InterruptedRunError, NonFiniteError, UserError, counted, end_by, in_one_line, require_timm
 from files import csv_text, open_to_read, read_bytes
-from launch import read_launch
 from loading.forms import find_sources, open_source
 from loading.index import check_num_bytes
 from loading.progress import Progress

@@ -21,8 +21,8 @@ from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
 from torch.utils.data import DataLoader
 
-import collectives
-from checkpointing.preemption import start_worker
+from distributed import collectives
+from distributed.signals import start_worker
 from errors import BadImageError, ImageError, UserError, counted, in_one_line, one_line
 from files import locked, open_to_read, write_atomically
 from loading.decode import load_image, to_rgb

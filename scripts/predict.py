@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-import collectives
 from checkpointing.published import preprocessing_line
+from distributed import collectives
 from errors import BadImageError, NonFiniteError, UserError, counted, in_one_line, one_line
 from files import csv_text, open_to_read, read_bytes
 from loading.decode import decode_plainly

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-import collectives
 import config
 import data
 import gradients
@@ -32,8 +31,9 @@ import models
 import optim
 import train
 import utils
+from distributed import collectives
+from distributed.launch import read_launch
 from errors import UserError
-from launch import read_launch
 from monitoring.flops import count_flops
 from monitoring.gauges import peak_tflops
 from monitoring.monitor import read_records

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpointing.startup import open_closed_files
+from distributed.signals import open_closed_files
 from errors import ImageError, LoaderKilledError, StorageError, UserError, error_line, explain_limit, one_line
 from files import explain_failure, free_bytes, make_folder, write_atomically
 from loading.progress import size_text

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-import collectives
 import config
 import data
 import models
 from checkpointing.guard import compare_classes
 from checkpointing.published import fetch_by_name, preprocessing_line
 from checkpointing.weights import Weights, load_weights
+from distributed import collectives
 from errors import UserError
 from loading.loader import check_memory, check_workers
 from metrics import build_evaluated

@@ -31,7 +31,6 @@ import torch.utils.tensorboard  # its import takes longer than a case
 from PIL import Image
 from torch import nn
 
-import collectives
 import config
 import data
 import errors
@@ -40,15 +39,16 @@ import models
 import optim
 import options
 import presets
-import run
 import sampler
+import train
 from checkpointing import guard
 from checkpointing.checkpoint import RunState
 from checkpointing.schema import check_schema
 from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
 from checkpointing.weights import load_weights
-from launch import read_launch
+from distributed import collectives
+from distributed.launch import read_launch
 from loading import forms, index, tars
 from monitoring import console, monitor, preview
 from tests.images import write_images
@@ -252,7 +252,7 @@ def go_on(bench: Bench, out: Path, opt: str, rng: random.Random) -> None:
     is_test = rng.random() < 0.15
     args = bench.args("--opt", opt, "--output-dir", str(out), "--resume", resume, *(["--test-only"] if is_test else []))
     manager = CheckpointManager(out)
-    args, state = run.read_resumed(args, manager, torch.device("cpu"))
+    args, state = train.find_checkpoint(args, manager)
     assert state is not None
     if is_test:
         presets.build_presets(args)
@@ -263,7 +263,7 @@ def go_on(bench: Bench, out: Path, opt: str, rng: random.Random) -> None:
     parts = bench.parts(args)
     position = RunState(len(bench.dataset) // args.global_batch_size, bench.facts(args), parts)
     position.resume(state, None, args.epochs)
-    manager.open(args.resume, position)
+    manager.adopt(args.resume, position)
     if position.steps == position.steps_per_epoch:
         position.start_epoch(position.epoch + 1)
     make_step(parts)
@@ -372,8 +372,7 @@ def case_status(bench: Bench, folder: Path, rng: random.Random) -> None:
     (folder / "checkpoint-00000003.pth").touch()
     os.environ["TORCHELASTIC_RUN_ID"] = "7"
     write_json(folder / "run.json", {"launch": read_launch().agent, "command": ["train.py"], "pid": 1}, rng)
-    args = bench.args("--output-dir", str(folder))
-    run.go_on_after_restart(args, CheckpointManager(folder))
+    CheckpointManager(folder).is_restarted()
     status_file = StatusFile(folder, state)
     found = status_file.count_start([])
     assert type(found["count"]) is int

@@ -23,8 +23,9 @@ import files
 import models
 import run
 import train
+from checkpointing import store
 from checkpointing.checkpoint import RunState
-from checkpointing.store import CheckpointManager, Saving
+from checkpointing.store import CheckpointManager
 from tests.calls import CHANGING, Call, Watch, read_log, undisturbed
 
 # Three epochs of two steps, each saved.
@@ -185,41 +186,35 @@ def _take_notes(watch: Watch, stop_at: tuple | None) -> None:
 
 def _order_saves(is_late: bool) -> None:
     """Have the thread that writes a save do so at once, or only when it is waited for, while the run stands still."""
-    start, wait = Saving.start, Saving.wait
-
-    def start_and_end(saving, thread):
-        start(saving, thread)
-        futures.wait([saving._thread])
-
-    def copy_and_keep(saving, thread):
-        start(saving, held)
-
-    def release_and_wait(saving):
-        held.release(saving)
-        return wait(saving)
-
-    held = Held()
-    Saving.start = copy_and_keep if is_late else start_and_end
-    if is_late:
-        Saving.wait = release_and_wait
+    store.ThreadPoolExecutor = LateThread if is_late else EagerThread
 
 
-class Held(futures.ThreadPoolExecutor):
-    """A thread that begins what it is given when it is told to."""
+class EagerThread(futures.ThreadPoolExecutor):
+    """A thread whose work is done before `submit` returns."""
 
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.gate = threading.Event()
+    def submit(self, *work) -> futures.Future:
+        future = super().submit(*work)
+        futures.wait([future])
+        return future
 
-    def submit(self, work: Callable) -> futures.Future:
-        return super().submit(lambda: (self.gate.wait(), work()))
 
-    def release(self, saving: Saving) -> None:
-        """Have what it was given begin, and wait for its end."""
-        if saving._thread is not None:
-            self.gate.set()
-            futures.wait([saving._thread])
-            self.gate.clear()
+class LateThread(futures.ThreadPoolExecutor):
+    """A thread that begins its work when the result is asked for."""
+
+    def submit(self, function: Callable, *arguments) -> futures.Future:
+        gate = threading.Event()
+
+        def work():
+            gate.wait()
+            return function(*arguments)
+
+        def result():
+            gate.set()
+            return wait()
+
+        future = super().submit(work)
+        wait, future.result = future.result, result
+        return future
 
 
 def _evaluate_as_planned() -> None:

@@ -152,8 +152,8 @@ def _is_stopped(pid: int) -> bool:
 
 def in_group(check, *arguments) -> None:
     """Join the processes, call `check(rank, world_size, *arguments)`, and part."""
-    import collectives
     import utils
+    from distributed import collectives
 
     utils.init_distributed_mode(Namespace(device="cpu", world_size=1, dist_url="env://", dist_timeout=1))
     check(collectives.get_rank(), collectives.get_world_size(), *arguments)

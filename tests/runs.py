@@ -4,9 +4,10 @@ import torch
 
 import data
 from checkpointing.archive import load_checkpoint
-from checkpointing.preemption import PreemptionGuard
 from checkpointing.schema import FORMAT
 from checkpointing.store import CheckpointManager
+from distributed.decision import StepDecisions
+from distributed.signals import Signals
 from metrics import build_metrics
 from monitoring.monitor import Monitor
 from run import Run
@@ -21,7 +22,7 @@ def run_of(args, folder, model, optimizer, sampler, device, kind=Run):
     )
     images = data.SyntheticImages(sampler.num_images, 8)
     run = kind(
-        args, None, CheckpointManager(folder), PreemptionGuard(is_installed=False),
+        args, None, CheckpointManager(folder), StepDecisions(Signals()),
         sampler=sampler, datasets=(images, images), model=model, metrics=build_metrics(len(images.classes)),
         parts={"model": model, "optimizer": optimizer},
     )  # fmt: skip

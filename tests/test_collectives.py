@@ -1,14 +1,11 @@
 """What processes tell each other."""
 
 import os
-import signal
-import socket
-import threading
 
 import pytest
 import torch
 
-import collectives
+from distributed import collectives
 from errors import UserError
 from tests.ranks import run_check
 
@@ -18,28 +15,6 @@ def test_interleave_puts_back_what_was_dealt(num_rows):
     rows = torch.arange(num_rows * 2).reshape(num_rows, 2)
     for world_size in (1, 2, 3, 4):
         assert torch.equal(collectives.interleave([rows[rank::world_size] for rank in range(world_size)]), rows)
-
-
-def test_a_rank_waits_for_rank_0_and_no_longer_than_it_may():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        collectives._await_master({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, "env://", 0)
-        collectives._await_master({}, f"tcp://127.0.0.1:{port}", 0)
-    with pytest.raises(UserError, match=rf"^rank 0 does not listen at tcp://\[::1\]:{port} \(.+\); see whether"):
-        collectives._await_master({}, f"tcp://[::1]:{port}", 0)
-    collectives._await_master({}, "file:///shared/store", 0)  # which nobody need listen at
-
-
-def test_a_rank_that_waits_for_rank_0_hears_signals():
-    before = signal.signal(signal.SIGUSR1, lambda *_: pytest.fail("heard"))
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
-    timer.start()
-    try:
-        with pytest.raises(pytest.fail.Exception, match="heard"):
-            collectives._await_master({}, "tcp://127.0.0.1:1", 60)
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_one_process_gathers_itself():

@@ -63,7 +63,7 @@ def a_file_that_is_written_in_place(folder):
 
 def a_save_that_hides_that_it_failed(folder):
     def forget(manager, **options):
-        was_saving = manager._saving is not None
+        was_saving = manager.is_written
         with suppress(StorageError):
             settle(manager, **options)
         return was_saving

@@ -15,10 +15,10 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
-import collectives
 import config
 import data
 import train
+from distributed import collectives
 from errors import ImageError, UserError
 from options import get_args_parser
 from presets import ClassificationPresetEval, ClassificationPresetTrain

@@ -3,8 +3,8 @@
 import pytest
 
 import config
+from distributed.launch import first_slurm_host, read_launch
 from errors import UserError
-from launch import first_slurm_host, read_launch
 
 
 @pytest.mark.parametrize(

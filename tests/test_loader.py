@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from checkpointing.preemption import start_worker
+from distributed.signals import start_worker
 from errors import ImageError, LimitError, UserError
 from loading.loader import BatchLoader, check_workers, collate
 from tests.ranks import run_ranks

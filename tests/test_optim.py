@@ -11,7 +11,6 @@ import torchvision
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR, StepLR
 
-import collectives
 import config
 import metrics
 import models
@@ -19,6 +18,7 @@ import optim
 import options
 import presets
 import utils
+from distributed import collectives
 from errors import NonFiniteError, UserError
 from sampler import TrainSampler, VirtualShards
 from tests.endings import read_metrics

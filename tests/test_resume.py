@@ -560,7 +560,7 @@ def test_a_start_from_elsewhere_that_was_killed_begins_again(started, tmp_path, 
     assert started.go_on(tmp_path, out, *resume, faults=[(0, "os.replace", call, "before")]).codes == [-9]
     assert all(path.stat().st_size for path in out.glob("*.pth"))
     started.go_on(tmp_path, out, *resume, faults=[(0, "checkpointing.store.CheckpointManager.save", 2, "before")])
-    refused(started.go_on(tmp_path, out, *resume), "holds a run already; --resume auto goes on with it")
+    refused(started.go_on(tmp_path, out, *resume), "holds a run already", "--resume auto")
     assert "resumed step 7 " in started.go_on(tmp_path, out, "--resume", "auto").check().output
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import collectives
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import HostCopy
 from checkpointing.store import CheckpointManager
+from distributed import collectives
 from tests.endings import Ending, differing, differing_results, flatten
 from tests.ranks import run_check, run_ranks, train_rank
 from tests.runs import FixedRun
@@ -58,7 +58,7 @@ def slow_rank(argv, notes, num_steps, code, faults=()):
         return step(self, *args, **options)
 
     def noted(manager, **options):
-        is_waited_for = manager._saving is not None
+        is_waited_for = manager._saving is not None  # for ranks that write nothing, too
         is_saved = settle(manager, **options)
         if is_waited_for:
             note(f"heard {is_saved}")
@@ -159,24 +159,6 @@ def test_a_run_that_ends_by_an_error_keeps_the_save_that_is_under_way(runs):
     assert load_checkpoint(out / "checkpoint.pth", "newest")["step"] == 4
 
 
-def no_threads_rank(argv):
-    """Train where the system gives no thread that could write."""
-    import threading
-
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    start = threading.Thread.start
-    threading.Thread.start = lambda self: refuse(self) if "checkpoint writer" in self.name else start(self)
-    train_rank(argv)
-
-
-def test_without_a_thread_the_run_writes_itself(runs, tmp_path):
-    argv = ["--data-path", str(runs.images), "--output-dir", str(tmp_path / "out"), *OPTIONS]
-    run_ranks(no_threads_rank, 1, argv, log_folder=tmp_path).check()
-    assert Ending(tmp_path / "out").differences(runs.ending("prompt")) == []
-
-
 def test_a_copy_has_the_same_bytes_and_shares_no_memory():
     whole = torch.arange(24.0).reshape(2, 3, 2, 2)
     state = {
@@ -211,7 +193,7 @@ def test_the_memory_of_a_copy_is_used_again():
 def test_records_are_durable_before_the_checkpoint_that_is_later(tmp_path, monkeypatch):
     manager, order, fsync, replace = CheckpointManager(tmp_path), [], os.fsync, os.replace
     manager.lock()
-    manager.open("", FixedRun(0))
+    manager.adopt("", FixedRun(0))
 
     def noted(descriptor):
         order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))

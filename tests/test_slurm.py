@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.preemption import end_with_parent
+from distributed.signals import end_with_parent
 from tests.endings import differing_results
 from tests.ranks import REPOSITORY, free_port, run_ranks, train_rank
 from tests.started import PLAIN

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import collectives
 import config
 import gradients
 import models
@@ -26,6 +25,7 @@ import sampler
 import train
 import utils
 from checkpointing.archive import load_checkpoint
+from distributed import collectives
 from errors import UserError
 from tests.ranks import REPOSITORY, run_ranks, slurm_environment, train_rank
 from tests.started import SMALL, SMALL_PLAIN
@@ -403,8 +403,8 @@ def test_draws_of_a_bare_loop_are_others_in_each_epoch():
 def test_imports_only_point_down():
     """The layers of CONTRIBUTING.md: each module may import those of the lines above its own; a package is one."""
     layers = [
-        {"errors", "launch", "randomness", "transforms"},
-        {"collectives", "files", "options", "sampler"},
+        {"errors", "randomness", "transforms"},
+        {"distributed", "files", "options", "sampler"},
         {"checkpointing", "config", "gradients", "loading", "models", "optim"},
         {"metrics", "monitoring", "presets"},
         {"data", "run", "utils"},
@@ -424,9 +424,9 @@ def test_the_house_stays_small_enough_to_be_read_aloud():
     """The bounds are those of CONTRIBUTING.md."""
     source = (REPOSITORY / "train.py").read_text()
     main = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "main")
-    assert len(source.splitlines()) <= 260
+    assert len(source.splitlines()) <= 300
     assert main.end_lineno - main.lineno + 1 <= 45
-    assert len(list(REPOSITORY.glob("*.py"))) <= 18
+    assert len(list(REPOSITORY.glob("*.py"))) <= 17
 
 
 def test_no_test_needs_another_modules_tests():
@@ -439,7 +439,7 @@ def test_no_test_needs_another_modules_tests():
         assert not any(part.startswith("test_") for name in needed for part in name.split(".")), path.name
 
 
-@pytest.mark.parametrize("package", ["checkpointing", "loading", "monitoring"])
+@pytest.mark.parametrize("package", ["checkpointing", "distributed", "loading", "monitoring"])
 def test_no_two_modules_of_a_package_need_each_other(package):
     needs = {}
     for path in (REPOSITORY / package).glob("*.py"):

@@ -1,4 +1,4 @@
-"""Processes among each other: who they are, how they meet and part, and collectives that wait for no device."""
+"""Joining and leaving the process group, and collectives over gloo that wait for no device."""
 
 import builtins
 import datetime
@@ -6,10 +6,9 @@ import io
 import json
 import os
 import re
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +16,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from distributed.launch import Launch, read_launch
 from errors import PreemptedError, UserError, counted
-from launch import Launch, read_launch
 
 # Minutes that bookkeeping may wait, as while rank 0 saves to a slow disk. The stall watchdog ends a run that hangs.
 PATIENCE_MIN = 24 * 60
@@ -132,31 +131,31 @@ def gather_plain(value: Any) -> list:
 def call_on_master(function: Callable[..., bytes | None], *args: Any) -> bytes | None:
     """Call a function on rank 0 alone and give its result to every rank. Collective: every rank must call it.
 
+    Raises:
+        UserError: as `call_on`.
+    """
+    payload = call_on([0], function, *args)
+    is_none = gather_plain(payload is None)[0]
+    return None if is_none else broadcast_bytes(payload)
+
+
+def call_on(ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on some ranks; return its result there, None elsewhere. Collective: every rank must call it.
+
     For work on files, which ranks on other machines may not even see.
 
     Raises:
         UserError: the function's own, or the text of its OSError, on every rank.
     """
-    payload, refusal = attempt(function, *args) if is_main_process() else (None, None)
-    is_none, refusal = json.loads(broadcast_bytes(json.dumps([payload is None, refusal]).encode()))
-    raise_first([refusal])
-    return None if is_none else broadcast_bytes(payload)
-
-
-def attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, list | None]:
-    """Return the result of a call and None, or None and its error: text and exit code, which can be sent."""
-    try:
-        return function(*args), None
-    except (UserError, OSError) as error:  # the other ranks must hear of it, or they would wait
-        return None, [str(error), getattr(error, "exit_code", UserError.exit_code)]
-
-
-def raise_first(refusals: Iterable[list | None]) -> None:
-    """Raise the first of several errors, as `attempt` returns them, if there is one."""
-    for text, exit_code in filter(None, refusals):
-        error = UserError(text)
-        error.exit_code = exit_code
-        raise error
+    result = refusal = None
+    if get_rank() in ranks:
+        try:
+            result = function(*args)
+        except (UserError, OSError) as error:  # the other ranks would wait
+            refusal = [str(error), getattr(error, "exit_code", UserError.exit_code)]
+    for text, exit_code in filter(None, gather_plain(refusal)):
+        raise UserError(text, exit_code=exit_code)
+    return result
 
 
 def setup_for_distributed(is_master: bool) -> None:
@@ -165,7 +164,7 @@ def setup_for_distributed(is_master: bool) -> None:
 
     def print_on_master(*args: Any, force: bool = False, **kwargs: Any) -> None:
         if is_master or force:
-            # A terminal that is gone, or cannot show a name, is no reason to lose a run.
+            # A terminal that is gone, or cannot show a name, does not end the run.
             with suppress(OSError, ValueError):
                 original(*args, **kwargs)
 
@@ -233,9 +232,13 @@ def join_processes(args: Any) -> None:
     timeout = datetime.timedelta(minutes=getattr(args, "dist_timeout", 30))
     # A launcher's address wins; --dist-url is for starts without one.
     url = "env://" if "MASTER_ADDR" in launch.address else args.dist_url
-    if args.rank and not launch.is_torchrun:  # torchrun has the store, and is there
-        _await_master(launch.address, args.dist_url, timeout.total_seconds())
-    store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
+    try:
+        store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
+    except dist.DistError as error:
+        raise UserError(
+            f"rank {args.rank} does not reach rank 0 at {_address(launch, args.dist_url)}; check that it has started "
+            "and that the port is open, or give a longer --dist-timeout"
+        ) from error
     # torchrun's store outlives a restart and keeps the addresses of dead processes, so each attempt has its own keys.
     # Not on several nodes: each torchrun counts its own restarts there, so the numbers may differ.
     if launch.num_nodes == 1:
@@ -253,26 +256,8 @@ def join_processes(args: Any) -> None:
     dist.barrier()
 
 
-def _await_master(address: Mapping[str, str], dist_url: str, timeout_s: float) -> None:
-    """Wait until rank 0 listens. Signals are heard meanwhile, as they would not be while torch waits.
-
-    Raises:
-        UserError: nobody listens until the time is up.
-    """
-    url = "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**address) if "MASTER_ADDR" in address else dist_url
-    found = re.fullmatch(r"tcp://\[?(.+?)\]?:(\d+)", url)
-    end_s = time.monotonic() + timeout_s
-    while found:
-        try:
-            socket.create_connection((found[1], int(found[2])), timeout=1.0).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end_s:
-                raise UserError(
-                    f"rank 0 does not listen at {url} ({error.strerror or error}); see whether it has started, or give "
-                    "a longer --dist-timeout"
-                ) from error
-        time.sleep(0.1)
+def _address(launch: Launch, dist_url: str) -> str:
+    return "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**launch.address) if "MASTER_ADDR" in launch.address else dist_url
 
 
 def explain(error: BaseException) -> BaseException:

@@ -1,0 +1,125 @@
+"""One decision of all ranks after each step: stop, save, or end because of a non-finite loss."""
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from distributed import collectives
+from distributed.signals import Signals
+
+_NEVER = -(1 << 62)
+
+
+class Decision(NamedTuple):
+    """The decision of a step, the same on every rank."""
+
+    stop: str  # such as "SIGTERM on rank 5"; empty to continue
+    is_save_due: bool
+    is_written: bool  # whether the save in progress has been written, or has failed
+    bad_step: int | None  # first step known to have a non-finite loss
+
+
+CONTINUE = Decision("", False, False, None)
+
+
+class StepDecisions:
+    """Combine the votes of all ranks into one decision a step, beside the next step's computation.
+
+    Args:
+        signals: the signals that this process receives.
+    """
+
+    def __init__(self, signals: Signals) -> None:
+        self.signals, self._begun = signals, None
+
+    def begin(self, votes: Callable[[], dict[str, Any]]) -> None:
+        """Begin to combine the votes of all ranks; `votes` returns arguments of `_as_integers`.
+
+        Collective: every rank must call it.
+        """
+        if self._begun is not None:
+            self._begun()  # complete the exchange of the step before, whose result was not needed
+        if collectives.get_world_size() > 1:
+            self._begun = collectives.begin_largest(self._as_integers(**votes()))
+
+    def result(self, votes: Callable[[], dict[str, Any]]) -> Decision:
+        """Return the decision begun last, or `CONTINUE`; a single process decides by its present votes. Collective."""
+        if collectives.get_world_size() == 1:
+            return _read_decision(self._as_integers(**votes()))
+        begun, self._begun = self._begun, None
+        return _read_decision(begun()) if begun else CONTINUE
+
+    def decide(self, votes: Callable[[], dict[str, Any]] = dict) -> Decision:
+        """Combine the votes of all ranks, and wait for the decision. Collective: every rank must call it."""
+        self.begin(votes)
+        return self.result(votes)
+
+    def _as_integers(
+        self, *, is_save_due: bool = False, is_written: bool = False, bad_step: int | None = None
+    ) -> list[int]:
+        """Return this process's votes as integers, whose maxima over all ranks are the decision; see `Decision`."""
+        bad = _NEVER if bad_step is None else -bad_step
+        number = self.signals.number
+        return [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written), bad]
+
+
+def _read_decision(largest: list[int]) -> Decision:
+    stop, save, written, bad = largest
+    name = signal.Signals(stop >> 32).name if stop else ""
+    if stop and collectives.get_world_size() > 1:
+        name += f" on rank {stop & 0xFFFFFFFF}"
+    return Decision(name, bool(save), bool(written), None if bad == _NEVER else -bad)
+
+
+class LoaderAround:
+    """A loader that wraps another one, with the same length and data set.
+
+    Args:
+        loader: yields batches; has a length and a `dataset`.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's data set."""
+        return self.loader.dataset
+
+    @property
+    def numbers(self) -> Callable[[], Iterator]:
+        """The loader's own function, if it has one, that yields the image numbers of each batch."""
+        return self.loader.numbers
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+class WatchedLoader(LoaderAround):
+    """A loader that all ranks leave before the same round when a stop is asked for.
+
+    Ranks may have different numbers of batches; a rank without batches keeps deciding until all have finished.
+
+    Args:
+        loader: as `LoaderAround`.
+        decisions: asked before each batch.
+        stop: called with the cause, on all ranks; raises.
+        beat: called before each batch.
+    """
+
+    def __init__(
+        self, loader: Any, decisions: StepDecisions, stop: Callable[[str], None], beat: Callable[[], None]
+    ) -> None:
+        super().__init__(loader)
+        self.decisions, self.stop, self.beat = decisions, stop, beat
+
+    def __iter__(self) -> Iterator:
+        """Yield the batches. Collective: every rank must iterate to the end."""
+        rounds = max(collectives.gather_plain(len(self.loader)))
+        batches = iter(self.loader)
+        for number in range(rounds):
+            self.beat()
+            if cause := self.decisions.decide().stop:
+                self.stop(cause)
+            if number < len(self.loader):
+                yield next(batches)

@@ -1,0 +1,177 @@
+"""Signal handling, and the start of the script before torch is imported."""
+
+import ctypes
+import faulthandler
+import gc
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+
+from distributed.launch import read_launch
+from errors import UserError, say
+
+# SIGHUP and SIGQUIT come from a terminal that is closed or from its quit key; torchrun passes them on.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Signals:
+    """The signals that ask this process to stop: none yet, one (stop after the step), or Ctrl-C twice (stop now).
+
+    A handler may interrupt any line of the program, so it uses neither files nor collectives: it sets `number`, which
+    the ranks compare after each step (`distributed.decision`). The second Ctrl-C ends the process at once.
+
+    Attributes:
+        number: the first signal that came; 0 for none.
+        parent: the process that had started this one.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.parent = 0, os.getppid()
+        self._handlers = {}  # the handlers before `install`, by signal
+
+    def install(self) -> None:
+        """Handle the signals from now on."""
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                self._handlers.setdefault(number, signal.signal(number, self._handle))
+
+    def release(self) -> None:
+        """Restore the handlers before `install`, and raise again a signal that has come."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._handlers = {}
+        if self.number:
+            signal.raise_signal(self.number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # A terminal's Ctrl-C comes twice under torchrun: from the terminal and from the agent.
+        if number == self.number == signal.SIGINT and not read_launch().is_torchrun:
+            say("train.py: error: interrupted; --resume auto resumes from the last checkpoint")
+            os._exit(1)
+        is_first, self.number = not self.number, self.number or number  # before `say`, which a signal may interrupt
+        if is_first and read_launch().local_rank == 0:
+            more = "; once more to stop at once" if number == signal.SIGINT else ""
+            say(f"{signal.Signals(number).name}: stopping after this step{more}")
+
+
+_early: Signals | None = None
+
+
+def begin_script() -> None:
+    """Handle signals, reopen closed standard files, and report a failing import in one line."""
+    global _early  # noqa: PLW0603
+    _early = Signals()
+    _early.install()
+    open_closed_files()
+    _unbuffer_output()
+    sys.excepthook = _report_failed_import
+    gc.disable()  # collecting garbage among objects that stay would take a quarter of the imports' time
+
+
+def end_imports() -> None:
+    """Collect garbage again, but not among the objects that the imports made."""
+    gc.freeze()
+    gc.enable()
+
+
+def take_signals(*, is_training: bool) -> Signals:
+    """Return the signals since the script began; a process that does not train leaves them to their default handlers.
+
+    Raises:
+        UserError: the torchrun that started this process is gone.
+    """
+    global _early
+    signals, _early = _early or Signals(), None
+    signals.install() if is_training else signals.release()
+    if read_launch().is_torchrun:
+        # Until all ranks have joined: a process that waits for them inside torch handles no signal.
+        end_with_parent(signal.SIGKILL)
+        if os.getppid() != signals.parent:
+            raise UserError("the torchrun that started this process is gone; start again")
+    return signals
+
+
+def follow_agent() -> None:
+    """Have the death of torchrun stop this process like SIGTERM, once all processes have joined.
+
+    Otherwise the ranks of a killed torchrun would train on, and write, beside those of its successor. A run that was
+    started by a shell may outlive the shell.
+    """
+    if read_launch().is_torchrun:
+        end_with_parent(signal.SIGTERM)
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends in any way; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def start_worker(worker: int) -> None:
+    """Prepare a loader process: it ends with its parent or at its parent's request, and at no other signal.
+
+    torchrun and terminals signal the whole process group, and the loss of a loader process would end the run before it
+    could save. On SIGUSR2, from the stall watchdog, it prints its Python stacks. Off Linux it ends at any SIGTERM.
+    """
+    faulthandler.register(signal.SIGUSR2, file=2)
+    for number in SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    if sys.platform != "linux":
+        return
+    parent = multiprocessing.parent_process().pid
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before `end_with_parent`
+        os._exit(0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_asked, args=(parent,), daemon=True, name="end when asked").start()
+
+
+def _end_when_asked(parent: int) -> None:
+    """End this process on a SIGTERM from its parent: torch and Python send one to workers that are left at the end."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+def open_closed_files() -> None:
+    """Open closed standard files: another file could get such a descriptor, and messages would be written into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free: this one
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _unbuffer_output() -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        # Otherwise a path that the stream cannot encode would end the run.
+        errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+        # Line by line, into a pipe too, and without a buffer below: a forked process would inherit a line that could
+        # not be written, try to write it again, and end the run.
+        unbuffered = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        setattr(sys, name, io.TextIOWrapper(unbuffered, stream.encoding, errors, line_buffering=True))
+
+
+def _report_failed_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report a failed import in one line, once per machine, and any other error with a traceback."""
+    if not issubclass(kind, ImportError | OSError | MemoryError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    if read_launch().local_rank == 0:
+        reason = " ".join(str(error).split()) or "out of memory"
+        say(
+            f"train.py: error: an import failed ({reason}); install the packages of requirements.txt, and check that "
+            "`ulimit -n` and `ulimit -v` allow enough files and memory"
+        )
+    os._exit(2)
