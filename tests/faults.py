@@ -1,0 +1,312 @@
+"""Faults of a run and their required outcomes: the table of tests/test_faults.py, from which `make chaos` samples.
+
+A fault is put into real processes from outside. The run then ends with the exit code and the state in status.json that
+the table says, and resumed on another number of processes it ends with the weights and records of an undisturbed run.
+"""
+
+import errno
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tests.endings import differing_results
+from tests.ranks import Outcome, run_ranks, strike_at, train_rank
+
+# 29 images in 4 shards of 2: 3 steps an epoch, 6 in all; nothing is saved but at the ends of epochs.
+OPTIONS = """
+    --model timm/tiny_test --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
+    --model-ema --model-ema-steps 1 --epochs 2 --print-freq 2 --lr 0.05 --mixup-alpha 0.2
+    --use-deterministic-algorithms --batch-size 2 --global-batch-size 8 --resume auto
+""".split()
+EACH_STEP, EACH_SECOND = ["--checkpoint-steps", "1"], ["--checkpoint-steps", "2"]
+
+STEP, ZERO_GRAD = "torch.optim.SGD.step", "torch.optim.SGD.zero_grad"
+EVALUATION = "models.ExponentialMovingAverage.forward"
+TERM, USR1, INT, HUP, KILL, STOP = (
+    signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGKILL, signal.SIGSTOP,
+)  # fmt: skip
+
+
+def at_step(number: int, act: Callable[[], None]) -> None:
+    """Act before the n-th step of this process."""
+    step, steps = torch.optim.SGD.step, []
+
+    def wrapped(*args, **options):
+        steps.append(1)
+        if len(steps) == number:
+            act()
+        return step(*args, **options)
+
+    torch.optim.SGD.step = wrapped
+
+
+def raise_unexpectedly(number: int) -> None:
+    """Raise in a step, as running out of a GPU's memory would."""
+
+    def act():
+        raise RuntimeError("a surprise")
+
+    at_step(number, act)
+
+
+def spoil_a_loss(rank: int, number: int) -> None:
+    """Make the n-th loss of a rank not a number."""
+    import train
+
+    build, calls = train.build_criterion, []
+
+    def build_spoiling(args):
+        criterion = build(args)
+
+        def spoiling(output, target):
+            calls.append(1)
+            is_spoilt = len(calls) == number and os.environ.get("RANK", "0") == str(rank)
+            return criterion(output, target) * (float("nan") if is_spoilt else 1.0)
+
+        return spoiling
+
+    train.build_criterion = build_spoiling
+
+
+def hang_in_read(index, number) -> None:
+    """Stand for a disk that does not answer."""
+    time.sleep(600)
+
+
+def hang_loaders() -> None:
+    """Have reading an image never end."""
+    from loading import folder
+
+    folder.FolderIndex.read = hang_in_read
+
+
+def kill_a_loader() -> None:
+    """SIGKILL one of the loader processes in the second step."""
+
+    def act():
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        os.kill(int(children[0]), KILL)
+        time.sleep(0.5)
+
+    at_step(2, act)
+
+
+def lose_the_terminal() -> None:
+    """Have each write to the terminal fail from the second step on, and hang up."""
+
+    def act():
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, 1)
+        os.dup2(full, 2)
+
+    at_step(2, act)
+    strike_at(ZERO_GRAD, 4, "after", HUP)
+
+
+def fail_saves(code: int, numbers: list[int]) -> None:
+    """Have the n-th checkpoints fail when they are made durable."""
+    fsync, begun = os.fsync, []
+
+    def failing(descriptor):
+        if "checkpoint-" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            begun.append(1)
+            if len(begun) in numbers:
+                raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    os.fsync = failing
+
+
+def slow_save(number: int, steps: int, code: int = 0) -> None:
+    """Have the n-th save become durable, or fail, only when some more steps have begun."""
+    fsync, saves, begun = os.fsync, [], []
+
+    def slow(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if "checkpoint-" in name and ".tmp." in name:
+            saves.append(len(begun))
+            deadline = time.monotonic() + 20
+            while len(saves) == number and len(begun) < saves[-1] + steps and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if len(saves) == number and code:
+                raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    os.fsync = slow
+    for number_of_step in range(1, 20):
+        at_step(number_of_step, lambda: begun.append(1))
+
+
+def raise_beside_a_save() -> None:
+    """Raise in the sixth step while the save of the fourth is in progress."""
+    slow_save(4, 1)
+    raise_unexpectedly(6)
+
+
+def faulty_rank(argv: list[str], faults: list[tuple], prepare: tuple) -> None:
+    """Run train.py after a call in its process: (function, arguments...)."""
+    if prepare:
+        prepare[0](*prepare[1:])
+    train_rank(argv, faults)
+
+
+class Fault(NamedTuple):
+    """One fault, and the outcome that it must have.
+
+    Args:
+        faults: signals, as of `train_rank`.
+        prepare: another fault: (function, arguments...), called in each rank.
+        world_size: processes of the run that it strikes.
+        argv: further options.
+        code: exit code of rank 0.
+        state: of status.json.
+        steps: positions at which the run may have stopped; any if empty.
+        says: words that rank 0's output holds, such as the option to change.
+        saved: the numbered checkpoints that must be there, by step.
+    """
+
+    faults: list[tuple] = []  # noqa: RUF012
+    prepare: tuple = ()
+    world_size: int = 1
+    argv: list[str] = []  # noqa: RUF012
+    code: int = 0
+    state: str = "preempted"
+    steps: tuple[int, ...] = ()
+    says: tuple[str, ...] = ()
+    saved: tuple[int, ...] = ()
+
+
+def stop_in(name: str, call: int, when: str, number: int, *steps: int) -> Fault:
+    """Return a signal on rank 1 of 2, and the steps that are done when all have stopped.
+
+    These are one more than at the signal where no line is due, or where they wait for a save in progress.
+    """
+    cause = f"{signal.Signals(number).name} on rank 1"
+    return Fault([(1, name, call, when, number)], world_size=2, steps=steps, says=(cause,))
+
+
+FAULTS = {
+    "a signal while the data are read": stop_in("data.build_datasets", 1, "after", TERM, 0),
+    "a signal before the first step": stop_in(STEP, 1, "before", TERM, 1),
+    "a signal in an epoch": stop_in(STEP, 5, "after", USR1, 5, 6),
+    "a signal in an evaluation": stop_in(EVALUATION, 1, "before", TERM, 3),
+    "a closed terminal": stop_in(STEP, 4, "after", HUP, 4),
+    "Ctrl-C": stop_in(STEP, 2, "after", INT, 3),
+    "two signals": stop_in(STEP, 2, "before", TERM, 3)._replace(
+        faults=[(1, STEP, 2, "before", TERM), (1, ZERO_GRAD, 2, "after", TERM)]
+    ),
+    "a signal during a save": Fault([(0, "torch.save", 1, "before", TERM)], argv=EACH_SECOND),
+    "Ctrl-C twice": Fault(
+        [(0, STEP, 2, "before", INT), (0, STEP, 2, "after", INT)], code=1, state="running", says=("interrupted",)
+    ),
+    "a terminal that is gone": Fault(prepare=(lose_the_terminal,)),
+    "SIGKILL beside a save": Fault(
+        [(0, STEP, 5, "after")], (slow_save, 4, 2), argv=EACH_SECOND, code=-KILL, state="running", saved=(2, 3)
+    ),
+    "a signal beside a save": Fault(
+        [(0, STEP, 5, "after", TERM)], (slow_save, 4, 1), argv=EACH_SECOND, steps=(5,), saved=(4, 5)
+    ),
+    "an error beside a save": Fault(
+        prepare=(raise_beside_a_save,), argv=EACH_SECOND, code=1, state="failed", says=("RuntimeError",), saved=(4,)
+    ),
+    "a slow disk": Fault(prepare=(slow_save, 4, 2), argv=EACH_SECOND, state="finished", saved=(4, 6)),
+    "a save that fails on two ranks": Fault(
+        prepare=(slow_save, 4, 1, errno.ENOSPC), world_size=2, argv=EACH_SECOND, state="finished",
+        says=("disk full on",), saved=(3, 6),
+    ),
+    **{
+        f"a save that fails ({errno.errorcode[code]}, save {number})": Fault(
+            prepare=(fail_saves, code, [number]), argv=EACH_STEP, state="finished", says=(words, "still safe: "),
+            saved=(6,),
+        )
+        for code, words in [(errno.ENOSPC, "disk full on"), (errno.EFBIG, "no file so large")] for number in (1, 2)
+    },
+    "a last save that fails": Fault(
+        prepare=(fail_saves, errno.ENOSPC, [8]), argv=EACH_STEP, code=1, state="failed",
+        says=("the last checkpoint", "disk full on"), saved=(5, 6),
+    ),
+    "two failing saves in a row": Fault(
+        prepare=(fail_saves, errno.EDQUOT, [2, 3]), world_size=2, argv=EACH_STEP, code=1, state="failed",
+        says=("two checkpoints in a row", "quota"), saved=(1,),
+    ),
+    "an unexpected error": Fault(
+        prepare=(raise_unexpectedly, 2), argv=["--workers", "2"], code=1, state="failed",
+        says=("RuntimeError: a surprise", "train_one_epoch"),
+    ),
+    "a loss that is not finite on one rank": Fault(
+        prepare=(spoil_a_loss, 1, 4), world_size=2, argv=[*EACH_STEP, "--print-freq", "100"], code=5, state="failed",
+        says=("the loss of step 1 is not finite", "--lr"), saved=(1,),
+    ),
+    "a loader process that is killed": Fault(
+        prepare=(kill_a_loader,), argv=["--workers", "2"], code=1, state="failed", says=("--workers",)
+    ),
+    "a loader process that hangs": Fault(
+        prepare=(hang_loaders,), argv=["--workers", "2", "--stall-timeout", "0.05"], code=1, state="failed",
+        says=("--stall-timeout", "in hang_in_read"),
+    ),
+    "a rank that hangs": Fault(
+        [(1, STEP, 2, "before", STOP)], world_size=2, argv=["--stall-timeout", "0.05"], code=1, state="failed",
+        says=("--stall-timeout", "images of the next: [", "train_one_epoch"),
+    ),
+    **{
+        f"a rank that is lost in {place} ({signal.Signals(number).name})": Fault(
+            [(1, name, 1, "before", number)], world_size=2, argv=["--dist-timeout", "0.05"], code=1, state="failed",
+            says=("no answer from rank 1",),
+        )
+        for place, name, number in [("a step", STEP, STOP), ("a step", STEP, KILL), ("an evaluation", EVALUATION, STOP)]
+    },
+}  # fmt: skip
+
+
+class Runs:
+    """Runs of one recipe on the same images, each in a folder of its own."""
+
+    def __init__(self, images: Path, folder: Path) -> None:
+        self.images, self.folder = images, folder
+
+    def argv(self, name: str, *extra) -> list[str]:
+        return ["--data-path", str(self.images), "--output-dir", str(self.folder / name), *OPTIONS, *map(str, extra)]
+
+    def run(self, name: str, world_size: int, *extra, faults=(), prepare=(), **how) -> Outcome:
+        logs = self.folder / f"{name}-logs"
+        logs.mkdir(exist_ok=True)
+        arguments = self.argv(name, *extra), list(faults), prepare
+        return run_ranks(faulty_rank, world_size, *arguments, log_folder=logs, **how)
+
+    def status(self, name: str) -> dict:
+        return json.loads((self.folder / name / "status.json").read_text())
+
+    def saved(self, name: str) -> list[int]:
+        return sorted(int(path.name[11:19]) for path in (self.folder / name).glob("checkpoint-0*.pth"))
+
+    def check_same(self, name: str, reference: str = "undisturbed") -> None:
+        if not (self.folder / reference).exists():
+            self.run(reference, 1).check()
+        assert differing_results(self.folder / name, self.folder / reference) == []
+
+    def strike(self, what: str, name: str, resumed_on: int) -> None:
+        """Put a fault of the table into a run, check its outcome, resume the run and compare."""
+        fault = FAULTS[what]
+        outcome = self.run(name, fault.world_size, *fault.argv, faults=fault.faults, prepare=fault.prepare)
+        status = self.status(name)
+        assert (outcome.codes[0], status["state"]) == (fault.code, fault.state), outcome.output
+        assert status["requeue"] == (fault.state == "preempted")
+        for words in fault.says:
+            assert words in outcome.output, outcome.output
+        is_expected = any("RuntimeError" in words for words in fault.says)
+        assert ("Traceback" in outcome.output) == is_expected, outcome.output
+        saved = self.saved(name)
+        assert {*fault.saved} <= {*saved}, saved
+        if fault.state == "preempted":
+            assert not fault.steps or status["step"] in fault.steps, outcome.output
+            assert (status["step"] in saved) == (status["step"] > 0)
+        if fault.code >= 0:
+            assert not list((self.folder / name).glob("*.tmp.*"))
+        self.run(name, resumed_on).check()
+        self.check_same(name)

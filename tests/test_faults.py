@@ -1,0 +1,187 @@
+"""Every fault of tests/faults.py has its required outcome; restarts by torchrun and by hand; a real torchrun."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.decision import StepDecisions, WatchedLoader
+from distributed.signals import Signals
+from distributed.watch import FiniteWatch
+from tests.faults import FAULTS, STEP, TERM, Runs
+from tests.ranks import REPOSITORY, run_check, start_torchrun, torchrun_environment
+from tests.started import PLAIN
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+ANYWHERE = ["--model", PLAIN]  # which a Python of its own knows
+
+
+@pytest.fixture(scope="module")
+def runs(image_folder, tmp_path_factory):
+    return Runs(image_folder, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_fault_has_its_outcome_and_a_resumed_run_the_same_bits(runs, what):
+    runs.strike(what, what.replace(" ", "-"), 3 - FAULTS[what].world_size)
+
+
+def restarted_by(agent):
+    """Return the environment of ranks that a torchrun has restarted."""
+
+    def environment(rank, world_size, port):
+        variables = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": agent}
+        return {**torchrun_environment(rank, world_size, port), **variables}
+
+    return environment
+
+
+def test_three_starts_in_vain_are_not_requeued_and_an_automatic_fourth_is_refused(runs):
+    early, asked = [(0, "data.build_datasets", 1, "after", TERM)], []
+    for _ in range(3):
+        runs.run("stuck", 1, faults=early).check()
+        asked.append(runs.status("stuck")["requeue"])
+    assert asked == [True, True, False]
+    outcome = runs.run("stuck", 2, launcher=restarted_by("7"))
+    assert outcome.codes[0] == 1, outcome.output
+    assert outcome.output.count("no progress") == 1
+    assert runs.status("stuck")["state"] == "failed"
+    runs.run("stuck", 1).check()  # a person may try
+    runs.check_same("stuck")
+
+
+def test_torchruns_restart_resumes_its_own_run_and_no_other(runs):
+    stop = [(1, STEP, 2, "after", TERM)]
+    for name, agent in (("restart", "7"), ("foreign", "8")):
+        runs.run(name, 2, launcher=restarted_by("7"), faults=stop).check()
+        outcome = runs.run(name, 2, "--resume", "", *["--overwrite"] * (agent == "7"), launcher=restarted_by(agent))
+        assert outcome.codes[0] == (0 if agent == "7" else 2), outcome.output
+    assert "--resume" in outcome.output
+    runs.check_same("restart")
+
+
+def count_threads(folder):
+    """Write down how many threads there are at each fork."""
+    path = Path(folder, os.environ["RANK"])
+
+    def note():
+        with open(path, "a") as file:
+            file.write(f"{len(os.listdir('/proc/self/task'))}\n")
+
+    os.register_at_fork(before=note)
+
+
+def test_loader_processes_are_forked_before_there_are_other_threads(runs, tmp_path):
+    """A thread may hold a lock at the fork; also where a resumed run begins with the evaluation."""
+    stop = [(1, "models.ExponentialMovingAverage.forward", 1, "before", TERM)]
+    runs.run("forks", 2, "--workers", 2, faults=stop).check()
+    runs.run("forks", 2, "--workers", 2, prepare=(count_threads, str(tmp_path))).check()
+    for rank in "01":
+        assert {*(tmp_path / rank).read_text().split()} == {"1"}
+    runs.check_same("forks")
+
+
+def test_the_first_step_whose_loss_is_not_finite_is_known():
+    watch = FiniteWatch(torch.device("cpu"))
+    for step, value in enumerate([1.0, 2.0, float("inf"), float("nan")]):
+        watch.note(step, [torch.tensor(0.5), torch.tensor(value)])
+    assert watch.first_bad() == 2
+
+
+def iterate(rank, world_size, lengths, rounds_at_stop, folder):
+    """Iterate over a loader of this rank's length; rank 0 gets a signal in a round."""
+    signals, seen = Signals(), []
+
+    def stop(cause):
+        raise StopAsyncIteration(cause)
+
+    try:
+        for batch in WatchedLoader(range(lengths[rank]), StepDecisions(signals), stop, lambda: None):
+            seen.append(batch)
+            if rank == 0 and batch == rounds_at_stop:
+                signals.number = signal.SIGTERM
+    except StopAsyncIteration as error:
+        seen.append(str(error))
+    Path(folder, f"seen{rank}.json").write_text(json.dumps(seen))
+
+
+@pytest.mark.dist
+def test_ranks_with_different_numbers_of_batches_leave_in_the_same_round(tmp_path):
+    cause = "SIGTERM on rank 0"
+    # Asked for in the last round, nothing waits for a round that does not come.
+    for stop, expected in [(0, [[0, cause]] * 3), (2, [[0, 1, 2], [0, 1], [0]])]:
+        run_check(3, iterate, tmp_path, [3, 2, 1], stop, str(tmp_path))
+        assert [json.loads((tmp_path / f"seen{rank}.json").read_text()) for rank in range(3)] == expected
+
+
+# A real torchrun
+
+
+def left_running(folder):
+    """Return the processes whose command line names a folder."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                if str(folder).encode() in (process / "cmdline").read_bytes():
+                    found.append(int(process.name))
+            except OSError:  # gone meanwhile
+                continue
+    return found
+
+
+def wait_for(condition, timeout_s=90):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def agent(runs):
+    """A function that starts a real torchrun; it and its ranks end with the test."""
+    agents = []
+
+    def start(name, *extra, options=()):
+        command = [*options, REPOSITORY / "train.py", *runs.argv(name, *ANYWHERE, *extra)]
+        agents.append(start_torchrun(2, *command, log=runs.folder / f"{name}.log"))
+        return agents[-1]
+
+    yield start
+    for each in agents:
+        each.kill()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_torchrun_that_is_ended_leaves_a_saved_run_and_no_process(runs, agent, number):
+    """SIGTERM to the agent, which tells every process of its group; SIGKILL, of which the kernel tells the ranks."""
+    name = f"agent-{number}"
+    started = agent(name, "--epochs", 200, "--print-freq", 1, "--workers", 2)
+    metrics = runs.folder / name / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)
+    os.kill(started.pid, number)
+    started.join(60)
+    wait_for(lambda: not left_running(runs.folder / name), 30)
+    status = runs.status(name)
+    assert status["state"] == "preempted", (runs.folder / f"{name}.log").read_text()
+    assert status["step"] in runs.saved(name)
+
+
+@pytest.mark.dist
+def test_torchrun_restarts_a_killed_rank_and_the_run_ends_with_the_same_bits(runs, agent):
+    started = agent("elastic", "--checkpoint-steps", 1, "--resume", "", options=["--max-restarts=2"])
+    out = runs.folder / "elastic"
+    wait_for(lambda: list(out.glob("checkpoint-0*.pth")))
+    ranks = [process for process in left_running(out) if process != started.pid]
+    os.kill(max(ranks), signal.SIGKILL)
+    started.join(120)
+    assert started.exitcode == 0, (runs.folder / "elastic.log").read_text()
+    runs.run("undisturbed-anywhere", 1, *ANYWHERE).check()
+    runs.check_same("elastic", "undisturbed-anywhere")
