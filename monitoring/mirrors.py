@@ -1,12 +1,13 @@
-"""Mirror a run's records to services. Each service is a class with the methods of `WandbMirror`."""
+"""Log a run's records to Weights & Biases and MLflow as they are written."""
 
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from files import read_json, write_json
+from files import read_json, write_atomically
 from monitoring.attempts import Attempts
 from monitoring.events import changed_options, drawn
 
@@ -22,19 +23,16 @@ class WandbMirror:
 
         options = {"config": changed_options(folder), "name": folder.resolve().name, "dir": str(folder)}
         self.run = wandb.init(id=key, resume=key and "allow", **options)
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
         self.key = self.run.id
 
-    def last_step(self, kind: str) -> int:
-        """Return the step of the last record of a kind that the service knows, or -1."""
-        self.run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
-        return int(self.run.summary.get(f"{kind}/step", -1))
-
     def add(self, values: dict[str, float], step: int) -> None:
-        """Send the points of one record; they include KIND/step."""
-        self.run.log(values)
+        """Log the points of one record."""
+        self.run.log({**values, "step": step})
 
     def close(self, is_finished: bool | None) -> None:
-        """Send the rest, and tell how the run has ended; None means that it will go on."""
+        """Record how the run has ended; None means that it will be resumed."""
         self.run.finish(exit_code=0 if is_finished else 1)
 
 
@@ -49,20 +47,15 @@ class MlflowMirror:
 
         self.mlflow = mlflow
         self.key = mlflow.start_run(run_id=key, run_name=folder.resolve().name).info.run_id
-        self.known = mlflow.get_run(self.key).data.metrics
         if not key:
             mlflow.log_params(changed_options(folder))
 
-    def last_step(self, kind: str) -> int:
-        """Return the step of the last record of a kind that the service knows, or -1."""
-        return int(self.known.get(f"{kind}/step", -1))
-
     def add(self, values: dict[str, float], step: int) -> None:
-        """Send the points of one record."""
+        """Log the points of one record."""
         self.mlflow.log_metrics(values, step=step)
 
     def close(self, is_finished: bool | None) -> None:
-        """Send the rest, and tell how the run has ended."""
+        """Record how the run has ended; None means that it will be resumed."""
         self.mlflow.end_run({True: "FINISHED", False: "FAILED", None: "KILLED"}[is_finished])
 
 
@@ -86,47 +79,37 @@ def _names(log_to: str | None) -> list[str]:
 class Mirrors:
     """All mirrors of one run, as `--log-to` names them; `mirrors.json` in its folder keeps their keys.
 
-    A mirror that fails once gets no more records.
+    A mirror that fails once gets no more records. A record that a start before a kill has logged beyond the checkpoint
+    is logged again by the start that resumes the run.
     """
 
     def __init__(self, folder: Path | None, log_to: str | None) -> None:
         self.folder = folder
         self._attempt = Attempts()
         self._mirrors = dict.fromkeys(_names(log_to))
-        self._sent = {}  # the step of the last record, by the names of mirror and kind
 
-    def open(self, records: list[dict]) -> None:
-        """Begin or go on, and send records that a service lacks, as after a failure."""
+    def open(self) -> None:
+        """Start the services' runs, or resume them."""
         self._each(self._open)
-        for record in records:
-            self.add(record)
 
     def _open(self, name: str) -> None:
         path = self.folder / "mirrors.json"
         keys = read_json(path)
         self._mirrors[name] = KINDS[name](self.folder, keys.get(name))
-        keys[name] = self._mirrors[name].key
-        write_json(path, keys)
+        write_atomically(path, json.dumps({**keys, name: self._mirrors[name].key}).encode())
 
     def add(self, record: dict) -> None:
-        """Send the points of one record to each service that does not have them from an earlier process."""
-        self._each(self._add, record)
-
-    def _add(self, name: str, record: dict) -> None:
-        kind, step = record["kind"], record["step"]
-        if (name, kind) not in self._sent:
-            self._sent[name, kind] = self._mirrors[name].last_step(kind)
-        if step > self._sent[name, kind]:
-            self._mirrors[name].add({**drawn(record), f"{kind}/step": step}, step)
-            self._sent[name, kind] = step
+        """Log the points of one record to each service."""
+        if values := drawn(record):
+            self._each(lambda name: self._mirrors[name].add(values, record["step"]))
 
     def close(self, is_finished: bool | None) -> None:
-        """Send the rest; `is_finished` tells whether the run has ended well, None that it will go on."""
+        """Close the services' runs; `is_finished` as `WandbMirror.close`."""
         self._each(lambda name: self._mirrors[name].close(is_finished))
         self._mirrors.clear()
 
-    def _each(self, work: Callable[..., None], *args: Any) -> None:
+    def _each(self, work: Callable[[str], None]) -> None:
         """Do work for each service, and drop services for which it fails."""
         for name in list(self._mirrors):
-            if not self._attempt(f"nothing more is sent to {name}", work, name, *args):
+            if not self._attempt(f"nothing more is sent to {name}", work, name):
                 del self._mirrors[name]

@@ -1,4 +1,4 @@
-"""Write the records of a run: metrics.jsonl, and TensorBoard's file and mirrors, which are made from it."""
+"""Write the records of a run: metrics.jsonl, TensorBoard's file, which is made from it, and mirrors."""
 
 import json
 import math
@@ -28,9 +28,6 @@ MACHINE_FIELDS = {
 
 # Kinds of records that are written before an epoch is saved; the others, of evaluations, come after that.
 OF_TRAINING = {"train", "epoch", "verdict"}
-
-# Most pictures in TensorBoard's file that the run's folder no longer has; with more, the file is made anew.
-MOST_GONE = 100
 
 
 def begin_log(args: Any, lines: Iterable[str]) -> None:
@@ -77,7 +74,7 @@ class Monitor:
         self._hours = max((h for h in hours if isinstance(h, float) and math.isfinite(h)), default=0.0)
         self._opened_s = time.monotonic()
         self._attempt(self._no_events, self._open_events, records)
-        self.mirrors.open(records)
+        self.mirrors.open()
 
     def __enter__(self) -> "Monitor":
         return self
@@ -87,10 +84,9 @@ class Monitor:
             self._attempt(self._no_records, self._write_pending)
             if self._events is None:
                 self._attempt(self._no_events, self._open_events)
-            is_finished = None if isinstance(error, PreemptedError) else error is None
             if self._events is not None:
-                self._attempt(self._no_events, self._events.close, is_finished)
-            self.mirrors.close(is_finished)
+                self._attempt(self._no_events, self._events.close, error is None)
+            self.mirrors.close(None if isinstance(error, PreemptedError) else error is None)
             self._file.close()
 
     def records(self, say: Callable[[str], None] | None = None) -> list[dict]:
@@ -110,7 +106,8 @@ class Monitor:
     def _open_events(self, records: list[dict] | None = None) -> None:
         """Make TensorBoard's file anew from `records` or metrics.jsonl, unless that still lacks pending records."""
         if not self._pending:
-            self._events = EventFile(self.folder, self.records() if records is None else records, self.run.step)
+            records = self.records() if records is None else records
+            self._events = EventFile(self.folder, records, self.run.step, self.run.steps_per_epoch)
 
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
         """Write one record: `kind` is in `OF_TRAINING` or an evaluation's name; `step` the steps done at that time.
@@ -139,12 +136,11 @@ class Monitor:
         try:
             if record is not None:
                 self._events.add(record)
-            elif self._events.add_pictures(self.run.step) > MOST_GONE:
-                self._events.close(None)
-                self._open_events()
+            else:
+                self._events.add_pictures(self.run.step)
         except Exception:
             with suppress(OSError):
-                self._events.close(None)
+                self._events.close(is_finished=False)
             self._events = None
             raise
 

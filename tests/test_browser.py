@@ -115,7 +115,7 @@ def test_tensorboard_shows_the_run(tensorboard, started, tmp_path):
     ("tab", "asks"),
     [
         ("images", ["images/images?tag=view%2Fconfusion", "images/images?tag=view%2Fcalibration"]),
-        ("text", ["tag=run%2Frecipe", "tag=run%2Fenvironment", "tag=run%2Fdata"]),
+        ("text", ["tag=run%2Frecipe%2Ftext_summary", "tag=run%2Fenvironment%2Ftext_summary"]),
         ("hparams", ["hparams/session_groups"]),
         (
             "custom_scalars",
