@@ -371,6 +371,14 @@ def set_training_mode(model: nn.Module) -> None:
             module.eval()
 
 
+def check_dtypes(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Refuse weights that are integers, or of 8 bits, where the model has floats: they lack the scale to read them."""
+    for name, own in model.state_dict().items():
+        found = weights.get(name)
+        if found is not None and own.is_floating_point() and (not found.is_floating_point() or found.itemsize < 2):
+            raise UserError(f"{source} is quantized: {name} is {found.dtype}; give weights of 16 bits or more")
+
+
 def load_matching(
     model: nn.Module,
     weights: Mapping[str, Tensor],
@@ -395,6 +403,7 @@ def load_matching(
     Raises:
         UserError: the state dict belongs to another model, or its classifier does not fit.
     """
+    check_dtypes(model, weights, source)
     ends = classifier_layers(model, num_classes)
     theirs = count_classes(model, weights, num_classes)
     reader = model if theirs == num_classes else build(theirs)

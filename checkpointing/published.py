@@ -17,8 +17,8 @@ from torchvision.models import WeightsEnum
 from checkpointing.guard import check_classes
 from checkpointing.weights import BARE, HUB, Weights, fetch_from_hub, load_weights
 from distributed import collectives
-from errors import UserError, did_you_mean, find_timm_config, in_one_line
-from options import BY_NAME, PREPROCESSING, split_custom
+from errors import UserError, did_you_mean, find_timm_config, in_one_line, require_timm
+from options import BY_NAME, PREPROCESSING, is_same_model, split_custom
 
 
 def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
@@ -38,10 +38,11 @@ def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
     weights = read_weights(args.weights, is_average=args.ema)
     read_weights.cache_clear()
     print(f"--weights {args.weights}: {weights.kind}")
-    for name in ("mean", "std"):
-        known = recorded(weights.options).get(name, getattr(args, name))
-        if known != getattr(args, name) and name not in args.given:
-            print(f"--weights {args.weights} was trained with another --{name}: {_text(known)}; give it to keep it")
+    known = {**recorded(weights.options), "model_kwargs": weights.options.get("model_kwargs")}
+    for name in ("mean", "std", "model_kwargs"):
+        if known.get(name) and known[name] != getattr(args, name) and name not in args.given:
+            flag = BY_NAME[name].flag
+            print(f"--weights {args.weights} was trained with another {flag}: {_text(known[name])}; give it to keep it")
     check_classes(weights.classes, args, val)
     return weights
 
@@ -55,7 +56,9 @@ def is_stored(name: str) -> bool:
 def read_weights(name: str, *, is_average: bool) -> Weights:
     """Return the state dict of a file of `--weights`; it stays in memory until `cache_clear`."""
     path = fetch_from_hub(name) if name.startswith(HUB) else Path(name)
-    return load_weights(path, is_average=is_average, name=f"--weights {name}")
+    weights = load_weights(path, is_average=is_average, name=f"--weights {name}")
+    weights.file = name if name.startswith(HUB) else weights.file
+    return weights
 
 
 def _is_library_model(model: str) -> bool:
@@ -74,18 +77,31 @@ def weights_without_memory(args: Any) -> Weights | None:
 
 
 def translate_options(weights: Weights, model: str) -> None:
-    """Fill in what the options of weights of a model mean to timm's script, or to torchvision, which published them."""
-    is_torchvisions = split_custom(model) is None and not model.startswith("timm/")
+    """Fill in what the options of weights of a model mean to timm's script, or to the library that published them."""
     if weights.script == "timm" and model.startswith("timm/"):
         known = recorded(weights.options)  # all, where `scripts.convert` wrote the file
         own = known if len(known) == len(PREPROCESSING) else {}
         weights.options |= {**options_of_timm(model, weights.options), **own}
-    elif weights.kind == BARE and is_torchvisions:
+    elif weights.kind == BARE and model.startswith("timm/"):
+        if tagged := _find_tag(model, weights.file):
+            weights.options |= options_of_timm(tagged, {})
+            weights.origin = f"as timm configures {tagged}"
+    elif weights.kind == BARE and split_custom(model) is None:
         members = torchvision.models.get_model_weights(model)
         published = next((each for each in members if Path(each.url).name == weights.file), None)
         if published is not None:
             weights.options |= {**options_of_weights(published), "weights": str(published)}
             weights.origin = f"as torchvision publishes {published}"
+
+
+def _find_tag(model: str, file: str) -> str | None:
+    """Return timm's name, with its tag, of the weights that it publishes in a file or a repository of the hub."""
+    name = model.removeprefix("timm/").partition(".")[0]
+    for tagged in require_timm("--model", model).list_pretrained(f"{name}.*"):
+        found = find_timm_config(f"timm/{tagged}")
+        if file in (Path(found.url or "").name, f"{HUB}{found.hf_hub_id}"):
+            return f"timm/{tagged}"
+    return None
 
 
 def take_published_options(args: Any) -> tuple[Any, list[str]]:
@@ -104,13 +120,14 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
     published = args.weights and not is_stored(args.weights) and resolve_weights(args)
     if args.test_only and not args.resume:
         source = f"--weights {args.weights}"
-        if not published:
+        if published:
+            options, words = options_of_weights(published), f"as torchvision publishes {published}"
+        else:
             weights = read_weights(args.weights, is_average=args.ema)
             translate_options(weights, args.model)
-        else:
-            weights = Weights()
-            weights.options, weights.origin = options_of_weights(published), f"as torchvision publishes {published}"
-        args, origin = settle_preprocessing(args, source, weights.options, weights.origin)
+            options, words = weights.options, weights.origin
+            args = _as_built(args, options, source)
+        args, origin = settle_preprocessing(args, source, options, words)
         return args, [preprocessing_line(args, origin)]
     if not args.model.startswith("timm/") or find_timm_config(args.model) is None:
         return args, []
@@ -121,6 +138,21 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
         args = args.replaced(train_crop_size=args.val_crop_size)
         origin += f"; --train-crop-size {args.train_crop_size} likewise"
     return args, [preprocessing_line(args, origin)]
+
+
+def _as_built(args: Any, options: Mapping[str, Any], source: str) -> Any:
+    """Return the options with the keyword arguments that a checkpoint's model was built with; refuse another model.
+
+    Models of other names, or with another activation, may have weights of the same names and shapes.
+    """
+    theirs = options.get("model")
+    if theirs is not None and not is_same_model(*(name.partition(".")[0] if "timm/" in name else name
+                                                  for name in (theirs, args.model))):  # fmt: skip
+        raise UserError(f"{source} is of {theirs}, and --model is {args.model}; give --model {theirs}")
+    kwargs = options.get("model_kwargs")
+    if "model_kwargs" in args.given or not kwargs or not BY_NAME["model_kwargs"].is_value(kwargs):
+        return args
+    return args.replaced(model_kwargs=kwargs)
 
 
 def settle_preprocessing(
@@ -187,7 +219,8 @@ def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return " ".join(f"{number:.6g}" for number in value) if isinstance(value, list) else str(value)
+    items = value if isinstance(value, list) else [value]
+    return " ".join(f"{item:.6g}" if isinstance(item, float) else str(item) for item in items)
 
 
 def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[str, Any], str]:
@@ -200,8 +233,11 @@ def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[s
     if split_custom(model) is not None:
         return {}, ""
     if model.startswith("timm/"):
-        found = {} if find_timm_config(model) is None else options_of_timm(model, {"img_size": crop})
-        return {name: found[name] for name in PREPROCESSING if name in found}, f"as timm configures {model}"
+        known = find_timm_config(model)
+        found = {} if known is None else options_of_timm(model, {"img_size": crop})
+        mode = getattr(known, "crop_mode", None) or "center"
+        note = "" if mode == "center" else f", but cropped at the centre, not by its crop mode {mode}"
+        return {name: found[name] for name in PREPROCESSING if name in found}, f"as timm configures {model}{note}"
     published = next(iter(torchvision.models.get_model_weights(model)))
     return options_of_weights(published), f"as torchvision publishes {published}"
 

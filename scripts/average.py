@@ -8,6 +8,7 @@ from typing import Any
 
 from checkpointing.checkpoint import BEST_NAMES
 from checkpointing.finder import CheckpointFinder, step_in, step_of
+from checkpointing.published import recorded
 from checkpointing.weights import (
     as_checkpoint,
     average_checkpoints,
@@ -100,15 +101,16 @@ def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> l
 
 
 def check_same_kind(path: Path, content: dict[str, Any], first: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose model or classes differ from the first one's, which `first` keeps."""
-    facts = {"model": options_of(content).get("model"), "classes": take_weights(content, str(path)).classes}
+    """Refuse a checkpoint whose model, classes or images differ from the first one's, which `first` keeps."""
+    options = options_of(content)
+    facts = {"model": options.get("model"), "classes": take_weights(content, str(path)).classes}
+    facts["preprocessing"] = recorded(options) or None
     first.setdefault("path", path)
     for name, value in facts.items():
         other = first.setdefault(name, value)
         if None not in (value, other) and value != other:
-            difference = f"another model than {first['path']} ({value}, {other})"
-            difference = difference if name == "model" else f"other classes than {first['path']}"
-            raise UserError(f"{path} is of {difference}; give checkpoints of one model")
+            more = f" ({value}, {other})" if name == "model" else ""
+            raise UserError(f"{path} differs from {first['path']} in its {name}{more}; give checkpoints of one model")
 
 
 def average(options: argparse.Namespace) -> None:

@@ -138,9 +138,10 @@ class ImageSet:
 
     def __init__(self, name: str, source: Source, *, is_folder: bool) -> None:
         self.name, self.source, self.is_folder = name, source, is_folder
+        self.given = f"--set {name}"  # its name in messages
         self.words = [] if source.classes == [_UNKNOWN] else source.classes
 
-    def number_classes(self, numbers: list[int], num_classes: int, found_by: str) -> None:
+    def number_classes(self, numbers: list[int], found_by: str, num_classes: int) -> None:
         """Set the numbers that the set's classes have in the model."""
         table = numpy.array(numbers or [-1], dtype=numpy.int64)
         self.labels = table[labels_of(self.source)]
@@ -173,6 +174,15 @@ def open_set(text: str, *, has_real: bool) -> ImageSet:
             f"{name}={place},LIST with a list of their classes, or --real FILE"
         )
     return ImageSet(name, ListedImages(root, images, [_UNKNOWN] * len(images)), is_folder=False)
+
+
+def open_folder(root: Path, trained: Trained) -> ImageSet:
+    """Return a set of class folders, tars or a pack, with the numbers that its classes have in the model."""
+    each = ImageSet(root.name, open_source(root), is_folder=True)
+    each.given = str(root)
+    num_classes = trained.count_classes()
+    each.number_classes(*trained_classes(trained, num_classes, [each]).find(each), num_classes)
+    return each
 
 
 def open_list(given: str, name: str, folder: Path, table: Path) -> ImageSet:
@@ -242,7 +252,7 @@ class ClassNumbers:
             if self._are_numbers(words):
                 known, found_by = {word: int(word) for word in words}, "number"
                 if each.is_folder and len(set(known.values())) < len(words):
-                    raise UserError(f"--set {each.name}: two of its class folders are of one number")
+                    raise UserError(f"{each.given}: two of its class folders are of one number")
             elif not self.has_folder_names and each.is_folder and len(words) == self.num_classes:
                 known, found_by = {word: number for number, word in enumerate(words)}, "order"
             elif not self.has_folder_names:
@@ -252,7 +262,7 @@ class ClassNumbers:
             more = f" (and {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
             of_model = f", such as {', '.join(list(known)[:2])}" if known else ", whose names are not known"
             raise UserError(
-                f"--set {each.name}: {unknown[0]}{more} is none of the {self.num_classes:,} classes of the checkpoint"
+                f"{each.given}: {unknown[0]}{more} is none of the {self.num_classes:,} classes of the checkpoint"
                 f"{of_model}, and no number from 0 to {self.num_classes - 1}; is it a checkpoint of another data set?"
             )
         return [known[word] for word in words], found_by
@@ -264,6 +274,11 @@ class ClassNumbers:
             require_timm("without a set of all 1000 classes, the order", "of the synsets")
             synsets = importlib.import_module("timm.data").ImageNetInfo().label_names()
         return {word: number for number, word in enumerate(synsets or [])}
+
+
+def trained_classes(trained: Trained, num_classes: int, sets: list[ImageSet]) -> ClassNumbers:
+    """Return the finder of a trained model's classes."""
+    return ClassNumbers(trained.classes, num_classes, sets, is_published=trained.is_published)
 
 
 def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
@@ -291,7 +306,7 @@ def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
         raise UserError(f"{given}: there is no --set whose files are named ILSVRC2012_val_00000001.JPEG and so on")
 
 
-def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int) -> numpy.ndarray:
+def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int, name: str = "") -> numpy.ndarray:
     """Return the rows of `rank_classes` for the images, in order, of the set at this place of the evaluation.
 
     Collective: every rank must call it.
@@ -302,7 +317,7 @@ def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int) -> num
     loader, first = evaluation.load(place), evaluation.images.firsts[place]
     labels = torch.from_numpy(each.labels)
     rows = [torch.zeros(0, 3 + 2 * k, dtype=torch.float64)]
-    progress = Progress(f"evaluating on {each.name}", len(loader.loader.sampler), "images")
+    progress = Progress(f"evaluating on {name or each.name}", len(loader.loader.sampler), "images")
     with torch.inference_mode(), evaluation.autocast:
         for (image, _), keys in zip(loader, numbers_of(loader), strict=True):
             ranked = _rank(each.columns, evaluation.model(image), labels[keys - first].to(image.device), k)
@@ -514,10 +529,10 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
             each.source, _ = data.hold_out(each.source, options.minival)
         each.source = data.limit_images(each.source, options.limit, each.name)
         sets.append(each)
-    classes = ClassNumbers(trained.classes, num_classes, sets, is_published=trained.is_published)
+    classes = trained_classes(trained, num_classes, sets)
     for each in sets:
         numbers, found_by = classes.find(each) if each.words else ([], "none")
-        each.number_classes(numbers, num_classes, found_by)
+        each.number_classes(numbers, found_by, num_classes)
     if options.real is not None:
         read_real(options.real, sets, num_classes)
     return sets, classes.names or classes.whole or list(map(str, range(num_classes)))
@@ -536,7 +551,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
     evaluation = Evaluation(trained, args, images)
     report = {
         "checkpoint": options.checkpoint, "weights": trained.kind, "model": args.model,
-        "preprocessing": trained.preprocessing, "batch_size": args.batch_size, "sets": {},
+        "preprocessing": trained.preprocessing, "eval_flip": args.eval_flip, "amp": args.amp,
+        "batch_size": args.batch_size, "sets": {},
     }  # fmt: skip
     all_scores = []
     k = min(max(options.topk), num_classes)

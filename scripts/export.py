@@ -22,11 +22,12 @@ from files import read_bytes, read_json
 from loading.progress import size_text
 from options import short_name
 from presets import ClassificationPresetEval
+from scripts.evaluate import open_folder
 from scripts.exported import EXTRA_FILE, FORMAT, OPTIONS, TOLERANCE, checked, open_graph, own_stdout, packed
 from scripts.model_card import write_card
 from scripts.predict import find_images, load_batches, open_image
 from scripts.tool import as_json, build_parser, given_path, make_out, positive, run, write_output
-from scripts.trained import Trained, add_options, check_classes, open_given
+from scripts.trained import Trained, add_options, open_given
 
 PROG = "python -m scripts.export"
 
@@ -271,22 +272,26 @@ class Measure:
         if calibration:
             self.calibrating = [partial(_load_image, preset, path) for path in find_images(calibration)]
         elif data_path is not None:
-            self.calibrating = _spaced(IndexedImageFolder(data_path / "train", preset), _CALIBRATION_IMAGES)
+            images = IndexedImageFolder(data_path / "train", preset)
+            number = min(_CALIBRATION_IMAGES, len(images))
+            self.calibrating = [partial(images.__getitem__, place * len(images) // number) for place in range(number)]
         else:
             raise UserError(
                 "--format int8 needs images to calibrate with: give --data-path DATA_PATH, which measures the accuracy "
                 "too, or --calibration IMAGE..."
             )
-        self.measuring = self.calibrating
+        self.measuring, self.columns = self.calibrating, None
         if data_path is not None:
-            val = IndexedImageFolder(data_path / "val", preset)
-            check_classes(trained, val)
-            self.measuring = _spaced(val, sample or len(val))
+            val = open_folder(data_path / "val", trained)
+            images, self.columns = IndexedImageFolder(val.source.root, preset, source=val.source), val.columns
+            number = min(sample or len(images), len(images))
+            places = [place * len(images) // number for place in range(number)]
+            self.measuring = [partial(_load_numbered, images, place, int(val.labels[place])) for place in places]
 
     def compare(self, model: Callable, quantized: Callable) -> dict[str, Any]:
         """Return how often two models agree on the same images, and the accuracy of both where classes are known."""
         guesses = [
-            torch.stack([labels, *(logits_of(each, images).argmax(dim=1) for each in (model, quantized))])
+            torch.stack([labels, *(self._guess(logits_of(each, images)) for each in (model, quantized))])
             for images, labels in _load(self.measuring, "measuring")
         ]
         targets, before, after = torch.cat(guesses, dim=1)
@@ -298,16 +303,18 @@ class Measure:
             words = f"Acc@1 {both[0]:.3f} before and {both[1]:.3f} after, n={len(targets)}; {words}"
         return {**measured, "words": words}
 
+    def _guess(self, logits: Tensor) -> Tensor:
+        """Return the best class of each image, among those of val."""
+        return logits.argmax(dim=1) if self.columns is None else self.columns[logits[:, self.columns].argmax(dim=1)]
+
+
+def _load_numbered(images: IndexedImageFolder, place: int, label: int) -> tuple[Tensor, int]:
+    return images[place][0], label
+
 
 def _load_image(preset: ClassificationPresetEval, path: Path) -> tuple[Tensor, int]:
     with in_one_line(f"{path} cannot be read"):
         return preset(open_image(path)), -1
-
-
-def _spaced(images: IndexedImageFolder, number: int) -> list[Callable[[], tuple[Tensor, int]]]:
-    """Return functions that each load one image: `number` of a set, evenly spaced."""
-    number = min(number, len(images))
-    return [partial(images.__getitem__, place * len(images) // number) for place in range(number)]
 
 
 def _load(loads: list[Callable[[], tuple[Tensor, int]]], work: str) -> Iterator[list[Tensor]]:

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset, Sampler
 import config
 import data
 import models
-from checkpointing.guard import compare_classes
 from checkpointing.published import fetch_by_name, preprocessing_line
 from checkpointing.weights import Weights, load_weights
 from distributed import collectives
@@ -102,16 +101,6 @@ def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = Tr
     return args.replaced(distributed=args.world_size > 1)
 
 
-def check_classes(trained: Trained, images: data.IndexedImageFolder) -> None:
-    """Refuse images of other classes than the model's."""
-    ours, num_classes, remedy = images.classes, trained.count_classes(), "give the images of the checkpoint's classes"
-    if len(ours) != num_classes:
-        raise UserError(f"{images.root} has {len(ours)} classes, and the model {num_classes}; {remedy}")
-    differences = [] if trained.is_published else compare_classes(trained.classes or ours, ours)
-    if differences:
-        raise UserError(f"{images.root}: {differences[0]}; {remedy}")
-
-
 class _Sets(Dataset):
     """Several sets, one after the other, so that the same loader processes, started once, serve them all."""
 
@@ -178,6 +167,9 @@ def open_given(options: argparse.Namespace) -> Trained:
     source, given = str(options.checkpoint), given_preprocessing(options)
     trained = open_trained(source, model=options.model, is_average=options.ema, given=given)
     print(preprocessing_line(trained.args, trained.origin))
+    if trained.args.eval_flip:
+        print("--eval-flip of the checkpoint: evaluations average the scores of an image and its mirror image; "
+              "predictions and exported files score the image alone")  # fmt: skip
     return trained
 
 

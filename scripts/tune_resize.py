@@ -1,24 +1,20 @@
 """Find the sizes at which a model is evaluated best: `python -m scripts.tune_resize CHECKPOINT --data-path DIR`."""
 
 import argparse
-import io
 import math
 import re
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import config
 import models
 from data import IndexedImageFolder
-from errors import NonFiniteError, UserError, require_package
-from loading.progress import Progress
-from metrics import build_criterion, build_metrics
+from errors import UserError
 from options import BY_NAME
 from presets import build_presets
+from scripts.evaluate import open_folder, score_set
 from scripts.tool import aligned, as_json, build_parser, output_file, run, write_output
-from scripts.trained import Evaluation, Trained, add_machine_options, add_options, check_classes, open_given, settle
-from train import measure
+from scripts.trained import Evaluation, Trained, add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.tune_resize"
 
@@ -26,9 +22,9 @@ EPILOG = """\
 examples:
   python -m scripts.tune_resize best.pth --data-path /data/imagenet --resize 224-288:16
   python -m scripts.tune_resize resnet50.IMAGENET1K_V1 --data-path /data/imagenet --crop 224,256 --json sweep.json
-  python -m scripts.tune_resize best_ema.pth --ema --data-path /data/imagenet --resize 224,232,256 --picture sweep.png
+  python -m scripts.tune_resize best_ema.pth --ema --data-path /data/imagenet --resize 224,232,256
 
-Each cell of the table is Acc@1 on all images of val/, as train.py --test-only computes it with --val-resize-size (the
+Each cell of the table is Acc@1 on all images of val/, as scripts.evaluate computes it with --val-resize-size (the
 shorter side, rows) and --val-crop-size (columns). Crops larger than the image are left out. Training with random crops
 shows objects larger than evaluation does, so that a model is often best at larger crops than it was trained with
 (Touvron et al., arXiv 1906.06423). Sizes that the model cannot take are refused.
@@ -36,8 +32,6 @@ shows objects larger than evaluation does, so that a model is often best at larg
 Accuracy looks better than it is on the images on which the sizes were chosen: give --data-path a folder whose val/
 holds other images, such as a part of train/.
 """
-
-_PICTURES = (".pdf", ".png", ".svg")
 
 # The first size, the last one and the step; at most nine digits each, which int() takes.
 _RANGE = re.compile(r"([1-9]\d{0,8})(?:-([1-9]\d{0,8}))?(?::([1-9]\d{0,8}))?", re.ASCII)
@@ -64,24 +58,18 @@ def sweep(trained: Trained, args: config.Record, cells: list[tuple[int, int]]) -
     for crop in crops:
         models.check_sizes(trained.model, args.replaced(val_crop_size=crop))
     trained.model.eval()
-    folder = Path(args.data_path) / "val"
-    images = IndexedImageFolder(folder, None)
-    check_classes(trained, images)
+    images = open_folder(Path(args.data_path) / "val", trained)
     presets = [build_presets(args.replaced(val_resize_size=resize, val_crop_size=crop))[1] for resize, crop in cells]
-    sets = [IndexedImageFolder(folder, preset, source=images.index) for preset in presets]
+    sets = [IndexedImageFolder(images.source.root, preset, source=images.source) for preset in presets]
     # Loaders reserve memory for the largest crop.
     evaluation = Evaluation(trained, args.replaced(val_crop_size=crops[-1]), sets)
-    progress, results = Progress("evaluating", len(images) * len(cells), "images"), []
+    results = []
     for place, (resize, crop) in enumerate(cells):
-        with redirect_stdout(io.StringIO()), evaluation.autocast:
-            found = measure(
-                evaluation.model, build_criterion(args), evaluation.load(place), evaluation.device,
-                metrics=build_metrics(len(images.classes)), observe=lambda _, target, __: progress.update(len(target)),
-            )  # fmt: skip
-        if not math.isfinite(found["loss"]):
-            raise NonFiniteError("the loss of the checkpoint is not finite: its weights are broken")
-        results.append({"resize": resize, "crop": crop, **found})
-    progress.finish()
+        ranks, nll, *_ = score_set(images, place, evaluation, 1, f"resize {resize}, crop {crop}").T
+        results.append({
+            "resize": resize, "crop": crop, "acc1": 100 * float((ranks < 1).mean()),
+            "acc5": 100 * float((ranks < 5).mean()), "nll": math.fsum(nll) / len(nll), "n": len(ranks),
+        })  # fmt: skip
     return results
 
 
@@ -96,32 +84,6 @@ def table(results: list[dict], best: dict) -> str:
             [str(resize), *(f"{found[crop]['acc1']:.3f}{marks[crop]}" if crop in found else "- " for crop in crops)]
         )
     return "\n".join(map(str.rstrip, aligned(rows)))
-
-
-def draw(results: list[dict], best: dict, title: str, path: Path) -> None:
-    """Write a picture of Acc@1 over the resize, a curve for each crop."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axis = figure.subplots()
-    for crop in sorted({result["crop"] for result in results}):
-        points = sorted((result["resize"], result["acc1"]) for result in results if result["crop"] == crop)
-        axis.plot(*zip(*points, strict=True), label=f"crop {crop} px", marker="o", markersize=4)
-    axis.plot(best["resize"], best["acc1"], marker="*", markersize=14, color="black", linestyle="", label="best")
-    axis.set(xlabel="shorter side, px", ylabel="Acc@1, %", title=title)
-    axis.grid(alpha=0.3)
-    axis.legend()
-    stream = io.BytesIO()
-    figure.savefig(stream, format=path.suffix[1:].lower(), dpi=100)
-    write_output(path, stream.getvalue(), "--picture")
-
-
-def picture_file(text: str) -> Path:
-    """Return the path of a picture that can be written; an argparse type."""
-    if not text.lower().endswith(_PICTURES):
-        raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in {', '.join(_PICTURES)}")
-    require_package("matplotlib", "--picture")
-    return output_file(*_PICTURES)(text)
 
 
 def work(options: argparse.Namespace) -> None:
@@ -140,8 +102,6 @@ def work(options: argparse.Namespace) -> None:
         content = {"checkpoint": options.checkpoint, "weights": trained.kind, "preprocessing": trained.preprocessing,
                    "best": best, "results": results}  # fmt: skip
         write_output(options.json, as_json(content), "--json")
-    if options.picture:
-        draw(results, best, options.checkpoint, options.picture)
     print(table(results, best))
     print(
         f"best: --val-resize-size {best['resize']} --val-crop-size {best['crop']}: Acc@1 {best['acc1']:.3f} "
@@ -159,7 +119,6 @@ def main() -> None:
     parser.add_argument("--resize", metavar="PX", type=sizes, help=f"224-288:16 or 224,256 (default: {default})")
     parser.add_argument("--crop", metavar="PX", type=sizes, help="likewise (default: the checkpoint's own)")
     parser.add_argument("--json", metavar="FILE", type=output_file(".json"), help="write all results to FILE")
-    parser.add_argument("--picture", metavar="FILE", type=picture_file, help="draw curves to FILE (needs matplotlib)")
     add_machine_options(parser)
     run(PROG, lambda: work(parser.parse_args()), "interrupted; start it again: nothing is kept")
 

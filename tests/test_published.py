@@ -1,6 +1,7 @@
 """checkpointing/published.py: tools prepare images as the weights were evaluated, or refuse; against torchvision."""
 
 import json
+import math
 import re
 
 import pytest
@@ -11,6 +12,8 @@ from PIL import Image
 from torch.nn import functional as F
 from torchvision import transforms
 
+from checkpointing.published import translate_options
+from checkpointing.weights import BARE, Weights
 from tests import tiny  # noqa: F401
 from tests.exports import refused as refused_tool
 from tests.exports import run_tool
@@ -250,3 +253,34 @@ def test_a_file_that_torchvision_publishes_is_prepared_as_published(tmp_path):
         assert (args.val_resize_size, args.val_crop_size) == (published.resize_size[0], published.crop_size[0])
         assert (args.interpolation, args.mean) == (published.interpolation.value, published.mean)
         assert str(weights) in trained.origin
+
+
+def test_timms_weights_are_prepared_as_their_tag_says():
+    """Files and repositories of the hub that timm names in the configuration of a tag."""
+    for name in ("resnet18.a1_in1k", "resnet18.tv_in1k", "resnet18.fb_swsl_ig1b_ft_in1k"):
+        known = timm.get_pretrained_cfg(name)
+        for file in (known.url and known.url.rpartition("/")[2], f"hf-hub:{known.hf_hub_id}"):
+            weights = Weights()
+            weights.kind, weights.file, weights.options = BARE, file, {}
+            translate_options(weights, "timm/resnet18")
+            found = weights.options
+            assert (found["interpolation"], found["mean"]) == (known.interpolation, list(known.mean)), (name, file)
+            assert found["val_resize_size"] == math.floor(known.input_size[-1] / known.crop_pct)
+
+
+def test_weights_that_fit_and_mean_something_else_are_refused(made, tmp_path):
+    """Of the same names and shapes: in 8 bits, of a model with other padding, or with another activation."""
+    folder, models = made
+    argv = ["--test-only", "--data-path", folder / "images", *MACHINE, "--model", TIMMS, "--weights"]
+    state = models["timm"].state_dict()
+    torch.save({name: tensor.to(torch.int8) for name, tensor in state.items()}, tmp_path / "int8.pth")
+    refused(run_train(tmp_path, *argv, tmp_path / "int8.pth"), "is quantized", "torch.int8")
+    torch.save({"model": state, "args": {"model": "timm/test_resnet"}}, tmp_path / "other.pth")
+    refused(run_train(tmp_path, *argv, tmp_path / "other.pth"), "--model timm/test_resnet")
+    torch.save({"model": state, "args": {"model": TIMMS, "model_kwargs": ["depth=2"]}}, tmp_path / "deep.pth")
+    refused(run_train(tmp_path, *argv, tmp_path / "deep.pth"), "it lacks blocks.1")  # built as the file says
+    for name, mean in (("a", 0.5), ("b", 0.4)):
+        sizes = {**in_json(CONFIGURED, ""), "mean": [mean] * 3}
+        torch.save({"model": state, "args": {"model": TIMMS, **sizes}}, tmp_path / f"{name}.pth")
+    pair = [tmp_path / "a.pth", tmp_path / "b.pth", "--output", tmp_path / "mean.pth"]
+    assert "preprocessing" in refused_tool(run_tool(tmp_path, "average", *pair, code=2)[0], "average")

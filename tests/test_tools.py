@@ -16,7 +16,6 @@ import numpy
 import pytest
 import torch
 import torchvision
-from PIL import Image
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import data
@@ -327,9 +326,9 @@ def test_checkpoints_that_cannot_be_averaged(evaluated, started, tmp_path):
     torch.save({"weight": torch.ones(8)}, tmp_path / "bare.pth")
     first, output = evaluated / "best.pth", tmp_path / "averaged.pth"
     for argv, words in [
-        ([first, tmp_path / "model.pth"], "is of another model than"),
+        ([first, tmp_path / "model.pth"], "in its model"),
         ([first, tmp_path / "shape.pth"], "holds other weights than"),
-        ([first, tmp_path / "classes.pth"], "is of other classes than"),
+        ([first, tmp_path / "classes.pth"], "in its classes"),
         ([first, tmp_path / "damaged.pth"], "is damaged or no checkpoint"),
         ([first, tmp_path / "missing.pth"], "missing.pth is no file"),
         ([first, tmp_path / "bare.pth"], "no weights as `model`: expected a checkpoint with a state dict there"),
@@ -442,7 +441,7 @@ def test_statistics_that_cannot_be_estimated(started_anywhere, image_folder, tmp
 def test_each_cell_is_a_plain_evaluation(started, image_folder, tmp_path, workers):
     checkpoint = started.out / "checkpoint.pth"
     command = [checkpoint, "--data-path", image_folder, "--resize", "32-48:8", "--crop", "32,40", "--device", "cpu"]
-    files = ["--json", tmp_path / "sweep.json", "--picture", tmp_path / "sweep.png"] if not workers else []
+    files = ["--json", tmp_path / "sweep.json"] if not workers else []
     outcome = run(tmp_path, "tune_resize", *command, *files, "--batch-size", 3, "--workers", workers).check()
     rows = [line.split() for line in outcome.output.splitlines()]
     found = {int(row[0]): row[1:] for row in rows if row and row[0] in ("32", "40", "48")}
@@ -463,7 +462,17 @@ def test_each_cell_is_a_plain_evaluation(started, image_folder, tmp_path, worker
             cell: value.rstrip("*") for cell, value in cells.items() if value != "-"
         }
         assert all(cell["n"] == 7 for cell in written["results"])
-        assert Image.open(tmp_path / "sweep.png").size == (700, 450)
+
+
+def test_a_set_of_some_classes_is_scored_among_these_by_sweeps_and_evaluations_alike(started, image_folder, tmp_path):
+    shutil.copytree(image_folder / "val", tmp_path / "part" / "val")
+    shutil.rmtree(tmp_path / "part" / "val" / "class0")
+    argv = [started.out / "checkpoint.pth", "--device", "cpu", "--workers", 0, "--json", tmp_path / "found.json"]
+    run(tmp_path, "tune_resize", *argv, "--data-path", tmp_path / "part", "--resize", "32").check()
+    swept = json.loads((tmp_path / "found.json").read_text())["best"]
+    run(tmp_path, "evaluate", *argv, "--set", f"val={tmp_path / 'part' / 'val'}").check()
+    found = json.loads((tmp_path / "found.json").read_text())["sets"]["val"]
+    assert (swept["acc1"], swept["nll"], swept["n"]) == (found["acc1"], found["nll"], 4)
 
 
 def test_sizes_are_ranges_and_lists():
@@ -481,7 +490,7 @@ def test_a_sweep_of_broken_weights(started, image_folder, tmp_path):
     argv = ["--data-path", image_folder, "--resize", "32", "--workers", 0, "--device", "cpu"]
     outcome = run(tmp_path, "tune_resize", tmp_path / "nan.pth", *argv, "--json", tmp_path / "sweep.json")
     assert outcome.codes == [5], outcome.output
-    assert outcome.output.splitlines()[-1].endswith("the loss of the checkpoint is not finite: its weights are broken")
+    assert outcome.output.splitlines()[-1].endswith("are not finite: its weights are broken")
     assert not (tmp_path / "sweep.json").exists()
 
 
@@ -523,10 +532,9 @@ def test_sweeps_that_cannot_be_made(started, image_folder, tmp_path):
     for argv, words in [
         ([image_folder, "--crop", "64", "--resize", "32"], "--crop 64 is larger than --resize 32"),
         ([image_folder, "--crop", "nine"], "argument --crop: nine: expected sizes such as"),
-        ([image_folder, "--picture", tmp_path / "a.txt"], "expected a name that ends in .pdf, .png, .svg"),
         ([image_folder, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder"),
-        ([tmp_path / "other", "--crop", "32"], "has 4 classes, and the model 3"),
-        ([tmp_path / "renamed", "--crop", "32"], "class 1 is class1 in the checkpoint, class1b now"),
+        ([tmp_path / "other", "--crop", "32"], "class3 is none of the 3 classes of the checkpoint"),
+        ([tmp_path / "renamed", "--crop", "32"], "class1b is none of the 3 classes of the checkpoint"),
         ([tmp_path / "none"], "is not a folder"),
     ]:
         assert words in error_line(run(tmp_path, "tune_resize", *command, *argv), "tune_resize")
@@ -722,11 +730,3 @@ def test_a_tool_that_was_killed_gives_the_same_file_when_it_is_started_again(
         assert file.exists() == (when == "after")
         run(tmp_path, name, *command(file)).check()
         assert file.read_bytes() == (tmp_path / "whole").read_bytes()
-
-
-def test_a_sweep_for_whose_picture_there_is_no_room(started, image_folder, tmp_path):
-    argv = [started.out / "checkpoint.pth", "--data-path", image_folder, "--resize", "32", "--workers", 0]
-    argv += ["--device", "cpu", "--picture", tmp_path / "sweep.png"]
-    line = error_line(run(tmp_path, "tune_resize", *argv, largest_file=5000), "tune_resize")  # its log fits
-    assert "sweep.png cannot be written: the ulimit -f, 0.0 MB, allows no file so large" in line
-    assert not list(tmp_path.glob("sweep*"))
