@@ -68,13 +68,10 @@ _UNDECAYED = ("class_token", "layer_scale", "pos_embedding", "relative_position_
 _EMBEDDINGS = ("class_token", "position_embedding", "relative_position_bias_table")
 
 
-def build_parameter_groups(args: Any, model: nn.Module, say: Callable[[str], None] | None = None) -> list[dict]:
+def build_parameter_groups(args: Any, model: nn.Module, log: Callable[[str], None] | None = None) -> list[dict]:
     """Return the parameter groups that the weight-decay options and `--layer-decay` ask for.
 
-    Args:
-        args: the options.
-        model: the model, whose trainable parameters are divided.
-        say: called with each line of `unmatched`.
+    `log` is called with each line of `unmatched`.
     """
     if args.decay_1d:
         decays = {"bias": args.bias_weight_decay, **dict.fromkeys(_EMBEDDINGS, args.transformer_embedding_decay)}
@@ -82,8 +79,9 @@ def build_parameter_groups(args: Any, model: nn.Module, say: Callable[[str], Non
         groups = set_weight_decay(model, args.weight_decay, args.norm_weight_decay, custom_keys_weight_decay=keys)
     else:
         groups = exempt_from_decay(model, args.weight_decay)
-    for line in [] if say is None else unmatched(args, model):
-        say(line)
+    if log is not None:
+        for line in unmatched(args, model):
+            log(line)
     return groups if args.layer_decay is None else split_by_layer(model, groups, args.layer_decay, scaled_lr(args))
 
 
@@ -104,34 +102,31 @@ def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def unmatched(args: Any, model: nn.Module) -> list[str]:
     """Return a line about each option of decay, layers or optimizer that has no effect with this model."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    last = [name.rpartition(".")[2] for name in names]
-    norms = [
-        module for module in model.modules()
-        if isinstance(module, _NORM_CLASSES) and any(parameter.requires_grad for parameter in module.parameters())
-    ]  # fmt: skip
-    found = {
-        "norm_weight_decay": (norms, "normalisation layers"),
-        "bias_weight_decay": ("bias" in last, "biases"),
-        "transformer_embedding_decay": (set(_EMBEDDINGS) & set(last), ", ".join(_EMBEDDINGS)),
-        "sync_bn": ([norm for norm in norms if isinstance(norm, nn.modules.batchnorm._BatchNorm)], "BatchNorm"),
+    parameters = dict(model.named_parameters())
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    last = {name.rpartition(".")[2] for name in trained}
+    norms = [module for module in model.modules() if isinstance(module, _NORM_CLASSES)]
+    norms = [module for module in norms if any(parameter.requires_grad for parameter in module.parameters())]
+    layers = set() if args.layer_decay is None else set(layers_of(model).values())
+    is_batch_norm = [isinstance(module, nn.modules.batchnorm._BatchNorm) for module in norms]
+    reasons = {
+        "norm_weight_decay": "" if norms else "has no trainable normalisation layers",
+        "bias_weight_decay": "" if "bias" in last else "has no trainable biases",
+        "transformer_embedding_decay": "" if last & set(_EMBEDDINGS) else f"has none of {', '.join(_EMBEDDINGS)}",
+        "sync_bn": "" if any(is_batch_norm) else "has no trainable BatchNorm",
+        "layer_decay": "has one layer" if len(layers) == 1 else "",
+        "freeze": "" if len(trained) < len(parameters) else "is a classifier alone",
+        "clip_agc": "" if set(trained) & set(list(parameters)[:-2]) else "trains its last layer alone, never clipped",
     }
     lines = [
-        f"{BY_NAME[option].flag} has no effect: {args.model} has no trainable {parts}"
-        for option, (matches, parts) in found.items()
-        if not matches and getattr(args, option) is not None and getattr(args, option) is not False  # 0.0 is a decay
+        f"{BY_NAME[name].flag} has no effect: {args.model} {reason}"
+        for name, reason in reasons.items()
+        if reason and getattr(args, name) is not None and getattr(args, name) is not False  # 0.0 is a decay
     ]
     if not args.decay_1d and len(exempt_from_decay(model, args.weight_decay)) == 1:
-        lines.append(f"--no-decay-1d has no effect: either all trainable parameters of {args.model} decay, or none")
-    if args.layer_decay is not None and len(set(layers_of(model).values())) == 1:
-        lines.append(f"--layer-decay has no effect: {args.model} has one layer")
-    parameters = list(model.parameters())
-    if args.freeze and len(names) == len(parameters):
-        lines.append(f"--freeze has no effect: {args.model} is a classifier alone")
-    if args.clip_agc is not None and not any(parameter.requires_grad for parameter in parameters[:-2]):
-        lines.append(f"--clip-agc has no effect: the last layer of {args.model}, which alone trains, is not clipped")
+        lines.append(f"--no-decay-1d has no effect: all parameters of {args.model} decay, or none")
     if "momentum" in args.given and "momentum" not in find_optimizer(args).options:
-        lines.append(f"--momentum has no effect: --opt {args.opt} has no option of that name")
+        lines.append(f"--momentum has no effect: --opt {args.opt} has no such option")
     return lines
 
 
@@ -297,24 +292,12 @@ def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
             raise UserError(f"for parameter {number} it holds {', '.join(moments)}, not {', '.join(expected)}")
         for name, value in moments.items():
             shape = () if name == "step" else parameter.shape
-            if not _is_moment(value, shape):
+            if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
                 raise UserError(f"{name} of parameter {number} is not a tensor of shape {tuple(shape)}")
             if name == "step" and not 0 <= value < 1 << 53:
                 raise UserError(f"step of parameter {number} is {value.item()}, expected a number of steps")
             if name != "step" and value.dtype != parameter.dtype:
                 raise UserError(f"{name} of parameter {number} is {value.dtype}, expected {parameter.dtype}")
-
-
-def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
-    """Tell whether a value is a floating-point tensor of a shape, no two elements of which share memory."""
-    if not isinstance(value, torch.Tensor) or value.shape != shape or not value.is_floating_point():
-        return False
-    reach = 0  # the largest offset of an element along the dimensions so far
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return False
-        reach += (size - 1) * stride
-    return True
 
 
 # Keys of a group that options and the schedule set; they are never restored from a checkpoint.
@@ -340,14 +323,9 @@ class OptimizerState:
         state = self.optimizer.state_dict()
         groups = state.pop("param_groups")
         kept = [{name: value for name, value in group.items() if self._is_state(name, value)} for group in groups]
-        return {
-            **to_plain(state),
-            # Options that are no plain values, such as a dtype, are left out: the next optimizer has its own.
-            "param_groups": [
-                {name: to_plain(group[name]) for name in group if is_plain(group[name])} for group in groups
-            ],
-            "group_state": to_plain(kept),
-        }
+        # Options that are no plain values, such as a dtype, are left out: the next optimizer has its own.
+        plain = [{name: value for name, value in group.items() if _is_plain(value)} for group in groups]
+        return to_plain({**state, "param_groups": plain, "group_state": kept})
 
     def load_state_dict(self, state: dict) -> None:
         """Restore momenta, counters and the like from a state dict of ours or of torch's.
@@ -374,9 +352,9 @@ class OptimizerState:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for index, saved in state["state"].items():
             if isinstance(index, int):
-                kept = self.optimizer.state[parameters[index]]
-                kept.update({name: _as_saved(kept[name], saved[name]) for name in saved.keys() & kept.keys()})
-        match_memory_order(self.optimizer)
+                parameter = parameters[index]
+                kept = self.optimizer.state[parameter]
+                kept.update({name: _as_saved(kept[name], saved[name], parameter) for name in saved})
 
     def _is_state(self, name: str, value: Any) -> bool:
         """Tell whether the optimizer itself has added or changed an entry of a group."""
@@ -404,8 +382,7 @@ def to_plain(value: Any) -> Any:
     raise UserError(f"--opt: this optimizer keeps a {type(value).__name__}, which no checkpoint can hold; use another")
 
 
-def is_plain(value: Any) -> bool:
-    """Tell whether a checkpoint may hold a value."""
+def _is_plain(value: Any) -> bool:
     try:
         to_plain(value)
     except UserError:
@@ -413,24 +390,20 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def _as_saved(loaded: Any, saved: Any) -> Any:
-    """Return a loaded value in the dtype that it was saved in; torch has cast it to the parameter's."""
-    if isinstance(saved, list | tuple):
-        return type(saved)(map(_as_saved, loaded, saved))
-    if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
-        return saved.to(loaded.device)
-    return loaded
+def _as_saved(loaded: Any, saved: Any, parameter: Tensor) -> Any:
+    """Return a loaded value in the dtype that it was saved in, which torch casts to the parameter's.
 
-
-def match_memory_order(optimizer: torch.optim.Optimizer) -> None:
-    """Bring restored momenta into the memory order of their parameters, since fused kernels take no other.
-
-    The orders differ if a run is resumed with another `--channels-last`.
+    It gets the memory order of the parameter, since fused kernels take no other: they differ if a run is resumed with
+    another `--channels-last`.
     """
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    if isinstance(saved, list | tuple):
+        return type(saved)(_as_saved(*pair, parameter) for pair in zip(loaded, saved, strict=True))
+    if not isinstance(saved, Tensor) or not isinstance(loaded, Tensor):
+        return loaded
+    loaded = loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if loaded.shape == parameter.shape and loaded.stride() != parameter.stride():
+        return torch.empty_like(parameter, dtype=loaded.dtype).copy_(loaded)
+    return loaded
 
 
 class Schedule(NamedTuple):
