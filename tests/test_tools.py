@@ -133,7 +133,7 @@ def test_an_empty_path_is_not_the_current_folder(monkeypatch, capfd, tmp_path, m
     ("module", "argv"),
     [
         (make_digits, "digits --gpu 0"), (make_digits, "digits more"), (check, "data --evaluate"),
-        (pack, "out --short-side 9 --pretrained"), (benchmark, "step extra"),
+        (pack, "out --short-side 9 --pretrained"),
     ],
 )  # fmt: skip
 def test_an_unknown_argument_is_not_answered_by_an_option_of_another_command(monkeypatch, capfd, module, argv):
