@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.cache_dataset, "--cache-dataset has no effect: the list of images is always cached"),
     (lambda args: args.weights and args.resume and args.test_only,
      "--weights has no effect: the checkpoint of --resume is evaluated"),
+    (lambda args: args.decoder != "pillow" and not _is_fast(args),
+     "--decoder {decoder} has no effect: exact pixels and rare interpolations need Pillow"),
+    (lambda args: args.compile, "--compile {compile} takes a minute or so, in the first step and evaluation"),
     (lambda args: args.batch_size == 1 and (args.mixup_alpha or args.cutmix_alpha),
      "--mixup-alpha and --cutmix-alpha have no effect: --batch-size 1 leaves no other image to mix with"),
     (lambda args: args.val_crop_size > args.val_resize_size and args.synthetic is None,
@@ -229,7 +232,7 @@ def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str
     return argv
 
 
-def write_recipe(args: argparse.Namespace) -> str:
+def write_recipe(args: Record) -> str:
     """Return the TOML text of a recipe that repeats this run on any machine.
 
     It holds defaults too, so that a later change of a default cannot change the run. It leaves out where and how this
@@ -257,20 +260,20 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> "Record":
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
     parser = build_parser()
     typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if "recipe" not in typed:
-        return complete(typed)
+        return resolve(typed)
     path = find_recipe(typed.recipe)
     recipe = read_recipe(path)
     given = parser.parse_args(recipe_argv(path, recipe))
     vars(given).update(vars(typed))
-    return complete(given, recipe.get("reference-global-batch"), sorted(vars(typed)))
+    return resolve(given, recipe.get("reference-global-batch"), typed=vars(typed).keys())
 
 
-def read_command_line() -> argparse.Namespace:
+def read_command_line() -> "Record":
     """Return the script's options; print help, a list or a mistake at once and end, without torch."""
     launch = read_launch()
     try:
@@ -288,23 +291,23 @@ def read_command_line() -> argparse.Namespace:
     return args
 
 
-def split_dirs(args: argparse.Namespace) -> tuple[str, str]:
+def split_dirs(args: Record) -> tuple[str, str]:
     """Return the folders of the training and of the validation images."""
     path = args.data_path or ""
     return os.path.join(path, "train"), os.path.join(path, "val")
 
 
-def default_folder(args: argparse.Namespace) -> str:
+def default_folder(args: Record) -> str:
     """Return the output folder of a run that was given none."""
     return f"runs/{short_name(args.model)}"
 
 
-def evaluated_set(args: argparse.Namespace) -> str:
+def evaluated_set(args: Record) -> str:
     """Return the name of the evaluation set in logs and records."""
     return "minival" if args.minival and args.synthetic is None else "val"
 
 
-def _check_data_paths(args: argparse.Namespace) -> None:
+def _check_data_paths(args: Record) -> None:
     """Refuse a folder that lacks a split, by names alone; `loading.forms` looks closer, with torch."""
     path = args.data_path
     if path is not None and not os.path.isdir(path):
@@ -320,42 +323,53 @@ def _check_data_paths(args: argparse.Namespace) -> None:
             raise UserError(f"--data-path {path} has no {split}/, and no {split}.tar or {split}-000000.tar{hint}")
 
 
-def complete(
-    given: argparse.Namespace, reference_global_batch: int | None = None, typed: list[str] | None = None
-) -> argparse.Namespace:
-    """Fill in the defaults of options that were not given, and validate all.
+def resolve(
+    given: argparse.Namespace,
+    reference_global_batch: int | None = None,
+    *,
+    typed: Collection[str] | None = None,
+    foreign: Collection[str] = (),
+) -> Record:
+    """Return the record of options made of those that a parser, a recipe or a script gives; a record as it is.
 
     Args:
-        given: the options that a parser found, with or without defaults.
+        given: the given options, with or without the defaults of the others.
         reference_global_batch: the global batch that the recipe's learning rate is for.
         typed: names of the options that the command line itself gives; by default all given ones.
+        foreign: names of options that a script uses in its own way, which are not validated.
 
     Raises:
         UserError: the first option that cannot be used.
     """
-    if "given" in given:
+    if isinstance(given, Record):
         return given
     values, preset = vars(given), defaults()
     is_sparse = not preset.keys() <= values.keys()
-    if getattr(given, "recipe", None) and reference_global_batch is None and not is_sparse:
+    if values.get("recipe") and reference_global_batch is None and not is_sparse:
         raise UserError(f"--recipe {given.recipe} is read by config.parse_args, and not by the parser alone; use that")
     names = sorted(name for name in values.keys() & preset if is_sparse or values[name] != preset[name])
-    args = filled(given, given=names, typed=names if typed is None else typed)
-    args.reference_global_batch = reference_global_batch
-    # For models of timm, `published.take_published_options` replaces these.
-    args.mean, args.std = list(args.mean or IMAGENET_MEAN), list(args.std or IMAGENET_STD)
-    args.model_kwargs = sorted(args.model_kwargs or ()) or None
-    # Code runs only from a file that the command line names: see `models.load_custom`.
-    args.trusted_model = args.model if "model" in args.typed and split_custom(args.model) else None
+    typed, values = names if typed is None else typed, preset | values
+    values |= {
+        "given": names,
+        "reference_global_batch": reference_global_batch,
+        # For models of timm, `published.take_published_options` replaces these.
+        "mean": list(values["mean"] or IMAGENET_MEAN),
+        "std": list(values["std"] or IMAGENET_STD),
+        "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
+        # Code runs only from a file that the command line names: see `models.load_custom`.
+        "trusted_model": values["model"] if "model" in typed and split_custom(str(values["model"])) else None,
+    }
+    args = Record(**values)
     if args.list_recipes is None:
-        validate(args)
-        _refuse_alone(args)
+        checked = args.replaced(**{name: preset[name] for name in foreign})
+        validate(checked)
+        _refuse_alone(checked, typed)
     return args
 
 
-def _refuse_alone(args: argparse.Namespace) -> None:
+def _refuse_alone(args: Record, typed: Collection[str]) -> None:
     """Refuse an option that torchvision lacks where the command line gives it without the option that it needs."""
-    for option in map(BY_NAME.get, args.typed):
+    for option in map(BY_NAME.get, sorted(typed)):
         if option.is_strict and (why := option.why_idle(args)).startswith("without"):
             raise UserError(f"{option.flag} has no effect {why}; give that too, or leave it out")
 
@@ -365,7 +379,7 @@ def filled(args: argparse.Namespace, **others: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**defaults(), **others, **vars(args)})
 
 
-def find_device(args: argparse.Namespace) -> str:
+def find_device(args: Record) -> str:
     """Return the device of `--device`, by default this machine's accelerator or the CPU; UserError if it is missing."""
     import torch  # not above: help need not wait for it
 
@@ -382,42 +396,37 @@ def find_device(args: argparse.Namespace) -> str:
     return device
 
 
-def on_machine(args: argparse.Namespace) -> tuple[Record, list[str]]:
-    """Derive options from this machine and its launcher; return all options and a line about each derived one.
+def on_machine(args: Record) -> tuple[Record, list[str]]:
+    """Derive options from this machine and its launcher; return all options, a line about each derived one, remarks.
 
     Raises:
         UserError: the device is not there, or the launcher's variables are incomplete.
     """
     from distributed import collectives  # not above: help need not wait for torch
 
-    changes, lines, launch = {}, [], collectives.place(args.world_size, args.dist_url)
-    device = find_device(args)
-    if args.device is None:
-        changes["device"] = device
-        lines.append(f"--device {device}: {'no accelerator found' if device == 'cpu' else 'the accelerator found'}")
-    if args.workers is None:
-        cores = collectives.count_cores()
-        changes["workers"] = min(16, max(cores // launch.num_local, 1))
-        lines.append(
-            f"--workers {changes['workers']}: {counted(cores, 'core')}, {counted(launch.num_local, 'process')} on this "
-            "node, at most 16"
-        )
-    if args.output_dir is None:
-        changes["output_dir"] = default_folder(args)
-        lines.append(f"--output-dir {changes['output_dir']}")
+    launch = collectives.place(args.world_size, args.dist_url)
+    device, cores = find_device(args), collectives.count_cores()
     if args.sync_bn and device.startswith("cpu"):
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
-    if args.decoder != "pillow" and not _is_fast(args):
-        lines.append(f"--decoder {args.decoder} has no effect: exact pixels and rare interpolations need Pillow")
-        changes["decoder"] = "pillow"
-    if args.compile is not None:
-        lines.append(f"--compile {args.compile}: compiling takes a minute or so, in the first step and evaluation")
-    changes |= {"rank": launch.rank, "world_size": launch.world_size, "distributed": launch.is_launched}
-    changes["gpu"] = collectives.choose_gpu(launch, device)
-    return Record(**{**vars(args), **changes}), lines + remarks(args)
+    place = f"{counted(cores, 'core')}, {counted(launch.num_local, 'process')} on this node, at most 16"
+    derived = {
+        "device": (device, "no accelerator found" if device == "cpu" else "the accelerator found"),
+        "workers": (min(16, max(cores // launch.num_local, 1)), place),
+        "output_dir": (default_folder(args), "by the model"),
+    }
+    derived = {name: each for name, each in derived.items() if getattr(args, name) is None}
+    lines = [f"{BY_NAME[name].flag} {value}: {origin}" for name, (value, origin) in derived.items()]
+    changes = {name: value for name, (value, _) in derived.items()} | {
+        "rank": launch.rank,
+        "world_size": launch.world_size,
+        "distributed": launch.is_launched,
+        "gpu": collectives.choose_gpu(launch, device),
+        "decoder": args.decoder if _is_fast(args) else "pillow",
+    }
+    return args.replaced(**changes), lines + remarks(args)
 
 
-def remarks(args: argparse.Namespace) -> list[str]:
+def remarks(args: Record) -> list[str]:
     """Return a line about each option that has no effect in this run, and about those that are seldom meant so."""
     lines = [
         f"{option.flag} has no effect {why}"
@@ -471,7 +480,7 @@ def with_shards(args: Record, state: dict | None) -> Record:
     return args.replaced(**shards, weights=weights, **changes)
 
 
-def validate(args: argparse.Namespace) -> None:
+def validate(args: Record) -> None:
     """Raise UserError for the first option that cannot be used, as far as that shows before a device is touched."""
     _validate_texts(args)
     for name, option in BY_NAME.items():
@@ -490,7 +499,7 @@ def validate(args: argparse.Namespace) -> None:
     parse_allowed(args.allow_change)
 
 
-def _validate_texts(args: argparse.Namespace) -> None:
+def _validate_texts(args: Record) -> None:
     """Refuse names that are not one line of UTF-8: no recipe and no message could repeat them."""
     for name, value in vars(args).items():
         texts = value if name == "model_kwargs" and value else [value]
@@ -504,7 +513,7 @@ def _validate_texts(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value[:20]}...: a name in it has more than 255 characters")
 
 
-def _validate_names(args: argparse.Namespace) -> None:
+def _validate_names(args: Record) -> None:
     """Check names of optimizers and policies; those of models are looked up when they are built."""
     parse_kwargs(args.model_kwargs)
     for option, given, known, kind in [
@@ -516,7 +525,7 @@ def _validate_names(args: argparse.Namespace) -> None:
             raise UserError(f"{option} {given} is no {kind}{hint}; timm's are written timm/NAME")
 
 
-def _validate_interpolation(args: argparse.Namespace) -> None:
+def _validate_interpolation(args: Record) -> None:
     """Refuse interpolations that torchvision's transforms would refuse at the first image that needs them."""
     on_images, on_tensors = {"nearest", "nearest-exact", "bilinear", "bicubic"}, {"nearest", "bilinear"}
     known, needed_by = set(INTERPOLATIONS), ""
@@ -538,6 +547,6 @@ def _is_missing_file(name: str | None) -> bool:
     return (len(path.parts) != 1 or path.suffix in (".pth", ".pt", ".tar", ".safetensors")) and not os.path.isfile(path)
 
 
-def _is_fast(args: argparse.Namespace) -> bool:
+def _is_fast(args: Record) -> bool:
     """Tell whether images are loaded the fast way, by --decoder and with addressed random draws."""
     return args.backend is None and args.interpolation in ("bilinear", "bicubic")

@@ -31,7 +31,7 @@ from loading.loader import BatchLoader, check_workers, collate, largest_batch_by
 from loading.source import Source
 from loading.subset import Subset, first_of_each_class, minival_numbers, without
 from loading.synthetic import SyntheticSource
-from options import BY_NAME, parse_allowed
+from options import parse_allowed
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, RepeatedSampler, SampleKey, TrainSampler, VirtualShards
@@ -325,13 +325,10 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
         UserError: the folders cannot be used; the message gives the reason.
     """
     if "num_shards" not in args:
+        given = Namespace(**{**vars(args), "data_path": os.path.dirname(traindir)})
+        args = config.resolve(given, foreign=("model", "weights", "test_only"))
         place = {"rank": collectives.get_rank(), "world_size": collectives.get_world_size()}
-        place["data_path"] = os.path.dirname(traindir)
-        # Placeholders, since the model may be a script's own.
-        others = {"model": BY_NAME["model"].default, "weights": None, "test_only": False}
-        checked = config.complete(Namespace(**{**vars(args), **place, **others}))
-        place |= {"mean": checked.mean, "std": checked.std, "given": []}
-        args = config.Record(**{**vars(checked), **vars(args), **place})
+        args = args.replaced(**place, given=[])
         if args.test_only and args.weights and not is_stored(args.weights):
             args, _ = take_published_options(args)
         args = config.with_shards(args.replaced(test_only=args.test_only and not find_sources(Path(traindir))), None)

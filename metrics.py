@@ -242,7 +242,7 @@ def build_evaluated(
     typed = ["model"] if is_typed else []
     chosen = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1, **given)
     with in_one_line(source):
-        args, _ = config.as_trained(config.Record(**vars(config.complete(chosen, typed=typed))), options)
+        args, _ = config.as_trained(config.resolve(chosen, typed=typed), options)
     args, origin = settle_preprocessing(args, source, weights.options, weights.origin)
     if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
         args = args.replaced(weights=options["weights"])

@@ -163,7 +163,7 @@ def resolve(args):
     Raises:
         UserError: the device or the weights are not there, or an option does not fit this machine.
     """
-    args = config.complete(args)
+    args = config.resolve(args)
     optim.check_schedule(args)
     check_memory(args)
     args, notes = config.on_machine(args)

@@ -28,7 +28,7 @@ _ALLOWED = "changed as --allow-change says: "
 
 # Set by the script, not by the user.
 _DERIVED = {
-    "distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted_model", "typed",
+    "distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted_model",
 }  # fmt: skip
 
 

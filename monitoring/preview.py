@@ -39,7 +39,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     config.find_device(args)
     launch = read_launch(world_size=args.world_size)
     collectives.setup_for_distributed(launch.rank == 0)
-    args = config.Record(**{**vars(args), "world_size": launch.world_size, "distributed": False})
+    args = args.replaced(world_size=launch.world_size, distributed=False)
     args, notes = take_published_options(config.with_shards(args, state=None))
     world_size = args.world_size
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)

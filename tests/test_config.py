@@ -448,7 +448,7 @@ def test_there_are_recipes():
 
 
 # Where and how a run was started is no part of what it computes.
-NOT_COMPUTED = "recipe given typed output_dir overwrite resume start_epoch world_size dist_url".split()
+NOT_COMPUTED = "recipe given output_dir overwrite resume start_epoch world_size dist_url".split()
 
 
 def computed(args):
@@ -646,7 +646,7 @@ def test_a_decoder_that_decodes_nothing_is_said_and_recorded_as_pillow():
 
 def test_a_vit_is_evaluated_at_the_size_of_its_checkpoint():
     given = {"model": "vit_b_16", "synthetic": 1}
-    args = config.Record(**vars(config.complete(argparse.Namespace(**given, test_only=True, resume="a.pth"))))
+    args = config.resolve(argparse.Namespace(**given, test_only=True, resume="a.pth"))
     assert config.as_trained(args, {"val_crop_size": 384})[0].val_crop_size == 384
     with pytest.raises(UserError, match="takes images of one size"):
-        config.complete(argparse.Namespace(**given, val_crop_size=384))
+        config.resolve(argparse.Namespace(**given, val_crop_size=384))

@@ -88,8 +88,7 @@ def trained(net, tmp_path):
 
 
 def build(*argv, num_classes=3):
-    args = config.parse_args(["--synthetic", *SIZES, *map(str, argv)])
-    args.distributed = False
+    args = config.parse_args(["--synthetic", *SIZES, *map(str, argv)]).replaced(distributed=False)
     return models.build_model(args, num_classes)
 
 

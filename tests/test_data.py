@@ -184,7 +184,7 @@ def test_a_run_loads_ahead_where_it_goes_on_and_each_image_once(image_folder, tm
 def test_worker_processes_load_the_same_pixels_as_this_one_also_without_a_policy(image_folder):
     expected = epoch_hashes(image_folder, workers=0, loading=[])
     assert len(set(expected)) == 6
-    assert epoch_hashes(image_folder, workers=2) == expected
+    assert epoch_hashes(image_folder, workers=2, loading=[]) == expected
     assert epoch_hashes(image_folder, workers=2, start_step=2, loading=[]) == expected[4:]
 
 

@@ -194,7 +194,7 @@ def test_another_teacher_is_another_run(taught):
 def test_both_heads_of_a_distilled_student_are_trained(taught):
     sizes = ["--train-crop-size", "32", "--val-crop-size", "32", "--val-resize-size", "32"]
     args = config.parse_args(["--synthetic", *DISTILLED, *sizes, "--teacher", str(taught.teacher)])
-    args = config.Record(**{**vars(args), "distributed": False})
+    args = args.replaced(distributed=False)
     student = models.build_model(args, 3)
     before = {name: value.clone() for name, value in student.state_dict().items() if name.startswith("head")}
     val = type("Images", (), {"classes": ["class0", "class1", "class2"]})
@@ -249,7 +249,6 @@ def test_a_vit_teaches_at_the_size_of_the_students_images_only(tmp_path):
         args = config.parse_args(
             ["--data-path", "d", "--teacher", str(tmp_path / "vit.pth"), "--epochs", "9", *sizes, str(size)]
         )
-        args = config.Record(**vars(args))
         if words is None:
             build_teacher(args, ["a", "b", "c"])
         else:

@@ -30,7 +30,7 @@ UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 def resolve(*argv):
     """Return the options of one process on the CPU."""
     args = config.parse_args(["--synthetic", "--dry-run", *argv])
-    args = config.Record(**{**vars(args), "world_size": 1, "distributed": False, "device": "cpu"})
+    args = args.replaced(world_size=1, distributed=False, device="cpu")
     return config.with_shards(args, state=None)
 
 

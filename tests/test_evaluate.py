@@ -71,7 +71,7 @@ def write_checkpoint(path: Path, names: list[str] | None, num_classes: int = 5, 
 def open_blank(num_classes: int) -> torch.nn.Module:
     """Return the model with its first weights."""
     given = argparse.Namespace(model="timm/test_resnet", test_only=True, resume="x", synthetic=1, val_crop_size=32)
-    return build_model(config.Record(**vars(config.complete(given))), num_classes)
+    return build_model(config.resolve(given), num_classes)
 
 
 @pytest.fixture(scope="module")

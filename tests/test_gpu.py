@@ -82,8 +82,7 @@ def options(*argv, size_px=64):
     args = config.parse_args(
         ["--synthetic", "--batch-size", "8", "--global-batch-size", "16", "--train-crop-size", str(size_px), *argv]
     )
-    args.device, args.workers, args.num_shards = "cuda", 0, 2
-    return args
+    return args.replaced(device="cuda", workers=0, num_shards=2)
 
 
 MIXED = "--random-erase 0.5 --random-erase-fill pixel --mixup-alpha 0.2 --cutmix-alpha 1".split()
@@ -93,11 +92,9 @@ MIXED = "--random-erase 0.5 --random-erase-fill pixel --mixup-alpha 0.2 --cutmix
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_prepared_on_a_stream_of_their_own_are_the_cpus(argv, workers):
     """While the model's stream is kept busy, so that a missing wait would show."""
-    args = options(*MIXED, *argv)
-    args.workers = workers
+    args = options(*MIXED, *argv).replaced(workers=workers)
     loader = build_loader(args, torch.device("cuda"), 160)
-    args.device = "cpu"
-    expected = list(build_loader(args, torch.device("cpu"), 160))
+    expected = list(build_loader(args.replaced(device="cpu"), torch.device("cpu"), 160))
     busy = torch.randn(2048, 2048, device="cuda")
     found = []
     for image, target in loader:

@@ -21,9 +21,7 @@ FREE = {name for name, option in BY_NAME.items() if option.resume in (options.FR
 def parse(*argv):
     """Return the options of a command line as a run has them, on one process of a machine without accelerator."""
     args = config.parse_args(["--data-path", "d", "--device", "cpu", "--workers", "0", *map(str, argv)])
-    args.rank, args.gpu, args.distributed, args.world_size = 0, 0, False, 1
-    args.output_dir = args.output_dir or "runs/x"
-    return args
+    return args.replaced(rank=0, gpu=0, distributed=False, world_size=1, output_dir=args.output_dir or "runs/x")
 
 
 def state_of(args, **environment):
@@ -86,7 +84,7 @@ def test_what_changes_numbers_may_not(name):
     args = parse("--resume", "auto", *extra)
     state = state_of(args)
     if name == "global_batch_size":
-        args.global_batch_size = 32
+        args = args.replaced(global_batch_size=32)
     state["args"][name] = "another"
     if name in ("mean", "std"):  # else they are the checkpoint's
         args.given.append(name)

@@ -54,8 +54,7 @@ def test_the_decay_is_adjusted_as_torchvision_adjusts_it():
     args = config.parse_args([*argv, "--global-batch-size", "1024"])
     # world size x batch size x steps / epochs = 1024 x 32 / 600; alpha = 1 - decay, times that
     assert models.build_ema(args, nn.Linear(1, 1)).decay == 1 - (1 - 0.9999) * (1024 * 32 / 600)
-    args.model_ema_decay = 0.0
-    assert models.build_ema(args, nn.Linear(1, 1)).decay == 0.0
+    assert models.build_ema(args.replaced(model_ema_decay=0.0), nn.Linear(1, 1)).decay == 0.0
 
 
 def test_first_weights_depend_on_the_seed_alone():
@@ -124,11 +123,10 @@ def test_unknown_weights_are_named_with_those_that_exist():
     args = config.parse_args(["--synthetic", "--model", "resnet50", "--weights", "IMAGENET1K_V3"])
     with pytest.raises(UserError, match="did you mean IMAGENET1K_V"):
         resolve_weights(args)
-    args.weights = "ResNet50_Weights.IMAGENET1K_V2"
+    args = args.replaced(weights="ResNet50_Weights.IMAGENET1K_V2")
     assert resolve_weights(args).meta["num_params"] == 25557032
-    args.weights = "ResNet18_Weights.IMAGENET1K_V1"
     with pytest.raises(UserError, match="neither a file nor weights of resnet50"):
-        resolve_weights(args)
+        resolve_weights(args.replaced(weights="ResNet18_Weights.IMAGENET1K_V1"))
 
 
 def test_auxiliary_classifiers_count_in_training():

@@ -146,7 +146,7 @@ def test_the_loss_scale_is_recorded_under_float16(image_folder, tmp_path):
 
 
 def test_mfu_is_images_times_operations_over_the_peak(monkeypatch):
-    args = config.Record(**vars(config.parse_args(["--synthetic", "--model", "resnet50"])))  # as a run has them
+    args = config.parse_args(["--synthetic", "--model", "resnet50"])
     monkeypatch.setattr(gauges, "peak_tflops", lambda *_: 312.0)
     # He et al.: 4.1 billion multiply-adds forward; twice as many backward, but for the images' own gradient.
     share = gauges.flops_share(args, torch.device("cpu"), 1000)

@@ -1,5 +1,6 @@
 """Learning rates, parameter groups and optimizers: torch's, torchvision's and timm's numbers."""
 
+import argparse
 import enum
 import itertools
 import random
@@ -30,9 +31,7 @@ EPOCHS, STEP_SIZE, GAMMA, LR_MIN, DECAY = 14, 3, 0.3, 0.001, 0.02
 
 def options_of(**changes):
     """Return the default options with changes."""
-    args = config.parse_args(["--synthetic"])
-    vars(args).update(changes)
-    return args
+    return config.parse_args(["--synthetic"]).replaced(**changes)
 
 
 def schedule_options(scheduler="steplr", warmup=0, method="linear", **changes):
@@ -181,8 +180,9 @@ def expected_groups(model, decays):
 @pytest.mark.parametrize(("norm", "bias", "embedding"), [(None, None, None), (0.0, None, None), (0.1, 0.0, 0.2)])
 def test_weight_decays_of_each_kind_of_parameter(name, norm, bias, embedding):
     model = model_of(name)
-    args = options_of(weight_decay=0.3, norm_weight_decay=norm, bias_weight_decay=bias)
-    args.transformer_embedding_decay = embedding
+    args = options_of(
+        weight_decay=0.3, norm_weight_decay=norm, bias_weight_decay=bias, transformer_embedding_decay=embedding
+    )
     decays = {"other": 0.3, "norm": norm, "bias": bias, **dict.fromkeys(EMBEDDINGS, embedding)}
     decays = {group: decay for group, decay in decays.items() if decay is not None}
     groups, expected = optim.build_parameter_groups(args, model), expected_groups(model, decays)
@@ -228,7 +228,7 @@ def test_layers_are_numbered_from_the_input(model, expected):
 def test_layer_decay_lowers_the_schedule_and_its_floor_from_each_layer_to_the_one_below():
     model = model_of("vit_b_16")
     args = schedule_options("cosineannealinglr", epochs=10, opt="adamw", layer_decay=0.65, lr=5e-4, lr_min=1e-5)
-    args.norm_weight_decay = 0.0
+    args = args.replaced(norm_weight_decay=0.0)
     groups = optim.build_parameter_groups(args, model)
     by_parameter = {parameter: group for group in groups for parameter in group["params"]}
     assert len(by_parameter) == len(list(model.parameters()))
@@ -675,7 +675,7 @@ def test_running_statistics_that_are_not_finite_are_not_saved(started, tmp_path)
 
 def save_with_bad_statistics(folder, bad_rank):
     """Try to save a run whose running statistics are infinite on one rank, and print the outcome."""
-    args = options_of(device="cpu", global_batch_size=2)
+    args = argparse.Namespace(**vars(options_of(device="cpu", global_batch_size=2)))
     utils.init_distributed_mode(args)
     model, optimizer = classifier("sgd")
     model[1].running_var[2] = float("inf") if args.rank == bad_rank else 1.0

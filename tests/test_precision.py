@@ -349,8 +349,7 @@ def test_no_step_between_two_lines_reads_a_tensor(argv, tmp_path):
         "--print-freq", "5", "--model-ema", "--model-ema-steps", "2", "--clip-grad-norm", "1", "--batch-size", "4",
         "--global-batch-size", "8", "--train-crop-size", "32", "--random-erase", "0.5", "--mixup-alpha", "0.2",
         "--cutmix-alpha", "1", "--lr-warmup-epochs", "1", *argv.split(),
-    )  # fmt: skip
-    args.num_shards = 2
+    ).replaced(num_shards=2)  # fmt: skip
     watched = train_without_reads(args, tmp_path)
     assert watched == [step for step in range(13) for _ in range(2)]
 
@@ -374,7 +373,7 @@ class ReadingLoss(nn.CrossEntropyLoss):
 )  # fmt: skip
 def test_negative_control_a_read_in_a_step_is_caught(read, tmp_path):
     args = options("--print-freq", "5", "--batch-size", "4", "--global-batch-size", "4", "--train-crop-size", "32")
-    args.num_shards = 1
+    args = args.replaced(num_shards=1)
     with pytest.raises(HostReadError):
         train_without_reads(args, tmp_path, ReadingLoss(read))
 
@@ -443,7 +442,7 @@ def test_as_many_sizes_are_compiled_as_a_run_may_meet():
     before = torch._dynamo.config.recompile_limit
     try:
         args = options("--compile", "--train-crop-size", "448")
-        args.train_crop_size_min, args.num_shards = 96, 1  # 96, 128 ... 448 px: 12 sizes, and 4 for evaluation
+        args = args.replaced(train_crop_size_min=96, num_shards=1)  # 96, 128 ... 448 px: 12 sizes, and 4 for evaluation
         models.compile_model(nn.Linear(1, 1), args)
         assert torch._dynamo.config.recompile_limit >= 16
     finally:

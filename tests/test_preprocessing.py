@@ -23,7 +23,7 @@ SMALL = ["--train-crop-size", "32", "--val-crop-size", "32", "--val-resize-size"
 
 def settled(*argv):
     args = config.parse_args(["--synthetic", *argv])
-    return data.take_published_options(config.Record(**vars(args)))
+    return data.take_published_options(args)
 
 
 def test_timms_models_are_given_images_as_timms_config_says():
@@ -117,7 +117,7 @@ def test_impossible_values_are_refused():
     ],
 )  # fmt: skip
 def test_a_size_that_the_model_cannot_take_is_refused_with_one_that_fits(argv, words):
-    args = config.Record(**vars(config.parse_args(["--synthetic", *argv])), distributed=False)
+    args = config.parse_args(["--synthetic", *argv]).replaced(distributed=False)
     with pytest.raises(UserError) as refusal:
         models.check_model(args)
     for word in words:

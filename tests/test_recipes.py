@@ -112,7 +112,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
         value = getattr(args, name.replace("-", "_"))
         assert value is True if text is True else value == type(value)(text), name
 
-    args.distributed, args.global_batch_size = False, 8 * args.batch_size
+    args = args.replaced(distributed=False, global_batch_size=8 * args.batch_size, device="cpu")
     model = flops.build_without_memory(args, 1000)
     with monkeypatch.context() as patch:  # memory that is not drawn to is never there
         for draw in ("kaiming_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "xavier_uniform_"):
@@ -139,7 +139,6 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
     train, _ = presets.build_presets(args)
     policies = [step for step in train.transforms.transforms if type(step) in POLICIES.values()]
     assert [type(step) for step in policies] == ([POLICIES[said["auto-augment"]]] if "auto-augment" in said else [])
-    args.device = "cpu"
     batch, _ = data.build_batch_transforms(args, 1000)
     assert (batch.erase.p if batch.erase else 0) == float(said.get("random-erase", 0))
     assert isinstance(batch.mix, RandomMix) == ("mixup-alpha" in said)
@@ -150,7 +149,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
         # world size x batch size x steps between updates / epochs, at torchvision's default decay and steps
         adjust = 8 * int(said["batch-size"]) * 32 / int(said["epochs"])
         ema_args = config.parse_args([*shlex.split(command), "--data-path", "imagenet"])
-        ema_args.global_batch_size = 8 * ema_args.batch_size
+        ema_args = ema_args.replaced(global_batch_size=8 * ema_args.batch_size)
         decay = models.build_ema(ema_args, torch.nn.Linear(1, 1)).decay
         assert decay == pytest.approx(1 - min(1, (1 - 0.99998) * adjust), abs=1e-15)
 
@@ -263,7 +262,7 @@ def test_what_a_dry_run_prints_is_itself_a_recipe(tmp_path):
     assert not any(line.startswith("#") for line in table.splitlines())
     again = vars(config.parse_args(["--recipe", str(path), "--dry-run"]))
     first = vars(config.parse_args(["--recipe", "resnet50-v2", "--dry-run"]))
-    for name in first.keys() - {"recipe", "given", "typed"}:
+    for name in first.keys() - {"recipe", "given"}:
         assert again[name] == first[name], name
 
 
@@ -327,7 +326,8 @@ def test_recipes_are_no_larger_than_what_they_say():
 def options_by_name(name):
     """Return a recipe's options as a run on one process has them."""
     args = config.parse_args(["--recipe", name, "--dry-run"])
-    args.distributed, args.device, args.global_batch_size = False, "cpu", args.global_batch_size or args.batch_size
+    batch = args.global_batch_size or args.batch_size
+    args = args.replaced(distributed=False, device="cpu", global_batch_size=batch)
     if any(str(value).startswith("timm/") for value in vars(args).values()):
         pytest.importorskip("timm")
     return args

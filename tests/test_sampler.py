@@ -301,7 +301,6 @@ def test_synchronised_batch_norm_needs_all_shards_at_once(monkeypatch):
 
 def test_one_process_may_preview_what_needs_several():
     args = config.parse_args(["--synthetic", "--sync-bn", "--batch-size", "4", "--global-batch-size", "16"])
-    args.rank, args.world_size = 0, 1
     assert "\n# --sync-bn: needs 4 processes, one for each shard\n" in preview.preview(args)
 
 

@@ -826,11 +826,9 @@ def test_wrong_data_is_accepted_at_no_bit_at_all(tmp_path):
 def recipe_state(argv):
     """Return the state of a run of a recipe after a step, with its optimizer, average and scaler, and a small model."""
     args = config.parse_args([*argv, "--data-path", "d", "--device", "cpu"])
-    args.rank, args.gpu, args.distributed, args.world_size = 0, 0, False, 1
-    args.global_batch_size = args.global_batch_size or args.batch_size
-    args.num_shards = args.global_batch_size // args.batch_size
+    args = config.with_shards(args.replaced(rank=0, gpu=0, distributed=False, world_size=1), None)
+    args = args.replaced(layer_decay=None)  # is about the layers of the recipe's own model
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
-    args.layer_decay = args.layer_decay and None  # is about the layers of the recipe's own model
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     model(torch.zeros(2, 3, 32, 32)).sum().backward()
     optimizer.step()

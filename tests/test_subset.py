@@ -132,7 +132,7 @@ def test_a_trial_says_how_many_images_it_takes(image_folder, capsys):
 def test_no_process_trains_on_an_image_of_the_minival(image_folder, world_size):
     seen = set()
     for rank in range(world_size):
-        args = config.Record(**vars(arguments(image_folder, "--minival", 0.2, "--global-batch-size", 8)))
+        args = arguments(image_folder, "--minival", 0.2, "--global-batch-size", 8)
         args = config.with_shards(args.replaced(rank=rank, world_size=world_size), None)
         train, minival = data.build_datasets(*config.split_dirs(args), args)
         sampler, sampler_test = data.build_samplers(train, minival, args)
