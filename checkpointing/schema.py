@@ -1,9 +1,8 @@
-"""Rules for the fields of a checkpoint: their types and ranges, and contradictions between them."""
+"""Rules for the fields of a checkpoint by which a run finds its place, and contradictions between them."""
 
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,141 +16,70 @@ FORMAT = 2
 MOST_PICKLE_BYTES, MOST_VALUES, MOST_DEPTH, MOST_CHARACTERS = 1 << 24, 1_000_000, 32, 1 << 16
 
 
-class OtherFormatError(UserError):
-    """A checkpoint is whole, but a version of this script wrote it in another format."""
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST_COUNT
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_count(value) and value > 0
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str and is_printable(value)
-
-
-def _are_named(value: Any, kind: type = object) -> bool:
-    return isinstance(value, dict) and all(type(name) is str and isinstance(item, kind) for name, item in value.items())
-
-
-def _are_moments(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        type(number) is str  # some of timm's optimizers keep values beside the parameters
-        or (_is_count(number) and _are_named(moments))
-        for number, moments in value.items()
-    )
-
-
-def _are_groups(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) and all(map(_is_count, group["params"]))
-        for group in value
-    )
-
-
-def _is_scaler(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-        and all(_is_number(value[name]) and value[name] > 0 for name in ("scale", "growth_factor", "backoff_factor"))
-        and value["scale"] < torch.finfo(torch.float32).max
-        and _is_positive(value["growth_interval"])
-        and _is_count(value["_growth_tracker"])
-    )
-
-
-def _is_window(value: Any) -> bool:
-    sums = value.get("sums") if isinstance(value, dict) else None
-    return isinstance(sums, list) and len(sums) >= 4 and all(map(_is_number, sums)) and sums[-1] >= 0
-
-
-def _is_best(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and value.keys() - {"loss"} == {"metric", "value", "step"}
-        and _is_text(value["metric"])
-        and type(value["value"]) is float
-        and type(value.get("loss", 0.0)) is float
-        and _is_count(value["step"])
-    )
-
-
-def _are_options(value: Any) -> bool:
-    """Tell whether a value is options by their names, each with a plain value or a list of them."""
-    return isinstance(value, dict) and all(
-        _is_text(name)
-        and all(
-            type(item) in (bool, int, float) or _is_text_or_none(item)
-            for item in (each if type(each) is list else [each])
-        )
-        for name, each in value.items()
-    )
+def _are_tensors(value: Any) -> bool:
+    return all(type(name) is str and isinstance(tensor, torch.Tensor) for name, tensor in value.items())
 
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(type(name) is str for name in value) and len(set(value)) == len(value) > 0
 
 
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or _is_text(value)
+def _are_options(value: Any) -> bool:
+    """Tell whether a value is options by their names, each with a plain value or a list of them."""
+    items = [*value.keys()]
+    for each in value.values():
+        items += each if type(each) is list else [each]
+    return all(item is None or type(item) in (bool, int, float) or is_printable(item) for item in items)
 
 
-_SPLIT = {
-    "num_images": (_is_positive, "a number of images"),
-    "fingerprint": (_is_text, "text"),
-    "form": (_is_text, "text"),
-    "path": (lambda value: type(value) is str, "a path"),
-    **dict.fromkeys(("sizes", "times", "checksums"), (_is_text_or_none, "text or None")),
-}
+def _is_scaler(value: Any) -> bool:
+    names = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+    sizes = [value[name] for name in sorted(names)]
+    return value.keys() == names and value["_growth_tracker"] >= 0 and 0 < min(sizes[1:]) <= max(sizes) < 1e38
 
-# Each field of a checkpoint: a check of its value, and the expected value in words.
+
+def _is_best(value: Any) -> bool:
+    return value is None or (type(value["metric"]) is str and type(value["value"]) is float and value["step"] >= 0)
+
+
+# Numbers by which a run finds its place, and the least value of each.
+_COUNTS = {
+    "step": 0, "epoch": -1, "position.epoch": 0, "position.steps": 0, "args.start_epoch": 0, "args.epochs": 1,
+    "args.batch_size": 1, "shards.global_batch_size": 1, "shards.num_shards": 1, "data.num_images": 1,
+    "data.val.num_images": 1, "data.num_classes": 1, "environment.world_size": 1, "environment.threads": 1,
+}  # fmt: skip
+
+# Other fields that a run reads: checks of their values, and the expected values in words.
 _FIELDS = {
-    "format": (_is_count, "a number"),
-    "model": (partial(_are_named, kind=torch.Tensor), "tensors by their names"),
-    "optimizer.state": (_are_moments, "values by name for each parameter's number"),
-    "optimizer.param_groups": (_are_groups, "a list of groups of parameters' numbers"),
-    "epoch": (lambda value: type(value) is int and -1 <= value < MOST_COUNT, "an epoch, or -1"),
-    "step": (_is_count, "a number of steps"),
-    "position.epoch": (_is_count, "an epoch"),
-    "position.steps": (_is_count, "a number of steps"),
+    "model": (_are_tensors, "tensors by their names"),
+    "optimizer.state": (lambda value: isinstance(value, dict), "values by the numbers of parameters"),
+    "optimizer.param_groups": (lambda value: isinstance(value, list), "a list of groups of parameters"),
     "position.is_evaluated": (lambda value: type(value) is bool, "True or False"),
-    "best": (_is_best, "None, or a metric, its value and a step"),
-    "best_ema": (_is_best, "None, or a metric, its value and a step"),
     "args": (_are_options, "values of options by their names"),
-    "args.model": (_is_text, "a name"),
-    "args.epochs": (_is_positive, "a number of epochs"),
-    "args.start_epoch": (_is_count, "an epoch"),
-    "args.batch_size": (_is_positive, "a number of images"),
-    "args.lr_scaling": (_is_text, "a name"),
-    "args.weights": (_is_text_or_none, "a name or None"),
-    "args.reference_global_batch": (lambda value: value is None or _is_positive(value), "a number of images or None"),
-    "shards.global_batch_size": (_is_positive, "a number of images"),
-    "shards.num_shards": (_is_positive, "a number of shards"),
-    **{f"{split}.{name}": rule for split in ("data", "data.val") for name, rule in _SPLIT.items()},
-    "data.num_classes": (_is_positive, "a number of classes"),
+    "args.model": (lambda value: type(value) is str, "a name"),
+    "args.lr_scaling": (lambda value: type(value) is str, "a name"),
+    "args.weights": (lambda value: True, ""),
+    "args.reference_global_batch": (lambda value: True, ""),
     "data.classes": (_are_names, "different names"),
     "environment": (_are_options, "values by their names"),
-    "environment.world_size": (_is_positive, "a number of processes"),
-    "environment.threads": (_is_positive, "a number of threads"),
+    **{
+        f"{split}.{name}": (lambda value: value is None or type(value) is str, "text or None")
+        for split in ("data", "data.val")
+        for name in ("fingerprint", "form", "path", "sizes", "times", "checksums")
+    },
+    "best": (_is_best, "None, or a metric, its value and a step"),
+    "best_ema": (_is_best, "None, or a metric, its value and a step"),
 }
 # Fields that a checkpoint need not have.
 _OPTIONAL_FIELDS = {
-    "model_ema": (partial(_are_named, kind=torch.Tensor), "tensors by their names"),
+    "model_ema": (_are_tensors, "tensors by their names"),
     "scaler": (_is_scaler, "the numbers of a GradScaler"),
-    "optimizer.group_state": (
-        lambda value: isinstance(value, list) and all(map(_are_named, value)),
-        "a list of values by name",
-    ),
-    "log_window": (_is_window, "sums, and a number of images"),
-    "log_epoch": (_is_window, "sums, and a number of images"),
+    "log_window": (lambda value: all(map(math.isfinite, value["sums"])), "finite sums"),
 }
+
+
+class OtherFormatError(UserError):
+    """A checkpoint is whole, but a version of this script wrote it in another format."""
 
 
 def check_schema(state: dict, name: str) -> dict:
@@ -161,19 +89,23 @@ def check_schema(state: dict, name: str) -> dict:
         UserError: it is not sound, or not of this script.
         OtherFormatError: another version of this script wrote it.
     """
-    missing = sorted({field.split(".")[0] for field in _FIELDS} - state.keys())
+    fields = {field.split(".")[0] for field in [*_COUNTS, *_FIELDS]} | {"format"}
+    missing = sorted(fields - state.keys())
     if missing:
         raise UserError(
-            f"{name} is no checkpoint of this script: it lacks {', '.join(missing)}; "
+            f"{name} is no checkpoint of this script: it lacks {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}; "
             "to start from the weights that it holds, pass it to --weights"
         )
     foreign = next((value for value in unfold(state, name) if not _is_plain(value)), None)
     reason = None if foreign is None else f"it holds {_shown(foreign)}, which is no plain data"
-    if reason is None and _is_count(state["format"]) and state["format"] != FORMAT:
+    if reason is None and type(state["format"]) is int and state["format"] != FORMAT:
         raise OtherFormatError(
             f"{name} has format {state['format']} and this script reads {FORMAT}; use the version that wrote it"
         )
-    reason = reason or _find_misfit(state) or _find_contradiction(state)
+    try:
+        reason = reason or _find_misfit(state) or _find_contradiction(state)
+    except Exception as error:  # of a field that holds anything
+        reason = f"a field is missing or of another type ({type(error).__name__}: {error})"
     if reason is not None:
         raise UserError(f"{name} is no sound checkpoint: {reason}")
     return state
@@ -216,18 +148,22 @@ def _is_plain(value: Any) -> bool:
 
 def _find_misfit(state: dict) -> str | None:
     """Name the first field of a state whose value is missing or wrong; None if there is none."""
-    for field, (is_right, expected) in {**_FIELDS, **_OPTIONAL_FIELDS}.items():
-        *parents, key = field.split(".")
-        holder = state
-        for parent in parents:
-            holder = holder.get(parent, {}) if isinstance(holder, dict) else None
-        if not isinstance(holder, dict):
-            return f"{'.'.join(parents)} holds no {key}"
-        if key in holder and not is_right(holder[key]):
-            return f"{field} is {_shown(holder[key])}, expected {expected}"
-        if key not in holder and field in _FIELDS:
-            return f"{field} is missing, expected {expected}"
+    for field, least in _COUNTS.items():
+        value = _field(state, field)
+        if type(value) is not int or not least <= value < MOST_COUNT:
+            return f"{field} is {_shown(value)}, expected a number from {least} on"
+    rules = _FIELDS | {field: rule for field, rule in _OPTIONAL_FIELDS.items() if field in state}
+    for field, (is_right, expected) in rules.items():
+        if not is_right(_field(state, field)):
+            return f"{field} is {_shown(_field(state, field))}, expected {expected}"
     return None
+
+
+def _field(state: dict, field: str) -> Any:
+    """Return the value of a field whose name is dotted."""
+    for key in field.split("."):
+        state = state[key]
+    return state
 
 
 def _find_contradiction(state: dict) -> str | None:
@@ -248,6 +184,7 @@ def _find_contradiction(state: dict) -> str | None:
         (state["epoch"] == position["epoch"] - (not is_complete), f"{state['epoch']} as the last epoch"),
         (all(best["step"] <= state["step"] for best in bests), "a best evaluation that is still to come"),
         (len(data["classes"]) == data["num_classes"], f"{data['num_classes']} classes, {len(data['classes'])} names"),
+        (all(type(number) is int for number in numbers), "parameters without numbers"),
         (
             all(type(key) is str or key in numbers for key in state["optimizer"]["state"]),
             "optimizer state of parameters that are in no group",
