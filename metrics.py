@@ -214,7 +214,8 @@ def _find_teacher(args: config.Record, source: str) -> tuple[str, Weights, bool]
         return args.teacher, load_weights(path, name=source), False
     if not Path(args.teacher).is_file():
         with in_one_line("--teacher"):
-            return *fetch_by_name(args.teacher), False
+            weights = fetch_by_name(args.teacher)
+        return weights.options["model"], weights, False
     weights = load_weights(Path(args.teacher), name=source)
     name = weights.options.get("model")
     if name is None:

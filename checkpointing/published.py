@@ -272,8 +272,8 @@ def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def fetch_by_name(source: str) -> tuple[str, Weights]:
-    """Return the model and the weights for a name of torchvision's published weights.
+def fetch_by_name(source: str) -> Weights:
+    """Return the weights for a name of torchvision's published weights; their options hold the model's name.
 
     Args:
         source: `resnet50` for its default weights, `resnet50.IMAGENET1K_V1` or
@@ -300,9 +300,9 @@ def fetch_by_name(source: str) -> tuple[str, Weights]:
     name, published = found[0]
     weights = Weights(fetch_published(published, source))
     weights.kind, weights.classes = f"the published weights {published}", published.meta["categories"]
-    weights.options = {**options_of_weights(published), "weights": str(published)}
+    weights.options = {**options_of_weights(published), "weights": str(published), "model": name}
     weights.origin = f"as torchvision publishes {published}"
-    return name, weights
+    return weights
 
 
 def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:

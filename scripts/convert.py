@@ -1,18 +1,16 @@
 """Rewrite a checkpoint for another script: `python -m scripts.convert CHECKPOINT --to torchvision --output FILE`."""
 
 import argparse
+import copy
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import config
-import optim
 from checkpointing.published import preprocessing_line
 from checkpointing.weights import (
     BARE,
@@ -24,10 +22,10 @@ from checkpointing.weights import (
     take_weights,
     write_weights,
 )
-from errors import UserError, in_one_line, one_line
-from options import BY_NAME, PREPROCESSING
+from errors import UserError, one_line
+from options import PREPROCESSING
 from scripts.tool import build_parser, given_path, run
-from scripts.trained import Trained, add_options, build_named, build_trained, given_preprocessing
+from scripts.trained import Trained, add_options, given_preprocessing, open_weights
 
 PROG = "python -m scripts.convert"
 
@@ -41,62 +39,39 @@ examples:
 The input may be of any of these scripts, or a bare state dict with --model; no code in it is run. The tool converts:
   weights     bit for bit, under the model's own names (pytorch/examples': with `module.` before them)
   average     model_ema of touchstone and torchvision, state_dict_ema of timm; pytorch/examples has none
-  optimizer   between touchstone, torchvision and pytorch/examples, where its parameter groups are those that train.py
-              forms of the same options; timm numbers its parameters otherwise
-  options     as plain values under `args`; sizes, mean and std of timm's evaluation under our names
+  options     as plain values under `args`; sizes, interpolation, mean and std of the evaluation under our names
   classes     under `data`, which the other scripts do not look at
-The tool prints a line about each thing that it leaves out.
-
-No script can continue another's run: it cannot know the run's position, its schedule or the images that it has seen.
-So train.py --weights and all tools take the result for touchstone, and train.py --resume does not. torchvision's
---resume also wants an lr_scheduler to train on (--test-only does without), as pytorch/examples' wants a scheduler.
-timm's --initial-checkpoint takes the weights.
+It prints the names of all else, which it leaves out, the optimizer's state among them: no script can resume a run of
+another one, since it does not know the run's position, its schedule or the images that it has seen. train.py --weights
+and all tools read the result for touchstone; the other scripts evaluate theirs, and timm's --initial-checkpoint reads
+the weights.
 """
 
-# The keys that the readers below look at; the tool leaves out all others, and says so.
-_KNOWN = {"model", "state_dict", "model_ema", "state_dict_ema", "optimizer", "scaler", "epoch", "args", "arch", "data",
-          "best", "best_acc1", "metric", "version"}  # fmt: skip
+SCRIPTS = ("touchstone", "torchvision", "timm", "pytorch-examples")
+
+# The keys that are converted.
+_KNOWN = {"model", "state_dict", "model_ema", "state_dict_ema", "epoch", "args", "arch", "data", "best", "best_acc1",
+          "metric", "version"}  # fmt: skip
 
 
 class Parts(NamedTuple):
-    """All that is known of a checkpoint, whoever wrote it; None for a part that it does not have."""
+    """What is converted of a checkpoint; None for a part that it does not have."""
 
-    trained: Trained  # the model with its weights
     weights: Weights  # as they are in the file, with options and classes
     average: Weights | None  # likewise
     num_averaged: Tensor | None  # number of updates of the average
-    optimizer: dict | None  # its state dict, which fits the model
-    scaler: dict | None  # the state dict of a GradScaler
     epoch: int | None  # the last completed epoch
     best_acc1: float | None  # the best of the evaluations so far
-    lost: list[str]  # a line about each thing that is left out
 
 
-def read(options: argparse.Namespace) -> Parts:
-    """Return all that is in the checkpoint of the command line; with --ema its average stands for the weights."""
-    path = Path(options.checkpoint)
-    name = str(path)
-    if not path.is_file():
-        raise UserError(f"{name} is no file; give a checkpoint")
-    content = read_content(path, name)
-    weights = take_weights(content, name, is_average=options.ema)
+def read(content: dict, name: str, *, is_average: bool) -> Parts:
+    """Return what is converted of a checkpoint's content; its average may stand for the weights."""
+    weights = take_weights(content, name, is_average=is_average)
     key = next((key for key in ("model_ema", "state_dict_ema") if content.get(key)), None)
-    average = take_weights(content, name, is_average=True) if key and not options.ema else None
+    average = take_weights(content, name, is_average=True) if key and not is_average else None
     count = content[key].get("n_averaged") if key else None
-    trained, script = build_named(name, weights, options.model, given_preprocessing(options)), weights.script
-    print(preprocessing_line(trained.args, trained.origin))
-    weights.options = {**trained.trained_with, "model": trained.args.model}
-    others = [] if script == BARE else sorted(str(name) for name in content.keys() - _KNOWN)
-    lost = [f"{', '.join(others)}: no other script can use it"] if others else []
-    optimizer = content.get("optimizer")
-    reason = why_not(optimizer, script, weights.options, trained.model) if optimizer is not None else None
-    if reason:
-        optimizer, lost = None, [*lost, f"optimizer: {reason}"]
-    return Parts(
-        trained, weights, average, count if isinstance(count, Tensor) and count.numel() == 1 else None, optimizer,
-        content.get("scaler") if isinstance(content.get("scaler"), dict) else None,
-        find_epoch(content, script), find_best(content), lost,
-    )  # fmt: skip
+    count = count if isinstance(count, Tensor) and count.numel() == 1 else None
+    return Parts(weights, average, count, find_epoch(content, weights.script), find_best(content))
 
 
 def find_epoch(content: dict, script: str) -> int | None:
@@ -121,60 +96,23 @@ def find_best(content: dict) -> float | None:
     return None
 
 
-def why_not(optimizer: Any, script: str, options: dict, model: nn.Module) -> str | None:
-    """Return why an optimizer's state cannot be converted, or None if train.py's with the same options can load it."""
-    if script == "timm":
-        return "timm groups and numbers its parameters otherwise"
-    if options.get("freeze") or options.get("layer_decay") or str(options.get("opt", "sgd")).startswith("timm/"):
-        return "its groups come from options that the other scripts do not have"
-    ours = {name: value for name, value in options.items() if name in BY_NAME and BY_NAME[name].is_value(value)}
-    args = config.filled(argparse.Namespace(**{**ours, "lr_scaling": "none"}))
-    model.requires_grad_(True)
-    try:
-        with in_one_line("it does not fit"):
-            built = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
-            optim.OptimizerState(built).load_state_dict(optimizer)
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def carry_optimizer(parts: Parts, to: str, name: str) -> tuple[dict, list[str]]:
-    """Return the optimizer and the scaler under the target's keys, and a line about each that is left out."""
-    kept, lost = {}, []
-    if parts.optimizer is not None:
-        groups, kind = parts.optimizer["param_groups"], parts.weights.options.get("opt", "sgd")
-        is_other = name != parts.trained.args.model
-        if to == "timm" or is_other or (to == "pytorch-examples" and (len(groups) > 1 or kind != "sgd")):
-            lost.append(f"optimizer: {to} groups and numbers its parameters otherwise")
-        else:
-            is_ours = to == "touchstone"
-            kept["optimizer"] = {
-                key: value for key, value in parts.optimizer.items() if is_ours or key != "group_state"
-            }
-    if parts.scaler is not None:
-        if to in ("touchstone", "torchvision"):
-            kept["scaler"] = parts.scaler
-        else:
-            lost.append("scaler: the loss scale of --amp, which is found anew in a few hundred steps")
-    return kept, lost
-
-
-def find_counterpart(parts: Parts, to: str) -> str:
+def find_counterpart(trained: Trained, weights: Weights, to: str) -> str:
     """Return our name of the target's model that takes the weights: the same, or one that computes the same."""
-    name = parts.trained.args.model
+    name = trained.args.model
     if to == "touchstone" or name.startswith("timm/") == (to == "timm"):
         return name
     other = f"timm/{name}" if to == "timm" else name.removeprefix("timm/")
+    given = {option: getattr(trained.args, option) for option in PREPROCESSING}
+    weights = copy.copy(weights)
+    weights.options = {**weights.options, "model": other}
     try:
-        given = {name: parts.weights.options[name] for name in PREPROCESSING}
-        trained = build_trained(f"--to {to}", other, parts.weights, given)
-        side = parts.trained.args.val_crop_size
-        image = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
-        with torch.inference_mode():
-            is_same = torch.allclose(trained.model(image), parts.trained.model.eval()(image), rtol=1e-3, atol=1e-4)
+        theirs = open_weights(f"--to {to}", weights, given=given)
     except UserError as error:
         raise UserError(f"--to {to}: it has no model with the weights of {name} ({error})") from error
+    side = trained.args.val_crop_size
+    image = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        is_same = torch.allclose(theirs.model(image), trained.model(image), rtol=1e-3, atol=1e-4)
     if not is_same:
         raise UserError(f"--to {to}: its {other} takes these weights and computes something else than {name}")
     return other
@@ -203,7 +141,7 @@ def for_timm(parts: Parts, name: str) -> dict[str, Any]:
     content = for_torchvision(parts, name)
     arch = name.removeprefix("timm/")
     found = {"arch": arch, "state_dict": content["model"], "version": 2, "args": {**content["args"], "model": arch}}
-    found |= {name: content[name] for name in ("epoch", "data") if name in content}
+    found |= {key: content[key] for key in ("epoch", "data") if key in content}
     found |= {"state_dict_ema": plain_state_dict(parts.average)} if parts.average is not None else {}
     return found | ({"metric": parts.best_acc1} if parts.best_acc1 is not None else {})
 
@@ -228,49 +166,48 @@ def for_examples(parts: Parts, name: str) -> dict[str, Any]:
     return found | {key: content[key] for key in ("args", "data") if key in content}
 
 
-WRITERS: dict[str, Callable[[Parts, str], dict[str, Any]]] = {
-    "touchstone": for_torchvision, "torchvision": for_torchvision, "timm": for_timm, "pytorch-examples": for_examples,
-}  # fmt: skip
-
-
-def say_missing(parts: Parts, to: str) -> list[str]:
-    """Return a line about each part that the target wants and the checkpoint lacks, or that the target cannot hold."""
-    lines = []
+def lost(parts: Parts, content: dict, written: dict, to: str) -> list[str]:
+    """Return a line about each part of the content that is not written, or that the target wants."""
+    others = [] if parts.weights.script == BARE else sorted(str(name) for name in content.keys() - _KNOWN)
+    lines = [f"{', '.join(others)}: no other script can use it"] if others else []
+    no_values = sorted(parts.weights.options.keys() - written["args"].keys())
+    lines += [f"args {', '.join(no_values)}: no plain values"] if no_values else []
     if to == "pytorch-examples":
         if parts.average is not None:
             lines.append("average: pytorch-examples has none; with --ema it takes the place of the weights")
         lines += ["best_acc1: not known, written as 0"] if parts.best_acc1 is None else []
         lines += ["epoch: not known, written as 0"] if parts.epoch is None else []
-    schedulers = {"torchvision": "lr_scheduler", "pytorch-examples": "scheduler"}
-    if to in schedulers:
-        lines.append(f"{schedulers[to]}: none that {to} could train on with; evaluation and weights do without")
     return lines
 
 
 def convert(options: argparse.Namespace) -> None:
     """Write the checkpoint for another script."""
-    check_output(options.output, [options.checkpoint])
-    parts = read(options)
-    name = find_counterpart(parts, options.to)
-    kept, lost = carry_optimizer(parts, options.to, name)
-    content = WRITERS[options.to](parts, name)
-    write_weights(options.output, {**content, **kept})
+    name, to = str(options.checkpoint), options.to
+    check_output(options.output, [name])
+    if not Path(name).is_file():
+        raise UserError(f"{name} is no file; give a checkpoint")
+    content = read_content(Path(name), name)
+    parts = read(content, name, is_average=options.ema)
+    trained = open_weights(name, parts.weights, options.model, given_preprocessing(options))
+    print(preprocessing_line(trained.args, trained.origin))
+    parts.weights.options = {**trained.trained_with, "model": trained.args.model}
+    arch = find_counterpart(trained, parts.weights, to)
+    written = {"timm": for_timm, "pytorch-examples": for_examples}.get(to, for_torchvision)(parts, arch)
+    write_weights(options.output, written)
     script = parts.weights.script
-    no_values = sorted(parts.weights.options.keys() - content["args"].keys())
-    lost += [f"args {', '.join(no_values)}: no plain values"] if no_values else []
-    kind = parts.weights.kind.partition(",")[0] if script != BARE else f"the weights of {name}"
-    carried = [kind, *(["their average"] if parts.average is not None and options.to != "pytorch-examples" else [])]
-    print(one_line(f"{options.output}: {', '.join([*carried, *kept])}; from {script} for {options.to}, as {name}"))
-    for line in parts.lost + lost + say_missing(parts, options.to):
+    kind = parts.weights.kind.partition(",")[0] if script != BARE else f"the weights of {arch}"
+    average = ", their average" if parts.average is not None and to != "pytorch-examples" else ""
+    print(one_line(f"{options.output}: {kind}{average}; from {script} for {to}, as {arch}"))
+    for line in lost(parts, content, written, to):
         print(f"left out: {one_line(line)}")
 
 
 def main() -> None:
     """Convert the checkpoint of the command line."""
-    usage = f"CHECKPOINT --to {'|'.join(WRITERS)} --output FILE [--model NAME] [--ema]"
+    usage = f"CHECKPOINT --to {'|'.join(SCRIPTS)} --output FILE [--model NAME] [--ema]"
     parser = build_parser(PROG, usage, "Rewrite a checkpoint for another script.", EPILOG)
     add_options(parser, "a checkpoint of any of these scripts, or a state dict")
-    parser.add_argument("--to", choices=WRITERS, required=True, help="the script that will read the file")
+    parser.add_argument("--to", choices=SCRIPTS, required=True, help="the script that will read the file")
     parser.add_argument("--output", metavar="FILE", type=given_path, required=True, help="the file to write")
     run(PROG, lambda: convert(parser.parse_args()), "interrupted; nothing was written")
 

@@ -41,7 +41,6 @@ FORMS = {
         "one file, input: (batch, 3, S, S) floats, output: logits",
     ),
     "torch-export": (".pt2", (), "a program of torch.export, for torch without this code"),
-    "aot-inductor": (".aoti.pt2", (), "compiled for this kind of processor; needs a C++ compiler here"),
     "int8": ("-int8.pt2", ("torchao.quantization.pt2e.quantize_pt2e",), "a program in 8-bit integers (PT2E, x86)"),
 }
 
@@ -60,7 +59,8 @@ the same facts for programs. Every file holds the preprocessing and the names of
 `weights`, for which NAME.json holds them. `python -m scripts.predict FILE IMAGE` reads each of these files.
 
 Each file is read back and compared with the checkpoint before it gets its name: weights in every bit; the logits of a
-graph for 1 and for 3 images may differ by {TOLERANCE:g} of the largest logit, or of 1 if all are smaller.
+graph for 1 and for 3 images may differ by {TOLERANCE:g} of the largest logit, or of 1 if all are smaller. int8 is
+compared on the images of val/, or on those that calibrate it.
 
 A .pt2 is a program: open only those that you trust.
 """
@@ -112,25 +112,49 @@ class Export:
         return {name: facts for name, facts in (files or {}).items() if (self.folder / name).is_file()}
 
     def write(self, form: str) -> str:
-        """Write one form, which gets its name once it agrees with the checkpoint, and return a line about it."""
+        """Write one form, which gets its name once it is read back and compared; return a line about it."""
         make = {
             "weights": lambda: self.weights, "safetensors": self.make_safetensors, "onnx": self.make_onnx,
-            "torch-export": self.make_program, "aot-inductor": self.make_package, "int8": self.make_int8,
+            "torch-export": self.make_program, "int8": self.make_int8,
         }[form]  # fmt: skip
-        check = self.check_weights if form in ("weights", "safetensors") else self.check_graph
         with in_one_line(f"{self.trained.args.model} cannot be exported as {form}"):
-            payload, facts = make(), {"form": form}
+            payload = make()
         path = self.folder / (self.name + FORMS[form][0].replace("SHA256", self.sha256[:8]))
 
         def verify(temporary: Path) -> None:
-            facts.update(bytes=len(payload), sha256=hashlib.sha256(temporary.read_bytes()).hexdigest())
-            facts.update(check(form, temporary, path.name))
-            self.files[path.name] = facts
+            facts = {"form": form, "bytes": len(payload), "sha256": hashlib.sha256(temporary.read_bytes()).hexdigest()}
+            self.files[path.name] = {**facts, "compared": self.compare(form, temporary, path.name)}
             # Before the file has its name: no weights without a description.
             write_output(self.record_path, as_json({**self.description, "files": self.files}))
 
         write_output(path, payload, verify=verify)
-        return f"{form}: {path}, {size_text(len(payload))}, {facts['compared']}"
+        return f"{form}: {path}, {size_text(len(payload))}, {self.files[path.name]['compared']}"
+
+    def compare(self, form: str, path: Path, name: str) -> str:
+        """Return words about a written file beside the model; UserError if it holds another one.
+
+        Weights must be equal in every bit, and the logits of a graph within `TOLERANCE`; int8 is measured on images.
+        """
+        if form in ("weights", "safetensors"):
+            own = self.model.state_dict()
+            if form == "weights":
+                found = load_checkpoint(path, name)
+            else:
+                found = importlib.import_module("safetensors.torch").load_file(path)
+            wrong = [key for key in own.keys() | found.keys() if not _are_same(own.get(key), found.get(key))]
+            if wrong:
+                raise UserError(f"{name} was read back and {min(wrong)} differs from the checkpoint's; not written")
+            return f"{counted(len(own), 'tensor')} equal in every bit"
+        graph = open_graph(path, name)
+        if form == "int8":
+            return self.images.compare(self.model, graph.model)
+        allowed = TOLERANCE * max(1.0, *(logits.abs().max().item() for logits in self.expected.values()))
+        with in_one_line(f"{name} was read back and cannot compute"):
+            found = {number: logits_of(graph.model, self.probe[:number]) for number in self.expected}
+        largest = max((found[number] - logits).abs().max().item() for number, logits in self.expected.items())
+        if graph.description != self.description or not largest <= allowed:
+            raise UserError(f"{name} was read back, and its logits are {largest:.2g} off (allowed {allowed:.2g})")
+        return f"largest difference of logits {largest:.2g} (allowed {allowed:.2g})"
 
     def make_safetensors(self) -> bytes:
         """Return the weights as safetensors, with the description as metadata."""
@@ -161,57 +185,11 @@ class Export:
         torch.export.save(program or self.trace(), stream, extra_files=extra_files)
         return stream.getvalue()
 
-    def make_package(self) -> bytes:
-        """Return the model compiled by AOTInductor."""
-        stream = io.BytesIO()
-        options = {"aot_inductor.metadata": packed(self.description)}
-        torch._inductor.aoti_compile_and_package(self.trace(), package_path=stream, inductor_configs=options)
-        return stream.getvalue()
-
     def make_int8(self) -> bytes:
-        """Return the model in 8-bit integers, and keep its logits, which the file must reproduce."""
+        """Return the model in 8-bit integers."""
         batches = _load(self.images.calibrating, "calibrating")
         quantized = quantize(self.trace(is_strict=True).module(), (image for image, _ in batches))
-        program = self.trace(quantized, is_strict=True)
-        quantized = program.module()
-        # For each number of images: kernels for other numbers round differently.
-        self.quantized = {number: logits_of(quantized, self.probe[:number]) for number in _PROBES}
-        return self.make_program(program)
-
-    def check_weights(self, form: str, path: Path, name: str) -> dict[str, Any]:
-        """Refuse a file whose weights are not the model's, bit for bit."""
-        is_safe = form == "safetensors"
-        read = importlib.import_module("safetensors.torch").load_file(path) if is_safe else load_checkpoint(path, name)
-        own = self.model.state_dict()
-        wrong = [key for key in own.keys() | read.keys() if not _are_same(own.get(key), read.get(key))]
-        if wrong:
-            raise UserError(f"{name} was read back and {sorted(wrong)[0]} differs from the checkpoint's; not written")
-        return {"compared": f"{counted(len(own), 'tensor')} equal in every bit", "largest_difference": 0.0}
-
-    def check_graph(self, form: str, path: Path, name: str) -> dict[str, Any]:
-        """Refuse a file whose logits differ from the model's by more than `TOLERANCE`.
-
-        The logits of int8 are compared with those of the quantized model in memory.
-        """
-        graph = open_graph(path, name)
-        if graph.description != self.description:
-            raise UserError(f"{name} was read back with another description than it was given; not written")
-        is_int8 = form == "int8"
-        expected = self.quantized if is_int8 else self.expected
-        allowed = TOLERANCE * max(1.0, *(logits.abs().max().item() for logits in expected.values()))
-        largest = 0.0
-        for number, logits in expected.items():
-            with in_one_line(f"{name} was read back and cannot compute {counted(number, 'image')}"):
-                found = logits_of(graph.model, self.probe[:number])
-            largest = max(largest, (found - logits).abs().max().item())
-        if not largest <= allowed:
-            raise UserError(f"{name} was read back, and its logits are {largest:.2g} off (allowed {allowed:.2g})")
-        compared = f"largest difference of logits {largest:.2g} (allowed {allowed:.2g})"
-        facts = {"largest_difference": largest, "allowed": allowed}
-        if not is_int8:
-            return {"compared": compared, **facts}
-        measured = self.images.compare(self.model, graph.model)
-        return {"compared": f"{compared}; {measured['words']}", **facts, "measured": measured}
+        return self.make_program(self.trace(quantized, is_strict=True))
 
 
 def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
@@ -288,20 +266,19 @@ class Measure:
             places = [place * len(images) // number for place in range(number)]
             self.measuring = [partial(_load_numbered, images, place, int(val.labels[place])) for place in places]
 
-    def compare(self, model: Callable, quantized: Callable) -> dict[str, Any]:
+    def compare(self, model: Callable, quantized: Callable) -> str:
         """Return how often two models agree on the same images, and the accuracy of both where classes are known."""
         guesses = [
             torch.stack([labels, *(self._guess(logits_of(each, images)) for each in (model, quantized))])
             for images, labels in _load(self.measuring, "measuring")
         ]
         targets, before, after = torch.cat(guesses, dim=1)
-        measured = {"n": len(targets), "agreement": 100 * (before == after).double().mean().item()}
-        words = f"the same class as the checkpoint for {measured['agreement']:.2f}% of {counted(len(targets), 'image')}"
-        if self.has_classes:
-            both = [100 * (each == targets).double().mean().item() for each in (before, after)]
-            measured |= dict(zip(("acc1_before", "acc1_after"), both, strict=True))
-            words = f"Acc@1 {both[0]:.3f} before and {both[1]:.3f} after, n={len(targets)}; {words}"
-        return {**measured, "words": words}
+        agreement, n = 100 * (before == after).double().mean().item(), len(targets)
+        words = f"the same class as the checkpoint for {agreement:.2f}% of {counted(n, 'image')}"
+        if not self.has_classes:
+            return words
+        both = [100 * (each == targets).double().mean().item() for each in (before, after)]
+        return f"Acc@1 {both[0]:.3f} before and {both[1]:.3f} after, n={n}; {words}"
 
     def _guess(self, logits: Tensor) -> Tensor:
         """Return the best class of each image, among those of val."""

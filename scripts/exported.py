@@ -6,7 +6,6 @@ import math
 import os
 import re
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,15 +172,7 @@ def open_graph(path: Path, source: str) -> Graph:
 
     Messages call the file `source`, whose ending tells its form: `path` is a temporary name while it is written.
     """
-    if source.endswith(".onnx"):
-        return _open_onnx(path, source)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            notes = [name for name in archive.namelist() if name.endswith("wrapper_metadata.json")]
-            texts = json.loads(archive.read(notes[0])) if notes else None
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise UserError(f"{source} is damaged or no .pt2 file ({error})") from error
-    return _open_program(path, source) if texts is None else _open_package(path, source, texts)
+    return _open_onnx(path, source) if source.endswith(".onnx") else _open_program(path, source)
 
 
 def _open_onnx(path: Path, source: str) -> Graph:
@@ -207,16 +198,6 @@ def _open_program(path: Path, source: str) -> Graph:
         model = torch.export.load(file, extra_files=files).module()
         texts = json.loads(files[EXTRA_FILE] or "{}")
     return Graph(model, unpacked(texts, source))
-
-
-def _open_package(path: Path, source: str, texts: dict[str, str]) -> Graph:
-    description = unpacked(texts, source)
-    with in_one_line(f"{source} cannot be run on this machine, for which it was perhaps not compiled"):
-        with open(path, "rb") as file:
-            model = torch._inductor.aoti_load_package(file)
-        size = description["preprocessing"]["crop_size"]
-        model(torch.zeros(1, 3, size, size))
-    return Graph(model, description)
 
 
 @contextmanager

@@ -164,8 +164,8 @@ class Evaluation:
 
 def open_given(options: argparse.Namespace) -> Trained:
     """Return the model that the arguments of `add_options` name, and print how its images are prepared."""
-    source, given = str(options.checkpoint), given_preprocessing(options)
-    trained = open_trained(source, model=options.model, is_average=options.ema, given=given)
+    given = given_preprocessing(options)
+    trained = open_trained(str(options.checkpoint), model=options.model, is_average=options.ema, given=given)
     print(preprocessing_line(trained.args, trained.origin))
     if trained.args.eval_flip:
         print("--eval-flip of the checkpoint: evaluations average the scores of an image and its mirror image; "
@@ -191,17 +191,23 @@ def open_trained(
         is_average: take the average of a checkpoint, not its raw weights.
         given: preprocessing in place of the weights' own: some of `options.PREPROCESSING`.
     """
-    if Path(source).is_dir():
-        raise UserError(f"{source} is a folder; give a file in it, such as {Path(source) / 'checkpoint.pth'}")
-    if not Path(source).is_file():
-        return build_trained(source, *fetch_by_name(source), given)._replace(is_published=True)
-    weights = load_weights(Path(source), is_average=is_average, name=source)
-    describe_weights(weights, Path(source))
-    return build_named(source, weights, model, given)
+    path = Path(source)
+    if path.is_dir():
+        raise UserError(f"{source} is a folder; give a file in it, such as {path / 'checkpoint.pth'}")
+    if not path.is_file():
+        return open_weights(source, fetch_by_name(source), None, given)._replace(is_published=True)
+    weights = load_weights(path, is_average=is_average, name=source)
+    describe_weights(weights, path)
+    return open_weights(source, weights, model, given)
 
 
-def build_named(source: str, weights: Weights, model: str | None, given: Mapping[str, Any] | None = None) -> Trained:
-    """Return the model that a file names; refuse a `--model` that contradicts it, or a missing one that is needed."""
+def open_weights(
+    source: str, weights: Weights, model: str | None = None, given: Mapping[str, Any] | None = None
+) -> Trained:
+    """Return the model that weights are of; UserError if `model` contradicts their options, or is needed and missing.
+
+    Arguments as of `open_trained`.
+    """
     name = weights.options.get("model")
     if None not in (name, model) and not is_same_model(name, model):
         raise UserError(f"{source} holds {weights.kind}, and --model is {model}; leave --model out")
@@ -209,13 +215,6 @@ def build_named(source: str, weights: Weights, model: str | None, given: Mapping
         raise UserError(f"{source} does not say of which model it is; give --model NAME")
     if model is None and split_custom(name):
         raise UserError(f"{source} is of {name}, {WHY_TYPED}")
-    return build_trained(source, model or name, weights, given, is_typed=model is not None)
-
-
-def build_trained(
-    source: str, name: str, weights: Weights, given: Mapping[str, Any] | None = None, *, is_typed: bool = False
-) -> Trained:
-    """Return the model with its weights and the options of its evaluation; arguments as of `build_evaluated`."""
-    model, args, origin = build_evaluated(source, name, weights, given or {}, is_typed=is_typed)
-    options = {**weights.options, **{name: getattr(args, name) for name in PREPROCESSING}}
-    return Trained(model, args, weights.classes, weights.kind, options, origin)
+    built, args, origin = build_evaluated(source, model or name, weights, given or {}, is_typed=model is not None)
+    options = {**weights.options, **{option: getattr(args, option) for option in PREPROCESSING}}
+    return Trained(built, args, weights.classes, weights.kind, options, origin)

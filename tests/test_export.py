@@ -56,7 +56,7 @@ def test_only_whole_files_are_there_and_the_output_names_each(exported):
     assert [line.split(":")[0] for line in lines] == [
         "preprocessing", "weights", "safetensors", "onnx", "torch-export", "int8", "card",
     ]  # fmt: skip
-    assert all("largest difference of logits" in line for line in lines[3:6]), output
+    assert all("largest difference of logits" in line for line in lines[3:5]), output
 
 
 def test_weights_bear_their_hash_as_torch_hub_checks_it_and_load_into_torchvision(exported, tmp_path, monkeypatch):
@@ -259,17 +259,6 @@ def test_a_file_that_is_not_the_checkpoint_gets_no_name(exported, tmp_path):
     assert outcome.codes == [2], outcome.output
     assert "read back and classifier.1.bias differs from the checkpoint's" in refused(outcome, "export")
     assert list((tmp_path / "out").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_compiled_package_computes_the_same(exported, tmp_path):
-    checkpoint, _, _ = exported
-    run_tool(tmp_path, "export", checkpoint, "--format", "aot-inductor", "--output", tmp_path / "out")
-    package = torch._inductor.aoti_load_package(str(tmp_path / "out" / f"{MODEL}.aoti.pt2"))
-    for batch_size in (1, 5):
-        expected = logits(plain_model(checkpoint), probe(batch_size))
-        torch.testing.assert_close(logits(package, probe(batch_size)), expected, rtol=0, atol=TOLERANCE)
-    assert json.loads(package.get_metadata()["classes"]) == CLASSES
 
 
 @pytest.mark.slow

@@ -240,15 +240,12 @@ def test_damaged_description_is_one_line(made, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["int8", "aot-inductor"])
-def test_compiled_and_quantized_graphs_predict(made, tmp_path, form):
+def test_quantized_graphs_predict(made, tmp_path):
     checkpoint, _, images = made
-    argv = ["--format", form, "--calibration", images, "--output", tmp_path / "out"]
+    argv = ["--format", "int8", "--calibration", images, "--output", tmp_path / "out"]
     run_tool(tmp_path, "export", checkpoint, *argv)
     source = next((tmp_path / "out").glob("*.pt2"))
     _, output = run_tool(tmp_path, "predict", source, images, "--json")
-    if form == "aot-inductor":
-        check(json.loads(output)["images"], plain_model(checkpoint), paths_of(images))
     for each in json.loads(output)["images"]:  # of int8 the likeliest class, or one that is nearly as likely
         expected = plain_probabilities(plain_model(checkpoint), each["file"])
         assert expected[CLASSES.index(each["class"])] > expected.max() - 0.1
