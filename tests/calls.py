@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # Which calls change something on the disk, or make a change durable; a kill between two of them is a kill at the first.
-CHANGING = {
-    "open", "write", "truncate", "fsync", "rename", "link", "symlink", "unlink", "mkdir", "rmdir", "chmod", "utime",
-}  # fmt: skip
+CHANGING = {"open", "write", "truncate", "fsync", "rename", "link", "unlink", "mkdir"}
 
 # Which of them need room on the disk.
-NEEDS_SPACE = {"open", "write", "link", "symlink", "mkdir", "rename"}
+NEEDS_SPACE = {"open", "write", "link", "mkdir", "rename"}
 
 
 class Call(NamedTuple):
@@ -167,12 +165,9 @@ class Watch:
         for name in ("replace", "rename"):
             self._wrap_pair(name, "rename", ("src_dir_fd", "dst_dir_fd"))
         self._wrap_pair("link", "link", ("src_dir_fd", "dst_dir_fd"))
-        for name, kind in [
-            ("unlink", "unlink"), ("remove", "unlink"), ("mkdir", "mkdir"), ("rmdir", "rmdir"), ("chmod", "chmod"),
-            ("utime", "utime"), ("truncate", "truncate"), ("listdir", "list"), ("scandir", "list"),
-        ]:  # fmt: skip
+        pairs = {"unlink": "unlink", "remove": "unlink", "mkdir": "mkdir", "listdir": "list", "scandir": "list"}
+        for name, kind in pairs.items():
             self._wrap_one(name, kind)
-        self._wrap_symlink()
         for name in ("fsync", "fdatasync"):
             self._wrap_descriptor(name, "fsync")
         self._wrap_descriptor("ftruncate", "truncate")
@@ -202,21 +197,9 @@ class Watch:
             is_there = below is not None and os.path.lexists(os.path.join(self.folder, below))
             if below is None or is_there == (kind == "mkdir"):
                 return real(path, *args, **options)  # elsewhere, or it fails anyway
-            details = {"offset": args[0]} if name == "truncate" else {}
-            return self.run(kind, (below,), lambda: real(path, *args, **options), **details)
+            return self.run(kind, (below,), lambda: real(path, *args, **options))
 
         setattr(os, name, wrapped)
-
-    def _wrap_symlink(self) -> None:
-        real = self.real["symlink"]
-
-        def wrapped(source, target, *args, **options):
-            below = self.below(target, options.get("dir_fd"))
-            if below is None:
-                return real(source, target, *args, **options)
-            return self.run("symlink", (below,), lambda: real(source, target, *args, **options))
-
-        os.symlink = wrapped
 
     def _wrap_descriptor(self, name: str, kind: str) -> None:
         real = self.real[name]

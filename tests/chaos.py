@@ -6,18 +6,14 @@ seeded; the faults stand in the processes, not in the code.
 """
 
 import argparse
-import io
 import itertools
 import json
-import os
-import pickle
 import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
-import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -26,9 +22,11 @@ import torch
 from checkpointing.archive import load_checkpoint
 from errors import UserError
 from tests.endings import Ending, equal, flatten, load_whole
+from tests.faults import FAULTS, Runs
 from tests.images import write_images
 from tests.ranks import run_ranks, train_rank
 from tests.rounds import Rounds
+from tests.started import HOSTILE
 
 # BatchNorm, stochastic depth, momentum, average, mixing, erasing, clipping; 4 epochs of 3 steps on 29 images.
 OPTIONS = """
@@ -229,13 +227,30 @@ class Chaos:
 
     def hostile(self) -> None:
         """Open files that try to run code, by `--resume auto` and by name."""
-        for kind, payload in hostile_payloads(self.folder / "executed").items():
-            out = self.folder / f"hostile-{kind}"
+        for damage in HOSTILE:
+            out = self.folder / damage.__name__
             out.mkdir()
-            (out / "checkpoint-00000003.pth").write_bytes(payload)
+            path = out / "checkpoint-00000003.pth"
+            damage(path)
             self.train(out, 1)
-            self.train(self.folder / f"hostile-{kind}-elsewhere", 1, "--resume", str(out / "checkpoint-00000003.pth"))
-        self.counts["executed"] += (self.folder / "executed").exists()
+            self.train(self.folder / f"{damage.__name__}-elsewhere", 1, "--resume", str(path))
+            self.counts["executed"] += (out / "executed").exists()
+
+    def faults(self, number: int) -> None:
+        """Strike runs with random faults of the table in tests/faults.py, and resume them on 1, 2 or 4 processes."""
+        runs = Runs(self.images, self.folder / "faults")
+        runs.folder.mkdir()
+        names, start = list(FAULTS), time.monotonic()
+        for count in range(number):
+            what = self.rng.choice(names)
+            try:
+                runs.strike(what, f"fault{count}", self.rng.choice([1, 2, 4]))
+            except AssertionError as error:
+                self.counts["different"] += 1
+                self.problems.append(f"{what}: {str(error)[-2000:]}")
+            self.counts["faults"] += 1
+            shutil.rmtree(runs.folder / f"fault{count}", ignore_errors=True)
+        print(f"faults: {number} of the table, {time.monotonic() - start:.0f} s", flush=True)
 
 
 def was_struck(codes: list[int], record: dict) -> bool:
@@ -254,32 +269,12 @@ def status(out: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-class _Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.path),)
-
-
-def hostile_payloads(path: Path) -> dict[str, bytes]:
-    """Return files that would make the folder `path` if they were unpickled: an archive, a bare and an old one."""
-    archive, legacy = io.BytesIO(), io.BytesIO()
-    torch.save({"model": torch.zeros(2)}, archive)
-    rewritten = io.BytesIO()
-    with zipfile.ZipFile(archive) as source, zipfile.ZipFile(rewritten, "w") as target:
-        for name in source.namelist():
-            target.writestr(name, pickle.dumps(_Bomb(path)) if name.endswith("data.pkl") else source.read(name))
-    torch.save(_Bomb(path), legacy, _use_new_zipfile_serialization=False)
-    return {"zip": rewritten.getvalue(), "bare": pickle.dumps(_Bomb(path)), "legacy": legacy.getvalue()}
-
-
 def main() -> None:
     """Run all campaigns and print the one line of counts; exit 1 where one is too small or anything was lost."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
     asked = {
         "kills": 1000, "save-kills": 45, "rank-kills": 100, "all-rank-kills": 10, "resizes": 20, "signals": 50,
-        "rank-signals": 20, "bitflips": 3000,
+        "rank-signals": 20, "faults": 40, "bitflips": 3000,
     }  # fmt: skip
     for name, number in asked.items():
         parser.add_argument(f"--{name}", metavar="N", type=int, default=number, help=f"default {number}")
@@ -306,7 +301,8 @@ def main() -> None:
         chaos.signals(args.signals, args.rank_signals)
         chaos.resizes(args.resizes)
         chaos.rank_kills(args.rank_kills, args.all_rank_kills)
-    names = ("kills", "save_kills", "rank_kills", "signals", "bitflips", "crash_points", "failing_calls", "power_loss")
+        chaos.faults(args.faults)
+    names = ("kills", "save_kills", "rank_kills", "signals", "faults", "bitflips", *most)
     counts = {name: chaos.counts[name] for name in names}
     counts["rank_kills"] += chaos.counts["resizes"]
     bad = {name: chaos.counts[name] for name in ("lost", "different", "executed")}
@@ -318,6 +314,7 @@ def main() -> None:
         "save_kills": args.save_kills,
         "rank_kills": args.rank_kills + args.all_rank_kills + args.resizes,
         "signals": args.signals + args.rank_signals,
+        "faults": args.faults,
         "bitflips": args.bitflips,
     }
     sys.exit(bool(chaos.problems) or any(bad.values()) or any(counts[name] < enough[name] for name in enough))

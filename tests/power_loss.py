@@ -126,8 +126,6 @@ class Disk:
     def _unlink(self, call: Call) -> None:
         self._change(call, removed=call.paths)
 
-    _rmdir = _unlink
-
     def _fsync(self, call: Call) -> None:
         path = call.paths[0]
         node = FOLDER if path == "." else self.now.get(path)

@@ -22,7 +22,7 @@ ROUNDS = {
     "rank_kills": ("rank_kills", 4, 2),
     "signals": ("signals", 8, 3),
     "resizes": ("resizes", 4),
-    "bitflips": ("bitflips", 300),
+    "bitflips": ("bitflips", 1000),
 }
 
 

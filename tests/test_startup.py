@@ -17,7 +17,7 @@ import pytest
 
 from checkpointing.checkpoint import RunState
 from checkpointing.status import StatusFile
-from tests.ranks import REPOSITORY, module_rank, run_ranks, strike_at
+from tests.ranks import REPOSITORY, module_rank, run_ranks
 from tests.started import SMALL_PLAIN, Started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -153,16 +153,6 @@ def test_a_rank_whose_torchrun_is_killed_before_it_has_joined_ends(started, tmp_
     agent.communicate(timeout=60)  # until nobody has the pipe, loader processes neither
 
 
-@pytest.mark.parametrize(("argv", "code"), [(["--test-only", "--resume", "auto"], -TERM), (["--epochs", "0"], 2)])
-def test_what_is_no_training_heeds_an_early_signal_in_its_own_way(started, tmp_path, argv, code):
-    """Sent before the command line is read, of which the script makes nothing yet."""
-    strike = (strike_at, "config.read_command_line", 1, "before", TERM)
-    outcome = run_forked(started, tmp_path / "out", *argv, prepare=strike)
-    assert outcome.codes == [code], outcome.output
-    assert "SIGTERM: stopping after this step" in outcome.output
-    assert "Traceback" not in outcome.output
-
-
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
@@ -187,14 +177,6 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(argv, code, wor
     assert not imported & {"torch", "torchvision", "numpy"}
     assert len(said) == (1 if code else 0), said
     assert words in (said[0] if code else outcome.stdout)
-
-
-def show_handlers():
-    print(signal.getsignal(TERM) is signal.SIG_DFL, sys.excepthook.__module__)
-
-
-def test_importing_train_handles_no_signal(tmp_path):
-    assert run_ranks(show_handlers, 1, log_folder=tmp_path).check().output == "True sys\n"  # tests/warm.py imports it
 
 
 def shell(started, out, line, *extra):
@@ -250,14 +232,6 @@ def speak_ascii():
     os.environ["PYTHONIOENCODING"] = "ascii"
 
 
-def use_one_core():
-    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-
-
-def limit_memory(size):
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
-
-
 def check_refused(code, output, words):
     assert code == 2, output
     (error,) = [text for text in output.splitlines() if "error" in text]
@@ -278,25 +252,6 @@ def test_what_the_machine_does_not_give_the_imports_is_said_in_one_line(started,
     line, extra, words = LIMITS_OF_IMPORTS[limit]
     outcome = shell(started, tmp_path / "out", f'{line}; exec "$@"', *extra)
     check_refused(outcome.returncode, outcome.stdout + outcome.stderr, words)
-
-
-# What is set or given, the options, and what the one line says.
-LIMITS = {
-    "workers": ((use_one_core,), ["--workers", 1000], "--workers 1000: this process has 1 cores"),
-    "batch": ((), ["--batch-size", 1 << 24, "--train-crop-size", 16384], "more than this machine's memory"),
-    "batches": (
-        (limit_memory, 16_000_000 << 10),
-        ["--workers", 64, "--train-crop-size", 4096],
-        "no memory for",
-    ),
-}
-
-
-@pytest.mark.parametrize("limit", LIMITS)
-def test_what_the_machine_does_not_give_is_said_in_one_line(started, tmp_path, limit):
-    prepare, extra, words = LIMITS[limit]
-    outcome = run_forked(started, tmp_path / "out", *extra, prepare=prepare)
-    check_refused(outcome.codes[0], outcome.output, words)
 
 
 def allow_no_process():

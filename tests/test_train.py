@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import config
 import gradients
-import models
 import sampler
 import train
 import utils
@@ -161,19 +160,6 @@ def test_train_one_epoch_takes_a_plain_loader(capsys):
     assert "Epoch: [0]  [2/3]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("given", [{}, {"print_freq": 2, "clip_grad_norm": None, "model_ema_steps": 1}])
-def test_train_one_epoch_takes_the_few_options_of_somebodys_own_script(given, capsys):
-    torch.manual_seed(0)
-    loader = DataLoader(TensorDataset(torch.randn(12, 6), torch.randint(3, (12,))), batch_size=4)
-    ours = Scorer(3, 0)
-    both = [ours, copy.deepcopy(ours)]
-    for model, args in zip(both, [Namespace(**given), config.parse_args(["--synthetic"])], strict=True):
-        optimizer, average = torch.optim.SGD(model.parameters(), lr=0.1), models.ExponentialMovingAverage(model, 0.9)
-        train.train_one_epoch(model, nn.CrossEntropyLoss(), optimizer, loader, torch.device("cpu"), 0, args, average)
-    assert torch.equal(both[0].linear.weight, both[1].linear.weight)
-    assert f"Epoch: [0]  [{given.get('print_freq', 0)}/3]" in capsys.readouterr().out
-
-
 def test_only_shard_0_moves_the_buffers():
     model = Scorer(3, 0)
     step = gradients.ShardedStep(model, sampler.VirtualShards(8, 2), device=torch.device("cpu"))
@@ -272,39 +258,6 @@ def test_test_only_repeats_the_last_evaluation_on_any_world_size_and_writes_noth
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
-def test_weights_start_a_run_and_a_head_for_other_classes_is_replaced(finished, image_folder, tmp_path):
-    argv = ["--weights", finished / "checkpoint.pth", *SMALL]
-    same = run_train(tmp_path, *argv, "--data-path", image_folder, "--test-only", "--batch-size", 4).check()
-    last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-2])
-    assert f"Acc@1 {last['acc1']:.3f} Acc@5 {last['acc5']:.3f} loss {last['loss']:.3f} n=7" in same.output
-    tuned = run_train(
-        tmp_path, *argv, "--synthetic", "8", "--batch-size", 4, "--epochs", 1, "--output-dir", tmp_path / "t"
-    )
-    assert "classifier of 3 classes left out, starting a new one of 1000" in tuned.check().output
-
-
-def test_synthetic_images_need_no_data(tmp_path):
-    outcome = run_train(
-        tmp_path, "--synthetic", 32, "--model", "squeezenet1_1", *SMALL, "--batch-size", 8, "--epochs", 1,
-        "--output-dir", tmp_path / "out",
-    ).check()  # fmt: skip
-    assert "32 training and 3 validation images of 1000 classes" in outcome.output
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_the_last_checkpoint_stays(finished, image_folder, tmp_path):
-    out = tmp_path / "out"
-    argv = ["--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", "4", "--print-freq", "1"]
-    run_train(tmp_path, *argv, "--epochs", 1, "--lr", 0.02).check()
-    kept = (out / "checkpoint.pth").read_bytes()
-    outcome = run_train(tmp_path, *argv, "--epochs", 3, "--lr", 1e30, "--resume", "auto", "--allow-change", "lr")
-    assert outcome.codes == [5], outcome.output
-    assert "the loss of step 8 is not finite; stopped, and the last checkpoint is kept" in outcome.output
-    assert (out / "checkpoint.pth").read_bytes() == kept
-    status = json.loads((out / "status.json").read_text())
-    assert status["state"] == "failed"
-    assert "NonFiniteError" in status["reason"]
-
-
 def test_a_run_whose_first_loss_is_not_finite_claims_no_checkpoint(image_folder, tmp_path):
     out = tmp_path / "out"
     argv = ["--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", "4", "--lr", 1e20]
@@ -313,32 +266,6 @@ def test_a_run_whose_first_loss_is_not_finite_claims_no_checkpoint(image_folder,
     assert "no checkpoint was saved yet" in outcome.output
     assert "is kept" not in outcome.output
     assert not list(out.glob("*.pth"))
-
-
-@pytest.mark.dist
-def test_every_rank_stops_at_a_loss_that_is_not_finite(image_folder, tmp_path):
-    outcome = run_train(
-        tmp_path, "--data-path", image_folder, "--output-dir", tmp_path / "out", *SMALL, "--batch-size", 4,
-        "--print-freq", 2, "--lr", 1e30, world_size=2,
-    )  # fmt: skip
-    assert outcome.codes[0] == 5
-    assert outcome.output.count("the loss of step") == 1
-
-
-def test_a_truncated_image_is_named_with_its_path(tmp_path):
-    from tests.images import write_images
-
-    for workers in [0, 2]:
-        images = write_images(tmp_path / f"images{workers}", {"train": [4, 4], "val": [1, 1]})
-        damaged = images / "train" / "class1" / "image002.jpg"
-        damaged.write_bytes(damaged.read_bytes()[:200])
-        outcome = run_train(
-            tmp_path, "--data-path", images, "--output-dir", tmp_path / f"out{workers}", *SMALL, "--batch-size", 4,
-            "--workers", workers,
-        )  # fmt: skip
-        assert outcome.codes == [1], outcome.output
-        assert outcome.output.count(f"{damaged.name} (class class1)") == 1
-        assert "Traceback" not in outcome.output
 
 
 def test_every_train_command_of_the_readme_and_docs_parses(documented_commands, tmp_path, monkeypatch):
