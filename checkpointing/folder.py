@@ -21,10 +21,8 @@ from errors import LockedError, StorageError, UserError
 from files import (
     explain_failure,
     find_os_error,
-    free_bytes,
     lock_file,
     make_folder,
-    mount_point,
     read_bytes,
     sync_folder,
     write_atomically,
@@ -173,8 +171,13 @@ class CheckpointFolder(CheckpointFinder):
     def save(self, state: dict, best_now: Iterable[str] = (), records: int | None = None) -> str | None:
         """Write a state, read it back, and only then give it its names and delete checkpoints that are too old.
 
-        First sync the file of the descriptor `records`. Return None, or one line that says why the save failed; the
-        earlier checkpoints are then untouched.
+        Args:
+            state: plain data, as `RunState.state_dict`.
+            best_now: the names under which it is best.
+            records: descriptor of a file to make durable first.
+
+        Returns:
+            None, or one line that says why the save failed; the earlier checkpoints are then untouched.
         """
         if records is not None:
             try:
@@ -190,10 +193,7 @@ class CheckpointFolder(CheckpointFinder):
         return self._commit(step, payload, len(payload), best_now)
 
     def _commit(self, step: int, content: bytes | Callable, num_bytes: int, best_now: Iterable[str]) -> str | None:
-        path, free, is_written = self.path_of(step), free_bytes(self.folder), False
-        if free < 1.2 * num_bytes:
-            needs = f"a checkpoint needs {num_bytes / 1e6:.1f} MB"
-            self._warn_once("space", f"{free / 1e6:.1f} MB free on {mount_point(self.folder)}, and {needs}")
+        path, is_written = self.path_of(step), False
         try:
             write_atomically(path, content, _verify_archive)
             is_written = True

@@ -1,7 +1,6 @@
 """status.json: how a run ended, and how often it has started at the same step."""
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +22,26 @@ class StatusFile:
 
     def __init__(self, folder: Path | None, state: RunState) -> None:
         self.folder, self.state = folder, state
-        self._is_warned = False
 
-    def _last(self) -> tuple[dict | None, Any]:
-        """Return the start and the time in the file, each None where it is missing."""
-        status = read_json(self.folder / "status.json") if self.folder else {}
-        start = status.get("start")
-        return start if is_start(start) else None, status.get("time")
+    def _read(self) -> dict:
+        return read_json(self.folder / "status.json") if self.folder else {}
 
     def count_start(self, records: list[dict]) -> dict:
         """Return a record of this start: its position, the number of consecutive starts there, and its time.
 
         Its `ran_s` is how long earlier starts ran, by the last of their `records`; None if unknown.
         """
-        position, (before, time_s) = [self.state.step, self.state.is_evaluated], self._last()
-        count = before["count"] + 1 if before and before["position"] == position else 1
-        last_s = [record["time"] for record in records[-1:]] + [time_s]
+        position, status = [self.state.step, self.state.is_evaluated], self._read()
+        before = status.get("start") if is_start(status.get("start")) else {}
+        count = before["count"] + 1 if before.get("position") == position else 1
+        last_s = [record["time"] for record in records[-1:]] + [status.get("time")]
         ran_s = time_run_s(before, last_s) if self.state.is_resumed else 0.0
         return {"position": position, "count": count, "began": time.time(), "ran_s": ran_s}
 
     def ran_s(self) -> float | None:
         """Return how long all starts of the run have run; None if unknown."""
-        return time_run_s(self._last()[0], [time.time()])
+        start = self._read().get("start")
+        return time_run_s(start, [time.time()]) if is_start(start) else None
 
     def replace(self, state: str, reason: str = "", start: dict | None = None) -> None:
         """Replace the file.
@@ -59,8 +56,8 @@ class StatusFile:
         Raises:
             OSError: the file cannot be written.
         """
-        step = self.state.step
-        start = start or self._last()[0] or {"position": [step, False], "count": 1}
+        step, before = self.state.step, self._read().get("start")
+        start = start or (before if is_start(before) else {"position": [step, False], "count": 1})
         is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
         status = {
             "state": state,
@@ -73,18 +70,12 @@ class StatusFile:
         write_json(self.folder / "status.json", status)
 
     def write(self, state: str, reason: str = "") -> None:
-        """Replace the file; a failure is printed once and ends no run."""
+        """Replace the file, if there is a folder; a failure is a warning."""
         try:
-            self._replace_patiently(state, reason)
+            if self.folder:
+                retry(lambda: self.replace(state, reason))
         except OSError as error:
-            if not self._is_warned:
-                self._is_warned = True
-                why = error.strerror or error
-                print(f"warning: status.json in {self.folder} is not written: {why}; training goes on")
-
-    def _replace_patiently(self, state: str, reason: str = "") -> None:
-        if self.folder:
-            retry(partial(self.replace, state, reason))
+            print(f"warning: status.json in {self.folder} is not written: {error.strerror or error}")
 
     def finish(self) -> None:
         """Record that the run has finished.
@@ -93,7 +84,7 @@ class StatusFile:
             StorageError: the file cannot be written; a warning alone would leave the end unrecorded.
         """
         try:
-            self._replace_patiently("finished", "")
+            retry(lambda: self.replace("finished"))
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
             raise StorageError(
@@ -112,13 +103,13 @@ def is_start(value: Any) -> bool:
     )
 
 
-def time_run_s(start: dict | None, seen_s: list) -> float | None:
+def time_run_s(start: dict, seen_s: list) -> float | None:
     """Return the seconds that a run had run when its start was last seen running; None if the records do not tell.
 
     Args:
-        start: the record in a status.json, or None.
+        start: the record in a status.json.
         seen_s: times at which the start was running; values of other types or ranges are ignored.
     """
-    began_s, earlier_s = ((start or {}).get(name) for name in ("began", "ran_s"))
+    began_s, earlier_s = start.get("began"), start.get("ran_s")
     known_s = [time_s for time_s in [*seen_s, began_s, earlier_s] if type(time_s) is float and 0 <= time_s < 1e11]
     return None if began_s not in known_s or earlier_s not in known_s else earlier_s + max(known_s) - began_s

@@ -30,8 +30,7 @@ SCRIPTS = {
 DOCKERFILE = (REPOSITORY / "scripts" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
 
 # Kinds and the types of fields, from the APIs' own definitions: kubeflow/trainer, pkg/apis/trainer/v1alpha1
-# (trainjob_types.go, trainingruntime_types.go); kubeflow/training-operator, pkg/apis/kubeflow.org/v1 (pytorch_types.go,
-# common_types.go); SkyPilot, docs/source/reference/yaml-spec.rst. A field that is not here is unknown.
+# (trainjob_types.go, trainingruntime_types.go); SkyPilot, docs/source/reference/yaml-spec.rst. Others are unknown.
 CONTAINER = {
     "name!": str, "image!": str, "command": [str], "args": [str], "env": [{"name!": str, "value!": str}],
     "resources": {"limits": dict}, "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool}],
@@ -52,12 +51,6 @@ SCHEMAS = {
             "numNodes": int, "numProcPerNode": int, "image": str, "command": [str], "args": [str],
             "env": CONTAINER["env"], "resourcesPerNode": {"limits": dict},
         },
-    },
-    ("kubeflow.org/v1", "PyTorchJob"): {
-        "nprocPerNode": str,
-        "elasticPolicy": {"rdzvBackend": str, "minReplicas": int, "maxReplicas": int, "maxRestarts": int},
-        "runPolicy": {"backoffLimit": int},
-        "pytorchReplicaSpecs!": {"Worker!": {"replicas": int, "restartPolicy": str, "template!": POD}},
     },
     (None, None): {
         "name": str, "workdir": str, "num_nodes": int, "setup": str, "run": str,
@@ -102,7 +95,7 @@ def test_the_page_has_each_way_to_launch():
     for words in ("--rdzv-backend=c10d", "\nsrun ", "sbatch scripts/slurm.sh", "docker build", "docker run"):
         assert words in text, words
     kinds = {part.get("kind") for part in YAML}
-    assert kinds == {"TrainingRuntime", "TrainJob", "PyTorchJob", None}
+    assert kinds == {"TrainingRuntime", "TrainJob", None}
 
 
 @pytest.mark.parametrize("part", YAML, ids=lambda part: part.get("kind", "SkyPilot"))
@@ -124,18 +117,14 @@ def test_the_schemas_notice_what_is_wrong():
 
 def pods():
     """Return the pods of the manifests."""
-    for part in YAML:
-        if part.get("kind") == "PyTorchJob":
-            yield part["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
-        if part.get("kind") == "TrainingRuntime":
-            yield part["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    runtimes = [part["spec"] for part in YAML if part.get("kind") == "TrainingRuntime"]
+    jobs = [job for spec in runtimes for job in spec["template"]["spec"]["replicatedJobs"]]
+    return [job["template"]["spec"]["template"]["spec"] for job in jobs]
 
 
 def test_pods_mount_what_they_name_and_are_given_longer_than_torchrun_waits():
     wait_s = int(re.search(r"SHUTDOWN_TIMEOUT:-(\d+)", SCRIPTS["container.sh"])[1])
-    found = list(pods())
-    assert len(found) == 2
-    for pod in found:
+    for pod in pods():
         mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         assert mounts == {volume["name"] for volume in pod["volumes"]}
         assert pod["terminationGracePeriodSeconds"] > wait_s
@@ -147,7 +136,6 @@ def container_commands():
     for part in YAML:
         if part.get("kind") == "TrainJob":
             yield part["spec"]["trainer"]["args"]
-    yield from (pod["containers"][0]["args"] for pod in pods() if "args" in pod["containers"][0])
     for line in [*SKY["run"].splitlines(), *"\n".join(BASH).replace("\\\n", " ").splitlines()]:
         words = shlex.split(line, comments=True)
         if "scripts/container.sh" in words:
@@ -158,7 +146,7 @@ def container_commands():
 
 def test_train_py_takes_the_options_that_containers_give_it():
     found = list(container_commands())
-    assert len(found) == 4
+    assert len(found) == 3
     for command in found:
         args = config.parse_args(["--output-dir", "/runs/x", "--resume", "auto", *command])
         assert (args.resume, args.data_path) == ("auto", "/data")
