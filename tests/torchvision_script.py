@@ -71,18 +71,8 @@ class Place:
 
     def load(self, **changes):
         args = self.args()
-        for name, value in changes.items():
-            setattr(args, name, value)
+        vars(args).update(changes)
         return train.load_data(str(self.images / "train"), str(self.images / "val"), args)
-
-
-class CheckError(Exception):
-    """A step's own check that did not hold."""
-
-
-def check(condition, reason):
-    if not condition:
-        raise CheckError(reason)
 
 
 def shown(tensor):
@@ -132,17 +122,13 @@ def picture(place):
 # The parser and main.
 
 
-def parser_defaults(place):
-    parser = train.get_args_parser()
-    args = vars(parser.parse_args(["--data-path", "images"]))
-    return {"parser": isinstance(parser, argparse.ArgumentParser), **{name: args[name] for name in OPTIONS}}
-
-
-def parser_is_a_parent(place):
-    parser = argparse.ArgumentParser(parents=[train.get_args_parser(add_help=False)])
-    parser.add_argument("--note", default="")
-    args = parser.parse_args([*place.argv("parent"), "--note", "mine", "-b", "7", "-j", "0", "--wd", "0.5"])
-    return [args.note, args.batch_size, args.workers, args.weight_decay, args.opt]
+def parser(place):
+    """As it is, and as the parent of a script's own."""
+    args = vars(train.get_args_parser().parse_args(["--data-path", "images"]))
+    child = argparse.ArgumentParser(parents=[train.get_args_parser(add_help=False)])
+    child.add_argument("--note", default="")
+    own = child.parse_args([*place.argv("parent"), "--note", "mine", "-b", "7", "-j", "0", "--wd", "0.5"])
+    return [{name: args[name] for name in OPTIONS}, own.note, own.batch_size, own.workers, own.weight_decay, own.opt]
 
 
 def checkpoint_of(folder):
@@ -163,23 +149,24 @@ def results_of(printed):
     return [[suffix, 0 <= float(acc1) <= float(acc5) <= 100] for suffix, acc1, acc5 in found]
 
 
-def main_trains(place):
-    returned, printed = captured(train.main, train.get_args_parser().parse_args(place.argv("run")))
+def run_main(place, name, *more, parser=None):
+    """What main returns, its evaluations and its epochs."""
+    args = (parser or train.get_args_parser()).parse_args(place.argv(name, *more))
+    returned, printed = captured(train.main, args)
     epochs = re.findall(r"^Epoch: \[(\d+)\] +\[ *(\d+)/(\d+)\]", printed, flags=re.M)
-    return [returned, results_of(printed), epochs[0], checkpoint_of(place.out / "run")]
+    return [returned, results_of(printed), sorted({epoch for epoch, *_ in epochs}), epochs[:1]]
 
 
-def main_resumes(place):
-    argv = place.argv("run", "--epochs", 2, "--resume", place.out / "run" / "checkpoint.pth")
-    _, printed = captured(train.main, train.get_args_parser().parse_args(argv))
-    epochs = sorted(set(re.findall(r"^Epoch: \[(\d+)\]", printed, flags=re.M)))
-    return [epochs, results_of(printed), checkpoint_of(place.out / "run")]
+def main_trains(place):
+    return [run_main(place, "run"), checkpoint_of(place.out / "run")]
 
 
-def main_tests_only(place):
-    argv = place.argv("run", "--test-only", "--resume", place.out / "run" / "checkpoint.pth")
-    returned, printed = captured(train.main, train.get_args_parser().parse_args(argv))
-    return [returned, results_of(printed), "Epoch:" in printed]
+def main_resumes_and_tests_only(place):
+    last = ["--resume", place.out / "run" / "checkpoint.pth"]
+    return [
+        run_main(place, "run", "--epochs", 2, *last), checkpoint_of(place.out / "run"),
+        run_main(place, "run", "--test-only", *last),
+    ]  # fmt: skip
 
 
 def main_with_much(place):
@@ -189,63 +176,47 @@ def main_with_much(place):
     argv = "--model-ema --model-ema-steps 2 --mixup-alpha 0.2 --cutmix-alpha 1.0 --label-smoothing 0.1 --opt adamw "
     argv += "--norm-weight-decay 0 --lr-scheduler cosineannealinglr --lr-warmup-epochs 1 --lr-warmup-method linear "
     argv += "--auto-augment ta_wide --random-erase 0.1 --clip-grad-norm 1 --epochs 2 --note mine"
-    _, printed = captured(train.main, parser.parse_args(place.argv("much", *argv.split())))
-    return [results_of(printed), checkpoint_of(place.out / "much")]
+    return [run_main(place, "much", *argv.split(), parser=parser), checkpoint_of(place.out / "much")]
 
 
 # Data.
 
 
-def load_data_returns(place):
+def datasets(place):
     dataset, dataset_test, train_sampler, test_sampler = place.load()
     is_set = [isinstance(each, torch.utils.data.Dataset) for each in (dataset, dataset_test)]
     is_sampler = [isinstance(each, torch.utils.data.Sampler) for each in (train_sampler, test_sampler)]
-    return [len(dataset), len(dataset_test), len(train_sampler), len(test_sampler), is_set, is_sampler]
-
-
-def datasets_know_their_images(place):
-    dataset, dataset_test, *_ = place.load()
     path, label = dataset.samples[-1]
-    return {
-        "classes": dataset.classes,
-        "class_to_idx": dataset.class_to_idx,
+    image, target = dataset[5]
+    result = {
+        "lengths": [len(each) for each in (dataset, dataset_test, train_sampler, test_sampler)],
+        "kinds": [is_set, is_sampler],
+        "class_to_idx": [dataset.classes, dataset.class_to_idx],
         "last": [Path(path).relative_to(place.images / "train").as_posix(), label],
-        "samples": [len(dataset.samples), type(dataset.samples).__name__, type(dataset.samples[0]).__name__],
-        "path": type(path).__name__,
+        "samples": [type(each).__name__ for each in (dataset.samples, dataset.samples[0], path)],
         "imgs": dataset.imgs == dataset.samples,
         "targets": [list(dataset.targets), list(dataset_test.targets)],
         "root": str(dataset.root) == str(place.images / "train"),
-        "transform": [type(each.transform).__name__ for each in (dataset, dataset_test)],
-        "target_transform": dataset.target_transform,
+        "transform": [*(type(each.transform).__name__ for each in (dataset, dataset_test)), dataset.target_transform],
+        "train": [str(image.dtype), list(image.shape), bool(image.min() < 0 and image.abs().max() < 3), target],
+        "test": [shown(dataset_test[3][0]), dataset_test[3][1]],
     }
-
-
-def datasets_give_floats(place):
-    dataset, dataset_test, *_ = place.load()
-    image, label = dataset[5]
-    is_normalised = bool(image.min() < 0 and image.abs().max() < 3)
-    return [str(image.dtype), list(image.shape), type(label).__name__, label, is_normalised,
-            shown(dataset_test[3][0]), dataset_test[3][1]]  # fmt: skip
-
-
-def datasets_take_another_transform(place):
-    _, dataset_test, *_ = place.load()
     dataset_test.transform = torchvision.transforms.ToTensor()
-    return [shown(dataset_test[3][0]), type(dataset_test.transform).__name__]
+    return {**result, "another transform": shown(dataset_test[3][0])}
+
+
+def plain_loaders(place):
+    return [plain_loader(place, num_workers) for num_workers in (0, 2)]
 
 
 def plain_loader(place, num_workers):
     dataset, dataset_test, train_sampler, test_sampler = place.load()
     data_loader = DataLoader(dataset, batch_size=4, sampler=train_sampler, num_workers=num_workers, pin_memory=True)
     data_loader_test = DataLoader(dataset_test, batch_size=5, sampler=test_sampler, num_workers=num_workers)
-    labels = Counter()
-    for _, target in data_loader:
-        labels.update(target.tolist())
-    image, target = next(iter(data_loader))
-    test = list(data_loader_test)
+    batches, test = list(data_loader), list(data_loader_test)
+    labels = Counter(label for _, target in batches for label in target.tolist())
     return {
-        "train": [len(data_loader), str(image.dtype), list(image.shape), str(target.dtype)],
-        "normalised": bool(image.min() < 0 and image.abs().max() < 3),
+        "train": [len(data_loader), str(batches[0][0].dtype), list(batches[0][0].shape), str(batches[0][1].dtype)],
         "labels": sorted(labels.items()),
         "test": [len(data_loader_test), [list(image.shape) for image, _ in test]],
         "test_labels": torch.cat([target for _, target in test]).tolist(),
@@ -253,15 +224,10 @@ def plain_loader(place, num_workers):
     }
 
 
-def training_orders_differ(place):
-    """Without `set_epoch`, which such scripts call on several processes only."""
-    dataset, _, train_sampler, _ = place.load()
-    orders = [[int(key) for key in train_sampler] for _ in range(2)]
-    return [sorted(orders[0]) == sorted(orders[1]) == list(range(len(dataset))), orders[0] != orders[1]]
-
-
 def loaders_of_other_kinds(place):
-    dataset, dataset_test, *_ = place.load()
+    """And orders without `set_epoch`, which such scripts call on several processes only."""
+    dataset, dataset_test, train_sampler, _ = place.load()
+    orders = [[int(key) for key in train_sampler] for _ in range(2)]
     weights = [1.0 / dataset.targets.count(label) for label in dataset.targets]
     loaders = [
         DataLoader(dataset, batch_size=4, shuffle=True),
@@ -270,7 +236,10 @@ def loaders_of_other_kinds(place):
         DataLoader(ConcatDataset([dataset_test, dataset]), batch_size=16),
         DataLoader(torch.utils.data.random_split(dataset_test, [6, 6])[0], batch_size=3),
     ]
-    return [[[list(image.shape) for image, _ in loader][-1], len(loader)] for loader in loaders]
+    return [
+        [sorted(orders[0]) == sorted(orders[1]) == list(range(len(dataset))), orders[0] != orders[1]],
+        [[[list(image.shape) for image, _ in loader][-1], len(loader)] for loader in loaders],
+    ]
 
 
 def load_data_with_published_weights(place):
@@ -282,25 +251,20 @@ def load_data_with_published_weights(place):
 # Training and evaluation.
 
 
-def evaluate_returns_a_float(place):
+def evaluate(place):
     model, criterion, device = small_model(), nn.CrossEntropyLoss(), torch.device("cpu")
     acc1, printed = captured(train.evaluate, model, criterion, noise_loader(), device)
     again = train.evaluate(model, criterion, noise_loader(), device=device, print_freq=1, log_suffix="EMA")
-    return [type(acc1).__name__, round(acc1, 3), acc1 == again, results_of(printed), model.training]
-
-
-def evaluate_an_image_folder(place):
     dataset = torchvision.datasets.ImageFolder(place.images / "val", presets.ClassificationPresetEval(crop_size=32))
-    model = small_model()
     loader = DataLoader(dataset, batch_size=5)
     with torch.inference_mode():
-        acc1 = train.evaluate(model, nn.CrossEntropyLoss(), loader, torch.device("cpu"), 1, "own")
-        right = [(model(image).argmax(1) == target).sum() for image, target in loader]
-    check(acc1 == 100 * float(sum(right)) / len(dataset), f"{acc1} is not {right} of {len(dataset)}")
-    return type(acc1).__name__
+        of_folder = train.evaluate(model, criterion, loader, device, 1, "own")
+        right = sum(int((model(image).argmax(1) == target).sum()) for image, target in loader)
+    is_counted = of_folder == 100 * right / len(dataset)
+    return [type(acc1).__name__, round(acc1, 3), acc1 == again, results_of(printed), model.training, is_counted]
 
 
-def train_one_epoch_alone(place, **options):
+def one_epoch(**options):
     model = small_model()
     args = argparse.Namespace(print_freq=1, clip_grad_norm=None)
     ema, scaler = None, options.pop("scaler", None) and torch.amp.GradScaler("cpu", enabled=False)
@@ -316,10 +280,10 @@ def train_one_epoch_alone(place, **options):
     return [returned, sum_of(model), model.training, lines, words, ema and [int(ema.n_averaged), sum_of(ema.module)]]
 
 
-def train_one_epoch_in_warmup(place):
-    result = train_one_epoch_alone(place, model_ema=True, model_ema_steps=1, lr_warmup_epochs=5)
-    check(result[1] == result[-1][1], "in the warm-up the average is not a copy of the weights")
-    return result[-1][0]
+def train_one_epoch(place):
+    """In the warm-up the average is a copy of the weights."""
+    warmup = {"model_ema": True, "model_ema_steps": 1, "lr_warmup_epochs": 5}
+    return [one_epoch(**each) for each in ({}, {"clip_grad_norm": 0.1}, {"model_ema": True}, {"scaler": 1}, warmup)]
 
 
 def own_loop(place):
@@ -354,14 +318,14 @@ def own_loop(place):
 # Meters and processes.
 
 
-def smoothed_value(place):
+def meters(place):
     meter, short = utils.SmoothedValue(), utils.SmoothedValue(window_size=2, fmt="{value:.1f} {avg:.2f} {max:.0f}")
     for value, n in [(1.0, 1), (4.0, 3), (2.0, 1), (8.0, 2)]:
         meter.update(value, n=n)
         short.update(value)
     meter.synchronize_between_processes()
     names = ("median", "avg", "global_avg", "max", "value", "total", "count")
-    return [{name: getattr(meter, name) for name in names}, list(meter.deque), str(meter), str(short)]
+    return [{name: getattr(meter, name) for name in names}, list(meter.deque), str(meter), str(short), accuracies()]
 
 
 def metric_logger(place):
@@ -373,73 +337,55 @@ def metric_logger(place):
             logger.update(loss=torch.tensor(float(value)), lr=0.1)
             logger.meters["acc1"].update(10.0 * value, n=value)
 
-    _, printed = captured(loop)
+    lines = captured(loop)[1].splitlines()
     logger.synchronize_between_processes()
-    lines = printed.splitlines()
-    shapes = [re.sub(r"\d+\.\d{4}", "N", re.sub(r"\d:\d\d:\d\d", "T", line)) for line in lines]
-    meters = {name: logger.meters[name].global_avg for name in ("loss", "lr", "acc1")}
     return {
-        "lines": shapes,
-        "meters": meters,
-        "attribute": logger.acc1.global_avg,
-        "names": sorted(logger.meters),
+        "lines": [re.sub(r"\d+\.\d{4}", "N", re.sub(r"\d:\d\d:\d\d", "T", line)) for line in lines],
+        "meters": {name: logger.meters[name].global_avg for name in sorted(logger.meters)},
+        "attributes": [logger.acc1.global_avg, error_of(lambda: logger.nothing)],
         "text": str(logger),
-        "missing": error_of(lambda: logger.nothing),
     }
 
 
-def accuracies(place):
+def accuracies():
     output = torch.eye(6)[[0, 1, 2, 3]] + torch.arange(6) * 0.01
     target = torch.tensor([0, 1, 5, 0])
     soft = nn.functional.one_hot(target, 6).float()
-    results = utils.accuracy(output, target, topk=(1, 5)) + utils.accuracy(output, soft) + utils.accuracy(output, soft)
+    results = utils.accuracy(output, target, topk=(1, 5)) + utils.accuracy(output, soft)
     return [type(results).__name__, [result.item() for result in results], [str(results[0].dtype), results[0].ndim]]
 
 
-def mkdirs(place):
+def talk(is_master):
+    utils.setup_for_distributed(is_master)
+    print("plain", end=" ")
+    print("forced", force=True, end=" ")
+
+
+def processes(place):
+    original, args = builtins.print, place.args()
+    del args.distributed
+    small = argparse.Namespace()
+    for each in (args, small):
+        captured(utils.init_distributed_mode, each)
+    words = [utils.is_dist_avail_and_initialized(), utils.get_world_size(), utils.get_rank(), utils.is_main_process()]
+    try:
+        words += [captured(talk, is_master)[1] for is_master in (True, False)]
+    finally:
+        builtins.print = original
+    return [args.distributed, args.world_size, small.distributed, words]
+
+
+def files_and_sums(place):
     folder = place.out / "a" / "b"
     utils.mkdir(str(folder))
     utils.mkdir(folder)
-    return folder.is_dir()
-
-
-def process_words(place):
-    args = place.args()
-    del args.distributed
-    captured(utils.init_distributed_mode, args)
-    words = [utils.is_dist_avail_and_initialized(), utils.get_world_size(), utils.get_rank(), utils.is_main_process()]
-    return [args.distributed, args.world_size, words]
-
-
-def init_with_a_small_namespace(place):
-    args = argparse.Namespace()
-    utils.init_distributed_mode(args)
-    return args.distributed
-
-
-def reductions(place):
-    values = [3, 2.5, [1, 2], [0.5, 4.0]]
-    return [[type(total).__name__, total.tolist()] for total in map(utils.reduce_across_processes, values)]
-
-
-def save_on_master(place):
-    utils.save_on_master({"epoch": 3}, place.out / "positional.pth")
-    utils.save_on_master({"epoch": 4}, f=place.out / "named.pth")
-    return [torch.load(place.out / f"{name}.pth")["epoch"] for name in ("positional", "named")]
-
-
-def setup_for_distributed(place):
-    original = builtins.print
-
-    def talk(is_master):
-        utils.setup_for_distributed(is_master)
-        print("plain", end=" ")
-        print("forced", force=True, end=" ")
-
-    try:
-        return [captured(talk, True)[1], captured(talk, False)[1]]
-    finally:
-        builtins.print = original
+    utils.save_on_master({"epoch": 3}, folder / "positional.pth")
+    utils.save_on_master({"epoch": 4}, f=folder / "named.pth")
+    reduced = map(utils.reduce_across_processes, [3, 2.5, [1, 2], [0.5, 4.0]])
+    return [
+        [torch.load(folder / f"{name}.pth")["epoch"] for name in ("positional", "named")],
+        [[type(total).__name__, total.tolist()] for total in reduced],
+    ]
 
 
 # Weights.
@@ -466,7 +412,6 @@ def weight_decays(place):
         "plain": groups(resnet, 1e-4),
         "norm": groups(resnet, 1e-4, norm_weight_decay=0.0),
         "norm, positional": groups(resnet, 1e-4, 0.5),
-        "bias": groups(resnet, 1e-4, custom_keys_weight_decay=[("bias", 0.1)]),
         "bias and norm": groups(resnet, 1e-4, norm_weight_decay=0.2, custom_keys_weight_decay=[("bias", 0.1)]),
         "path": groups(resnet, 1e-4, custom_keys_weight_decay=[("layer1.0.conv1.weight", 0.3)]),
         "classes": groups(resnet, 1e-4, norm_weight_decay=0.0, norm_classes=[nn.Linear]),
@@ -477,32 +422,28 @@ def weight_decays(place):
 
 def moving_average(place):
     model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
-    with torch.no_grad():
-        model[0].weight.fill_(1.0)
+    nn.init.ones_(model[0].weight)
     ema = utils.ExponentialMovingAverage(model, decay=0.75, device="cpu")
     values = []
     for value in (1.0, 2.0, 6.0):
-        with torch.no_grad():
-            model[0].weight.fill_(value)
-            model[1].running_mean.fill_(value)
+        nn.init.constant_(model[0].weight, value)
+        model[1].running_mean.fill_(value)
         ema.update_parameters(model)
         values.append([ema.module[0].weight[0, 0].item(), ema.module[1].running_mean.item(), int(ema.n_averaged)])
     fresh = utils.ExponentialMovingAverage(model, 0.75)
     fresh.load_state_dict(ema.state_dict())
-    ema.eval()
     return {
         "values": values,
         "kind": [isinstance(ema, torch.optim.swa_utils.AveragedModel), isinstance(ema, nn.Module)],
         "keys": list(ema.state_dict()),
         "loaded": fresh.module[0].weight[0, 0].item(),
-        "output": list(ema(torch.zeros(3, 2)).shape),
+        "output": list(ema.eval()(torch.zeros(3, 2)).shape),
     }
 
 
 def averages(place):
-    folder = place.out / "averages"
+    folder, paths = place.out / "averages", []
     utils.mkdir(folder)
-    paths = []
     for number, count in [(1.0, 5), (2.0, 8), (6.0, 9)]:
         state = {"weight": torch.full((2,), number), "count": torch.tensor(count), "half": torch.ones(1).half()}
         paths.append(str(folder / f"model_{count}.pth"))
@@ -510,8 +451,7 @@ def averages(place):
     averaged = utils.average_checkpoints(paths)
     torch.save({"model": {"other": torch.ones(1)}}, folder / "other.pth")
     return {
-        "keys": [list(averaged), list(averaged["model"])],
-        "epoch": averaged["epoch"],
+        "keys": [list(averaged), list(averaged["model"]), averaged["epoch"]],
         "model": {name: [str(value.dtype), value.tolist()] for name, value in averaged["model"].items()},
         "other": error_of(utils.average_checkpoints, [paths[0], folder / "other.pth"]),
     }
@@ -520,32 +460,26 @@ def averages(place):
 def stored_weights(place):
     folder = place.out / "stored"
     utils.mkdir(folder)
-    model = small_model()
-    before = sum_of(model)
+    model, source = small_model(), small_model()
     ema = utils.ExponentialMovingAverage(model, decay=0.5)
     ema.update_parameters(model)
-    source = small_model()
     source[0].weight.data.add_(1.0)
     unneeded = {**source.state_dict(), "aux.weight": torch.ones(1)}
     checkpoint = {"model": source.state_dict(), "model_ema": ema.state_dict(), "aux": unneeded, "epoch": 3}
-    path = folder / "checkpoint.pth"
+    path = str(folder / "checkpoint.pth")
     torch.save(checkpoint, path)
     written = {
-        "model": utils.store_model_weights(model, str(path)),
-        "model_ema": utils.store_model_weights(model, str(path), checkpoint_key="model_ema"),
-        "aux": utils.store_model_weights(model, str(path), "aux", strict=False),
+        "model": utils.store_model_weights(model, path),
+        "model_ema": utils.store_model_weights(model, path, checkpoint_key="model_ema"),
+        "aux": utils.store_model_weights(model, path, "aux", strict=False),
     }
-    results = {}
+    results = {"strict": error_of(utils.store_model_weights, model, path, "aux"), "files": len(os.listdir(folder))}
     for name, output in written.items():
-        content = Path(output).read_bytes()
-        is_named = Path(output).name == f"weights-{hashlib.sha256(content).hexdigest()[:8]}.pth"
-        weights = torch.load(output, weights_only=True)
+        digest = hashlib.sha256(Path(output).read_bytes()).hexdigest()[:8]
+        is_named = Path(output) == folder / f"weights-{digest}.pth"
         target = small_model()
-        target.load_state_dict(weights)
-        results[name] = [type(output).__name__, Path(output).parent == folder, is_named, list(weights), sum_of(target)]
-    results["strict"] = error_of(utils.store_model_weights, model, str(path), "aux")
-    results["same model"] = sum_of(model) == before
-    results["files"] = sum(1 for each in folder.iterdir())
+        target.load_state_dict(torch.load(output, weights_only=True))
+        results[name] = [type(output).__name__, is_named, sum_of(target)]
     return results
 
 
@@ -554,9 +488,11 @@ def stored_weights(place):
 
 def presets_on_an_image(place):
     image = picture(place)
-    results = {"eval": shown(presets.ClassificationPresetEval(crop_size=32, resize_size=36)(image))}
-    results["eval, 224"] = shown(presets.ClassificationPresetEval(crop_size=224)(image))
     bicubic = torchvision.transforms.InterpolationMode.BICUBIC
+    results = {"eval": shown(presets.ClassificationPresetEval(crop_size=32, resize_size=36)(image))}
+    version_2 = presets.ClassificationPresetEval(crop_size=32, resize_size=36, use_v2=True)
+    results["eval, version 2"] = shown(version_2(image))
+    results["eval, 224"] = shown(presets.ClassificationPresetEval(crop_size=224)(image))
     keywords = {
         "train": {},
         "no flip": {"hflip_prob": 0.0},
@@ -571,44 +507,28 @@ def presets_on_an_image(place):
         results[name] = shown(presets.ClassificationPresetTrain(crop_size=24, **more)(image))
     results["positional"] = error_of(presets.ClassificationPresetEval, 32)
     results["backend"] = error_of(presets.ClassificationPresetEval, crop_size=32, backend="other")
+    results["modules"] = [presets.get_module(use_v2).__name__ for use_v2 in (False, True)]
     return results
 
 
 def presets_augment(place):
     image, results = picture(place), {}
+    torch.manual_seed(5)
     for policy in ("ra", "ta_wide", "augmix", "imagenet", "cifar10"):
-        torch.manual_seed(5)
         preset = presets.ClassificationPresetTrain(crop_size=24, auto_augment_policy=policy, ra_magnitude=5,
                                                    augmix_severity=2)  # fmt: skip
         results[policy] = shown(preset(image))[:2]
-    torch.manual_seed(5)
     erased = presets.ClassificationPresetTrain(crop_size=24, random_erase_prob=1.0)(image)
-    results["erased"] = bool((erased == 0).all(0).float().mean() > 0.01)
-    return results
-
-
-def presets_of_version_2(place):
-    image = picture(place)
-    evaluation = presets.ClassificationPresetEval(crop_size=32, resize_size=36, use_v2=True)(image)
-    torch.manual_seed(5)
-    training = presets.ClassificationPresetTrain(crop_size=24, use_v2=True, backend="pil")(image)
-    return [shown(evaluation), type(evaluation).__name__, shown(training)[:2], type(training).__name__]
+    return {**results, "erased": bool((erased == 0).all(0).float().mean() > 0.01)}
 
 
 def presets_in_an_image_folder(place):
-    train_set = torchvision.datasets.ImageFolder(
-        place.images / "train", presets.ClassificationPresetTrain(crop_size=24)
-    )
-    val_set = torchvision.datasets.ImageFolder(
-        str(place.images / "val"), transform=presets.ClassificationPresetEval(crop_size=32, resize_size=36)
-    )
+    folder = torchvision.datasets.ImageFolder
+    train_set = folder(place.images / "train", presets.ClassificationPresetTrain(crop_size=24))
+    val_set = folder(place.images / "val", transform=presets.ClassificationPresetEval(crop_size=32, resize_size=36))
     image, target = next(iter(DataLoader(train_set, batch_size=4, shuffle=True, num_workers=2)))
     means = [round(float(image.mean()), 3) for image, _ in val_set]
     return [str(image.dtype), list(image.shape), bool(image.min() < 0), str(target.dtype), means[:4]]
-
-
-def modules_of_versions(place):
-    return [presets.get_module(use_v2).__name__ for use_v2 in (False, True)]
 
 
 def mixed_batch(mix):
@@ -627,66 +547,38 @@ def mixed_batch(mix):
     return {
         "image": shown(mixed)[:2],
         "target": shown(soft)[:2],
-        "rows": [round(float(total), 4) for total in soft.sum(1)],
         "mixed": is_soft and ("cut" if is_cut else "blended" if is_blended else "neither"),
         "given": bool((image == given).all()),
+        "in place": mixed is image,
     }
 
 
-def mixup(place):
-    torch.manual_seed(0)
-    mix = transforms.RandomMixUp(NUM_CLASSES, p=1.0, alpha=0.8)
-    return [mixed_batch(mix), isinstance(mix, nn.Module), mix.num_classes, mix.p, mix.alpha, repr(mix)]
-
-
-def cutmix(place):
-    torch.manual_seed(0)
-    mix = transforms.RandomCutMix(NUM_CLASSES, 1.0, 1.0)
-    return [mixed_batch(mix), isinstance(mix, nn.Module), mix.num_classes, mix.p, mix.alpha, repr(mix)]
-
-
-def mixing_never(place):
-    mixes = transforms.RandomMixUp(num_classes=NUM_CLASSES, p=0.0), transforms.RandomCutMix(NUM_CLASSES, p=0.0)
-    image, target = torch.randn(3, 3, 4, 4), torch.tensor([0, 2, 5])
+def mixing(place):
+    results, image, target = [], torch.randn(3, 3, 4, 4), torch.tensor([0, 2, 5])
     one_hot = nn.functional.one_hot(target, NUM_CLASSES).float()
-    results = [mix(image, target) for mix in mixes]
-    return [[bool((mixed == image).all()), bool((soft == one_hot).all()), str(soft.dtype)] for mixed, soft in results]
-
-
-def mixing_sometimes(place):
-    torch.manual_seed(0)
-    mix = transforms.RandomMixUp(NUM_CLASSES)
-    image, target = torch.randn(3, 3, 4, 4), torch.tensor([0, 2, 5])
-    share = sum(bool((mix(image, target)[0] != image).any()) for _ in range(400)) / 400
-    return [0.4 < share < 0.6, mix.p, mix.alpha]
-
-
-def mixing_refuses(place):
-    image, target = torch.randn(3, 3, 4, 4), torch.tensor([0, 2, 5])
-    results = {}
     for kind in (transforms.RandomMixUp, transforms.RandomCutMix):
-        mix = kind(NUM_CLASSES, p=1.0)
-        results[kind.__name__] = [
+        mix, sometimes = kind(NUM_CLASSES, p=1.0, alpha=0.8), kind(NUM_CLASSES)
+        kept, soft = kind(num_classes=NUM_CLASSES, p=0.0)(image, target)
+        torch.manual_seed(0)
+        share = sum(bool((sometimes(image, target)[0] != image).any()) for _ in range(400)) / 400
+        refusals = [
             error_of(kind, 0), error_of(kind, NUM_CLASSES, alpha=0.0), error_of(mix, image[0], target),
             error_of(mix, image, target[None]), error_of(mix, image.byte(), target),
             error_of(mix, image, target.float()),
         ]  # fmt: skip
+        results += [
+            mixed_batch(mix), isinstance(mix, nn.Module), [mix.num_classes, mix.p, mix.alpha, repr(mix)],
+            [bool((kept == image).all()), bool((soft == one_hot).all()), str(soft.dtype)],
+            [0.2 < share < 0.6, sometimes.p, sometimes.alpha], refusals,
+            mixed_batch(kind(NUM_CLASSES, p=1.0, alpha=0.8, inplace=True))["in place"],
+        ]  # fmt: skip
     return results
-
-
-def mixing_in_place(place):
-    torch.manual_seed(0)
-    image = torch.randn(4, 3, 16, 16)
-    given = image.clone()
-    mixed, _ = transforms.RandomMixUp(NUM_CLASSES, p=1.0, alpha=0.8, inplace=True)(image, torch.tensor([0, 3, 3, 5]))
-    return [mixed is image, bool((image != given).any())]
 
 
 def mixup_or_cutmix(place):
     results = []
     for use_v2 in (False, True):
         build = partial(transforms.get_mixup_cutmix, num_classes=NUM_CLASSES, use_v2=use_v2)
-        torch.manual_seed(0)
         both, one = build(mixup_alpha=0.4, cutmix_alpha=1.0), build(mixup_alpha=0.4, cutmix_alpha=0.0)
         other = build(mixup_alpha=0.0, cutmix_alpha=1.0)
         results.append([mixed_batch(each)["mixed"] for each in (one, other)])
@@ -694,25 +586,18 @@ def mixup_or_cutmix(place):
         for seed in range(40):
             torch.manual_seed(seed)
             image = torch.randn(4, 3, 16, 16)
-            mixed, soft = both(image, torch.tensor([0, 1, 2, 3]))
-            is_cut = bool(((mixed == image) | (mixed == image.roll(1, 0))).all())
-            kinds["cut" if is_cut else "blended"] += 1
-            check(list(soft.shape) == [4, NUM_CLASSES], f"{soft.shape}")
-        results.append([min(kinds.values()) > 5, sorted(kinds), build(mixup_alpha=0.0, cutmix_alpha=0.0)])
-    return results
-
-
-def mixed_loader(place):
-    """The collate function that torchvision's main makes, in a loader of two processes."""
+            mixed, _ = both(image, torch.tensor([0, 1, 2, 3]))
+            kinds[bool(((mixed == image) | (mixed == image.roll(1, 0))).all())] += 1
+        results.append([min(kinds[True], kinds[False]) > 5, build(mixup_alpha=0.0, cutmix_alpha=0.0)])
+    # The collate function that torchvision's main makes, in a loader of two processes.
     dataset, _, train_sampler, _ = place.load()
     mix = transforms.get_mixup_cutmix(mixup_alpha=0.4, cutmix_alpha=1.0, num_classes=NUM_CLASSES, use_v2=False)
 
     def collate_fn(batch):
         return mix(*default_collate(batch))
 
-    loader = DataLoader(dataset, batch_size=4, sampler=train_sampler, num_workers=2, collate_fn=collate_fn)
-    batches = list(loader)
-    return [len(batches), *(shown(part)[:2] for part in batches[0]), round(float(batches[-1][1].sum()), 3)]
+    batches = list(DataLoader(dataset, batch_size=4, sampler=train_sampler, num_workers=2, collate_fn=collate_fn))
+    return [*results, len(batches), *(shown(part)[:2] for part in batches[0]), round(float(batches[-1][1].sum()), 3)]
 
 
 def repeated(num_images, **options):
@@ -721,44 +606,30 @@ def repeated(num_images, **options):
     sampled.set_epoch(2)
     second = [int(index) for index in sampled]
     hashes = [hashlib.sha256(str(order[:256]).encode()).hexdigest()[:8] for order in (first, second)]
-    return [len(sampled), len(first), first[:8], second[:8], hashes]
+    return [len(sampled), len(first), first[:8], hashes]
 
 
 def repeated_augmentation(place):
+    dataset = TensorDataset(torch.arange(512))
+    sampled = sampler.RASampler(dataset, num_replicas=2, rank=0, shuffle=False)
+    batches = [batch.tolist() for (batch,) in DataLoader(dataset, batch_size=100, sampler=sampled)]
     return {
         "rank 0": repeated(512, num_replicas=2, rank=0),
         "rank 1": repeated(512, num_replicas=2, rank=1),
         "seed": repeated(512, num_replicas=2, rank=1, seed=3),
-        "in order": repeated(512, num_replicas=2, rank=1, shuffle=False),
         "twice": repeated(768, num_replicas=3, rank=2, shuffle=True, seed=1, repetitions=2),
         "alone": repeated(256, num_replicas=1, rank=0, repetitions=1),
+        # Of a set whose size is no multiple of 256 torchvision leaves the rest out.
+        "cut": repeated(600, num_replicas=2, rank=1),
+        "in a loader": [[len(batch) for batch in batches], batches[0][:9]],
+        "attributes": [sampled.num_replicas, sampled.rank, sampled.repetitions, sampled.shuffle, sampled.seed],
+        "kind": isinstance(sampled, torch.utils.data.Sampler),
     }
 
 
-def repeated_augmentation_cut(place):
-    """Of a set whose size is no multiple of 256 torchvision leaves the rest out."""
-    return repeated(600, num_replicas=2, rank=1)
-
-
-def repeated_augmentation_in_a_loader(place):
-    dataset = TensorDataset(torch.arange(512))
-    sampled = sampler.RASampler(dataset, num_replicas=2, rank=0, shuffle=False)
-    batches = [batch.tolist() for (batch,) in DataLoader(dataset, batch_size=100, sampler=sampled)]
-    attributes = [sampled.num_replicas, sampled.rank, sampled.repetitions, sampled.shuffle, sampled.seed]
-    return [
-        [len(batch) for batch in batches],
-        batches[0][:9],
-        attributes,
-        isinstance(sampled, torch.utils.data.Sampler),
-    ]
-
-
-# The calls of torchvision's own train_quantization.py, in their order.
-
-
-def quantization_args(place):
-    """With the options of that script, which are fewer."""
-    return argparse.Namespace(
+def quantization(place):
+    """The calls of torchvision's own train_quantization.py, in their order, with its options, which are fewer."""
+    args = argparse.Namespace(
         data_path=str(place.images), model="small", qbackend="fbgemm", device="cpu", batch_size=4, eval_batch_size=5,
         epochs=1, num_observer_update_epochs=0, num_batch_norm_update_epochs=0, num_calibration_batches=2, workers=0,
         lr=0.01, momentum=0.9, weight_decay=1e-4, lr_step_size=30, lr_gamma=0.1, print_freq=10, resume="",
@@ -766,62 +637,32 @@ def quantization_args(place):
         post_training_quantize=False, world_size=1, dist_url="env://", interpolation="bilinear", val_resize_size=36,
         val_crop_size=32, train_crop_size=32, clip_grad_norm=None, weights=None, backend="pil", use_v2=False,
     )  # fmt: skip
-
-
-def quantization_loads(args):
     utils.mkdir(args.output_dir)
     utils.init_distributed_mode(args)
-    folders = [os.path.join(args.data_path, split) for split in ("train", "val")]
-    dataset, dataset_test, train_sampler, test_sampler = train.load_data(*folders, args)
-    data_loader = DataLoader(
-        dataset, batch_size=args.batch_size, sampler=train_sampler, num_workers=args.workers, pin_memory=True
+    dataset, dataset_test, train_sampler, test_sampler = train.load_data(
+        *(os.path.join(args.data_path, split) for split in ("train", "val")), args
     )
-    data_loader_test = DataLoader(
-        dataset_test, batch_size=args.eval_batch_size, sampler=test_sampler, num_workers=args.workers, pin_memory=True
-    )
-    return dataset, data_loader, data_loader_test
-
-
-def quantization_aware_training(place):
-    args = quantization_args(place)
-    _, data_loader, data_loader_test = quantization_loads(args)
-    device, criterion = torch.device(args.device), nn.CrossEntropyLoss()
-    model = small_model().to(device)
+    data_loader = DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler, num_workers=args.workers)
+    data_loader_test = DataLoader(dataset_test, batch_size=args.eval_batch_size, sampler=test_sampler)
+    device, criterion, model = torch.device(args.device), nn.CrossEntropyLoss(), small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
-    lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=args.lr_step_size, gamma=args.lr_gamma)
     results = []
     for epoch in range(args.start_epoch, args.epochs):
         train.train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args)
-        lr_scheduler.step()
         with torch.inference_mode():
             results.append(train.evaluate(model, criterion, data_loader_test, device=device, log_suffix="QAT"))
-            evaluated = copy.deepcopy(model)
-            evaluated.eval()
+            evaluated = copy.deepcopy(model).eval()
             results.append(train.evaluate(evaluated, criterion, data_loader_test, device=torch.device("cpu")))
         model.train()
-        checkpoint = {
-            "model": model.state_dict(), "eval_model": evaluated.state_dict(), "optimizer": optimizer.state_dict(),
-            "lr_scheduler": lr_scheduler.state_dict(), "epoch": epoch, "args": args,
-        }  # fmt: skip
-        utils.save_on_master(checkpoint, os.path.join(args.output_dir, f"model_{epoch}.pth"))
+        checkpoint = {"model": model.state_dict(), "eval_model": evaluated.state_dict(), "epoch": epoch, "args": args}
         utils.save_on_master(checkpoint, os.path.join(args.output_dir, "checkpoint.pth"))
     loaded = torch.load(os.path.join(args.output_dir, "checkpoint.pth"), map_location="cpu", weights_only=True)
-    return [[type(result).__name__ for result in results], results[0] == results[1], loaded["epoch"], list(loaded)]
-
-
-def quantization_after_training(place):
-    args = quantization_args(place)
-    dataset, _, data_loader_test = quantization_loads(args)
-    device, criterion, model = torch.device(args.device), nn.CrossEntropyLoss(), small_model()
+    # After training.
     calibration = Subset(dataset, indices=list(range(args.batch_size * args.num_calibration_batches)))
-    data_loader = DataLoader(calibration, batch_size=args.batch_size, shuffle=False, num_workers=args.workers,
-                             pin_memory=True)  # fmt: skip
-    model.eval()
-    first = train.evaluate(model, criterion, data_loader, device=device, print_freq=1)
-    second = train.evaluate(model, criterion, data_loader_test, device=device)
-    if utils.is_main_process():
-        torch.save(model.state_dict(), os.path.join(args.output_dir, "quantized_post_train_model.pth"))
-    return [type(first).__name__, type(second).__name__]
+    loader = DataLoader(calibration, batch_size=args.batch_size, shuffle=False, num_workers=args.workers)
+    calibrated = train.evaluate(model.eval(), criterion, loader, device=device, print_freq=1)
+    kinds = [type(result).__name__ for result in (*results, calibrated)]
+    return [kinds, results[0] == results[1], loaded["epoch"], list(loaded)]
 
 
 # Two processes.
@@ -831,26 +672,20 @@ def ranks_join(place):
     args = argparse.Namespace(device="cpu", world_size=1, dist_url="env://")
     captured(utils.init_distributed_mode, args)
     rank = utils.get_rank()
-    check(args.rank == rank == int(os.environ["RANK"]), f"rank {args.rank}")
-    check(utils.is_main_process() == (rank == 0), "the main process is rank 0")
-    return [args.distributed, args.world_size, args.gpu == rank, utils.get_world_size()]
+    is_consistent = args.rank == rank == args.gpu == int(os.environ["RANK"]) and utils.is_main_process() == (rank == 0)
+    return [args.distributed, args.world_size, is_consistent, utils.get_world_size()]
 
 
 def ranks_print(place):
-    def talk():
-        print("plain", end=" ")
-        print("forced", force=True, end=" ")
-
-    return captured(talk)[1]
+    return captured(talk, utils.is_main_process())[1]
 
 
 def ranks_reduce(place):
     rank = utils.get_rank()
     values = [rank + 1, [rank, 10], 0.5 * rank, [1.5, float(rank)]]
-    meter = utils.SmoothedValue()
+    meter, logger = utils.SmoothedValue(), utils.MetricLogger()
     meter.update(4.0 * rank, n=1 + 2 * rank)
     meter.synchronize_between_processes()
-    logger = utils.MetricLogger()
     logger.meters["acc1"].update(10.0 + 10 * rank, n=4)
     logger.synchronize_between_processes()
     reduced = [utils.reduce_across_processes(value).tolist() for value in values]
@@ -914,35 +749,21 @@ def ranks_train(place):
 
 
 def ranks_main(place):
-    _, printed = captured(train.main, train.get_args_parser().parse_args(place.argv("run")))
+    _, results, *_ = run_main(place, "run")
     torch.distributed.barrier()
-    return [results_of(printed), checkpoint_of(place.out / "run")]
+    return [results, checkpoint_of(place.out / "run")]
 
 
-MAIN = [main_trains, main_resumes, main_tests_only, main_with_much]
-NAMES = [
-    parser_defaults, parser_is_a_parent, load_data_returns, datasets_know_their_images, datasets_give_floats,
-    datasets_take_another_transform, partial(plain_loader, num_workers=0), partial(plain_loader, num_workers=2),
-    training_orders_differ, loaders_of_other_kinds, load_data_with_published_weights, evaluate_returns_a_float,
-    evaluate_an_image_folder, train_one_epoch_alone, partial(train_one_epoch_alone, clip_grad_norm=0.1),
-    partial(train_one_epoch_alone, model_ema=True), partial(train_one_epoch_alone, scaler="disabled"),
-    train_one_epoch_in_warmup, own_loop, smoothed_value, metric_logger, accuracies, mkdirs,
-    process_words, init_with_a_small_namespace, reductions, save_on_master, setup_for_distributed, weight_decays,
-    moving_average, averages, stored_weights, presets_on_an_image, presets_augment, presets_of_version_2,
-    presets_in_an_image_folder, modules_of_versions, mixup, cutmix, mixing_never, mixing_sometimes, mixing_refuses,
-    mixing_in_place, mixup_or_cutmix, mixed_loader, repeated_augmentation, repeated_augmentation_cut,
-    repeated_augmentation_in_a_loader, quantization_aware_training, quantization_after_training,
-]  # fmt: skip
 PARTS = {
-    "one": NAMES + MAIN,
+    "one": [
+        parser, datasets, plain_loaders, loaders_of_other_kinds, load_data_with_published_weights, evaluate,
+        train_one_epoch, own_loop, meters, metric_logger, processes, files_and_sums, weight_decays, moving_average,
+        averages, stored_weights, presets_on_an_image, presets_augment, presets_in_an_image_folder, mixing,
+        mixup_or_cutmix, repeated_augmentation, quantization, main_trains, main_resumes_and_tests_only, main_with_much,
+    ],
     "ranks": [ranks_join, ranks_print, ranks_reduce, ranks_save, ranks_sample, ranks_repeat, ranks_train],
     "ranks_main": [ranks_main],
-}
-
-
-def name_of(step):
-    options = step.keywords if isinstance(step, partial) else {}
-    return " ".join([getattr(step, "func", step).__name__, *(f"{name}={value}" for name, value in options.items())])
+}  # fmt: skip
 
 
 def run_step(step, place):
@@ -958,7 +779,7 @@ def run_step(step, place):
     if "RANK" not in os.environ:
         builtins.print = original
     # Not print, which torchvision's folder silences on other ranks than 0.
-    sys.stdout.write(f"step {name_of(step)}: {text}\n")
+    sys.stdout.write(f"step {step.__name__}: {text}\n")
     sys.stdout.flush()
     return is_done
 
