@@ -22,8 +22,7 @@ from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.source import Source
 from loading.subset import minival_numbers
-from scripts.pack import in_order
-from scripts.tool import as_json, build_parser, given_path, output_file, positive, run, write_output
+from scripts.tool import as_json, build_parser, given_path, in_order, output_file, positive, run, write_output
 
 PROG = "python -m scripts.check"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from errors import UserError, one_line
-from scripts.tool import build_parser, given_path, run
+from scripts.tool import build_parser, check_own, given_path, run
 
 PROG = "python -m scripts.make_digits"
 EPILOG = "example:\n  python -m scripts.make_digits data/digits"
@@ -22,6 +22,8 @@ def write_digits(folder: Path) -> None:
         from sklearn.datasets import load_digits  # a development requirement
     except ImportError as error:
         raise UserError("scikit-learn, which ships the digits, is missing; pip install scikit-learn") from error
+    for split in ("train", "val"):
+        check_own(folder / split, r"\d(/digit-\d{4}\.png)?", "these digits")
     digits = load_digits()
     counts, seen = Counter(), Counter()
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):

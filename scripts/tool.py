@@ -7,11 +7,12 @@ import argparse
 import errno
 import json
 import os
+import re
 import signal
 import stat
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,27 @@ def check_outside(out: Path, folder: Path) -> None:
     """Refuse an OUT among the images of a source: it would be read as a class of them."""
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
         raise UserError(f"{out} is inside {folder}; choose a folder outside the images")
+
+
+def check_own(folder: Path, own: str, whole: str) -> None:
+    """Refuse a folder that holds anything but files of `whole`: the rule of tools that fill a folder.
+
+    `own` is a regular expression of the paths of these files, and of their folders, below the folder.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        for each in [path, *path.rglob("*")]:
+            if not re.fullmatch(own, str(each.relative_to(folder))):
+                raise UserError(f"{each} is not part of {whole}, and stays; choose a new or empty folder")
+
+
+def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> Iterable[Any]:
+    """Return an iterable of the function's results in the order of the tasks, computed by worker processes."""
+    from torch.utils.data import DataLoader  # not above: some tools do without torch
+
+    from distributed.signals import start_worker
+
+    processes = {"num_workers": num_workers, "multiprocessing_context": "fork", "worker_init_fn": start_worker}
+    return DataLoader(tasks, batch_size=None, collate_fn=function, **processes)
 
 
 def check_room(folder: Path, name: str, num_bytes: float, share: float = 1.0) -> None:

@@ -113,6 +113,15 @@ def test_an_output_is_new_or_replaces_an_earlier_one(tmp_path):
             of_json(name)
 
 
+def test_make_digits_writes_into_no_other_images(monkeypatch, capfd, tmp_path):
+    pytest.importorskip("sklearn")
+    (tmp_path / "train" / "0").mkdir(parents=True)
+    (tmp_path / "train" / "0" / "digit-0000.png").touch()  # its own, which it replaces
+    (tmp_path / "train" / "n01440764").mkdir()
+    assert "n01440764" in refusal(monkeypatch, capfd, make_digits, tmp_path)
+    assert not (tmp_path / "val").exists()
+
+
 @pytest.mark.parametrize(
     ("module", "argv"),
     [
