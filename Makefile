@@ -24,7 +24,7 @@ setup: $(READY)  ## make .venv with everything that is needed (5.5 GB, one to tw
 demo: $(READY)  ## train on real data, on two processes and without a GPU: about a minute on two cores
 	$(BIN)/python -m scripts.make_digits data/digits
 	$(DIGITS) --overwrite
-	$(BIN)/python -m scripts.plot_curves runs/digits
+	$(BIN)/python -m scripts.report runs/digits
 	@echo
 	@echo 'Next, look at the curves:        $(BIN)/tensorboard --logdir runs/digits'
 	@echo 'and train five epochs more:      $(DIGITS) --resume auto --epochs 15 --allow-change epochs'

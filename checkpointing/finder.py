@@ -19,8 +19,8 @@ STATE_FILES = re.compile(r"(superseded-(\d+-)?)?(checkpoint(-\d{8,})?|best|best_
 
 EVENT_FILES = re.compile(r"events\.out\.tfevents\..*")
 
-# Pictures of a run: their kind, and the step after which they were drawn.
-PICTURES = re.compile(r"picture-(?P<tag>[a-z-]+)-(?P<step>\d{8,18})\.png")
+# Pictures of a run, and the numbers for more: their kind, and the step after which they were drawn.
+PICTURES = re.compile(r"picture-(?P<tag>[a-z-]+)-(?P<step>\d{8,18})\.(png|json)")
 
 # Every file that a run writes into its output folder; `--overwrite` removes these, except its lock, and no others.
 OWN_FILES = re.compile(

@@ -96,7 +96,12 @@ class EventFile:
     def add_pictures(self, step: int) -> None:
         """Add new pictures of steps up to `step`, and write all that was added."""
         for tag, drawn_at, path in pictures.list(self.folder):
-            if path not in self._shown and drawn_at <= step and (drawn_at // self.steps_per_epoch).bit_count() <= 1:
+            if (
+                path.suffix == ".png"
+                and path not in self._shown
+                and drawn_at <= step
+                and (drawn_at // self.steps_per_epoch).bit_count() <= 1
+            ):
                 self._shown.add(path)
                 with suppress(OSError, ValueError), Image.open(path) as image:  # not if it is damaged
                     pixels = numpy.asarray(image.convert("RGB"))

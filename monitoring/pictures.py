@@ -1,6 +1,7 @@
-"""Draw pictures of a run: its first batch, and after evaluations its mistakes, confusions, classes and calibration."""
+"""Draw a run's first batch and the mistakes of its evaluations; count confusions and calibration for its report."""
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import islice
@@ -23,16 +24,10 @@ from transforms import one_hot
 
 # A grid: number of images, columns, smallest and largest side of an image, and the least width of a cell; px.
 NUM_IMAGES, NUM_COLUMNS, SMALLEST_PX, LARGEST_PX, CELL_PX = 16, 4, 96, 160, 132
+HEAD_PX, LINE_PX, GAP_PX, INK = 24, 14, 8, (40, 40, 40)
 
-# A confusion matrix: the most classes that it shows, and the side of its cells, px.
-NUM_CLASSES, MATRIX_PX = 16, 34
-
+NUM_CLASSES = 16  # most classes of a confusion matrix
 NUM_BINS = 15  # bins of confidence in a calibration
-NUM_NAMED = 8  # most named classes, each of the best and of the worst
-
-HEAD_PX, LINE_PX, GAP_PX = 24, 14, 8
-PLOT_PX = (480, 240)  # width and height of the area that bars are in
-INK, BLUE, RED, GREY = (40, 40, 40), (66, 113, 178), (200, 60, 50), (210, 210, 210)
 
 
 class Predictions(NamedTuple):
@@ -82,33 +77,11 @@ def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> 
     return numpy.bincount(rows * size + columns, minlength=size * size).reshape(size, size)[:-1]
 
 
-def rank_classes(found: Predictions, num_classes: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Return the classes that have images, the worst first and equal ones in their order, and their accuracies."""
-    images = numpy.bincount(found.target, minlength=num_classes)
-    hits = numpy.bincount(found.target[~found.is_wrong], minlength=num_classes)
-    classes = numpy.flatnonzero(images)
-    shares = hits[classes] / images[classes]
-    order = numpy.argsort(shares, kind="stable")
-    return classes[order], shares[order]
-
-
-class Calibration(NamedTuple):
-    """The images, accuracy and mean confidence of a model in bins of equal width of its confidence."""
-
-    counts: numpy.ndarray
-    accuracy: numpy.ndarray  # NaN in an empty bin
-    confidence: numpy.ndarray  # likewise
-    error: float  # the expected calibration error (Guo et al., arXiv 1706.04599)
-
-
-def calibrate(found: Predictions) -> Calibration:
-    """Return the calibration of a model; a bin holds its upper edge."""
+def count_calibration(found: Predictions) -> dict[str, list[float]]:
+    """Return the images, hits and sums of confidences in bins of equal width; a bin holds its upper edge."""
     bins = numpy.searchsorted(numpy.linspace(0, 1, NUM_BINS + 1)[1:-1], found.confidence)
-    counts, hits, sure = (
-        numpy.bincount(bins, weights, minlength=NUM_BINS) for weights in (None, ~found.is_wrong, found.confidence)
-    )
-    with numpy.errstate(invalid="ignore"):
-        return Calibration(counts, hits / counts, sure / counts, float(abs(hits - sure).sum() / counts.sum()))
+    weights = {"images": None, "hits": ~found.is_wrong, "confidence": found.confidence}
+    return {name: numpy.bincount(bins, each, NUM_BINS).tolist() for name, each in weights.items()}
 
 
 @cache
@@ -126,28 +99,6 @@ def _fit(text: str, width: float) -> str:
     return f"{text}..."
 
 
-class Sheet:
-    """An empty picture with a title above it; width and height are in px and without the title."""
-
-    def __init__(self, width: int, height: int, title: str) -> None:
-        self.image = Image.new("RGB", (width, HEAD_PX + height), "white")
-        self.draw = ImageDraw.Draw(self.image)
-        self.text(GAP_PX, 5, title, width - GAP_PX)
-
-    def text(
-        self, left: float, top: float, text: str, width: float = 1000, anchor: str = "la", fill: Any = INK
-    ) -> None:
-        """Write one line."""
-        self.draw.text((left, top), _fit(text, width), fill=fill, font=_font(), anchor=anchor)
-
-    def axes(self, left: int, top: int, width: int, height: int) -> None:
-        """Draw lines at each quarter from 0 to 100 %."""
-        for quarter in range(5):
-            y = top + height - height * quarter // 4
-            self.draw.line((left, y, left + width, y), fill=GREY)
-            self.text(left - 4, y, f"{25 * quarter}%", anchor="rm")
-
-
 def corner_of(place: int, side: int) -> tuple[int, int]:
     """Return the left and top of the image at a place in a grid, px."""
     width, height = max(side, CELL_PX) + GAP_PX, side + 2 * LINE_PX + GAP_PX
@@ -156,93 +107,24 @@ def corner_of(place: int, side: int) -> tuple[int, int]:
 
 def draw_grid(title: str, images: list[Image.Image], captions: list[list[str]]) -> Image.Image:
     """Draw squares of one size, each with up to two lines below it."""
-    side = images[0].width
-    width, _ = corner_of(NUM_COLUMNS - 1, side)
-    _, height = corner_of((len(images) - 1) // NUM_COLUMNS * NUM_COLUMNS + NUM_COLUMNS, side)
-    sheet = Sheet(width + max(side, CELL_PX) + GAP_PX, height - HEAD_PX, title)
+    side, last = images[0].width, (len(images) - 1) // NUM_COLUMNS * NUM_COLUMNS + NUM_COLUMNS
+    width, height = (
+        corner_of(NUM_COLUMNS, side)[0] + (NUM_COLUMNS * (max(side, CELL_PX) + GAP_PX)),
+        corner_of(last, side)[1],
+    )
+    sheet = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(sheet)
+
+    def write(left: int, top: int, text: str, room: int) -> None:
+        draw.text((left, top), _fit(text, room), fill=INK, font=_font())
+
+    write(GAP_PX, 5, title, width - GAP_PX)
     for place, (image, lines) in enumerate(zip(images, captions, strict=True)):
         left, top = corner_of(place, side)
-        sheet.image.paste(image, (left, top))
+        sheet.paste(image, (left, top))
         for number, line in enumerate(lines):
-            sheet.text(left, top + side + number * LINE_PX, line, max(side, CELL_PX))
-    return sheet.image
-
-
-def draw_confusion(title: str, found: Predictions, names: list[str]) -> Image.Image:
-    """Draw how often a model took one class for another: rows are the true classes, columns the predicted."""
-    chosen = find_confused(found, len(names))
-    counts = count_confusion(found, chosen, len(names))
-    heads = [str(number + 1) for number in range(len(chosen))] + ["other"] * (len(chosen) < len(names))
-    rows = [_fit(f"{row + 1}  {names[label]}", 200) for row, label in enumerate(chosen)]
-    left, top = 2 * GAP_PX + round(max(map(_font().getlength, rows))), HEAD_PX + LINE_PX
-    sheet = Sheet(left + MATRIX_PX * len(heads) + GAP_PX, LINE_PX + MATRIX_PX * len(chosen) + GAP_PX, title)
-    for row, text in enumerate(rows):
-        y = top + MATRIX_PX * row
-        sheet.text(GAP_PX, y + MATRIX_PX // 2, text, anchor="lm")
-        for column in range(len(heads)):
-            count = counts[row, column]
-            share = count / max(counts[row].sum(), 1)
-            colour = BLUE if column == row else RED
-            x = left + MATRIX_PX * column
-            shade = tuple(round(255 - (255 - part) * share) for part in colour)
-            sheet.draw.rectangle((x, y, x + MATRIX_PX - 2, y + MATRIX_PX - 2), fill=shade)
-            if count:
-                ink = "white" if share > 0.5 else INK
-                sheet.text(x + MATRIX_PX // 2 - 1, y + MATRIX_PX // 2 - 1, f"{count}", anchor="mm", fill=ink)
-    for column, head in enumerate(heads):
-        sheet.text(left + MATRIX_PX * column + MATRIX_PX // 2, HEAD_PX, head, anchor="ma")
-    return sheet.image
-
-
-def draw_classes(title: str, found: Predictions, names: list[str]) -> Image.Image:
-    """Draw each class's accuracy as a bar, the worst first, and name the worst and the best."""
-    classes, shares = rank_classes(found, len(names))
-    (width, height), left = PLOT_PX, 44
-    listed = min(NUM_NAMED, (len(classes) + 1) // 2)
-    top = HEAD_PX + GAP_PX
-    sheet = Sheet(left + width + GAP_PX, height + 3 * GAP_PX + LINE_PX * (listed + 1), title)
-    sheet.axes(left, top, width, height)
-    for x in range(width):
-        bar = x * len(classes) // width
-        if len(classes) > width // 4 or (x + 1) * len(classes) // width == bar:  # leave gaps between wide bars
-            sheet.draw.line((left + x, top + height, left + x, top + height - round(height * shares[bar])), fill=BLUE)
-    below = top + height + GAP_PX
-    for x, head, rows in [
-        (left, "worst", range(listed)),
-        (left + width // 2, "best", range(len(classes) - 1, len(classes) - 1 - listed, -1)),
-    ]:
-        sheet.text(x, below, head, fill=RED if head == "worst" else BLUE)
-        for line, row in enumerate(rows):
-            text = f"{shares[row]:6.1%}  {names[classes[row]]}"
-            sheet.text(x, below + LINE_PX * (line + 1), text, width // 2 - GAP_PX)
-    return sheet.image
-
-
-def draw_calibration(title: str, found: Predictions) -> Image.Image:
-    """Draw a model's accuracy at each confidence, beside the diagonal on which it would be calibrated."""
-    bins = calibrate(found)
-    side, left, top = PLOT_PX[1], 44, HEAD_PX + GAP_PX
-    sheet = Sheet(left + side + 200, side + 2 * GAP_PX + 2 * LINE_PX, title)
-    sheet.axes(left, top, side, side)
-    width = side // len(bins.counts)
-    for number in numpy.flatnonzero(bins.counts).tolist():
-        x, y = left + number * width, top + side - round(side * bins.accuracy[number])
-        sheet.draw.rectangle((x, y, x + width - 2, top + side), fill=BLUE)
-        y = top + side - round(side * bins.confidence[number])
-        sheet.draw.line((x, y, x + width - 2, y), fill=RED, width=2)
-    sheet.draw.line((left, top + side, left + side, top), fill=INK)
-    sheet.text(left, top + side + GAP_PX, "confidence (softmax) from 0 to 100%", side)
-    lines = [
-        f"ECE {bins.error:.2%}, {len(bins.counts)} bins",
-        f"accuracy {float((~found.is_wrong).mean()):.2%}",
-        f"mean confidence {float(found.confidence.mean()):.2%}",
-        f"{len(found.index)} images",
-    ]
-    for line, text in enumerate(lines):
-        sheet.text(left + side + GAP_PX, top + LINE_PX * line, text)
-    sheet.text(left + side + GAP_PX, top + LINE_PX * (len(lines) + 1), "bars: how often it is right", fill=BLUE)
-    sheet.text(left + side + GAP_PX, top + LINE_PX * (len(lines) + 2), "red: how sure it is", fill=RED)
-    return sheet.image
+            write(left, top + side + number * LINE_PX, line, max(side, CELL_PX))
+    return sheet
 
 
 def draw_batch(
@@ -284,8 +166,8 @@ class FirstBatch(LoaderAround):
 class Pictures:
     """Draws pictures of a run into its folder, the same after any restart; none of synthetic images.
 
-    A picture that fails prints one warning and ends no run. Pictures of the evaluations after epochs 1, 2, 4, 8 and so
-    on, of the best and of the newest one are kept: a dozen of each kind, about 5 MB in all, in 600 epochs.
+    A picture that fails prints one warning and ends no run. Those of the evaluations after epochs 1, 2, 4, 8 and so on,
+    of the best and of the newest one are kept. The counts for confusion and calibration are a file beside them.
 
     Args:
         folder: the output folder; None for a process that draws nothing.
@@ -328,14 +210,11 @@ class Pictures:
         found = self.gather()
         if self.folder is None:
             return
-        names, head = self.val.classes, f"{self.kind} after step {self.run.step}"
-        for tag, picture in {
-            "mistakes": lambda: self._draw_mistakes(f"{head}: mistakes, the surest first", found),
-            "confusion": lambda: draw_confusion(f"{head}: true class (rows), predicted (columns)", found, names),
-            "classes": lambda: draw_classes(f"{head}: accuracy of {len(names)} classes", found, names),
-            "calibration": lambda: draw_calibration(f"{head}: calibration", found),
-        }.items():
-            self._attempt(f"pictures, {tag}", self._write, tag, picture)
+        draw = partial(
+            self._draw_mistakes, f"{self.kind} after step {self.run.step}: mistakes, the surest first", found
+        )
+        self._attempt("pictures, mistakes", self._write, "mistakes", draw)
+        self._attempt("pictures, counts", self._write_counts, found)
         best = self.run.bests[BEST_NAMES[self.kind]] or {}
         kept = {self.run.step, best.get("step")}
         self._keep_only(lambda step: step in kept or (step // self.run.steps_per_epoch).bit_count() == 1)
@@ -368,8 +247,18 @@ class Pictures:
         picture, content = draw(), io.BytesIO()
         if picture is not None:
             picture.save(content, "PNG")
-            path = self.folder / f"picture-{tag}-{self.run.step:08d}.png"
-            write_atomically(path, content.getvalue())
+            write_atomically(self.folder / f"picture-{tag}-{self.run.step:08d}.png", content.getvalue())
+
+    def _write_counts(self, found: Predictions) -> None:
+        chosen, num_classes = find_confused(found, len(self.val.classes)), len(self.val.classes)
+        counts = {
+            "kind": self.kind,
+            "step": self.run.step,
+            "classes": [self.val.classes[label] for label in chosen],
+            "confusion": count_confusion(found, chosen, num_classes).tolist(),
+            "calibration": count_calibration(found),
+        }
+        write_atomically(self.folder / f"picture-counts-{self.run.step:08d}.json", json.dumps(counts).encode())
 
     def _keep_only(self, is_kept: Callable[[int], bool]) -> None:
         """Remove the pictures of evaluations, except those after steps that `is_kept` accepts."""

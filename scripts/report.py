@@ -1,37 +1,37 @@
-"""Write a page about a run, or one that compares several runs, as a single HTML file.
-
-The file contains its data and the library that draws it: it opens without a server and loads nothing.
-"""
+"""Write a page about a run, or one that compares several runs, as a single HTML file that loads nothing."""
 
 import base64
+import io
 import json
 import math
 import re
 import statistics
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from errors import UserError, duration, require_package
+from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
-from monitoring.records import read_epochs, read_records
+from monitoring.records import as_number, read_epochs, read_records
 from options import CURVES
 from scripts import tool
 
 PROG = "python -m scripts.report"
 
 EXAMPLES = """examples:
-  python -m scripts.report runs/digits                      writes runs/digits/report.html
+  python -m scripts.report runs/digits                      writes runs/digits/report.html and curves.png
+  python -m scripts.report runs/digits --over hours         with hours of training as the horizontal axis
   python -m scripts.report runs/a runs/b                    compares two runs in comparison.html
   python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed alone are one band
 
-The page of one run has curves over steps, epochs or hours, a table of epochs, pictures, verdicts, starts, recipe and
-environment. The page of several runs has the options that differ, one plot of all runs for each measure, and results
-with their spread.
+The page of one run has its curves, a table of epochs, confusion and calibration, pictures, bottlenecks, starts, recipe
+and environment. That of several runs has the options that differ, one plot of all runs for each measure, and results
+with their spread. Needs matplotlib.
 """
+AXES = {"step": "step", "epoch": "epochs of training", "hours": "hours of training and evaluation"}
 KINDS = {
     "train": "training", "val": "validation", "val_ema": "validation, averaged weights", "minival": "minival",
     "minival_ema": "minival, averaged weights",
@@ -41,15 +41,14 @@ PANELS = {
     **{name: curve["title"] for name, curve in CURVES.items()}, "lr": "learning rate", "images_per_s": "images/s",
     "data_wait": "share of time waiting for data", "grad_norm": "norm of the gradients", "memory_gib": "memory, GiB",
 }  # fmt: skip
-COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22"]
-
-# The beginnings of two kinds of lines in log.txt: the verdict on an epoch, and the head of a start.
-VERDICT, START = re.compile(r"verdict|Epoch: \[\d+\] (bound by|balanced)"), re.compile(r"==== ")
+# The beginnings of two kinds of lines in log.txt: the bottleneck of an epoch, and the head of a start.
+BOTTLENECK, START = re.compile(r"Epoch: \[\d+\] (bound by|balanced)"), re.compile(r"==== ")
+BINS = ("images", "hits", "confidence")
 _LARGEST = 32 << 20
 
 # With this policy the browser itself refuses to load anything from elsewhere.
 HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+ content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <title>{title}</title><style>
 body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em }}
 table {{ border-collapse: collapse }} td, th {{ border: 1px solid #ddd; padding: 2px 9px; text-align: left }}
@@ -82,10 +81,12 @@ class LoggedRun:
             return content if len(content) <= _LARGEST else b""
         return b""
 
-    def hours(self, steps: list[int]) -> list[float | None]:
-        """Return the hours of training up to each step, without pauses; None where no record has them."""
-        known = {r["step"]: r["hours"] for r in self.records if isinstance(r.get("hours"), float | int)}
-        return [known.get(step) for step in steps]
+    def places(self, steps: list[int], over: str) -> list[float]:
+        """Return the places of steps on one of `AXES`; NaN where no record has the hours of a step."""
+        if over == "epoch":
+            return [step / self.steps_per_epoch for step in steps]
+        known = {record["step"]: as_number(record.get("hours")) for record in self.records}
+        return steps if over == "step" else [known.get(step, math.nan) for step in steps]
 
     def points(self, kind: str, name: str) -> dict[int, float]:
         """Return the values of one curve by their steps."""
@@ -107,53 +108,103 @@ def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def traces(groups: dict[str, list[LoggedRun]], name: str) -> Iterable[tuple[list[int], LoggedRun, dict]]:
-    """Yield each curve of one measure and each band of several seeds: steps, a run with them, plotly's arguments."""
-    for number, (label, group) in enumerate(groups.items()):
-        for at, kind in enumerate(KINDS):
+class Curve(NamedTuple):
+    """The means and standard deviations of one measure over runs that differ in their seeds alone."""
+
+    label: str
+    kind: str
+    run: LoggedRun  # one of them
+    steps: list[int]
+    means: list[float]
+    spreads: list[float]
+
+
+def read_curves(groups: dict[str, list[LoggedRun]], name: str) -> Iterator[Curve]:
+    """Yield the curves of one measure: of each group of runs, and of each kind of record."""
+    for label, group in groups.items():
+        for kind, title in KINDS.items():
             curves = [run.points(kind, name) for run in group]
-            steps = sorted({step for curve in curves for step in curve})
-            if not steps:
-                continue
-            values = [[curve[step] for curve in curves if step in curve] for step in steps]
-            title = escape(f"{label}: {KINDS[kind]}" if len(groups) > 1 else KINDS[kind])
-            color, dash = (COLORS[number % 10], at) if len(groups) > 1 else (COLORS[at], 1)
-            style = {"name": title, "legendgroup": title, "mode": "lines" if kind == "train" else "lines+markers"}
-            means, spreads = [statistics.fmean(v) for v in values], [spread(v) for v in values]
-            line = {"color": color, "dash": ["dot", "solid", "dash", "solid", "dash"][dash]}
-            yield steps, group[0], {**style, "y": means, "line": line}
-            if len(group) > 1:
-                ys = [m + s for m, s in zip(means, spreads, strict=True)]
-                ys += [m - s for m, s in zip(means, spreads, strict=True)][::-1]
-                band = {"fill": "toself", "fillcolor": color, "opacity": 0.2, "line": {"width": 0}, "hoverinfo": "skip"}
-                yield steps + steps[::-1], group[0], {**style, "y": ys, **band, "mode": "lines"}
+            if steps := sorted({step for curve in curves for step in curve}):
+                values = [[curve[step] for curve in curves if step in curve] for step in steps]
+                title = f"{label}: {title}" if len(groups) > 1 else title
+                means, spreads = map(statistics.fmean, values), map(spread, values)
+                yield Curve(title, kind, group[0], steps, list(means), list(spreads))
 
 
-def draw_curves(groups: dict[str, list[LoggedRun]]) -> str:
-    """Return HTML with curves and the library that draws them; buttons make steps, epochs or hours the x axis."""
-    make_subplots = require_package("plotly.subplots", PROG).make_subplots
-    panels = {name: curves for name in PANELS if (curves := list(traces(groups, name)))}
+def draw_curves(groups: dict[str, list[LoggedRun]], over: str) -> Any:
+    """Return a figure with one plot for each measure, over one of `AXES`; None if there are no curves."""
+    panels = {name: curves for name in PANELS if (curves := list(read_curves(groups, name)))}
     if not panels:
-        return "<p>No records yet.</p>"
-    rows, seen, axes = (len(panels) + 1) // 2, set(), {"step": [], "epoch": [], "hours": []}
-    titles = [PANELS[name] for name in panels]
-    figure = make_subplots(rows, 2, subplot_titles=titles, vertical_spacing=0.25 / rows, horizontal_spacing=0.07)
-    for panel, (name, curves) in enumerate(panels.items()):
-        for xs, run, style in curves:
-            axes["step"].append(xs)
-            axes["epoch"].append([x / run.steps_per_epoch for x in xs])
-            axes["hours"].append(run.hours(xs))
-            is_new, _ = style["name"] not in seen, seen.add(style["name"])
-            figure.add_scatter(x=xs, showlegend=is_new, row=panel // 2 + 1, col=panel % 2 + 1, **style)
-        if name == "loss":  # a linear scale would be flat beside an evaluation that is far off
-            figure.update_yaxes(type="log", row=panel // 2 + 1, col=panel % 2 + 1)
-    buttons = [{"label": name, "method": "restyle", "args": [{"x": xs}]} for name, xs in axes.items()]
-    menu = {"type": "buttons", "direction": "left", "x": 0, "xanchor": "left", "y": 1 + 0.3 / rows, "buttons": buttons}
-    figure.update_layout(
-        updatemenus=[menu], height=300 * rows + 150, template="plotly_white", hovermode="x unified", margin={"t": 110},
-        legend={"orientation": "h", "x": 0.15, "yanchor": "bottom", "y": 1 + 0.15 / rows},
-    )  # fmt: skip
-    return figure.to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True})
+        return None
+    rows = (len(panels) + 1) // 2
+    figure = new_figure(13, 3.2 * rows)
+    colors, handles = {}, {}
+    for place, (name, curves) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(rows, 2, place, title=PANELS[name], xlabel=AXES[over])
+        axis.grid(alpha=0.3)
+        for curve in curves:
+            xs, key = curve.run.places(curve.steps, over), curve.label if len(groups) == 1 else curve.run.name
+            color = colors.setdefault(key, f"C{len(colors) % 10}")
+            style = {"linestyle": "--", "marker": "."} if curve.kind != "train" else {"linewidth": 1}
+            (handles[curve.label],) = axis.plot(xs, curve.means, color=color, **style)
+            low, high = zip(*((m - s, m + s) for m, s in zip(curve.means, curve.spreads, strict=True)), strict=True)
+            axis.fill_between(xs, low, high, color=color, alpha=0.2)
+        if name == "loss" and min(min(curve.means) for curve in curves) > 0:
+            axis.set_yscale("log")  # a linear scale would be flat beside an evaluation that is far off
+    figure.legend(handles.values(), [plain(label) for label in handles], loc="outside upper center", ncols=3)
+    return figure
+
+
+def draw_counts(counts: dict[str, Any]) -> Any:
+    """Return a figure of an evaluation's confusion and calibration, from `picture-counts-STEP.json`."""
+    figure = new_figure(13, 6)
+    figure.suptitle(plain(f"{counts['kind']} after step {counts['step']}"))
+    names = [plain(name)[:24] for name in counts["classes"]]
+    confusion = [[count / max(sum(row), 1) for count in row] for row in counts["confusion"]]
+    is_all = not any(row[-1] for row in counts["confusion"])
+    confusion = [row[:-1] for row in confusion] if is_all else confusion
+    axis = figure.add_subplot(1, 2, 1, title="confusion: true class (rows), predicted (columns)")
+    axis.imshow(confusion, cmap="Blues", vmin=0, vmax=1)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xticks(range(len(confusion[0])), names if is_all else [*names, "other"], rotation=90)
+    for row, shares in enumerate(confusion):
+        for column, share in enumerate(shares):
+            if count := counts["confusion"][row][column]:
+                ink = "white" if share > 0.5 else "black"
+                axis.text(column, row, count, ha="center", va="center", color=ink, fontsize=7)
+    bins = [bin for bin in zip(*(counts["calibration"][name] for name in BINS), strict=True) if bin[0]]
+    error = sum(abs(hits - confidence) for _, hits, confidence in bins) / sum(images for images, _, _ in bins)
+    title = f"calibration: expected error {error:.2%}, {len(counts['calibration']['images'])} bins"
+    axis = figure.add_subplot(1, 2, 2, title=title, xlabel="mean confidence", ylabel="accuracy", aspect="equal")
+    axis.plot([0, 1], [0, 1], color="grey", linewidth=1)
+    axis.plot([each[2] / each[0] for each in bins], [each[1] / each[0] for each in bins], marker="o")
+    axis.grid(alpha=0.3)
+    return figure
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of a size in inches; UserError without matplotlib."""
+    require_package("matplotlib", PROG)
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain(text: str) -> str:
+    """Return text in which matplotlib finds no formula and no character that cannot be drawn."""
+    return one_line(text).replace("$", r"\$")
+
+
+def saved(figure: Any, form: str) -> bytes:
+    """Return a figure as a file's content."""
+    content = io.BytesIO()
+    figure.savefig(content, format=form, dpi=100)
+    return content.getvalue()
+
+
+def embedded(content: bytes, name: str, form: str) -> str:
+    """Return HTML that shows a picture which it contains; no code in it can run."""
+    return f'<img alt="{escape(name)}" src="data:image/{form};base64,{base64.b64encode(content).decode()}">'
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -183,11 +234,16 @@ def epochs_table(run: LoggedRun) -> str:
 
 
 def show_pictures(run: LoggedRun) -> str:
-    """Return the pictures in a run's folder, the newest of each kind."""
-    paths = [*sorted(run.folder.glob("picture*.png")), run.folder / "curves.png"]
-    newest = {re.sub(r"-?\d+$", "", path.stem): path.name for path in paths}
-    contents = [(escape(name), base64.b64encode(run.read(name)).decode()) for name in newest.values()]
-    return "".join(f'<h3>{n}</h3><img alt="{n}" src="data:image/png;base64,{data}">' for n, data in contents if data)
+    """Return the newest picture of each kind in a run's folder, and the confusion and calibration of its counts."""
+    newest = {re.sub(r"-?\d+$", "", path.stem): path.name for path in sorted(run.folder.glob("picture*.*"))}
+    counts, parts = newest.pop("picture-counts", None), []
+    with suppress(ValueError, KeyError, TypeError, ZeroDivisionError):  # damaged or none
+        figure = draw_counts(json.loads(run.read(counts))) if counts else None
+        parts = [f"<h3>{escape(counts)}</h3>", embedded(saved(figure, "svg"), counts, "svg+xml")] if figure else []
+    for name in newest.values():
+        if content := run.read(name):
+            parts += [f"<h3>{escape(name)}</h3>", embedded(content, name, "png")]
+    return "".join(parts)
 
 
 def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
@@ -196,14 +252,19 @@ def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
     return [row for n, v in pairs for row in (flat(v, f"{n}.") if isinstance(v, dict) else [(n, v)])]
 
 
-def describe_run(run: LoggedRun) -> str:
+def show_curves(figure: Any) -> str:
+    """Return HTML with the figure of `draw_curves`."""
+    return "<p>No records yet.</p>" if figure is None else embedded(saved(figure, "svg"), "curves", "svg+xml")
+
+
+def describe_run(run: LoggedRun, figure: Any) -> str:
     """Return the page of one run, without its head."""
     log = run.read("log.txt").decode(errors="replace").splitlines()
     parts = {
         "Status": table(["file", "status.json"], flat(read_json(run.folder / "status.json"))),
-        "Curves": draw_curves({run.name: [run]}),
+        "Curves": show_curves(figure),
         "Epochs": epochs_table(run),
-        "Verdicts": table(["of each epoch"], [[line] for line in log if VERDICT.match(line)]),
+        "Bottlenecks": table(["of each epoch"], [[line] for line in log if BOTTLENECK.match(line)]),
         "Starts": table(["from log.txt"], [[line] for line in log if START.match(line)]),
         "Pictures": show_pictures(run),
         "Environment": table(["file", "run.json"], flat(read_json(run.folder / "run.json"))),
@@ -212,9 +273,9 @@ def describe_run(run: LoggedRun) -> str:
     return "".join(f"<h2>{title}</h2>{content}" for title, content in parts.items() if content)
 
 
-def compare_runs(runs: list[LoggedRun]) -> str:
+def compare_runs(groups: dict[str, list[LoggedRun]], figure: Any) -> str:
     """Return the page of several runs, without its head."""
-    groups, results = group_seeds(runs), []
+    runs, results = [run for group in groups.values() for run in group], []
     names = dict.fromkeys(name for run in runs for name in run.options)
     differing = [n for n in names if len({json.dumps(run.options.get(n), default=str) for run in runs}) > 1]
     options = [[run.name, *(run.options.get(name) for name in differing)] for run in runs]
@@ -225,36 +286,43 @@ def compare_runs(runs: list[LoggedRun]) -> str:
                 spreads = f"{spread(last):.2g}" if len(last) > 1 else ""
                 results.append([label, f"{kind} {name}", len(last), statistics.fmean(last), spreads])
     return (
-        f"<h2>Options that differ</h2>{table(['run', *differing], options)}<h2>Curves</h2>{draw_curves(groups)}"
+        f"<h2>Options that differ</h2>{table(['run', *differing], options)}<h2>Curves</h2>{show_curves(figure)}"
         "<p>Runs that differ only in their seed are one line, their mean, in a band of one standard deviation each way."
         f"<h2>Last results</h2>{table(['runs', 'measure', 'number', 'mean', 'standard deviation'], results)}"
     )
 
 
-def write_report(folders: list[Path], out: Path | None) -> Path:
-    """Write the page of one run or of several and return its path; UserError as `LoggedRun`."""
+def write_report(folders: list[Path], out: Path | None = None, over: str = "step") -> list[Path]:
+    """Write the page of one run or of several, and return the paths of all files; UserError as `LoggedRun`."""
     runs = [LoggedRun(folder) for folder in dict.fromkeys(folders)]
+    groups = group_seeds(runs)
+    figure, files = draw_curves(groups, over), {}
     if len(runs) > 1:
-        title, path, content = f"{len(runs)} runs", out or Path("comparison.html"), compare_runs(runs)
+        title, path, content = f"{len(runs)} runs", out or Path("comparison.html"), compare_runs(groups, figure)
     else:
-        title, path, content = runs[0].name, out or runs[0].folder / "report.html", describe_run(runs[0])
+        title, path, content = runs[0].name, out or runs[0].folder / "report.html", describe_run(runs[0], figure)
+        files = {runs[0].folder / "curves.png": saved(figure, "png")} if figure and out is None else {}
     page = f"{HEAD.format(title=escape(title))}{content}</body></html>\n"
-    tool.write_output(path, page.encode(errors="backslashreplace"), "--out")
-    return path
+    files = {path: page.encode(errors="backslashreplace"), **files}
+    for path, content in files.items():
+        tool.write_output(path, content, "--out")
+    return list(files)
 
 
 def main() -> None:
     """Write the page about the runs that the command line names."""
-    parser = tool.build_parser(PROG, "RUN [RUN ...] [--out FILE]", __doc__, EXAMPLES)
+    parser = tool.build_parser(PROG, "RUN [RUN ...] [--over AXIS] [--out FILE]", __doc__, EXAMPLES)
     parser.add_argument(
         "runs", metavar="RUN", type=tool.given_path, nargs="+", help="output folder of a run, such as runs/digits"
     )
     where = "the page (default: report.html in the run's folder; of several runs, comparison.html in this folder)"
     parser.add_argument("--out", metavar="FILE", type=tool.output_file(".html", ".htm"), help=where)
 
+    parser.add_argument("--over", choices=AXES, default="step", help="horizontal axis of the curves (default: step)")
+
     def work() -> None:
         options = parser.parse_args()
-        print(f"wrote {write_report(options.runs, options.out)}")
+        print(f"wrote {', '.join(map(str, write_report(options.runs, options.out, options.over)))}")
 
     tool.run(PROG, work, "interrupted; nothing written")
 

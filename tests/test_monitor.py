@@ -21,14 +21,12 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 
 import config
 from checkpointing.checkpoint import RunState
-from errors import UserError
 from monitoring import flops, gauges
 from monitoring.events import LAYOUT, NOT_DRAWN
 from monitoring.monitor import MACHINE_FIELDS, Monitor, read_records
-from scripts.plot_curves import plot_curves
 from scripts.report import write_report
 from tests.endings import read_points
-from tests.ranks import module_rank, run_ranks, tool_rank, train_rank
+from tests.ranks import run_ranks, train_rank
 from tests.started import SMALL, SMALL_ANYWHERE, refused
 
 # 29 images in steps of 8: 3 steps an epoch, 12 in all; windows of 5 steps reach over the ends of epochs.
@@ -113,7 +111,7 @@ def test_an_epochs_training_loss_is_one_number_everywhere(finished, image_folder
     assert [r["loss"] for r in recorded] == pytest.approx(losses, rel=1e-12)
     table = [line.split() for line in finished.output.splitlines() if re.match(r" +\[\d\] ", line)]
     assert [(row[0], row[1]) for row in table] == [(f"[{epoch}]", f"{loss:.3f}") for epoch, loss in enumerate(losses)]
-    page = write_report([finished.out], tmp_path / "report.html").read_text()
+    page = write_report([finished.out], tmp_path / "report.html")[0].read_text()
     for epoch, loss in enumerate(losses):
         assert re.search(rf"<td>\[{epoch}\]<td>{3 * epoch + 3}<td>[^<]+<td>[^<]+<td>{loss:.5g}<td>", page)
 
@@ -344,21 +342,3 @@ def test_a_service_that_is_not_there_is_one_line_before_anything_begins(tmp_path
         command = [str(word) for word in [*argv, given]]
         refused(run_ranks(train_rank, 1, command, log_folder=tmp_path), *words)
         assert not (tmp_path / "run").exists()
-
-
-def draw_curves(*commands):
-    """Draw in one process, which imports for most of its time."""
-    for argv in commands:
-        with pytest.raises(SystemExit) as end:
-            tool_rank("plot_curves", argv)
-        assert end.value.code == 0
-
-
-def test_curves_are_drawn_over_each_axis(finished, tmp_path):
-    wrote = f"wrote {finished.out / 'curves.png'}\n"
-    module = run_ranks(module_rank, 1, "scripts.plot_curves", [finished.out], log_folder=tmp_path)
-    assert module.check().output == wrote
-    axes = [[finished.out, "--over", axis] for axis in ("images", "hours")]
-    assert run_ranks(draw_curves, 1, *axes, log_folder=tmp_path).check().output == wrote * 2
-    with pytest.raises(UserError, match=r"holds no metrics\.jsonl"):
-        plot_curves(tmp_path)

@@ -1,4 +1,4 @@
-"""Pictures of a run: their numbers by scikit-learn, their pixels read back, and the same files however it went."""
+"""Pictures of a run: their numbers by scikit-learn, their pixels read back, and the same files after kills."""
 
 import io
 import os
@@ -17,7 +17,6 @@ from loading.forms import open_source
 from monitoring import pictures
 from presets import ClassificationPresetTrain
 from tests.endings import Ending
-from tests.images import picture
 from tests.ranks import run_check
 from tests.started import SMALL, run_train
 from transforms import Normalize, RandomCutMix, pack_box
@@ -37,30 +36,23 @@ def predictions(num_images=3000, num_classes=30, seed=0):
 
 def test_the_numbers_are_those_of_scikit_learn():
     from sklearn import calibration
-    from sklearn.metrics import confusion_matrix, recall_score
+    from sklearn.metrics import confusion_matrix
 
     found = predictions()
     correct = found.predicted == found.target
 
-    bins = pictures.calibrate(found)
+    images, hits, confidence = map(numpy.array, pictures.count_calibration(found).values())
     shares, sure = calibration.calibration_curve(correct, found.confidence, n_bins=15)
-    filled = bins.counts > 0
-    assert numpy.allclose(bins.accuracy[filled], shares)
-    assert numpy.allclose(bins.confidence[filled], sure)
-    assert bins.error == pytest.approx(float((bins.counts[filled] * abs(shares - sure)).sum() / len(correct)))
-    assert bins.counts.sum() == len(correct)
+    filled = images > 0
+    assert numpy.allclose((hits / images.clip(1))[filled], shares)
+    assert numpy.allclose((confidence / images.clip(1))[filled], sure)
+    assert images.sum() == len(correct)
 
     whole = confusion_matrix(found.target, found.predicted, labels=range(30))
     chosen = pictures.find_confused(found, 30)
     counts = pictures.count_confusion(found, chosen, 30)
     assert numpy.array_equal(counts[:, :-1], whole[numpy.ix_(chosen, chosen)])
     assert numpy.array_equal(counts.sum(axis=1), whole.sum(axis=1)[chosen])
-
-    classes, shares = pictures.rank_classes(found, 30)
-    recall = recall_score(found.target, found.predicted, labels=classes, average=None)
-    assert sorted(classes) == [*range(29)]
-    assert numpy.allclose(shares, recall)
-    assert [*zip(shares, classes, strict=True)] == sorted(zip(shares, classes, strict=True))
 
 
 def test_the_surest_mistakes_come_first_and_equal_ones_in_their_order():
@@ -110,30 +102,6 @@ def test_a_mixed_batch_is_shown_pixel_for_pixel_with_its_shares(size, shown):
     assert sheet.tobytes() != pictures.draw_grid("title", squares, captions).tobytes()
 
 
-def test_bars_and_cells_are_as_high_and_dark_as_their_numbers():
-    target = numpy.array([0] * 4 + [1] * 4)
-    predicted = numpy.array([0, 0, 0, 1, 1, 1, 1, 1])
-    found = pictures.Predictions(numpy.arange(8), target, predicted, numpy.full(8, 0.5))
-    (width, height), names = pictures.PLOT_PX, ["a", "b"]
-    bars = (numpy.asarray(pictures.draw_classes("", found, names)) == pictures.BLUE).all(axis=2)
-    heights = bars[: pictures.HEAD_PX + pictures.GAP_PX + height].sum(axis=0)  # below it is the word "best"
-    assert heights[44 + width // 4] == height * 3 // 4
-    assert heights[44 + 3 * width // 4] == height
-
-    sheet = numpy.asarray(pictures.draw_calibration("", found))
-    x = 44 + 7 * (height // 15) + 3  # the bin of 0.5
-    top = pictures.HEAD_PX + pictures.GAP_PX
-    assert (sheet[top + height - round(height * 0.5), x] == pictures.RED).all()
-    assert (sheet[top + height - round(height * 0.875) + 1, x] == pictures.BLUE).all()
-    assert (sheet[top + height - round(height * 0.875) - 2, x] == 255).all()
-
-    matrix = numpy.asarray(pictures.draw_confusion("", found, names))
-    last = matrix[-pictures.GAP_PX - pictures.MATRIX_PX + 2]  # the row of b, above its text
-    left = matrix.shape[1] - pictures.GAP_PX - 2 * pictures.MATRIX_PX
-    assert (last[left + 2] == 255).all()
-    assert (last[left + pictures.MATRIX_PX + 2] == pictures.BLUE).all()
-
-
 # Evaluations without a model: the scores of an image are a function of its number.
 
 
@@ -180,8 +148,8 @@ def test_pictures_are_the_same_bytes_on_any_number_of_processes(image_folder, tm
         (tmp_path / str(world_size)).mkdir()
         run_check(world_size, draw_in_rank, tmp_path, tmp_path, image_folder / "val")
     expected = contents(tmp_path / "1")
-    tags = ["calibration", "classes", "confusion", "mistakes"]
-    assert pictures.list(tmp_path / "1") == [(tag, 3, tmp_path / "1" / f"picture-{tag}-00000003.png") for tag in tags]
+    names = {"counts": "picture-counts-00000003.json", "mistakes": "picture-mistakes-00000003.png"}
+    assert pictures.list(tmp_path / "1") == [(tag, 3, tmp_path / "1" / name) for tag, name in names.items()]
     assert all(contents(tmp_path / str(world_size)) == expected for world_size in (2, 3, 4))
     assert all(OWN_FILES.fullmatch(name) for name in expected.keys() - {"picture-numbers"})
 
@@ -202,7 +170,7 @@ def test_the_images_of_the_surest_mistakes_are_shown(image_folder, tmp_path):
         assert abs(shown - numpy.asarray(square)[inner, inner]).max() <= 1
 
 
-def test_pictures_of_a_long_run_are_few_and_small(image_folder, tmp_path):
+def test_pictures_of_a_long_run_are_few(image_folder, tmp_path):
     best = None
     for epoch in range(1, 41):
         if epoch in (1, 2, 11, 25):
@@ -210,19 +178,6 @@ def test_pictures_of_a_long_run_are_few_and_small(image_folder, tmp_path):
         evaluate(pictures_of(tmp_path, image_folder / "val", step=3 * epoch, bests=best))
     steps = {step for _, step, _ in pictures.list(tmp_path)}
     assert steps == {3 * epoch for epoch in (1, 2, 4, 8, 16, 32, 25, 40)}
-    # As large as they can be: 16 noisy images, and all classes to be told.
-    found, names = predictions(num_classes=1000), [f"n{number:08d}" for number in range(1000)]
-    noise = [Image.fromarray(numpy.random.default_rng(k).integers(0, 256, (96, 96, 3), numpy.uint8)) for k in range(16)]
-    photos = [picture(160, 160).resize((96, 96)) for _ in range(16)]
-    sheets = [pictures.draw_grid("", images, [["100.0% n00000000", "is n00000000"]] * 16) for images in (noise, photos)]
-    charts = [draw("", found, names) for draw in (pictures.draw_confusion, pictures.draw_classes)]
-    sizes = []
-    for sheet in [*sheets, *charts, pictures.draw_calibration("", found)]:
-        content = io.BytesIO()
-        sheet.save(content, "PNG")
-        sizes.append(content.tell())
-    assert sizes[0] < 500_000
-    assert sum(sizes[1:]) < 370_000  # twelve of these and the first batch are about 5 MB
 
 
 def test_a_resumed_run_removes_what_lies_beyond_its_step(image_folder, tmp_path):
@@ -230,7 +185,7 @@ def test_a_resumed_run_removes_what_lies_beyond_its_step(image_folder, tmp_path)
         evaluate(pictures_of(tmp_path, image_folder / "val", step=step))
     (tmp_path / "picture-mine.png").touch()
     pictures_of(tmp_path, image_folder / "val", step=6, is_resumed=True).open()
-    assert len(pictures.list(tmp_path)) == 8
+    assert len(pictures.list(tmp_path)) == 4
     pictures_of(tmp_path, image_folder / "val", step=6, is_resumed=True, is_evaluated=False).open()
     assert {step for _, step, _ in pictures.list(tmp_path)} == {3}
     assert (tmp_path / "picture-mine.png").exists()
@@ -238,14 +193,13 @@ def test_a_resumed_run_removes_what_lies_beyond_its_step(image_folder, tmp_path)
 
 def test_a_picture_that_fails_is_one_warning(image_folder, tmp_path, capsys):
     shutil.copytree(image_folder / "val", tmp_path / "val")
-    (tmp_path / "picture-classes-00000003.png").mkdir()
+    (tmp_path / "picture-counts-00000003.json").mkdir()
     drawing = pictures_of(tmp_path, tmp_path / "val")
     shutil.rmtree(tmp_path / "val")
     evaluate(drawing)
     evaluate(drawing)
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning: pictures, " in line]
-    assert [line.split(":")[1].split(", ")[1] for line in warnings] == ["mistakes", "classes"]
-    assert [tag for tag, _, _ in pictures.list(tmp_path)] == ["calibration", "confusion"]
+    assert [line.split(":")[1].split(", ")[1] for line in warnings] == ["mistakes", "counts"]
 
 
 def test_an_evaluation_reads_nothing_of_the_device(image_folder):
@@ -285,7 +239,7 @@ def test_the_first_batch_is_what_the_model_sees(image_folder, undisturbed):
 @pytest.mark.parametrize(
     "fault",
     [
-        ("monitoring.pictures.draw_classes", 2, "before"),
+        ("monitoring.pictures.count_confusion", 2, "before"),
         ("checkpointing.store.CheckpointManager.save", 4, "before"),
         ("torch.optim.SGD.step", 1, "after"),
     ],
@@ -295,7 +249,7 @@ def test_a_killed_run_ends_with_the_same_pictures(fault, image_folder, tmp_path,
     assert killed.codes == [-9], killed.output
     run_train(tmp_path, *argv_of(image_folder, tmp_path / "out", "--resume", "auto"), world_size=2).check()
     expected = Ending(undisturbed)
-    assert sum(name.startswith("picture-") for name in expected.values) == 1 + 3 * 4
+    assert sum(name.startswith("picture-") for name in expected.values) == 1 + 3 * 2
     assert Ending(tmp_path / "out").differences(expected) == []
 
 

@@ -1,6 +1,5 @@
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -11,10 +10,16 @@ from PIL import Image
 
 from checkpointing.finder import OWN_FILES
 from errors import UserError
-from scripts.report import LoggedRun, compare_runs, group_seeds, traces, write_report
+from scripts.report import LoggedRun, compare_runs, draw_counts, draw_curves, group_seeds, read_curves, write_report
 from tests.ranks import REPOSITORY, run_ranks, tool_rank
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
+
+
+COUNTS = {
+    "kind": "val", "step": 20, "classes": ["cat", "dog"], "confusion": [[3, 1, 0], [0, 4, 0]],
+    "calibration": {"images": [4, 0, 4], "hits": [2, 0, 4], "confidence": [1.0, 0, 3.0]},
+}  # fmt: skip
 
 
 class Cells(HTMLParser):
@@ -70,45 +75,68 @@ def write_run(folder, seed=0, lr=0.1, factor=1.0):
 
 def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
     run = write_run(tmp_path / "run")
-    for name in ("picture-confusion-00000010.png", "picture-confusion-00000020.png", "picture.png", "curves.png"):
+    for name in ("picture-mistakes-00000010.png", "picture-mistakes-00000020.png", "picture.png"):
         Image.new("RGB", (3, 3)).save(run / name)
-    (run / "log.txt").write_text("==== now, host\nEpoch: [0] bound by data: 80%\nverdict: fine\nother\n")
+    (run / "picture-counts-00000020.json").write_text(json.dumps(COUNTS))
+    (run / "log.txt").write_text("==== now, host\nEpoch: [0] bound by data: 80%\nother\n")
     (run / "status.json").write_text('{"state": "finished", "step": 20}')
     (run / "run.json").write_text('{"host": "h1", "environment": {"torch": "9.9"}, "args": {"lr": 1}}')
-    path = write_report([run], None)
-    assert path == run / "report.html"
+    path, curves = write_report([run])
+    assert (path, curves) == (run / "report.html", run / "curves.png")
     assert OWN_FILES.fullmatch(path.name)
+    assert OWN_FILES.fullmatch(curves.name)
+    assert Image.open(curves).size == (1300, 640)
     page = Cells(path.read_text())
-    buttons = re.findall(r'"args":\[\{"x":(\[\[.*?\]\])\}\],"label":"(\w+)"', path.read_text())
-    axes = {label: json.loads(found)[0] for found, label in buttons}  # of the first curve, the training loss
-    assert axes == {"step": [1, 10, 11, 20], "epoch": [0.1, 1, 1.1, 2], "hours": [1 / 8, 10 / 8, 11 / 8, 20 / 8]}
     head = next(row for row in page.rows if row[0] == "epoch")
     body = [row for row in page.rows if len(row) == len(head) and row != head]
     found = [dict(zip(head, row, strict=True)) for row in body]
     assert [(row["epoch"], row["step"], row["time"], row["val acc1"], row["train loss"]) for row in found] == [
         ("[0]", "10", "1h15m", "10", "30"), ("[1]", "20", "1h15m", "20", "7"),
     ]  # fmt: skip
-    for row in (["state", "finished"], ["environment.torch", "9.9"], ["==== now, host"], ["verdict: fine"]):
+    for row in (["state", "finished"], ["environment.torch", "9.9"], ["==== now, host"]):
         assert row in page.rows
     assert ["Epoch: [0] bound by data: 80%"] in page.rows
     assert ["other"] not in page.rows
     pictures = [attrs["alt"] for tag, attrs in page.tags if tag == "img"]
-    assert sorted(pictures) == ["curves.png", "picture-confusion-00000020.png", "picture.png"]
+    counts = "picture-counts-00000020.json"
+    assert sorted(pictures) == ["curves", counts, "picture-mistakes-00000020.png", "picture.png"]
     loaded = [attrs[name] for _, attrs in page.tags for name in ("src", "href") if name in attrs]
-    assert all(address.startswith("data:image/png;base64,") for address in loaded)
+    assert all(address.startswith(("data:image/png;base64,", "data:image/svg+xml;base64,")) for address in loaded)
+    assert not [tag for tag, _ in page.tags if tag == "script"]
+
+
+def test_axes_are_steps_epochs_and_hours(tmp_path):
+    run = LoggedRun(write_run(tmp_path / "run"))
+    expected = {"step": [1, 10, 11, 20], "epoch": [0.1, 1, 1.1, 2], "hours": [1 / 8, 10 / 8, 11 / 8, 20 / 8]}
+    for over, places in expected.items():
+        assert run.places([1, 10, 11, 20], over) == places
+        figure = draw_curves({"run": [run]}, over)
+        losses = figure.axes[0].lines[0]
+        assert figure.axes[0].get_title() == "loss"
+        assert list(losses.get_xdata()) == places
+        assert list(losses.get_ydata()) == [100, 10, 100 / 11, 5]
+
+
+def test_confusion_and_calibration_are_those_of_the_counts():
+    confusion, calibration = draw_counts(COUNTS).axes
+    assert confusion.images[0].get_array().tolist() == [[0.75, 0.25], [0.0, 1.0]]
+    assert [text.get_text() for text in confusion.texts] == ["3", "1", "4"]
+    assert [[*pair] for pair in calibration.lines[1].get_xydata()] == [[0.25, 0.5], [0.75, 1.0]]
+    assert "25.00%" in calibration.get_title()  # 4 x 0.25 + 4 x 0.25 of 8
 
 
 def test_whatever_a_run_holds_is_escaped(tmp_path):
     run = write_run(tmp_path / HOSTILE.replace("/", "|"))
-    (run / "log.txt").write_text(f"verdict {HOSTILE}\n")
+    (run / "log.txt").write_text(f"==== {HOSTILE}\n")
     (run / "recipe.toml").write_text(f"title = '''{HOSTILE}'''\n[data]\ndata-path = '''{HOSTILE}'''\n")
     (run / "run.json").write_text(json.dumps({"command": [HOSTILE], HOSTILE: 1}))
     (run / f"picture-{HOSTILE.replace('/', '|')}.png").write_bytes(b"no picture")
+    (run / "picture-counts-00000020.json").write_text(json.dumps({**COUNTS, "classes": [HOSTILE, "$\\frac{"]}))
     other = write_run(tmp_path / "other")
-    for path in (write_report([run], None), write_report([run, other], tmp_path / "comparison.html")):
-        page = Cells(path.read_text())
-        assert not [attrs for _, attrs in page.tags if "onerror" in attrs]
-        assert "alert(2)" not in [text.strip() for text in re.findall(r"<script[^>]*>(.*?)</script>", path.read_text())]
+    for path, *_ in (write_report([run]), write_report([run, other], tmp_path / "comparison.html")):
+        tags = Cells(path.read_text()).tags
+        assert not [attrs for _, attrs in tags if "onerror" in attrs]
+        assert "script" not in [tag for tag, _ in tags]
 
 
 def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
@@ -117,13 +145,11 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
     runs = [LoggedRun(run) for run in [*runs, write_run(tmp_path / "other", lr=0.2)]]
     groups = group_seeds(runs)
     assert [[run.folder.name for run in group] for group in groups.values()] == [["s0", "s1", "s2"], ["other"]]
-    line, band = list(traces(groups, "acc1"))[:2]
+    curve = next(read_curves(groups, "acc1"))
     mean, deviation = statistics.fmean(factors) * 20, statistics.stdev(factors) * 20
-    assert (line[0], line[1].steps_per_epoch) == ([10, 20], 10)
-    assert line[2]["y"][1] == pytest.approx(mean)
-    assert band[0] == [10, 20, 20, 10]
-    assert band[2]["y"][1:3] == pytest.approx([mean + deviation, mean - deviation])
-    page = Cells(compare_runs(runs))
+    assert (curve.steps, curve.run.steps_per_epoch) == ([10, 20], 10)
+    assert (curve.means[1], curve.spreads[1]) == pytest.approx((mean, deviation))
+    page = Cells(compare_runs(groups, None))
     assert page.rows[0] == ["run", "lr", "seed"]
     assert [row[1:] for row in page.rows[1:5]] == [["0.1", "0"], ["0.1", "1"], ["0.1", "2"], ["0.2", "0"]]
     assert next(row[2:] for row in page.rows if row[1] == "val acc1") == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
@@ -136,12 +162,15 @@ def test_damaged_lines_and_odd_files_are_passed_over(tmp_path):
     (run / "metrics.jsonl").write_bytes(b"\n".join(lines) + b'\n{"kind": "tr')
     (run / "recipe.toml").write_bytes(b"\xff = [")
     os.mkfifo(run / "log.txt")
-    (tmp_path / "secret").write_text("verdict secret")
+    (tmp_path / "secret").write_text("==== secret")
     (run / "picture.png").symlink_to(tmp_path / "secret")
     assert set(LoggedRun(run).points("train", "loss")) == {1, 10, 11, 20}
-    assert "picture.png" not in write_report([run], None).read_text()
+    for counts in ("[]", "{", '{"classes": 3}', json.dumps({**COUNTS, "calibration": {}})):
+        (run / "picture-counts-00000020.json").write_text(counts)
+        page, *_ = write_report([run])
+        assert 'alt="picture' not in page.read_text()
     (run / "metrics.jsonl").write_bytes(b"")
-    assert "No records yet" in write_report([run], None).read_text()
+    assert "No records yet" in write_report([run])[0].read_text()
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path):
@@ -155,9 +184,9 @@ def test_a_folder_without_a_run_is_one_line(tmp_path):
         assert "holds no metrics.jsonl" in said
 
 
-def test_without_plotly_a_line_says_so(tmp_path, monkeypatch):
+def test_without_matplotlib_a_line_says_so(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run")
-    monkeypatch.setitem(sys.modules, "plotly.subplots", None)  # as if it were not installed
-    with pytest.raises(UserError, match=r"scripts\.report needs plotly, which is not installed: pip install plotly"):
-        write_report([run], None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    with pytest.raises(UserError, match=r"scripts\.report needs matplotlib, .*: pip install matplotlib"):
+        write_report([run])
     assert not (run / "report.html").exists()

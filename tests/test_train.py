@@ -181,9 +181,10 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
         "--workers", 2, "--print-freq", 1, "--model-ema",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    shown = ["calibration", "classes", "confusion", "mistakes"]
-    pictures = [f"picture-{name}-{step:08d}.png" for name in shown for step in (3, 6)]
-    pictures.insert(6, "picture-first-batch-00000000.png")
+    pictures = [
+        f"picture-{name}" for name in ("counts-00000003.json", "counts-00000006.json", "first-batch-00000000.png")
+    ]
+    pictures += [f"picture-mistakes-{step:08d}.png" for step in (3, 6)]
     events, *names = sorted((path.name for path in out.iterdir()), key=lambda name: (name[:6] != "events", name))
     assert events.startswith("events.out.tfevents.")
     assert names == [
