@@ -87,10 +87,6 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--crop-ramp-epochs {crop_ramp_epochs[0]} {crop_ramp_epochs[1]}: expected two epochs, the first before the last"),
     (lambda args: (args.train_crop_size_min or 0) > args.train_crop_size,
      "--train-crop-size-min {train_crop_size_min} is above --train-crop-size {train_crop_size}"),
-    (lambda args: args.model.startswith("vit_") and not split_custom(args.model) and not args.test_only
-     and args.train_crop_size != args.val_crop_size,
-     "--model {model} takes images of one size; --train-crop-size {train_crop_size} and --val-crop-size "
-     "{val_crop_size} differ"),
     (lambda args: args.lr_scaling != "none" and args.reference_global_batch is None,
      "--lr-scaling {lr_scaling} needs a --recipe with a reference-global-batch, the one that --lr is for"),
     (lambda args: args.clip_agc is not None and args.clip_grad_norm is not None,
@@ -102,7 +98,7 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.start_epoch >= args.epochs,
      "--start-epoch {start_epoch}: expected less than --epochs {epochs}; epochs count from 0"),
     (lambda args: args.overwrite and args.resume == "auto",
-     "--overwrite starts over and --resume auto goes on; give one of them"),
+     "--overwrite starts over and --resume auto resumes; give one of them"),
     (lambda args: args.test_only and not (args.weights or args.resume),
      "--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH"),
     (lambda args: args.ema

@@ -1,4 +1,4 @@
-"""Every option, declared once: parser, recipes, checks and the rules of resuming are made from this table.
+"""The table of options, from which the parser, recipes, checks and the rules of resuming are made.
 
 Nothing here imports torch, so that help and errors need not wait for it.
 """
@@ -69,10 +69,8 @@ class Option:
     _: KW_ONLY
     help: str  # meaning and unit
     aliases: Sequence[str] = ()
-    default: Any = None  # a bool makes the option a switch with a --no-NAME
-    is_switch: bool = False  # needed only if the default is no bool
-    is_action: bool = False  # a switch without a --no-NAME
-    type: Callable[[str], Any] | None = None  # parses each value; by default the default's type, else str
+    default: Any = None
+    type: Callable[[str], Any] | None = None  # parses a value; bool makes a switch; by default the default's, else str
     at_least: float = -MOST_COUNT
     at_most: float = MOST_COUNT
     above: float = -math.inf
@@ -89,8 +87,6 @@ class Option:
     const: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.default, bool):
-            object.__setattr__(self, "is_switch", True)
         if self.type is None:
             object.__setattr__(self, "type", str if self.default is None else type(self.default))
         if self.metavar is None and self.type is int:
@@ -105,6 +101,11 @@ class Option:
     def dest(self) -> str:
         """The attribute of `args` that holds it."""
         return self.name.replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is a switch, with a --no-NAME."""
+        return self.type is bool
 
     @property
     def keys(self) -> list[str]:
@@ -122,33 +123,30 @@ class Option:
         text = self.help if is_empty else f"{self.help} (default: {self.default})"
         settings = {"default": argparse.SUPPRESS, "help": text}
         if self.is_switch:
-            action = "store_true" if self.is_action else argparse.BooleanOptionalAction
-            group.add_argument(self.flag, action=action, **settings)
+            group.add_argument(self.flag, action=argparse.BooleanOptionalAction, **settings)
             return
         given = {"choices": self.choices, "nargs": self.nargs, "const": self.const, "metavar": self.metavar}
         given = {name: value for name, value in given.items() if value is not None}
         group.add_argument(*self.aliases, self.flag, dest=self.dest, type=self.type, **settings, **given)
 
     def check(self, value: Any) -> None:
-        """Raise UserError if a value lies outside the bounds, or is not finite."""
+        """Raise UserError if a number lies outside the bounds, or is not finite."""
         for number in value if isinstance(value, list | tuple) else [value]:
-            if type(number) in (int, float):
-                self._check_number(number)
+            if type(number) in (int, float) and (expected := self._misses(number)):
+                given = number if abs(number) < 1 << 63 or type(number) is float else "of that many digits"
+                raise UserError(f"{self.flag} {given}: expected {expected}")
 
-    def _check_number(self, number: float) -> None:
-        if type(number) is float and not math.isfinite(number):
-            raise UserError(f"{self.flag} {number}: expected a finite number")
-        if (self.at_least, self.at_most) == (0, 1) and not 0 <= number <= 1:
-            raise UserError(f"{self.flag} {number}: expected a number from 0 to 1")
-        if number < self.at_least:
-            raise UserError(f"{self.flag} {number}: expected {self.at_least} or more")
-        if number <= self.above:
-            raise UserError(f"{self.flag} {number}: expected a number above {self.above}")
-        if number >= self.below:
-            raise UserError(f"{self.flag} {number}: expected a number below {self.below}")
-        if number > self.at_most:
-            given = number if type(number) is float or number < 1 << 63 else "of that many digits"
-            raise UserError(f"{self.flag} {given}: expected {max(self.at_least, 0)} to {self.at_most:.10g}")
+    def _misses(self, number: float) -> str:
+        """Return the bound that a number lies beyond, in words, or an empty string."""
+        tests = [
+            (type(number) is int or math.isfinite(number), "a finite number"),
+            ((self.at_least, self.at_most) != (0, 1) or 0 <= number <= 1, "a number from 0 to 1"),
+            (number >= self.at_least, f"{self.at_least} or more"),
+            (number > self.above, f"a number above {self.above}"),
+            (number < self.below, f"a number below {self.below}"),
+            (number <= self.at_most, f"{max(self.at_least, 0)} to {self.at_most:.10g}"),
+        ]
+        return next((expected for is_inside, expected in tests if not is_inside), "")
 
     def why_idle(self, args: Any) -> str:
         """Return why it has no effect beside the other options, or an empty string."""
@@ -169,7 +167,7 @@ class Option:
             return isinstance(value, list) and all(type(item) is self.type for item in value)
         if isinstance(self.nargs, int):
             return isinstance(value, list) and [type(item) for item in value] == [self.type] * self.nargs
-        kind = bool if self.is_switch else self.type if isinstance(self.type, type) else str
+        kind = self.type if isinstance(self.type, type) else str
         return type(value) is kind and (self.choices is None or value in self.choices)
 
 
@@ -183,490 +181,286 @@ def _is_on(value: Any, wanted: str) -> bool:
 # By group, in the order of --help; a recipe's tables have the groups' names.
 OPTIONS = {
     "options": [
-        Option(
-            "--recipe", metavar="NAME", resume=SILENT, recipe=NEVER,
-            help="options to start from: a name in recipes/, or a TOML file",
-        ),
-        Option(
-            "--list-recipes", metavar="WORD", nargs="?", const="", resume=FREE, recipe=NEVER,
-            help="print the recipes, or those whose text holds this word, or one whole recipe by its name, and exit",
-        ),
-        Option(
-            "--dry-run", default=False, is_action=True, resume=FREE,
-            help="print the data, model, batches, steps and learning rates of the run, the memory, time and disk that "
-            "it needs, and its whole recipe, and exit",
-        ),
+        Option("--recipe", metavar="NAME", resume=SILENT, recipe=NEVER,
+               help="options to start from: a name in recipes/, or a TOML file"),
+        Option("--list-recipes", metavar="WORD", nargs="?", const="", resume=FREE, recipe=NEVER,
+               help="print the recipes, or those whose text holds this word, or one whole recipe by its name, and "
+                    "exit"),
+        Option("--dry-run", default=False, resume=FREE,
+               help="print the data, model, batches, steps, learning rates and memory of the run and its whole recipe, "
+                    "and exit"),
     ],
     "data": [
-        Option(
-            "--data-path", metavar="DIR", resume=FREE, not_with="synthetic",
-            help="folder that holds train/ and val/ with one folder for each class, or train.tar and val.tar, or both "
-            "in parts: train-000000.tar, train-000001.tar ...",
-        ),
-        Option(
-            "--minival", metavar="FRACTION", type=float, resume="a position counts steps of the images that train",
-            above=0, at_most=0.5, not_with="synthetic",
-            help="hold out this fraction of the training images of each class, always the same ones, and evaluate on "
-            "them; val/ is not read and may be missing; above 0, at most 0.5",
-        ),
-        Option(
-            "--bad-images", default="error", choices=["error", "skip"], resume=FREE, not_with="synthetic|test_only",
-            help="error: stop at a training image that cannot be read; skip: take the next image instead and report "
-            "the skipped ones after each epoch; an evaluation always stops",
-        ),
-        Option(
-            "--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800, at_least=1, at_most=1 << 40,
-            resume="a position is counted in steps of its images",
-            help="train on this many made-up images (12800 if no number is given) of 1000 classes; needs no data",
-        ),
-        Option(
-            "--workers", aliases=["-j"], type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
-            help="loader processes for each training process (default: its share of the cores, up to 16)",
-        ),
-        Option(
-            "--cache-dataset", default=False, resume=FREE,
-            help="no effect, accepted for torchvision's commands: the index of the images is always cached",
-        ),
-        Option(
-            "--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
-            help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
-            "torchvision's tensor resize (default: a faster way, mostly within one grey level of pil)",
-        ),
-        Option(
-            "--decoder", default="pillow", choices=["pillow", "torchcodec"], is_of_checkpoint=True,
-            help="library that decodes JPEGs; torchcodec is an optional package, faster, and may differ by a grey "
-            "level",
-        ),
+        Option("--data-path", metavar="DIR", resume=FREE, not_with="synthetic",
+               help="folder that holds train/ and val/ with one folder for each class, or train.tar and val.tar, or "
+                    "both in parts: train-000000.tar, train-000001.tar ..."),
+        Option("--minival", metavar="FRACTION", type=float, resume="a position counts steps of the images that train",
+               above=0, at_most=0.5, not_with="synthetic",
+               help="hold out this fraction of the training images of each class, always the same ones, and evaluate "
+                    "on them; val/ is not read and may be missing; above 0, at most 0.5"),
+        Option("--bad-images", default="error", choices=["error", "skip"], resume=FREE, not_with="synthetic|test_only",
+               help="error: stop at a training image that cannot be read; skip: take the next image instead and "
+                    "report the skipped ones after each epoch; an evaluation always stops"),
+        Option("--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800, at_least=1, at_most=1 << 40,
+               resume="a position is counted in steps of its images",
+               help="train on this many made-up images (12800 if no number is given) of 1000 classes; needs no data"),
+        Option("--workers", aliases=["-j"], type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
+               help="loader processes for each training process (default: its share of the cores, up to 16)"),
+        Option("--cache-dataset", default=False, resume=FREE,
+               help="no effect, accepted for torchvision's commands: the index of the images is always cached"),
+        Option("--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
+               help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
+                    "torchvision's tensor resize (default: a faster way, mostly within one grey level of pil)"),
+        Option("--decoder", default="pillow", choices=["pillow", "torchcodec"], is_of_checkpoint=True,
+               help="library that decodes JPEGs; torchcodec is an optional package, faster, and may differ by a grey "
+                    "level"),
         Option("--use-v2", default=False, resume=FREE, help="no effect, accepted for torchvision's commands"),
     ],
     "augmentation": [
-        Option(
-            "--train-crop-size", metavar="PX", default=224, at_least=1, at_most=16384,
-            help="side of a training image after random cropping, in pixels",
-        ),
-        Option(
-            "--train-crop-size-min", metavar="PX", type=int, at_least=1, not_with="synthetic",
-            help="progressive resolution: crop size of the first epochs, which grows to --train-crop-size during "
-            "--crop-ramp-epochs",
-        ),
-        Option(
-            "--crop-ramp-epochs", metavar=("FIRST", "LAST"), type=int, nargs=2, needs="train_crop_size_min",
-            is_strict=True,
-            help="epochs between which the crop size of --train-crop-size-min grows, by 32 pixels at a time",
-        ),
-        Option(
-            "--val-resize-size", metavar="PX", default=256, at_least=1, at_most=16384, is_of_checkpoint=True,
-            help="shorter side of an image in evaluation before its centre is cropped, in pixels",
-        ),
-        Option(
-            "--val-crop-size", metavar="PX", default=224, at_least=1, at_most=16384, is_of_checkpoint=True,
-            help="side of the central crop in evaluation, in pixels",
-        ),
-        Option(
-            "--interpolation", default="bilinear", choices=INTERPOLATIONS, is_of_checkpoint=True,
-            help="method by which images are resized",
-        ),
-        Option(
-            "--mean", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0, at_most=1, is_of_checkpoint=True,
-            help="mean by which each channel is normalised, for values from 0 to 1 (default: ImageNet's, 0.485 0.456 "
-            "0.406; for timm/ models this and the sizes and the method above are as timm configures the model)",
-        ),
-        Option(
-            "--std", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0.001, at_most=1, is_of_checkpoint=True,
-            help="standard deviation of each channel, likewise (default: likewise, else 0.229 0.224 0.225)",
-        ),
-        Option(
-            "--crop-scale", metavar="SHARE", default=0.08, at_least=0, at_most=1, not_with="synthetic",
-            help="smallest share of an image's area that a training crop shows",
-        ),
-        Option(
-            "--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1, not_with="synthetic",
-            help="probability that a training image is mirrored",
-        ),
-        Option(
-            "--auto-augment", metavar="POLICY", not_with="synthetic",
-            help=f"augmentation policy: {', '.join(POLICIES)}, or timm/SPECIFICATION such as "
-            "timm/rand-m7-mstd0.5-inc1 (default: none)",
-        ),
-        Option(
-            "--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30,
-            needs=_which_take("ra_magnitude", "auto_augment", POLICIES),
-            help="strength of the changes that --auto-augment ra makes, from 0 to 30",
-        ),
-        Option(
-            "--augmix-severity", metavar="S", default=3, at_least=1, at_most=10,
-            needs=_which_take("augmix_severity", "auto_augment", POLICIES),
-            help="strength of the changes that --auto-augment augmix makes, from 1 to 10",
-        ),
-        Option(
-            "--color-jitter", metavar="F", default=0.0, at_least=0, at_most=1, not_with="synthetic",
-            help="change brightness, contrast and saturation of a training image by factors from 1 - F to 1 + F, after "
-            "--auto-augment",
-        ),
-        Option(
-            "--random-erase", metavar="P", default=0.0, at_least=0, at_most=1,
-            help="probability that a random rectangle of a training image is erased",
-        ),
-        Option(
-            "--random-erase-fill", default="zero", choices=["pixel", "zero"], needs="random_erase",
-            help="fill the rectangle of --random-erase with zero, which is the mean colour, or with normal noise in "
-            "each channel of each pixel (timm's mode pixel)",
-        ),
-        Option(
-            "--mixup-alpha", metavar="A", default=0.0, at_least=0, at_most=1e9,
-            help="mix images by mixup, its shares drawn from Beta(A, A); 0 = off",
-        ),
-        Option(
-            "--cutmix-alpha", metavar="A", default=0.0, at_least=0, at_most=1e9,
-            help="mix images by cutmix, its shares drawn from Beta(A, A); 0 = off",
-        ),
-        Option(
-            "--mixup-mode", default="batch", choices=["batch", "elem"], needs="mixup_alpha|cutmix_alpha",
-            help="draw mixup or cutmix and its share once for a batch (batch) or for each image (elem, as in timm)",
-        ),
-        Option(
-            "--ra-sampler", default=False,
-            help="repeated augmentation: train on each image --ra-reps times in a step, in different micro-batches",
-        ),
-        Option(
-            "--ra-reps", default=3, at_least=1, needs="ra_sampler",
-            help="number of times that --ra-sampler repeats an image",
-        ),
+        Option("--train-crop-size", metavar="PX", default=224, at_least=1, at_most=16384,
+               help="side of a training image after random cropping, in pixels"),
+        Option("--train-crop-size-min", metavar="PX", type=int, at_least=1, not_with="synthetic",
+               help="progressive resolution: crop size of the first epochs, which grows to --train-crop-size during "
+                    "--crop-ramp-epochs"),
+        Option("--crop-ramp-epochs", metavar=("FIRST", "LAST"), type=int, nargs=2, needs="train_crop_size_min",
+               is_strict=True,
+               help="epochs between which the crop size of --train-crop-size-min grows, by 32 pixels at a time"),
+        Option("--val-resize-size", metavar="PX", default=256, at_least=1, at_most=16384, is_of_checkpoint=True,
+               help="shorter side of an image in evaluation before its centre is cropped, in pixels"),
+        Option("--val-crop-size", metavar="PX", default=224, at_least=1, at_most=16384, is_of_checkpoint=True,
+               help="side of the central crop in evaluation, in pixels"),
+        Option("--interpolation", default="bilinear", choices=INTERPOLATIONS, is_of_checkpoint=True,
+               help="method by which images are resized"),
+        Option("--mean", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0, at_most=1, is_of_checkpoint=True,
+               help="mean by which each channel is normalised, for values from 0 to 1 (default: ImageNet's, 0.485 "
+                    "0.456 0.406; for timm/ models this and the sizes and the method above are as timm configures the "
+                    "model)"),
+        Option("--std", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0.001, at_most=1, is_of_checkpoint=True,
+               help="standard deviation of each channel, likewise (default: likewise, else 0.229 0.224 0.225)"),
+        Option("--crop-scale", metavar="SHARE", default=0.08, at_least=0, at_most=1, not_with="synthetic",
+               help="smallest share of an image's area that a training crop shows"),
+        Option("--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1, not_with="synthetic",
+               help="probability that a training image is mirrored"),
+        Option("--auto-augment", metavar="POLICY", not_with="synthetic",
+               help=f"augmentation policy: {', '.join(POLICIES)}, or timm/SPECIFICATION such as "
+                    "timm/rand-m7-mstd0.5-inc1 (default: none)"),
+        Option("--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30,
+               needs=_which_take("ra_magnitude", "auto_augment", POLICIES),
+               help="strength of the changes that --auto-augment ra makes, from 0 to 30"),
+        Option("--augmix-severity", metavar="S", default=3, at_least=1, at_most=10,
+               needs=_which_take("augmix_severity", "auto_augment", POLICIES),
+               help="strength of the changes that --auto-augment augmix makes, from 1 to 10"),
+        Option("--color-jitter", metavar="F", default=0.0, at_least=0, at_most=1, not_with="synthetic",
+               help="change brightness, contrast and saturation of a training image by factors from 1 - F to 1 + F, "
+                    "after --auto-augment"),
+        Option("--random-erase", metavar="P", default=0.0, at_least=0, at_most=1,
+               help="probability that a random rectangle of a training image is erased"),
+        Option("--random-erase-fill", default="zero", choices=["pixel", "zero"], needs="random_erase",
+               help="fill the rectangle of --random-erase with zero, which is the mean colour, or with normal noise "
+                    "in each channel of each pixel (timm's mode pixel)"),
+        Option("--mixup-alpha", metavar="A", default=0.0, at_least=0, at_most=1e9,
+               help="mix images by mixup, its shares drawn from Beta(A, A); 0 = off"),
+        Option("--cutmix-alpha", metavar="A", default=0.0, at_least=0, at_most=1e9,
+               help="mix images by cutmix, its shares drawn from Beta(A, A); 0 = off"),
+        Option("--mixup-mode", default="batch", choices=["batch", "elem"], needs="mixup_alpha|cutmix_alpha",
+               help="draw mixup or cutmix and its share once for a batch (batch) or for each image (elem, as in timm)"),
+        Option("--ra-sampler", default=False,
+               help="repeated augmentation: train on each image --ra-reps times in a step, in different micro-batches"),
+        Option("--ra-reps", default=3, at_least=1, needs="ra_sampler",
+               help="number of times that --ra-sampler repeats an image"),
     ],
     "model": [
-        Option(
-            "--model", metavar="NAME", default="resnet18", resume="its weights fit no other", is_of_checkpoint=True,
-            help="model to train: any of torchvision's classifiers, timm/NAME, or FILE.py:FUNCTION, a function of your "
-            "own that takes num_classes and returns the model",
-        ),
-        Option(
-            "--model-kwargs", metavar="KEY=VALUE", nargs="*", resume="they are the model's", is_of_checkpoint=True,
-            help="keyword arguments for the function that builds the model, such as width=8 or act_layer=gelu; values "
-            "are Python literals, else text",
-        ),
-        Option(
-            "--weights", metavar="NAME|FILE", resume=FREE, is_of_checkpoint=True,
-            help="weights to start from: a name of torchvision's such as IMAGENET1K_V2, a file with a state dict or a "
-            "checkpoint, a safetensors file, or hf-hub:ORG/NAME or hf-hub:ORG/NAME/FILE of the Hugging Face hub",
-        ),
-        Option(
-            "--ema", default=False, resume=FREE,
-            help="take the averaged weights (model_ema) from --weights FILE instead of the raw ones",
-        ),
-        Option(
-            "--freeze", default=False, resume="the optimizer's state is that of the parameters that train",
-            help="train the classifier alone; the layers below stay as they are, in evaluation mode",
-        ),
-        Option(
-            "--stochastic-depth", metavar="P", type=float, at_least=0, at_most=1,
-            help="stochastic depth: probability of dropping the deepest block (default: the model's)",
-        ),
-        Option(
-            "--dropout", metavar="P", type=float, at_least=0, at_most=1,
-            help="probability of every dropout layer (default: the model's)",
-        ),
-        Option(
-            "--eval-flip", default=False, is_of_checkpoint=True,
-            help="evaluate each image and its mirror image, and average the two outputs",
-        ),
-        Option(
-            "--sync-bn", default=False,
-            help="synchronise BatchNorm over all processes; needs --global-batch-size / --batch-size processes",
-        ),
+        Option("--model", metavar="NAME", default="resnet18", resume="its weights fit no other", is_of_checkpoint=True,
+               help="model to train: any of torchvision's classifiers, timm/NAME, or FILE.py:FUNCTION, a function of "
+                    "your own that takes num_classes and returns the model"),
+        Option("--model-kwargs", metavar="KEY=VALUE", nargs="*", resume="they are the model's", is_of_checkpoint=True,
+               help="keyword arguments for the function that builds the model, such as width=8 or act_layer=gelu; "
+                    "values are Python literals, else text"),
+        Option("--weights", metavar="NAME|FILE", resume=FREE, is_of_checkpoint=True,
+               help="weights to start from: a name of torchvision's such as IMAGENET1K_V2, a file with a state dict "
+                    "or a checkpoint, a safetensors file, or hf-hub:ORG/NAME or hf-hub:ORG/NAME/FILE of the Hugging "
+                    "Face hub"),
+        Option("--ema", default=False, resume=FREE,
+               help="take the averaged weights (model_ema) from --weights FILE instead of the raw ones"),
+        Option("--freeze", default=False, resume="the optimizer's state is that of the parameters that train",
+               help="train the classifier alone; the layers below stay as they are, in evaluation mode"),
+        Option("--stochastic-depth", metavar="P", type=float, at_least=0, at_most=1,
+               help="stochastic depth: probability of dropping the deepest block (default: the model's)"),
+        Option("--dropout", metavar="P", type=float, at_least=0, at_most=1,
+               help="probability of every dropout layer (default: the model's)"),
+        Option("--eval-flip", default=False, is_of_checkpoint=True,
+               help="evaluate each image and its mirror image, and average the two outputs"),
+        Option("--sync-bn", default=False,
+               help="synchronise BatchNorm over all processes; needs --global-batch-size / --batch-size processes"),
         Option("--model-ema", default=False, help="keep and evaluate an exponential moving average of the weights"),
-        Option(
-            "--model-ema-steps", default=32, at_least=1, needs="model_ema",
-            help="move the average of --model-ema every N steps",
-        ),
-        Option(
-            "--model-ema-decay", metavar="D", default=0.99998, at_least=0, below=1, needs="model_ema",
-            help="decay of the average, adjusted as in torchvision to global batch, --model-ema-steps and epochs",
-        ),
-        Option(
-            "--model-ema-adjust", default=True, needs="model_ema",
-            help="adjust --model-ema-decay as torchvision does; else it is the decay of each move, as in timm",
-        ),
+        Option("--model-ema-steps", default=32, at_least=1, needs="model_ema",
+               help="move the average of --model-ema every N steps"),
+        Option("--model-ema-decay", metavar="D", default=0.99998, at_least=0, below=1, needs="model_ema",
+               help="decay of the average, adjusted as in torchvision to global batch, --model-ema-steps and epochs"),
+        Option("--model-ema-adjust", default=True, needs="model_ema",
+               help="adjust --model-ema-decay as torchvision does; else it is the decay of each move, as in timm"),
     ],
     "optimization": [
-        Option(
-            "--batch-size", aliases=["-b"], default=32, at_least=1, at_most=1 << 24,
-            resume="a step is made of its shards",
-            help="images that a process takes through the model at once",
-        ),
-        Option(
-            "--global-batch-size", type=int, at_least=1, at_most=1 << 31,
-            resume="a position is counted in its steps",
-            help="images per step over all processes, a multiple of --batch-size; fewer processes accumulate "
-            "gradients (default: --batch-size x processes of the first start)",
-        ),
-        Option(
-            "--seed", default=0, at_least=0, at_most=(1 << 32) - 1,
-            help="seed of every random number: weights, order, augmentation, mixing, dropout",
-        ),
-        Option(
-            "--opt", metavar="NAME", default="sgd", type=str.lower, resume="its state fits no other",
-            help=f"optimizer: {', '.join(OPTIMIZERS)}, or timm/NAME such as timm/lamb",
-        ),
-        Option(
-            "--opt-betas", metavar=("B1", "B2"), type=float, nargs=2, at_least=0, below=1,
-            help="betas of the optimizers that have them (default: 0.9 0.999 of --opt adamw)",
-        ),
-        Option(
-            "--opt-eps", metavar="EPS", type=float, at_least=0, at_most=1e12,
-            help="epsilon of the optimizers that have one (default: 1e-8, 0.0316 of --opt rmsprop)",
-        ),
-        Option(
-            "--lr", default=0.1, at_least=0, at_most=1e30,
-            help="peak learning rate; does not follow the batch size unless --lr-scaling is given",
-        ),
-        Option(
-            "--lr-scaling", default="none", choices=["none", "linear", "sqrt"],
-            help="multiply --lr by global batch / the recipe's reference-global-batch (linear), or by its square root",
-        ),
-        Option(
-            "--layer-decay", metavar="F", type=float, at_least=0, at_most=1, not_with="freeze",
-            help="layer-wise learning rates: factor from each layer to the one below it (default: one rate for all)",
-        ),
-        Option(
-            "--momentum", metavar="M", default=0.9, at_least=0, below=1,
-            help="momentum of the optimizers that have one",
-        ),
-        Option(
-            "--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, at_least=0, at_most=1e6,
-            help="weight decay of all parameters that no option below names",
-        ),
-        Option(
-            "--norm-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
-            help="weight decay of normalisation layers (default: --weight-decay)",
-        ),
-        Option(
-            "--bias-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
-            help="weight decay of the parameters that are biases (default: --weight-decay)",
-        ),
-        Option(
-            "--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
-            help="weight decay of the class and position embeddings that torchvision's script names; a ViT's "
-            "pos_embedding is not among them (default: --weight-decay)",
-        ),
-        Option(
-            "--decay-1d", default=True,
-            help="--no-decay-1d: timm's rule in place of the three options above: no decay of biases, of "
-            "other parameters with one dimension, and of those that the model exempts, such as embeddings",
-        ),
-        Option(
-            "--label-smoothing", metavar="P", default=0.0, at_least=0, below=1, is_of_checkpoint=True,
-            help="label smoothing: share of each target that is spread over all classes",
-        ),
-        Option(
-            "--bce-loss", default=False, is_of_checkpoint=True,
-            help="binary cross-entropy for each class instead of the softmax cross-entropy",
-        ),
-        Option(
-            "--bce-target-thresh", metavar="T", type=float, at_least=0, below=1, is_of_checkpoint=True,
-            needs="bce_loss", is_strict=True,
-            help="with --bce-loss: a mixed target above this counts as 1, any other as 0",
-        ),
-        Option(
-            "--teacher", metavar="NAME|FILE",
-            help="learn from this model's scores too: a checkpoint, weights of torchvision's such as "
-            "regnet_y_16gf.IMAGENET1K_V2, or timm/NAME.TAG from the Hugging Face hub",
-        ),
-        Option(
-            "--distillation", default="hard", choices=["hard", "soft"], needs="teacher",
-            help="learn the class that --teacher scores highest (hard), or its probabilities (soft)",
-        ),
-        Option(
-            "--distillation-alpha", metavar="A", default=0.5, above=0, at_most=1, needs="teacher",
-            help="share of --teacher in the loss; the rest is that of the targets",
-        ),
-        Option(
-            "--clip-grad-norm", metavar="NORM", type=float, above=0, at_most=1e12,
-            help="scale the gradients down if their norm is larger than this (default: no limit)",
-        ),
-        Option(
-            "--clip-agc", metavar="F", type=float, above=0, at_most=1e12,
-            help="adaptive clipping (timm's): where the gradient of an output's weights has a norm above F times that "
-            "of the weights, scale it down to that; leaves out the last layer (default: none)",
-        ),
+        Option("--batch-size", aliases=["-b"], default=32, at_least=1, at_most=1 << 24,
+               resume="it is the size of a micro-batch",
+               help="images that a process takes through the model at once"),
+        Option("--global-batch-size", type=int, at_least=1, at_most=1 << 31,
+               resume="a position is counted in its steps",
+               help="images per step over all processes, a multiple of --batch-size; fewer processes accumulate "
+                    "gradients (default: --batch-size x processes of the first start)"),
+        Option("--seed", default=0, at_least=0, at_most=(1 << 32) - 1,
+               help="seed of every random number: weights, order, augmentation, mixing, dropout"),
+        Option("--opt", metavar="NAME", default="sgd", type=str.lower, resume="its state fits no other",
+               help=f"optimizer: {', '.join(OPTIMIZERS)}, or timm/NAME such as timm/lamb"),
+        Option("--opt-betas", metavar=("B1", "B2"), type=float, nargs=2, at_least=0, below=1,
+               help="betas of the optimizers that have them (default: 0.9 0.999 of --opt adamw)"),
+        Option("--opt-eps", metavar="EPS", type=float, at_least=0, at_most=1e12,
+               help="epsilon of the optimizers that have one (default: 1e-8, 0.0316 of --opt rmsprop)"),
+        Option("--lr", default=0.1, at_least=0, at_most=1e30,
+               help="peak learning rate; does not follow the batch size unless --lr-scaling is given"),
+        Option("--lr-scaling", default="none", choices=["none", "linear", "sqrt"],
+               help="multiply --lr by global batch / the recipe's reference-global-batch (linear), or by its square "
+                    "root"),
+        Option("--layer-decay", metavar="F", type=float, at_least=0, at_most=1, not_with="freeze",
+               help="layer-wise learning rates: factor from each layer to the one below it (default: one rate for "
+                    "all)"),
+        Option("--momentum", metavar="M", default=0.9, at_least=0, below=1,
+               help="momentum of the optimizers that have one"),
+        Option("--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, at_least=0, at_most=1e6,
+               help="weight decay of all parameters that no option below names"),
+        Option("--norm-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
+               help="weight decay of normalisation layers (default: --weight-decay)"),
+        Option("--bias-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
+               help="weight decay of the parameters that are biases (default: --weight-decay)"),
+        Option("--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
+               help="weight decay of the class and position embeddings that torchvision's script names; a ViT's "
+                    "pos_embedding is not among them (default: --weight-decay)"),
+        Option("--decay-1d", default=True,
+               help="--no-decay-1d: timm's rule in place of the three options above: no decay of biases, of other "
+                    "parameters with one dimension, and of those that the model exempts, such as embeddings"),
+        Option("--label-smoothing", metavar="P", default=0.0, at_least=0, below=1, is_of_checkpoint=True,
+               help="label smoothing: share of each target that is spread over all classes"),
+        Option("--bce-loss", default=False, is_of_checkpoint=True,
+               help="binary cross-entropy for each class instead of the softmax cross-entropy"),
+        Option("--bce-target-thresh", metavar="T", type=float, at_least=0, below=1, is_of_checkpoint=True,
+               needs="bce_loss", is_strict=True,
+               help="with --bce-loss: a mixed target above this counts as 1, any other as 0"),
+        Option("--teacher", metavar="NAME|FILE",
+               help="learn from this model's scores too: a checkpoint, weights of torchvision's such as "
+                    "regnet_y_16gf.IMAGENET1K_V2, or timm/NAME.TAG from the Hugging Face hub"),
+        Option("--distillation", default="hard", choices=["hard", "soft"], needs="teacher",
+               help="learn the class that --teacher scores highest (hard), or its probabilities (soft)"),
+        Option("--distillation-alpha", metavar="A", default=0.5, above=0, at_most=1, needs="teacher",
+               help="share of --teacher in the loss; the rest is that of the targets"),
+        Option("--clip-grad-norm", metavar="NORM", type=float, above=0, at_most=1e12,
+               help="scale the gradients down if their norm is larger than this (default: no limit)"),
+        Option("--clip-agc", metavar="F", type=float, above=0, at_most=1e12,
+               help="adaptive clipping (timm's): where the gradient of an output's weights has a norm above F times "
+                    "that of the weights, scale it down to that; leaves out the last layer (default: none)"),
     ],
     "schedule": [
         Option("--epochs", default=90, at_least=1, at_most=10**9, help="number of epochs"),
-        Option(
-            "--eval-every", default=1, at_least=0, resume=FREE,
-            help="evaluate after every N epochs, and after the last one; 0 = after the last one only",
-        ),
-        Option(
-            "--start-epoch", default=0, at_least=0, resume=SILENT, recipe=NEVER,
-            help="begin at this epoch without a checkpoint",
-        ),
-        Option(
-            "--lr-scheduler", default="steplr", type=str.lower,
-            choices=list(SCHEDULES),
-            help="learning rate schedule after the warm-up; linearlr falls to --lr-min at the end, wsd stays at --lr "
-            "until --lr-cooldown-epochs before it",
-        ),
-        Option(
-            "--lr-warmup-epochs", default=0, at_least=0,
-            help="let the learning rate warm up during the first N epochs",
-        ),
-        Option(
-            "--lr-warmup-method", default="constant", type=str.lower, choices=["constant", "linear"],
-            needs="lr_warmup_epochs",
-            help="warm up at a constant low learning rate, or by a linear rise to --lr",
-        ),
-        Option(
-            "--lr-warmup-decay", metavar="F", default=0.01, at_least=0, at_most=1, needs="lr_warmup_epochs",
-            help="the warm-up begins at --lr times this",
-        ),
-        Option(
-            "--lr-warmup-prefix", default=True, needs="lr_warmup_epochs",
-            help="count the schedule from the end of the warm-up, as torchvision does; else from epoch 0, with the "
-            "warm-up in place of its beginning, as in timm",
-        ),
-        Option(
-            "--lr-step-size", default=30, at_least=1, needs=_which_take("lr_step_size"),
-            help="multiply the learning rate by --lr-gamma every N epochs",
-        ),
-        Option(
-            "--lr-milestones", type=int, nargs="+", at_least=0,
-            needs=_which_take("lr_milestones"),
-            help="multiply the learning rate by --lr-gamma at these epochs",
-        ),
-        Option(
-            "--lr-cooldown-epochs", type=int, at_least=1,
-            needs=_which_take("lr_cooldown_epochs"),
-            help="epochs in which the learning rate of --lr-scheduler wsd falls to --lr-min at the end; a checkpoint "
-            "from before the cool-down can go on with other --epochs",
-        ),
-        Option(
-            "--lr-gamma", metavar="F", default=0.1, at_least=0, at_most=1e9,
-            needs=_which_take("lr_gamma"),
-            help="factor by which these schedules multiply the learning rate",
-        ),
-        Option(
-            "--lr-min", metavar="LR", default=0.0, at_least=0, at_most=1e30,
-            needs=_which_take("lr_min"),
-            help="learning rate at which these schedules end; --layer-decay scales it too",
-        ),
-        Option(
-            "--lr-per-step", default=False,
-            help="change the learning rate at every step; torchvision changes it at every epoch",
-        ),
+        Option("--eval-every", default=1, at_least=0, resume=FREE,
+               help="evaluate after every N epochs, and after the last one; 0 = after the last one only"),
+        Option("--start-epoch", default=0, at_least=0, resume=SILENT, recipe=NEVER,
+               help="begin at this epoch without a checkpoint"),
+        Option("--lr-scheduler", default="steplr", type=str.lower, choices=list(SCHEDULES),
+               help="learning rate schedule after the warm-up; linearlr falls to --lr-min at the end, wsd stays at "
+                    "--lr until --lr-cooldown-epochs before it"),
+        Option("--lr-warmup-epochs", default=0, at_least=0,
+               help="let the learning rate warm up during the first N epochs"),
+        Option("--lr-warmup-method", default="constant", type=str.lower, choices=["constant", "linear"],
+               needs="lr_warmup_epochs",
+               help="warm up at a constant low learning rate, or by a linear rise to --lr"),
+        Option("--lr-warmup-decay", metavar="F", default=0.01, at_least=0, at_most=1, needs="lr_warmup_epochs",
+               help="the warm-up begins at --lr times this"),
+        Option("--lr-warmup-prefix", default=True, needs="lr_warmup_epochs",
+               help="count the schedule from the end of the warm-up, as torchvision does; else from epoch 0, with the "
+                    "warm-up in place of its beginning, as in timm"),
+        Option("--lr-step-size", default=30, at_least=1, needs=_which_take("lr_step_size"),
+               help="multiply the learning rate by --lr-gamma every N epochs"),
+        Option("--lr-milestones", type=int, nargs="+", at_least=0, needs=_which_take("lr_milestones"),
+               help="multiply the learning rate by --lr-gamma at these epochs"),
+        Option("--lr-cooldown-epochs", type=int, at_least=1, needs=_which_take("lr_cooldown_epochs"),
+               help="epochs in which the learning rate of --lr-scheduler wsd falls to --lr-min at the end; a "
+                    "checkpoint from before the cool-down can resume with other --epochs"),
+        Option("--lr-gamma", metavar="F", default=0.1, at_least=0, at_most=1e9, needs=_which_take("lr_gamma"),
+               help="factor by which these schedules multiply the learning rate"),
+        Option("--lr-min", metavar="LR", default=0.0, at_least=0, at_most=1e30, needs=_which_take("lr_min"),
+               help="learning rate at which these schedules end; --layer-decay scales it too"),
+        Option("--lr-per-step", default=False,
+               help="change the learning rate at every step; torchvision changes it at every epoch"),
     ],
     "precision": [
-        Option(
-            "--amp", default=False, is_of_checkpoint=True, help="automatic mixed precision, in training and evaluation",
-        ),
-        Option(
-            "--amp-dtype", choices=["bfloat16", "float16"], is_of_checkpoint=True, needs="amp", is_strict=True,
-            help="type that --amp computes in; float16 needs the loss to be scaled, bfloat16 does not (default: "
-            "float16)",
-        ),
-        Option(
-            "--tf32", is_switch=True, is_of_checkpoint=True,
-            help="round inputs of float32 matrix products and convolutions to TF32 on NVIDIA GPUs, which is faster "
-            "(default: convolutions only, as in torch)",
-        ),
-        Option(
-            "--channels-last", default=False,
-            help="keep images and weights in NHWC memory order, the fastest one for tensor cores",
-        ),
-        Option(
-            "--compile", metavar="MODE", choices=COMPILE_MODES, nargs="?", const="default",
-            help="compile the model with torch.compile in this mode (--compile alone: default); takes a minute before "
-            "the first step, and bits are the same only for the same number of processes",
-        ),
-        Option(
-            "--grad-checkpointing", default=False, resume=FREE,
-            help="recompute activations inside the model's blocks in the backward pass: less memory, a third more "
-            "work",
-        ),
-        Option(
-            "--use-deterministic-algorithms", default=False,
-            help="same weights in every bit after any restart and on 1, 2, 4, 8 ... processes: deterministic kernels "
-            "and order of sums",
-        ),
+        Option("--amp", default=False, is_of_checkpoint=True,
+               help="automatic mixed precision, in training and evaluation"),
+        Option("--amp-dtype", choices=["bfloat16", "float16"], is_of_checkpoint=True, needs="amp", is_strict=True,
+               help="type that --amp computes in; float16 needs the loss to be scaled, bfloat16 does not (default: "
+                    "float16)"),
+        Option("--tf32", type=bool, is_of_checkpoint=True,
+               help="round inputs of float32 matrix products and convolutions to TF32 on NVIDIA GPUs, which is faster "
+                    "(default: convolutions only, as in torch)"),
+        Option("--channels-last", default=False,
+               help="keep images and weights in NHWC memory order, the fastest one for tensor cores"),
+        Option("--compile", metavar="MODE", choices=COMPILE_MODES, nargs="?", const="default",
+               help="compile the model with torch.compile in this mode (--compile alone: default); takes a minute "
+                    "before the first step, and bits are the same only for the same number of processes"),
+        Option("--grad-checkpointing", default=False, resume=FREE,
+               help="recompute activations inside the model's blocks in the backward pass: less memory, a third more "
+                    "work"),
+        Option("--use-deterministic-algorithms", default=False,
+               help="same weights in every bit after any restart and on 1, 2, 4, 8 ... processes: deterministic "
+                    "kernels and order of sums"),
     ],
     "checkpoint": [
-        Option(
-            "--output-dir", metavar="DIR", resume=FREE, recipe=NEVER,
-            help="folder for checkpoints, logs and TensorBoard's events (default: runs/MODEL)",
-        ),
-        Option(
-            "--overwrite", default=False, resume=SILENT, recipe=NEVER,
-            help="remove the files of an earlier run from the output folder and start over",
-        ),
-        Option(
-            "--resume", metavar="PATH|auto", default="", resume=SILENT, recipe=NEVER,
-            help="resume from this checkpoint; auto: from the newest intact one in the output folder, or start if "
-            "there is none",
-        ),
-        Option(
-            "--allow-change", metavar="NAMES", resume=SILENT, recipe=NEVER, needs="resume|test_only", is_strict=True,
-            help="options that may differ from the checkpoint's although they change results, separated by commas, "
-            "such as lr,epochs; data allows other images",
-        ),
-        Option(
-            "--checkpoint-steps", type=int, at_least=1, resume=FREE,
-            help="save a checkpoint every N steps, besides those around each evaluation",
-        ),
-        Option(
-            "--checkpoint-minutes", metavar="MIN", default=10.0, at_least=0, at_most=1e9, resume=FREE,
-            help="save a checkpoint when the last one is this many minutes old; 0 = never",
-        ),
+        Option("--output-dir", metavar="DIR", resume=FREE, recipe=NEVER,
+               help="folder for checkpoints, logs and TensorBoard's events (default: runs/MODEL)"),
+        Option("--overwrite", default=False, resume=SILENT, recipe=NEVER,
+               help="remove the files of an earlier run from the output folder and start over"),
+        Option("--resume", metavar="PATH|auto", default="", resume=SILENT, recipe=NEVER,
+               help="resume from this checkpoint; auto: from the newest intact one in the output folder, or start if "
+                    "there is none"),
+        Option("--allow-change", metavar="NAMES", resume=SILENT, recipe=NEVER, needs="resume|test_only",
+               is_strict=True,
+               help="options that may differ from the checkpoint's although they change results, separated by commas, "
+                    "such as lr,epochs; data allows other images"),
+        Option("--checkpoint-steps", type=int, at_least=1, resume=FREE,
+               help="save a checkpoint every N steps, besides those around each evaluation"),
+        Option("--checkpoint-minutes", metavar="MIN", default=10.0, at_least=0, at_most=1e9, resume=FREE,
+               help="save a checkpoint when the last one is this many minutes old; 0 = never"),
         Option("--keep-last", default=3, at_least=2, resume=FREE, help="numbered checkpoints to keep"),
-        Option(
-            "--best-metric", default="acc1", choices=sorted(CURVES), resume=FREE,
-            help="validation metric that chooses best.pth, and best_ema.pth for the average of --model-ema; of equal "
-            "values the one with the lower loss, then the earlier epoch",
-        ),
-        Option(
-            "--save-per-node", default=False, resume=FREE,
-            help="for nodes without a shared disk: copy each checkpoint to the output folder of every node; --resume "
-            "auto takes the newest of all",
-        ),
-        Option(
-            "--test-only", default=False, resume=SILENT, recipe=NEVER,
-            help="evaluate the model of --weights or --resume, and exit",
-        ),
+        Option("--best-metric", default="acc1", choices=sorted(CURVES), resume=FREE,
+               help="validation metric that chooses best.pth, and best_ema.pth for the average of --model-ema; of "
+                    "equal values the one with the lower loss, then the earlier epoch"),
+        Option("--save-per-node", default=False, resume=FREE,
+               help="for nodes without a shared disk: copy each checkpoint to the output folder of every node; "
+                    "--resume auto takes the newest of all"),
+        Option("--test-only", default=False, resume=SILENT, recipe=NEVER,
+               help="evaluate the model of --weights or --resume, and exit"),
     ],
     "monitoring": [
         Option("--print-freq", default=10, at_least=1, resume=FREE, help="print a log line every N steps"),
-        Option(
-            "--log-to", metavar="NAMES", resume=FREE, recipe=NEVER,
-            help="services that the records are sent to besides metrics.jsonl and TensorBoard, separated by commas: "
-            "wandb, mlflow; their packages are optional",
-        ),
-        Option(
-            "--profile", metavar="STEPS", type=int, at_least=1, at_most=1000, resume=SILENT, recipe=NEVER,
-            help="trace this many steps into trace.json.gz in the output folder, for Perfetto or chrome://tracing, and "
-            "print the longest operators and how long the device was idle",
-        ),
-        Option(
-            "--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
-            recipe=NEVER,
-            help="minutes without a step after which the run counts as hung: every process prints where it waits, and "
-            "the run ends; 0 = never",
-        ),
+        Option("--log-to", metavar="NAMES", resume=FREE, recipe=NEVER,
+               help="services that the records are sent to besides metrics.jsonl and TensorBoard, separated by "
+                    "commas: wandb, mlflow; their packages are optional"),
+        Option("--profile", metavar="STEPS", type=int, at_least=1, at_most=1000, resume=SILENT, recipe=NEVER,
+               help="trace this many steps into trace.json.gz in the output folder, for Perfetto or chrome://tracing, "
+                    "and print the longest operators and how long the device was idle"),
+        Option("--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
+               recipe=NEVER,
+               help="minutes without a step after which the run counts as hung: every process prints where it waits, "
+                    "and the run ends; 0 = never"),
     ],
     "distributed": [
-        Option(
-            "--device", resume=FREE, recipe=IF_GIVEN,
-            help="device to train on: cuda, cpu, mps ... (default: the accelerator of this machine, else cpu)",
-        ),
-        Option(
-            "--world-size", default=1, at_least=1, at_most=1 << 20, resume=SILENT, recipe=NEVER,
-            help="number of processes, if the launcher sets RANK but not WORLD_SIZE",
-        ),
-        Option(
-            "--dist-url", metavar="URL", default="env://", resume=FREE, recipe=NEVER,
-            help="address at which the processes meet; torchrun and srun set it up themselves",
-        ),
-        Option(
-            "--dist-timeout", metavar="MIN", default=30, type=float, at_least=0.001, at_most=1e6, resume=FREE,
-            recipe=NEVER,
-            help="minutes that a process waits for the others in a step or evaluation batch before it fails",
-        ),
+        Option("--device", resume=FREE, recipe=IF_GIVEN,
+               help="device to train on: cuda, cpu, mps ... (default: the accelerator of this machine, else cpu)"),
+        Option("--world-size", default=1, at_least=1, at_most=1 << 20, resume=SILENT, recipe=NEVER,
+               help="number of processes, if the launcher sets RANK but not WORLD_SIZE"),
+        Option("--dist-url", metavar="URL", default="env://", resume=FREE, recipe=NEVER,
+               help="address at which the processes meet; torchrun and srun set it up themselves"),
+        Option("--dist-timeout", metavar="MIN", default=30, type=float, at_least=0.001, at_most=1e6, resume=FREE,
+               recipe=NEVER,
+               help="minutes that a process waits for the others in a step or evaluation batch before it fails"),
     ],
 }  # fmt: skip
 

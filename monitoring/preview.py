@@ -49,6 +49,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     num_images, num_classes, about = count_images(args)
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
+    models.check_model(args)
     model = build_without_memory(args, num_classes)
     _check_weights(args, num_classes)
     lacking = []

@@ -281,7 +281,7 @@ def dry_run(argv):
         (["--train-crop-size-min", "160"], ["needs --crop-ramp-epochs"]),
         (["--train-crop-size-min", "160", "--crop-ramp-epochs", "9", "3"], ["the first before the last"]),
         (["--train-crop-size-min", "300", "--crop-ramp-epochs", "1", "3"], ["is above --train-crop-size"]),
-        (["--model", "vit_b_16"], ["takes images of one size"]),
+        (["--model", "vit_b_16"], ["--model vit_b_16 cannot take --train-crop-size 176"]),
         (["--stochastic-depth", "0.1"], ["resnet50 has none"]),
         (["--dropout", "0.1"], ["has no dropout layer"]),
         (["--model", "timm/resnet5O"], ["timm has no such model"]),
