@@ -1,9 +1,10 @@
-"""Look at every image of a data set before a run does: `python -m scripts.check DATA_PATH`."""
+"""Decode every image of a data set, and compare its counts and classes: `python -m scripts.check DATA_PATH`."""
 
 import argparse
 import hashlib
 import os
 import shlex
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -79,26 +80,22 @@ _SHOWN = 5
 
 
 class Look(NamedTuple):
-    """A hash of an image's bytes, the numbers of its bytes and pixels (0 if unknown), and findings."""
+    """A hash of an image's bytes, their number (0 if unknown), and findings: kinds and reasons."""
 
     digest: int
     num_bytes: int
-    num_pixels: int
-    findings: tuple[tuple[str, str], ...]
+    findings: list[tuple[str, str]]
 
 
 def look_at(name: str, payload: bytes) -> Look:
     """Decode an image and return its facts and findings."""
     digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big")
-    if not payload:
-        return Look(digest, 0, 0, (("empty", "the file is empty"),))
     try:
-        image = load_image(payload)
+        found = oddities(name, load_image(payload))
     except BadImageError as error:
-        kind = "damaged" if payload.startswith(_BEGINNINGS) else "not-an-image"
-        kind = "unscalable" if NO_WHITE in str(error) else kind
-        return Look(digest, len(payload), 0, ((kind, str(error)),))
-    return Look(digest, len(payload), image.width * image.height, tuple(oddities(name, image)))
+        kind = "damaged" if payload.startswith(_BEGINNINGS) else "not-an-image" if payload else "empty"
+        found = [("unscalable" if NO_WHITE in str(error) else kind, str(error))]
+    return Look(digest, len(payload), found)
 
 
 def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
@@ -112,10 +109,9 @@ def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
         found.append(("cmyk", "CMYK"))
     if _FORMATS.get(os.path.splitext(name)[1].lower(), image.format) != image.format:
         found.append(("misnamed", f"it is {image.format}"))
-    try:
+    orientation = 1
+    with suppress(Exception):  # Pillow raises many kinds for damaged metadata, which is not read here
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # Pillow raises many kinds for damaged metadata, which nobody reads
-        orientation = 1
     if orientation != 1:
         found.append(("turned", f"EXIF orientation {orientation}"))
     return found
@@ -128,11 +124,9 @@ def look_at_some(splits: dict[str, Source], images: list[tuple[str, int]]) -> li
         source = splits[split]
         try:
             looks.append(look_at(source.name(number), with_retries(partial(source.read, number))))
-        except BadImageError as error:  # too many bytes
-            looks.append(Look(0, 0, 0, (("not-an-image", str(error)),)))
-        except (ImageError, MemoryError, OSError) as error:
-            reason = str(error) if isinstance(error, ImageError) else getattr(error, "strerror", None) or "no memory"
-            looks.append(Look(0, 0, 0, (("unreadable", one_line(reason)),)))
+        except (BadImageError, ImageError, MemoryError, OSError) as error:
+            kind = "not-an-image" if isinstance(error, BadImageError) else "unreadable"  # the first has too many bytes
+            looks.append(Look(0, 0, [(kind, getattr(error, "strerror", None) or str(error) or "no memory")]))
     return looks
 
 
@@ -164,11 +158,7 @@ class Report:
                 f"{name}: {counted(facts['images'], 'image', ',')} of {counted(facts['classes'], 'class', ',')} "
                 f"({facts['per_class']} each)"
             )
-            if facts["looked_at"]:
-                print(f"  looked at {facts['looked_at']:,}, {size_text(facts['bytes']['total'])}")
-                for key in ("bytes", "pixels"):
-                    values = [f"{word} {facts[key][word]:,}" for word in ("smallest", "median", "largest")]
-                    print(f"  {key} of an image: {', '.join(values)}")
+            print(f"  decoded {facts['looked_at']:,}, {size_text(facts['bytes'])}")
         for kind, found in self.findings.items():
             if found:
                 print(f"{'PROBLEM' if self.is_problem(kind) else 'note'} {kind}: {len(found):,} ({KINDS[kind][1]})")
@@ -230,9 +220,7 @@ def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Re
     for name, index in splits.items():
         counts = numpy.bincount([index.label(number) for number in range(len(index))], minlength=1)
         per_class = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
-        report.splits[name] = {
-            "images": len(index), "classes": len(index.classes), "per_class": per_class, "looked_at": 0,
-        }  # fmt: skip
+        report.splits[name] = {"images": len(index), "classes": len(index.classes), "per_class": per_class}
         for option, number, noun in ((name, len(index), "images"), ("classes", len(index.classes), "classes")):
             expected = getattr(options, f"expect_{option}")
             if expected not in (None, number):
@@ -255,29 +243,18 @@ def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int,
     ]
     tasks = [images[begin : begin + _IMAGES_PER_TASK] for begin in range(0, len(images), _IMAGES_PER_TASK)]
     looks = chain.from_iterable(in_order(partial(look_at_some, splits), tasks, num_workers))
-    seen = numpy.zeros((len(images), 3), dtype=numpy.uint64)
+    seen = numpy.zeros((len(images), 2), dtype=numpy.uint64)
     progress = Progress("checking", len(images), "images")
     for place, ((name, number), look) in enumerate(zip(images, looks, strict=True)):
-        seen[place] = look[:3]
+        seen[place] = look[:2]
         for kind, reason in look.findings:
             report.add(kind, name, splits[name].path(number), reason)
         progress.update(num_bytes=look.num_bytes)
     progress.finish()
     for name in splits:
         own = seen[[split == name for split, _ in images]]
-        report.splits[name].update(looked_at=len(own), bytes=summary(own[:, 1]), pixels=summary(own[:, 2]))
+        report.splits[name].update(looked_at=len(own), bytes=int(own[:, 1].sum()))
     find_equal(splits, images, seen, report)
-
-
-def summary(numbers: numpy.ndarray) -> dict[str, int]:
-    """Return the range, the median and the sum of the known numbers, those above 0."""
-    known = numpy.sort(numbers[numbers > 0])
-    if not len(known):
-        return dict.fromkeys(("smallest", "median", "largest", "total"), 0)
-    return {
-        "smallest": int(known[0]), "median": int(known[len(known) // 2]), "largest": int(known[-1]),
-        "total": int(known.sum()),
-    }  # fmt: skip
 
 
 def find_equal(splits: dict[str, Source], images: list[tuple[str, int]], seen: numpy.ndarray, report: Report) -> None:
@@ -303,18 +280,17 @@ def expectation(text: str) -> int | None:
 
 def fraction(text: str) -> float:
     """Return a fraction that train.py's --minival takes; an argparse type."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 0.5:
-        raise argparse.ArgumentTypeError(f"{text}: expected a fraction above 0 and up to 0.5, such as 0.02")
-    return value
+    with suppress(ValueError):
+        if 0 < float(text) <= 0.5:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: expected a fraction above 0 and up to 0.5, such as 0.02")
 
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = build_parser(PROG, "DATA_PATH [options]", "Look at every image of a data set before a run does.", EPILOG)
+    parser = build_parser(
+        PROG, "DATA_PATH [options]", "Decode every image of a data set, and compare its counts and classes.", EPILOG
+    )
     parser.add_argument("data_path", metavar="DATA_PATH", type=given_path, help="as train.py's --data-path")
     for name, number in {"train": NUM_TRAIN, "val": NUM_VAL, "classes": NUM_CLASSES}.items():
         noun = "classes of each split" if name == "classes" else f"images of {name}"

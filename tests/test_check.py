@@ -57,24 +57,15 @@ def images(tmp_path):
 
 
 def test_more_workers_than_are_of_use(tmp_path):
-    line = error_line(run(tmp_path, tmp_path, "--workers", 100_000))
-    assert "--workers 100000: this process has" in line
+    assert "--workers 100000" in error_line(run(tmp_path, tmp_path, "--workers", 100_000))
 
 
 def test_a_healthy_set_is_healthy(images, tmp_path):
     code, report, found = look(tmp_path, images, *COUNTS)
     assert (code, found) == (0, {})
-    sizes = sorted(path.stat().st_size for path in (images / "train").rglob("*.jpg"))
-    assert report["splits"]["train"]["bytes"] == {
-        "smallest": sizes[0], "median": sizes[14], "largest": sizes[-1], "total": sum(sizes),
-    }  # fmt: skip
-    assert report["splits"]["val"]["pixels"] == {"smallest": 1280, "median": 1280, "largest": 1280, "total": 7 * 1280}
-    assert [report["splits"]["train"][key] for key in ("images", "classes", "per_class", "looked_at")] == [
-        29,
-        3,
-        "8 to 11",
-        29,
-    ]
+    num_bytes = sum(path.stat().st_size for path in (images / "train").rglob("*.jpg"))
+    expected = {"images": 29, "classes": 3, "per_class": "8 to 11", "looked_at": 29, "bytes": num_bytes}
+    assert report["splits"]["train"] == expected
 
 
 def plant(images: Path) -> dict[str, list[str]]:
@@ -117,6 +108,7 @@ def test_every_planted_defect_is_found(images, tmp_path, form):
     code, report, found = look(tmp_path, data_path, *COUNTS)
     assert code == 1
     assert found == planted
+    # ImageNet itself has these.
     harmless = {finding["kind"] for finding in report["findings"] if not finding["is_problem"]}
     assert harmless == {"duplicate", "cmyk", "misnamed", "turned"}
     reasons = {finding["kind"]: finding["images"][0]["reason"] for finding in report["findings"]}
@@ -128,40 +120,22 @@ def test_every_planted_defect_is_found(images, tmp_path, form):
     assert run(tmp_path, data_path, *COUNTS, *allowed).codes == [0]
 
 
-@pytest.mark.parametrize("kind", ["cmyk", "misnamed", "turned", "duplicate"])
-def test_what_imagenet_itself_has_is_no_problem(images, tmp_path, kind):
-    plant(images)
-    clean = write_images(tmp_path / "clean", {"train": [11, 10, 8], "val": [3, 2, 2]})
-    for number in {"cmyk": [5], "misnamed": [6], "turned": [7], "duplicate": [8, 9]}[kind]:
-        name = f"train/class0/image{number:03d}.jpg"
-        shutil.copy(images / name, clean / name)
-    code, _, found = look(tmp_path, clean, *COUNTS)
-    assert (code, list(found)) == (0, [kind])
-
-
 def test_counts_are_imagenets_unless_others_are_given(images, tmp_path):
-    outcome = run(tmp_path, images)
-    assert outcome.codes == [1]
-    for words in ("29 images, and 1,281,167", "7 images, and 50,000", "3 classes, and 1,000"):
-        assert words in outcome.output
-    assert "NOT healthy" in outcome.output.splitlines()
-    assert run(
-        tmp_path, images, *["--expect-train", "any", "--expect-val", "any", "--expect-classes", "any"]
-    ).codes == [0]
-    code, _, found = look(tmp_path, images, *COUNTS, "--expect-train", 30)
-    assert (code, found) == (1, {"set": ["train has 29 images, and 30 are expected (--expect-train)"]})
+    code, _, found = look(tmp_path, images)
+    assert code == 1
+    assert len(found["set"]) == 4  # images of train and of val, classes of both
+    anything = ["--expect-train", "any", "--expect-val", "any", "--expect-classes", "any"]
+    assert run(tmp_path, images, *anything).codes == [0]
 
 
 def test_classes_of_one_split_alone_are_named(images, tmp_path):
     (images / "val" / "class2").rename(images / "val" / "klass2")
     code, _, found = look(tmp_path, images, *COUNTS)
     assert code == 1
-    assert found["set"] == [
-        "1 class in train alone, such as class2", "1 class in val alone, such as klass2",
-    ]  # fmt: skip
+    assert [word in line for word, line in zip(["class2", "klass2"], found["set"], strict=True)] == [True, True]
 
 
-def test_a_flat_val_names_the_command_that_mends_it(images, tmp_path):
+def test_a_flat_val_names_the_command_that_sorts_it(images, tmp_path):
     flat = tmp_path / "flat"
     shutil.copytree(images / "train", flat / "train")
     (flat / "val").mkdir()
@@ -216,7 +190,6 @@ def test_a_set_for_minival_needs_no_val(images, tmp_path):
             path.unlink()
     code, _, found = look(tmp_path, images, "--expect-train", 3, "--expect-classes", 3, "--minival", 0.25)
     assert (code, list(found)) == (1, ["set"])  # one image of each class: none can be held out
-    assert "--minival" in error_line(run(tmp_path, images, "--minival", 0.6))
 
 
 def test_no_control_byte_of_a_name_reaches_the_terminal(images, tmp_path):
@@ -254,24 +227,14 @@ def test_a_sample_is_a_quick_look(images, tmp_path):
     assert report["sample"] == 5
 
 
-def test_neither_workers_nor_form_change_the_findings(images, tmp_path):
-    plant(images)
-    reports = []
-    for workers in (1, 3):
-        run(tmp_path, images, *COUNTS, "--workers", workers, "--json", tmp_path / f"{workers}.json")
-        reports.append((tmp_path / f"{workers}.json").read_bytes())
-    assert reports[0] == reports[1]
-
-
 def test_wrong_usage_is_refused_in_one_line(images, tmp_path):
-    assert "is not a folder" in error_line(run(tmp_path, tmp_path / "nowhere"))
     (tmp_path / "nothing").mkdir()
-    assert "has no train/" in error_line(run(tmp_path, tmp_path / "nothing"))
-    error_line(run(tmp_path, images, "--expect-train", "many"))
-    error_line(run(tmp_path, images, "--sample", 0))
-    error_line(run(tmp_path, images, "--allow", "everything"))
-    line = error_line(run(tmp_path, images, *COUNTS, "--json", tmp_path / "no" / "report.json"))
-    assert "expected a file in a folder that is there" in line
+    for argv, words in [
+        ([tmp_path / "nowhere"], "is not a folder"), ([tmp_path / "nothing"], "has no train/"),
+        ([images, "--expect-train", "many"], "--expect-train"), ([images, "--sample", 0], "--sample"),
+        ([images, "--allow", "everything"], "--allow"), ([images, "--minival", 0.6], "--minival"),
+    ]:  # fmt: skip
+        assert words in error_line(run(tmp_path, *argv))
 
 
 def test_an_unreadable_file_is_a_finding(images, tmp_path):
@@ -297,5 +260,4 @@ def test_a_worker_that_is_killed_is_one_line(images, tmp_path):
     fault = "scripts.check.look_at", 3, "before"
     outcome = run_ranks(tool_rank, 1, "check", [images, *COUNTS], None, fault, log_folder=tmp_path, timeout_s=60)
     assert outcome.codes == [1]
-    assert "Traceback" not in outcome.output, outcome.output
     assert "error: a loader process was killed" in outcome.output
