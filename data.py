@@ -2,10 +2,9 @@
 
 import os
 import random
-import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property, partial
 from operator import attrgetter
@@ -21,13 +20,12 @@ import config
 import transforms
 from checkpointing.published import is_stored, take_published_options
 from distributed import collectives
-from distributed.signals import start_worker
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import read_bytes
 from loading.decode import DEEP_EXTENSIONS, decode_plainly, grey_bits, open_image
 from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
-from loading.loader import BatchLoader, check_workers, collate, largest_batch_bytes
+from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.source import Source
 from loading.subset import Subset, first_of_each_class, minival_numbers, without
 from loading.synthetic import SyntheticSource
@@ -346,18 +344,6 @@ def waits_for_checkpoint(args: Any) -> bool:
     return bool(args.resume) and (args.test_only or is_filled or args.model.startswith("timm/"))
 
 
-def collate_lenient(
-    samples: list[tuple[Tensor, int, int]], *empty: Callable[[tuple[int, ...]], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Put the samples of a `LenientImageFolder` into one batch.
-
-    Returns:
-        The batch and classes of `collate`, and (R,) int64: the numbers of the images that were replaced.
-    """
-    replaced = torch.tensor([number for _, _, number in samples if number >= 0], dtype=torch.int64)
-    return *collate([(image, label) for image, label, _ in samples], *empty), replaced
-
-
 def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
     """Return a loader of uint8 batches in the sampler's order; its processes live as long as the loader."""
     return BatchLoader(
@@ -365,14 +351,12 @@ def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
         sampler,
         num_workers=args.workers,
         batch_bytes=largest_batch_bytes(args),
-        collate_fn=collate_lenient if isinstance(dataset, LenientImageFolder) else collate,
         pin_memory=torch.device(args.device).type == "cuda",
-        worker_init_fn=start_worker,
     )
 
 
 def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[BatchLoader | None]]:
-    """Return the training and validation sets, and for each its loader if it has processes started now, else None.
+    """Return the training and validation sets, and the loader of each, or None.
 
     Raises:
         UserError: the data cannot be used, or this machine has too little memory or too few cores for it.
@@ -412,21 +396,19 @@ def build_samplers(
 
 
 def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLoader | None]:
-    """Start the processes that will load the sets' batches if they are forked, before there are other threads.
+    """Return a loader without a sampler for each set, or None; the same processes load all sets, one at a time.
 
-    Returns:
-        For each set a loader without its sampler, for `build_device_loader`; None if it has no processes to start now.
+    Processes that are forked start now, before there are other threads.
 
     Raises:
         LimitError: the processes cannot be started.
     """
-    if not args.workers or sys.platform != "linux":
-        return [None for _ in datasets]
-    loaders = [None if dataset is None else build_loader(dataset, None, args) for dataset in datasets]
-    for loader in loaders:
-        if loader is not None:
-            loader.start()
-    return loaders
+    first, *others = [dataset for dataset in datasets if dataset is not None]
+    loader = build_loader(first, None, args)
+    loaders = iter([loader, *map(loader.beside, others)])
+    if loader.is_forked:
+        loader.start()
+    return [None if dataset is None else next(loaders) for dataset in datasets]
 
 
 def build_batch_transforms(
@@ -581,6 +563,8 @@ def load_ahead(data_loader: DeviceLoader | None, args: Any, state: dict | None) 
     if state is not None:
         epoch, step = state["position"]["epoch"], state["position"]["steps"]
     if step >= data_loader.loader.sampler.steps_per_epoch:
+        if not state["position"]["is_evaluated"]:  # the processes load the validation images first
+            return
         epoch, step = epoch + 1, 0
     if epoch < args.epochs:
         data_loader.load_ahead(epoch, step)

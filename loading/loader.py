@@ -1,5 +1,6 @@
-"""Load batches of uint8 images, here or in worker processes, in the sampler's order and without needless copies."""
+"""Batches of uint8 images, loaded in the sampler's order by this process or by worker processes."""
 
+import copy
 import itertools
 import math
 import mmap
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from distributed.collectives import count_cores
+from distributed.signals import start_worker
 from errors import LimitError, UserError
 from files import memory_bytes
 
@@ -61,55 +63,67 @@ def _largest_side(args: Any) -> int:
     return max(args.train_crop_size, args.val_crop_size)
 
 
-def collate(
-    samples: list[tuple[Tensor, int]], empty: Callable[[tuple[int, ...]], Tensor] = _empty_bytes
-) -> tuple[Tensor, Tensor]:
+def collate(samples: list[tuple], empty: Callable[[tuple[int, ...]], Tensor] = _empty_bytes) -> tuple[Tensor, ...]:
     """Put (3, H, W) uint8 images and their classes into one batch.
 
     Args:
-        samples: the images, best in channels-last order, and their classes.
+        samples: (image, class), images best in channels-last order; or (image, class, number of the bad image that it
+            replaces, or -1).
         empty: returns uint8 memory of a shape, to copy the images into.
 
     Returns:
-        (B, 3, H, W) uint8 in channels-last order, and (B,) int64.
+        (B, 3, H, W) uint8 in channels-last order, and (B,) int64 classes; where samples have a third column also (R,)
+        int64, the numbers of the R images that were replaced.
     """
     height, width = samples[0][0].shape[1:]
     batch = empty((len(samples), height, width, 3))
     # By numpy, because torch would copy each image with all its threads.
-    for place, (image, _) in zip(batch.numpy(), samples, strict=True):
+    for place, (image, *_) in zip(batch.numpy(), samples, strict=True):
         numpy.copyto(place, image.permute(1, 2, 0).numpy())
-    return batch.permute(0, 3, 1, 2), torch.tensor([label for _, label in samples])
+    labels = torch.tensor([label for _, label, *_ in samples])
+    columns = zip(*(numbers for _, _, *numbers in samples), strict=True)
+    replaced = [torch.tensor([number for number in column if number >= 0], dtype=torch.int64) for column in columns]
+    return batch.permute(0, 3, 1, 2), labels, *replaced
 
 
-class _Batches:
-    """A sampler's keys in batches, each with its slot: they take turns. The slot is None if there are none."""
+class _Tasks:
+    """The batches to load, for a `DataLoader`: each one's set, slot of the shared memory, and keys.
 
-    def __init__(self, sampler: Any, num_slots: int) -> None:
-        self.sampler = sampler
-        self.num_slots = num_slots
+    The slots take turns; without shared memory the slot is None.
+    """
 
-    def keys(self) -> Iterable[list[int]]:
-        return () if self.sampler is None else BatchSampler(self.sampler, self.sampler.batch_size, drop_last=False)
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots, self.number = num_slots, 0
+        self.choose(0, None)
 
-    def __iter__(self) -> Iterator[tuple[int | None, list[int]]]:
-        return zip(itertools.cycle(range(self.num_slots) or [None]), self.keys(), strict=False)
+    def choose(self, place: int, sampler: Any) -> int:
+        """Take the keys of a sampler from now on, for the set at this place, and return the number of this choice."""
+        self.place, self.sampler, self.number = place, sampler, self.number + 1
+        return self.number
+
+    def __iter__(self) -> Iterator[tuple[int, int | None, list[int]]]:
+        slots = itertools.cycle(range(self.num_slots) or [None])
+        return zip(itertools.repeat(self.place), slots, batches_of(self.sampler), strict=False)
+
+
+def batches_of(sampler: Any) -> Iterable[list[int]]:
+    """Return a sampler's keys in batches; none of None."""
+    return () if sampler is None else BatchSampler(sampler, sampler.batch_size, drop_last=False)
 
 
 class _Filler(Dataset):
-    """The data set of a worker process: it loads a batch at a time, into the given slot, if any."""
+    """The data set of a worker process: it loads a batch at a time, into its slot, if any."""
 
-    def __init__(self, dataset: Dataset, collate_fn: Callable, slots: list[Tensor]) -> None:
-        self.dataset = dataset
-        self.collate_fn = collate_fn
-        self.slots = slots
+    def __init__(self, sets: list[Dataset], slots: list[Tensor]) -> None:
+        self.sets, self.slots = sets, slots
 
-    def __getitems__(self, slot_and_keys: tuple[int | None, list[int]]) -> tuple:
+    def __getitems__(self, task: tuple[int, int | None, list[int]]) -> tuple:
         """Return a batch; for one in a slot, the slot's number, the images' shape, and the samples' other columns."""
-        slot, keys = slot_and_keys
-        samples = [self.dataset.load(key) for key in keys]
+        place, slot, keys = task
+        samples = [self.sets[place].load(key) for key in keys]
         if slot is None:
-            return self.collate_fn(samples)
-        image, *numbers = self.collate_fn(samples, partial(_view, self.slots[slot]))
+            return collate(samples)
+        image, *numbers = collate(samples, partial(_view, self.slots[slot]))
         return slot, (len(keys), *image.permute(0, 2, 3, 1).shape[1:]), [column.tolist() for column in numbers]
 
 
@@ -117,7 +131,7 @@ def _view(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
     return memory[: math.prod(shape)].view(shape)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -125,19 +139,16 @@ class BatchLoader:
     """Load batches, in this process or in worker processes.
 
     Forked workers put images into shared memory and reuse it: a later batch overwrites it, so copy images that are to
-    stay. A fresh page of shared memory would cost more than the copy into it. The
-    batches take (num_workers x prefetch_factor + 2) x batch_bytes at most, in anonymous memory: none of it lies in
-    /dev/shm.
+    stay. A fresh page of shared memory would cost more than the copy into it. The batches take
+    (num_workers x prefetch_factor + 2) x batch_bytes at most, in anonymous memory: none of it lies in /dev/shm.
 
     Args:
-        dataset: its `load` makes an (image, class) sample of a key.
-        sampler: yields keys one at a time, and has the `batch_size`; None if it is set later.
+        dataset: its `load` makes a sample of a key, as `collate` takes them.
+        sampler: yields keys one at a time, and has the `batch_size`; it may be set later.
         num_workers: processes; 0 loads in this process.
         prefetch_factor: batches that each worker loads ahead.
         batch_bytes: bytes of the images of the largest batch; 0 for other batches, which torch sends in its own way.
-        collate_fn: makes a batch of samples; with shared memory it also gets an allocator, as `collate`.
         pin_memory: copy the images into pinned memory, from which a GPU copies without blocking the host.
-        worker_init_fn: called first in each process, with its number.
 
     Raises:
         LimitError: there is no memory for the batches.
@@ -146,19 +157,16 @@ class BatchLoader:
     def __init__(
         self,
         dataset: Dataset,
-        sampler: Any,
+        sampler: Any = None,
         *,
         num_workers: int = 0,
         prefetch_factor: int = 2,
         batch_bytes: int = 0,
-        collate_fn: Callable = collate,
         pin_memory: bool = False,
-        worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
-        self.dataset = dataset
-        self.pin_memory = pin_memory
-        is_forked = num_workers > 0 and sys.platform == "linux"
-        num_slots = num_workers * prefetch_factor + _SPARE_SLOTS if is_forked and batch_bytes else 0
+        self.dataset, self.sampler, self.pin_memory = dataset, sampler, pin_memory
+        self.is_forked = num_workers > 0 and sys.platform == "linux"
+        num_slots = num_workers * prefetch_factor + _SPARE_SLOTS if self.is_forked and batch_bytes else 0
         # Anonymous memory: no file in /dev/shm, which containers keep small. A page takes room once it is written to.
         try:
             memory = mmap.mmap(-1, max(num_slots * batch_bytes, 1))
@@ -168,27 +176,28 @@ class BatchLoader:
                 f"loader processes ({error}); use fewer --workers, or a smaller --batch-size"
             ) from error
         self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)) if num_slots else []
-        self._batches = _Batches(sampler, num_slots)
+        self._sets, self._place, self._tasks = [dataset], 0, _Tasks(num_slots)
         self.loader = DataLoader(
-            _Filler(dataset, collate_fn, self.slots),
-            batch_sampler=self._batches,
+            _Filler(self._sets, self.slots),
+            batch_sampler=self._tasks,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor if num_workers else None,
             persistent_workers=num_workers > 0,
             # Forked processes end with their parent, however it ends; a fork server and its children would stay.
-            multiprocessing_context="fork" if is_forked else None,
-            collate_fn=_as_it_is,
-            worker_init_fn=worker_init_fn,
+            multiprocessing_context="fork" if self.is_forked else None,
+            collate_fn=_unchanged,
+            worker_init_fn=start_worker,
         )
 
-    @property
-    def sampler(self) -> Any:
-        """The keys of an epoch, from the next one on."""
-        return self._batches.sampler
+    def beside(self, dataset: Dataset) -> "BatchLoader":
+        """Return a loader of another set, which the same processes load, so one of the two at a time.
 
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        self._batches.sampler = sampler
+        Called before the processes start.
+        """
+        other = copy.copy(self)
+        other.dataset, other.sampler, other._place = dataset, None, len(self._sets)
+        self._sets.append(dataset)
+        return other
 
     def start(self) -> None:
         """Start the processes, which otherwise start with the first epoch.
@@ -199,7 +208,7 @@ class BatchLoader:
         Raises:
             LimitError: the processes cannot be started.
         """
-        sampler, self.sampler = self.sampler, None  # nothing is loaded yet
+        self._tasks.choose(0, None)  # nothing is loaded yet
         try:
             iter(self.loader)
         except (OSError, RuntimeError) as error:
@@ -207,19 +216,25 @@ class BatchLoader:
                 f"cannot start {self.loader.num_workers} loader processes ({error}); use fewer --workers, or raise "
                 "their limits: `ulimit -n`, `ulimit -u`, the room in /dev/shm"
             ) from error
-        self.sampler = sampler
 
     @property
     def batch_sampler(self) -> Iterable[list[int]]:
         """The keys of an epoch in batches."""
-        return self._batches.keys()
+        return batches_of(self.sampler)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[tuple]:
+        """Begin to load, and return the batches; those of an earlier call, of any of the sets, are lost."""
+        number = self._tasks.choose(self._place, self.sampler)
         # The processes start here, and not with the first batch: they end with the thread that starts them.
-        return map(self._unpack, iter(self.loader))
+        return self._batches(iter(self.loader), number)
+
+    def _batches(self, loaded: Iterator[tuple], number: int) -> Iterator[tuple]:
+        for batch in loaded:
+            assert number == self._tasks.number or not self.loader.num_workers
+            yield self._unpack(batch)
 
     def _unpack(self, batch: tuple) -> tuple:
         if self.slots:

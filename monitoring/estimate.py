@@ -108,13 +108,13 @@ def describe(args: Any, num_classes: int) -> list[str]:
     total, saved = sum(parts.values()), sum(parts.values()) - parts["gradients and activations"]
     processes = read_launch().num_local
     workers = max(collectives.count_cores() // processes, 1) if args.workers is None else args.workers
-    host = PROCESS_BYTES + saved + 2 * workers * LOADER_BYTES + (total if device.type == "cpu" else 0)
+    host = PROCESS_BYTES + saved + workers * LOADER_BYTES + (total if device.type == "cpu" else 0)
     terms = " + ".join(f"{name} {size_text(part)}" for name, part in parts.items() if part)
     return [
         f"tensors of a process at their peak, an estimate for {device.type}: {size_text(total)} = {terms}"
         + "; the teacher comes on top" * (args.teacher is not None),
         f"host memory, an estimate: {size_text(host)} a process with Python, torch, the copy that is being saved and "
-        f"{2 * workers} loader processes; {counted(processes, 'process')} here, on {size_text(memory_bytes())}",
+        f"{workers} loader processes; {counted(processes, 'process')} here, on {size_text(memory_bytes())}",
         f"a step: {flops * args.global_batch_size / 1e12:,.3g} TFLOP, {flops / 1e9:,.3g} GFLOP an image, forward and "
         "backward",
     ]

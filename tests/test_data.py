@@ -154,6 +154,10 @@ class Noting(data.IndexedImageFolder):
         return list(map(int, self.notes.read_text().split())) if self.notes.exists() else []
 
 
+def state_at(epoch, steps):
+    return {"position": {"epoch": epoch, "steps": steps, "is_evaluated": True}}
+
+
 def test_a_run_loads_ahead_where_it_goes_on_and_each_image_once(image_folder, tmp_path):
     args = arguments(image_folder, "--workers", "2", "--train-crop-size", "24", "--batch-size", "4", "--epochs", "3")
     dataset = Noting(image_folder / "train", ClassificationPresetTrain(crop_size=24), seed=3)
@@ -168,7 +172,9 @@ def test_a_run_loads_ahead_where_it_goes_on_and_each_image_once(image_folder, tm
     expected = {place: batches(*place) for place in [(1, 1), (2, 0)]}
     for place, position in {(1, 1): (1, 1), (2, 0): (1, sampler.steps_per_epoch)}.items():
         dataset.notes.unlink()
-        data.load_ahead(loader, args, {"position": dict(zip(("epoch", "steps"), position, strict=True))})
+        data.load_ahead(
+            loader, args, {"position": {**dict(zip(("epoch", "steps"), position, strict=True)), "is_evaluated": True}}
+        )
         deadline = time.monotonic() + 60
         while len(dataset.read()) < 4:  # nobody has asked for a batch
             assert time.monotonic() < deadline
@@ -177,7 +183,9 @@ def test_a_run_loads_ahead_where_it_goes_on_and_each_image_once(image_folder, tm
         assert sorted(dataset.read()) == sorted(map(int, sampler))
     data.load_ahead(loader, args, None)  # the beginning, from where this goes on elsewhere
     assert batches(1, 1) == expected[1, 1]
-    data.load_ahead(loader, args, {"position": {"epoch": 2, "steps": sampler.steps_per_epoch}})  # the end
+    data.load_ahead(
+        loader, args, {"position": {"epoch": 2, "steps": sampler.steps_per_epoch, "is_evaluated": True}}
+    )  # the end
     assert batches(2, 0) == expected[2, 0]
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from distributed.signals import start_worker
 from errors import ImageError, LimitError, UserError
 from loading.loader import BatchLoader, check_workers, collate
 from tests.ranks import run_ranks
@@ -112,6 +111,30 @@ def test_processes_that_are_started_early_load_what_the_sampler_says_later():
     assert set(multiprocessing.active_children()) - before == workers
 
 
+class Negatives(Numbers):
+    """Images whose class is the negative of their number."""
+
+    def load(self, key):
+        image, label = super().load(key)
+        return image, -label
+
+
+def test_the_same_processes_load_several_sets_in_turn():
+    before = set(multiprocessing.active_children())
+    loader = build(Numbers(), 20)
+    other = loader.beside(Negatives())
+    other.sampler = Keys(5)
+    loader.start()
+    workers = set(multiprocessing.active_children()) - before
+    for _ in range(2):
+        assert [label.tolist() for _, label in loader] == batches_of(20)
+        found = [(-label).tolist() for _, label in other]
+        assert found == batches_of(5)
+    assert next(iter(loader))[1].tolist() == [0, 1, 2]  # left early
+    assert [(-label).tolist() for _, label in other] == batches_of(5)
+    assert set(multiprocessing.active_children()) - before == workers
+
+
 @KINDS
 def test_an_image_that_cannot_be_read_is_raised_in_its_turn(options):
     loader = build(Numbers(bad={7, 31}), 20, **options)
@@ -124,7 +147,7 @@ def test_an_image_that_cannot_be_read_is_raised_in_its_turn(options):
 
 def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does():
     before = set(multiprocessing.active_children())
-    loader = build(Numbers(), 20, num_workers=1, worker_init_fn=start_worker)
+    loader = build(Numbers(), 20, num_workers=1)
     batches = iter(loader)
     next(batches)
     (process,) = set(multiprocessing.active_children()) - before
