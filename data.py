@@ -340,8 +340,7 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
 def waits_for_checkpoint(args: Any) -> bool:
     """Tell whether transforms depend on options in the checkpoint of `--resume`."""
     is_filled = (args.auto_augment or "").startswith("timm/") and "mean" not in args.given  # timm fills gaps with it
-    # A run of one of timm's models keeps the sizes that it began with, and not those that timm gives it now.
-    return bool(args.resume) and (args.test_only or is_filled or args.model.startswith("timm/"))
+    return bool(args.resume) and (args.test_only or is_filled)
 
 
 def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
@@ -355,12 +354,18 @@ def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
     )
 
 
-def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[BatchLoader | None]]:
-    """Return the training and validation sets, and the loader of each, or None.
+def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dataset | None, Dataset], list]:
+    """Return the options, the training and validation sets, and the loader of each, or None.
+
+    `begun` is the result for options of an earlier moment, which is kept unless presets need others by now: a run of
+    one of timm's models keeps the sizes that it began with.
 
     Raises:
         UserError: the data cannot be used, or this machine has too little memory or too few cores for it.
     """
+    sizes = ("train_crop_size", "val_crop_size", "val_resize_size", "interpolation")
+    if begun is not None and all(getattr(begun[0], name) == getattr(args, name) for name in sizes):
+        return begun
     check_workers(args.workers)
     start = time.perf_counter()
     sets = build_datasets(*config.split_dirs(args), args)
@@ -370,8 +375,7 @@ def start_loading(args: Any) -> tuple[tuple[Dataset | None, Dataset], list[Batch
             f"{len(dataset)} training and {len(dataset_test)} validation images of "
             f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
-    started = start_loaders(sets, args)
-    return sets, started
+    return args, sets, start_loaders(sets, args)
 
 
 def build_samplers(

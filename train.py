@@ -231,7 +231,7 @@ def main(args):
     manager = CheckpointManager.of_options(args)
     args, state = find_checkpoint(args, manager)
 
-    datasets, started = loading or data.start_loading(args)
+    _, datasets, started = loading = data.start_loading(args, loading)
     samplers = data.build_samplers(*datasets, args)
     check_data(state, args, *datasets)
     data.check_depth(state, args, *datasets)
