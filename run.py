@@ -34,13 +34,13 @@ from errors import (
 from files import explain_failure, write_atomically
 from gradients import ShardedStep
 from metrics import Accuracy, Metric, Tally
+from monitoring.bottleneck import StepClock, as_record, describe_bottleneck, find_shares
 from monitoring.console import Outlook, first_lines, last_lines, log
 from monitoring.gauges import Gauges, Pace
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
 from monitoring.profile import StepProfile
 from monitoring.records import read_last_record
-from monitoring.verdict import StepClock, as_record, describe_limit, find_shares
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
 
@@ -377,8 +377,8 @@ class Run(BareRun):
         """Save an epoch that has been trained; say what limited it and which images have changed. Collective."""
         shares = find_shares(self.clock.gather())
         if shares is not None:
-            print(f"Epoch: [{self.state.epoch}] {describe_limit(shares, self.args)}")
-            self.monitor.write("verdict", self.state.step, self.state.epoch, **as_record(shares))
+            print(f"Epoch: [{self.state.epoch}] {describe_bottleneck(shares, self.args)}")
+            self.monitor.write("bottleneck", self.state.step, self.state.epoch, **as_record(shares))
         self.save()
 
     def evaluated(self, kind: str, data_loader: Any) -> tuple[WatchedLoader, Callable[..., None]]:

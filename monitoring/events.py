@@ -33,7 +33,7 @@ LAYOUT = {
     "Speed": {
         "images a second": ["train/images_per_s$", "train/images_per_s_per_device$"],
         "share of time waiting for data; MFU": ["train/data_wait$", "train/mfu$"],
-        "shares of a step's time, of each epoch": ["verdict/.*_share$"],
+        "shares of a step's time, of each epoch": ["bottleneck/.*_share$"],
         "memory, GiB": ["train/memory_gib$"],
     },
 }

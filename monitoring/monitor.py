@@ -27,7 +27,7 @@ MACHINE_FIELDS = {
 }  # fmt: skip
 
 # Kinds of records that are written before an epoch is saved; the others, of evaluations, come after that.
-OF_TRAINING = {"train", "epoch", "verdict"}
+OF_TRAINING = {"train", "epoch", "bottleneck"}
 
 
 def begin_log(args: Any, lines: Iterable[str]) -> None:

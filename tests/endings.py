@@ -133,12 +133,12 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def _read_records(path: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl, but for what the machine decides, as verdicts."""
+    """Return the lines of metrics.jsonl, but for what the machine decides, as bottlenecks."""
     records = map(json.loads, path.read_text().splitlines())
     return [
         {key: value for key, value in record.items() if key not in MACHINE_FIELDS}
         for record in records
-        if record["kind"] != "verdict"
+        if record["kind"] != "bottleneck"
     ]
 
 
@@ -168,7 +168,7 @@ def read_points(folder: Path) -> dict[str, list[tuple]]:
             (event.step, None if tag.split("/")[-1] in MACHINE_FIELDS else event.value) for event in events.Scalars(tag)
         ]
         for tag in events.Tags()["scalars"]
-        if not tag.startswith("verdict/")
+        if not tag.startswith("bottleneck/")
     }
 
 

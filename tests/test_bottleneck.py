@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from monitoring import verdict
+from monitoring import bottleneck
 from tests.ranks import run_ranks, train_rank
 
 SHORT_S, LONG_S = 0.005, 0.04
@@ -72,7 +72,7 @@ ARGV = """
 
 
 def judge(trouble: str, folder, num_ranks: int = 2) -> str:
-    """Return the verdict on a real run of 40 steps, without the name of the epoch."""
+    """Return what is said of a real run of 40 steps, without the name of the epoch."""
     argv = [*ARGV, "--output-dir", str(folder / "out")]
     output = run_ranks(limited_rank, num_ranks, argv, trouble, log_folder=folder).check().outputs[0]
     return re.search(r"Epoch: \[0\] (bound by .*|balanced.*)", output)[1]
@@ -82,11 +82,11 @@ def judge(trouble: str, folder, num_ranks: int = 2) -> str:
 @pytest.mark.parametrize(
     ("trouble", "begin", "advice"),
     [
-        ("model", "bound by compute: ", "first 4 processes on as many devices: up to "),
+        ("model", "bound by compute: ", "try more processes"),
         ("loader", "bound by data: waiting for data ", "--workers "),
-        ("links", "bound by communication: ", "first --batch-size "),
-        ("rank", "bound by the slowest rank, 1: ", "first look at the machine of rank 1, its device and other jobs"),
-        ("rank's loader", "bound by data: waiting for data (nearly all of it on rank 1) ", "first "),
+        ("links", "bound by communication: ", "try --batch-size "),
+        ("rank", "bound by the slowest rank, 1: ", "try another machine for rank 1"),
+        ("rank's loader", "bound by data: waiting for data (nearly all of it on rank 1) ", "try "),
     ],
 )
 def test_the_limit_of_a_run_is_named(trouble, begin, advice, tmp_path):
@@ -95,12 +95,12 @@ def test_the_limit_of_a_run_is_named(trouble, begin, advice, tmp_path):
     if trouble != "loader":  # whether there are cores for more workers depends on the machine
         assert advice in found
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    (record,) = [record for record in records if record["kind"] == "verdict"]
-    assert sum(record[name] for name in verdict.RECORDED[:-1]) == pytest.approx(1, abs=0.02)
+    (record,) = [record for record in records if record["kind"] == "bottleneck"]
+    assert sum(record[name] for name in bottleneck.RECORDED[:-1]) == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(6))
 def test_an_ordinary_run_is_not_accused(number, tmp_path):
     found = judge("jitter", tmp_path, num_ranks=1 + number % 2)
     assert found.startswith(("bound by compute: ", "balanced, "))
@@ -153,7 +153,7 @@ def test_a_simulated_limit_is_named_with_the_time_that_the_run_would_save(world_
     if world_size == 1 and limit != "data":
         return
     troubled, untroubled = simulate(world_size, **trouble), simulate(world_size, send_s=0.0, load_s=0.0)
-    shares = verdict.find_shares(troubled)
+    shares = bottleneck.find_shares(troubled)
     assert shares.limit() == limit
     saved = 1 - float(untroubled[..., 0].sum() / troubled[..., 0].sum())
     assert getattr(shares, limit) == pytest.approx(saved, abs=0.06)
@@ -162,7 +162,7 @@ def test_a_simulated_limit_is_named_with_the_time_that_the_run_would_save(world_
         assert shares.rank == 1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_ordinary_simulated_runs_are_not_accused(seed):
     draws = random.Random(100 + seed)
     ordinary = {
@@ -171,27 +171,15 @@ def test_ordinary_simulated_runs_are_not_accused(seed):
         "send_s": draws.uniform(0, 0.008),
     }
     for world_size in (1, 2, 4, 16):
-        assert verdict.find_shares(simulate(world_size, seed=seed, **ordinary)).limit() in ("compute", None)
+        assert bottleneck.find_shares(simulate(world_size, seed=seed, **ordinary)).limit() in ("compute", None)
 
 
-def test_a_short_epoch_gets_no_verdict(tmp_path):
-    assert verdict.find_shares(simulate(2, num_steps=verdict.LEAST_STEPS - 1)) is None
-    assert verdict.find_shares(simulate(2, compute_s=0.001, load_s=0.001, send_s=0.0, num_steps=30, jitter=0)) is None
+def test_a_short_epoch_gets_no_answer(tmp_path):
+    assert bottleneck.find_shares(simulate(2, num_steps=bottleneck.LEAST_STEPS - 1)) is None
+    assert (
+        bottleneck.find_shares(simulate(2, compute_s=0.001, load_s=0.001, send_s=0.0, num_steps=30, jitter=0)) is None
+    )
     argv = [*ARGV, "--synthetic", "16", "--output-dir", str(tmp_path / "out")]
     output = run_ranks(limited_rank, 1, argv, "none", log_folder=tmp_path).check().output
     assert "bound by" not in output
     assert "balanced" not in output
-
-
-@pytest.mark.parametrize(
-    ("workers", "share", "factor"),
-    # 2 workers keep up with 0.25 of the time: at 4, half; at 8, all. None can do more than take the wait away.
-    [(2, 0.75, 4.0), (4, 0.5, 2.0), (6, 0.3, 8 / 6), (7, 0.1 + 0.2, 8 / 7)],
-)
-def test_more_workers_are_advised_with_the_rate_that_they_can_give(workers, share, factor, monkeypatch):
-    monkeypatch.setattr(verdict, "_cores", lambda: 8)
-    shares = verdict.Shares(share, 1 - share, 0.0, 0.0, rank=0, data_rank=None, step_s=0.1)
-    args = type("Args", (), {"workers": workers, "world_size": 1, "global_batch_size": 10})
-    found = verdict.describe_limit(shares, args)
-    assert f"first --workers 8 instead of {workers}: " in found
-    assert f"up to {100 * factor:,.4g} images/s, now 100 images/s" in found

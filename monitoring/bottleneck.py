@@ -1,6 +1,5 @@
-"""Find the bottleneck of a run from the parts of each step on all processes, and the setting to change first."""
+"""Find the bottleneck of a run from the times of each step on all processes, and the setting to change first."""
 
-import math
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from distributed import collectives
 
 # Steps at the start of an epoch that do not count, since loaders start and kernels are chosen; the fewest steps and
-# seconds for a verdict; and how many of the last steps are kept.
+# seconds for an answer; and how many of the last steps are kept.
 NUM_FIRST, LEAST_STEPS, LEAST_S, MOST_STEPS = 3, 20, 1.0, 5000
 
 # Smallest shares of the time that make a part the limit. Only computing ought to have a large share.
@@ -58,7 +57,7 @@ class StepClock:
         return event
 
     def end_backward(self) -> None:
-        """End the backward pass of a shard; only the last one of a step waits for other processes."""
+        """End the backward pass of a micro-batch; only the last one of a step waits for other processes."""
         if self._computed is not None:
             self._pair = self._computed, self._mark()
 
@@ -150,62 +149,38 @@ def as_record(shares: Shares) -> dict[str, float | int]:
     return dict(zip(RECORDED, shares, strict=False))
 
 
-def describe_limit(shares: Shares, args: Any) -> str:
-    """Return the verdict on an epoch: its limit and shares, the first change to make, and the most gain to expect."""
+def describe_bottleneck(shares: Shares, args: Any) -> str:
+    """Return the text about an epoch: its bottleneck, the shares of its time, its rate, and what to change first."""
     names = ["data", "compute"] + (["communication", "slowest"] if args.world_size > 1 else [])
     limit = shares.limit()
     is_one_rank = limit == "data" and shares.data_rank is not None
     where = f" (nearly all of it on rank {shares.data_rank})" if is_one_rank else ""
     labels = {"data": f"waiting for data{where}", "slowest": f"waiting for rank {shares.rank}"}
     parts = ", ".join(f"{labels.get(name, name)} {getattr(shares, name):.0%}" for name in names)
-    rate = args.global_batch_size / shares.step_s
+    parts += f"; {args.global_batch_size / shares.step_s:,.4g} images/s"
     if limit is None:
-        return f"balanced, nothing stands out: {parts}; {rate:,.4g} images/s"
+        return f"balanced: {parts}"
     whose = f"the slowest rank, {shares.rank}" if limit == "slowest" else limit
-    change, factor = _ADVICE[limit](shares, args)
-    gain = "measure the gain" if factor is None else f"up to {rate * factor:,.4g} images/s"
-    return f"bound by {whose}: {parts}; first {change}: {gain}, now {rate:,.4g} images/s"
+    return f"bound by {whose}: {parts}; try {_advise(limit, shares, args)}"
 
 
-def _cores() -> int:
-    """Return the processor cores that each process of this machine has."""
-    return max(collectives.count_cores() // collectives.place(1, "env://").num_local, 1)
-
-
-def _advise_on_data(shares: Shares, args: Any) -> tuple[str, float]:
-    most, workers, cores = 1 / (1 - min(shares.data, 0.999)), args.workers or 0, _cores()
-    if not workers:
-        return f"--workers {cores}, which load beside the model", min(most, cores / shares.data)
-    if workers < cores:
-        wanted = min(math.ceil(workers * most), cores)
-        return f"--workers {wanted} instead of {workers}", min(most, wanted / workers)
-    return f"more or faster cores for the {workers} workers or a faster disk, or smaller image files", most
-
-
-def _advise_on_compute(shares: Shares, args: Any) -> tuple[str, float | None]:
+def _advise(limit: str, shares: Shares, args: Any) -> str:
+    """Return the first change to make."""
+    cores = max(collectives.count_cores() // collectives.place(1, "env://").num_local, 1)  # of each process
+    if limit == "data":
+        return f"--workers {cores}" if (args.workers or 0) < cores else "a faster disk, more cores or smaller files"
+    if limit == "communication":
+        return f"--batch-size {2 * args.batch_size}"
+    if limit == "slowest":
+        return f"another machine for rank {shares.rank}, or look for other jobs on it"
     if args.device.startswith("cuda"):
-        if not args.amp:
-            return "--amp --amp-dtype bfloat16", 1 / (1 - shares.compute / 2)  # tensor cores: twice those of TF32
-        if not args.channels_last or args.compile is None:
-            return "--compile" if args.channels_last else "--channels-last", None
-    elif (threads := torch.get_num_threads()) < (cores := _cores()) and not args.use_deterministic_algorithms:
-        return f"OMP_NUM_THREADS={cores} instead of {threads}", 1 / (1 - shares.compute * (1 - threads / cores))
-    return f"{2 * args.world_size} processes on as many devices", 2.0
+        return next((flag for flag, is_on in _FAST.items() if not is_on(args)), "more GPUs")
+    is_threaded = torch.get_num_threads() >= cores or args.use_deterministic_algorithms
+    return "more processes" if is_threaded else f"OMP_NUM_THREADS={cores}"
 
 
-def _advise_on_communication(shares: Shares, args: Any) -> tuple[str, float]:
-    half = 1 / (1 - shares.communication / 2)
-    return f"--batch-size {2 * args.batch_size}, for half the exchanges an image", half
-
-
-def _advise_on_slowest(shares: Shares, args: Any) -> tuple[str, float]:
-    where = f"look at the machine of rank {shares.rank}, its device and other jobs"
-    return where, 1 / (1 - min(shares.slowest, 0.999))
-
-
-_ADVICE = {
-    "data": _advise_on_data,
-    "compute": _advise_on_compute,
-    "communication": _advise_on_communication,
-    "slowest": _advise_on_slowest,
+_FAST = {
+    "--amp --amp-dtype bfloat16": lambda args: args.amp,
+    "--channels-last": lambda args: args.channels_last,
+    "--compile": lambda args: args.compile is not None,
 }
