@@ -61,10 +61,6 @@ def read_weights(name: str, *, is_average: bool) -> Weights:
     return weights
 
 
-def _is_library_model(model: str) -> bool:
-    return model.startswith("timm/") or model in torchvision.models.list_models(module=torchvision.models)
-
-
 def weights_without_memory(args: Any) -> Weights | None:
     """Return the state dict in the file of `--weights` on the meta device: names and shapes; None without a file."""
     if args.weights is None or not Path(args.weights).is_file():
@@ -115,10 +111,13 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
         UserError: `--weights` names neither a file nor published weights of the model, or nothing is known of the
             preprocessing of a model to evaluate.
     """
-    if not _is_library_model(args.model) and split_custom(args.model) is None:
+    is_known = args.model.startswith("timm/") or args.model in torchvision.models.list_models(module=torchvision.models)
+    if not is_known and split_custom(args.model) is None:
         return args, []  # `models.check_model` refuses it
+    if args.test_only and args.resume:
+        return args, []
     published = args.weights and not is_stored(args.weights) and resolve_weights(args)
-    if args.test_only and not args.resume:
+    if args.test_only:
         source = f"--weights {args.weights}"
         if published:
             options, words = options_of_weights(published), f"as torchvision publishes {published}"
@@ -129,12 +128,11 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
             args = _as_built(args, options, source)
         args, origin = settle_preprocessing(args, source, options, words)
         return args, [preprocessing_line(args, origin)]
-    if not args.model.startswith("timm/") or find_timm_config(args.model) is None:
-        return args, []
-    if {*PREPROCESSING} <= {*args.given}:
+    is_given = {*PREPROCESSING} <= {*args.given}
+    if is_given or not args.model.startswith("timm/") or find_timm_config(args.model) is None:
         return args, []
     args, origin = settle_preprocessing(args, f"--model {args.model}")
-    if not {"train_crop_size", "val_crop_size"} & {*args.given} and not args.test_only:
+    if not {"train_crop_size", "val_crop_size"} & {*args.given}:
         args = args.replaced(train_crop_size=args.val_crop_size)
         origin += f"; --train-crop-size {args.train_crop_size} likewise"
     return args, [preprocessing_line(args, origin)]

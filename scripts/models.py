@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config import RECIPES_DIR, read_recipe
 from errors import UserError, did_you_mean, require_timm
-from loading.progress import Progress, columns, is_terminal
+from loading.progress import Progress
 from scripts.tool import aligned, as_json, build_parser, run
 
 PROG = "python -m scripts.models"
@@ -107,40 +106,22 @@ def select(rows: list[dict], *, sort: str, min_acc1: float | None, max_params: f
     return rows if sort == "name" else sorted(rows, key=lambda row: (row[sort] is None, sign * (row[sort] or 0)))
 
 
-def table(rows: list[dict], width: float) -> list[str]:
-    """Return the lines of a table of at most this width; recipes without room are counted, not named."""
-    head = ["model", "params M", "GFLOPs", "Acc@1", "MiB", "weights"]
+def table(rows: list[dict]) -> list[str]:
+    """Return the lines of a table; recipes are written by their endings, those of another name in full."""
+    head = ["model", "params M", "GFLOPs", "Acc@1", "MiB", "weights", "recipes"]
     cells = [
         [
             row["name"], _number(row["params"] and row["params"] / 1e6, 1), _number(row["flops"], 2),
             _number(row["acc1"], 3), _number(row["size"], 1), (row["weights"] or "-").removeprefix("IMAGENET1K_"),
+            " ".join(recipe.removeprefix(f"{row['name'].removeprefix('timm/')}-") for recipe in row["recipes"]),
         ]
         for row in rows
     ]  # fmt: skip
-    lines = []
-    for line, names in zip(aligned([head, *cells], (0, 5)), [["recipes"], *map(_short_names, rows)], strict=True):
-        words = f"{line}  {_some(names, width - len(line) - 2)}".rstrip()
-        lines.append(words if math.isinf(width) else words[: int(width)])
-    return lines
+    return [line.rstrip() for line in aligned([head, *cells], (0, 5, 6))]
 
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _short_names(row: dict) -> list[str]:
-    model = row["name"].removeprefix("timm/")
-    return [name.removeprefix(f"{model}-") for name in row["recipes"]]
-
-
-def _some(names: list[str], room: float) -> str:
-    """Return as many names as there is room for, and how many more there are."""
-    for shown in range(len(names), 0, -1):
-        more = f" +{len(names) - shown}" if shown < len(names) else ""
-        text = " ".join(names[:shown]) + more
-        if len(text) <= room:
-            return text
-    return f"+{len(names)}" if names and room >= 3 else ""
 
 
 def finite(text: str) -> float:
@@ -160,8 +141,7 @@ def show(options: argparse.Namespace) -> None:
         return
     if not rows:
         raise UserError("no model is within --min-acc1 and --max-params; give wider bounds")
-    width = columns(sys.stdout) if is_terminal(sys.stdout) else math.inf
-    print("\n".join(table(rows, width)))
+    print("\n".join(table(rows)))
 
 
 def main() -> None:

@@ -137,19 +137,14 @@ def test_momentum_and_eps_of_batch_norm_are_keyword_arguments_of_timms_models():
             ["--model", "resnet18", "--model-kwargs", "foo=1"],
             "--model-kwargs foo=1: resnet18 cannot be built with that",
         ),
-        (["--model", "timm/test_resnet", "--model-kwargs", "foo=1"], "unexpected keyword argument 'foo'"),
         (["--model", "regnet_y_400mf", "--model-kwargs", "foo=1"], "unexpected keyword argument 'foo'"),
-        (["--model", "resnet18", "--model-kwargs", "groups=3"], "BasicBlock only supports groups=1"),
-        (["--model", "resnet18", "--model-kwargs", "width_per_group"], "expected KEY=VALUE"),
         (["--model", "resnet18", "--model-kwargs", "weights=DEFAULT"], "--model-kwargs weights: --weights sets that"),
         (["--model", "timm/test_resnet", "--model-kwargs", "checkpoint_path=x"], "--weights sets that"),
         (["--model", "none.py:tiny"], "there is no such file; give FILE.py:FUNCTION"),
         (["--model", "NET:"], "'' is no name of a function"),
         (["--model", "NET:tinny"], "has no function tinny; did you mean tiny?"),
-        (["--model", "NET:number"], "returned a int, expected a torch.nn.Module"),
         (["--model", "NET:five"], "its output for 2 images is torch.float32 of shape (2, 5), expected float32 scores"),
         (["--model", "NET:a_tuple"], "its output for 2 images is a tuple, expected float32 scores of (2, 3)"),
-        (["--model", "NET:labels"], "is torch.int64 of shape (2,), expected"),
         (["--model", "NET:half"], "Input type (float) and bias type (c10::Half) should be the same"),
         (["--model", "NET:lazy"], "uninitialized parameter"),
         (["--model", "NET:tiny", "--model-kwargs", "wide=8"], "(num_classes, width=4, *, act='relu'), and is given"),
@@ -205,10 +200,6 @@ def test_the_files_name_is_no_models(net, monkeypatch):
     config.parse_args(["--synthetic", "--model", "vit_mine.py:tiny", "--train-crop-size", "32"])
 
 
-def test_the_output_folder_bears_the_functions_name():
-    assert config.default_folder(config.parse_args(["--synthetic", "--model", "mine/net.py:tiny"])) == "runs/tiny"
-
-
 def test_a_run_trains_goes_on_and_is_evaluated(net, trained, tmp_path):
     out, argv, _ = trained
     state = load_checkpoint(out / "checkpoint.pth", "it")
@@ -245,13 +236,6 @@ def test_no_file_has_code_run(net, trained, tmp_path):
     recipe = ["--recipe", out / "recipe.toml", "--model", f"{net}:tiny"]
     run_train(tmp_path, *argv, *recipe, "--overwrite", "--epochs", 1).check()
     assert (net.parent / "ran").exists()
-
-
-def test_a_recipes_arguments_cannot_be_options(tmp_path):
-    path = tmp_path / "r.toml"
-    path.write_text('[model]\nmodel-kwargs = ["a=1", "--overwrite"]\n')
-    with pytest.raises(UserError, match="model-kwargs takes a list of strings"):
-        config.parse_args(["--recipe", str(path), "--synthetic"])
 
 
 def test_files_are_run_in_one_place():

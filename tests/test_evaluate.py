@@ -325,15 +325,12 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
     val = f"val={images}"
     (tmp_path / "missing.txt").write_text("class0/image000.jpg class0\nnone.jpg class1\n")
     (tmp_path / "unknown.txt").write_text("class0/image000.jpg class9\n")
-    (tmp_path / "short.txt").write_text("class0/image000.jpg\n")
     (tmp_path / "long.csv").write_text(f"class0/image000.jpg,{'x' * 200_000}\n")
-    (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "twice.txt").write_text("class0/image000.jpg 0\nclass0/image000.jpg 1\n")
     shutil.copytree(images / "class0", tmp_path / "other" / "dog")
     as_val(images, tmp_path / "flat", [1, 2, 3])
     (tmp_path / "real.json").write_text("[[0], [1]]")
     (tmp_path / "labels.json").write_text("[[0], [1], [5]]")
-    (tmp_path / "torn.json").write_text("[[0], [1")
     for argv, words in [
         (["--set", "val"], "expected NAME=DIR"),
         (["--set", f"val={tmp_path / 'nowhere'}"], "holds no images"),
@@ -345,32 +342,19 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
         ),
         (["--set", f"{val},{tmp_path / 'missing.txt'}"], "line 2 of .* names none.jpg"),
         (["--set", f"{val},{tmp_path / 'unknown.txt'}"], "class9 is none of the 5 classes"),
-        (["--set", f"{val},{tmp_path / 'short.txt'}"], "line 1 of .*; expected a file and its label"),
         (["--set", f"{val},{tmp_path / 'long.csv'}"], "line 1 of .*; expected a file and its label"),
-        (["--set", val, "--predictions", "/dev/null"], "expected a file in a folder that is there"),
-        (["--set", f"{val},{tmp_path / 'empty.txt'}"], "is empty"),
         (["--set", f"{val},{tmp_path / 'twice.txt'}"], "twice"),
-        (["--set", f"{val},{tmp_path / 'none.txt'}"], "none.txt cannot be read"),
-        (["--set", val, "--real", tmp_path / "real.json"], "no --set whose files are named"),
         (
             ["--set", f"f={tmp_path / 'flat'}", "--real", tmp_path / "real.json"],
             "labels of 2 images, and --set f has 3",
         ),
         (["--set", f"f={tmp_path / 'flat'}", "--real", tmp_path / "labels.json"], "no numbers of the 5 classes"),
-        (["--set", f"f={tmp_path / 'flat'}", "--real", tmp_path / "torn.json"], "cannot be read"),
         (["--set", val, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder that is there"),
-        (["--set", val, "--json", tmp_path], "expected a file in a folder that is there"),
         (["--set", val, "--predictions", tmp_path / "a", "--per-class", tmp_path / "a"], "one file"),
-        (["--set", f"{val},{tmp_path / 'long.csv'}", "--per-class", tmp_path / "long.csv"], "one file"),
         (["--set", val, "--real", tmp_path / "real.json", "--json", tmp_path / "real.json"], "one file"),
-        (["--set", val, "--topk", "0"], "--topk"),
         (["--set", val, "--minival", "0.1"], "are given together"),
-        (["--set", f"mini{val}"], "are given together"),
         (["--set", val, "--minival", "0"], "--minival: 0: expected a fraction above 0, at most 0.5"),
-        (["--set", val, "--minival", "x"], "--minival: x: expected a fraction above 0, at most 0.5"),
-        (["--set", val, "--ema"], "holds no average"),
         (["--set", val, "--model", "resnet18"], "--model is resnet18"),
-        (["--set", val, "--device", "warp"], "is no device"),
     ]:
         assert re.search(words, line := refusal(checkpoint, *argv)), line
     assert "no such file" in refusal(tmp_path / "none.pth", "--set", val)
@@ -417,8 +401,6 @@ def test_mistakes_and_bad_images_end_in_one_line(checkpoint, images, tmp_path, w
     "fault",
     [
         ("scripts.evaluate.rank_classes", 3, "before"),
-        ("scripts.tool.write_atomically", 2, "before"),
-        ("os.replace", 2, "before"),
         ("os.replace", 3, "after"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 import config
 from run import is_evaluated_after
 from tests.endings import read_metrics
-from tests.runs import FLAG, Runs, assert_same
+from tests.runs import FLAG, Runs
 from tests.started import refused, run_train
 
 
@@ -42,21 +42,6 @@ def test_every_second_epoch_and_the_last_one_are_evaluated(runs):
 def test_the_last_epoch_is_always_evaluated(every, epochs, expected):
     args = config.parse_args(["--synthetic", "--epochs", str(epochs), "--eval-every", str(every)])
     assert [epoch for epoch in range(epochs) if is_evaluated_after(epoch, args)] == expected
-
-
-KILLS = {
-    "after the save of an epoch that is not evaluated": ("checkpointing.store.CheckpointManager.save", 1, "after"),
-    "during the first evaluation": ("models.ExponentialMovingAverage.forward", 1, "before"),
-    "between the result and its save": ("checkpointing.store.CheckpointManager.save", 3, "before"),
-}
-
-
-@pytest.mark.parametrize("place", KILLS)
-def test_killed_and_resumed_same_bits_where_not_every_epoch_is_evaluated(runs, place):
-    name = place.replace(" ", "-")
-    assert runs.run(name, 1, *HELD, faults=[(0, *KILLS[place])]).codes == [-9]
-    runs.run(name, 1, *HELD, "--resume", "auto").check()
-    assert_same(runs, name)
 
 
 def test_another_minival_is_refused_in_a_resumed_run(started, tmp_path):

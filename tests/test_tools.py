@@ -27,7 +27,6 @@ from scripts import (
     make_digits,
     models,
     pack,
-    predict,
     prepare,
     reestimate_bn,
     report,
@@ -83,7 +82,6 @@ def refusal(monkeypatch, capfd, tool, *argv):
         (evaluate, "x.pth", "{file} --set val={folder} --json {file}"),
         (evaluate, "x.json", "x.pth --set val={folder} --per-class {file}"),
         (tune_resize, "x.pth", "{file} --data-path {folder} --json {file}"),
-        (predict, "photo.png", "x.pth {file} --html {file}"),
         (check, "x.png", "{folder} --json {file}"),
         (report, "metrics.jsonl", "{folder} --out {file}"),
         (benchmark, "x.JPEG", "step --json {file}"),
@@ -209,23 +207,11 @@ def test_models_are_listed_with_torchvisions_own_numbers(monkeypatch, capsys):
 
 
 def test_models_are_sorted_and_filtered(monkeypatch, capsys):
-    rows = json.loads(call(monkeypatch, capsys, models, "--json", "--sort", "acc1", "--max-params", "30")[1])
+    argv = ["net", "--json", "--sort", "acc1", "--max-params", "30", "--min-acc1", "75"]
+    rows = json.loads(call(monkeypatch, capsys, models, *argv)[1])
     assert [row["acc1"] for row in rows] == sorted((row["acc1"] for row in rows), reverse=True)
-    assert max(row["params"] for row in rows) <= 30e6
-    assert len(rows) > 20
-    rows = json.loads(call(monkeypatch, capsys, models, "net", "--json", "--sort", "flops", "--min-acc1", "80")[1])
-    assert [row["flops"] for row in rows] == sorted(row["flops"] for row in rows)
-    assert all(row["acc1"] >= 80 and "net" in row["name"] for row in rows)
-
-
-def test_the_table_of_models_fits_its_width(monkeypatch, capsys):
-    rows = models.list_facts("resnet50", is_timm=False)
-    wide, narrow = models.table(rows, 200), models.table(rows, 74)
-    assert "80.858" in wide[1]
-    assert "v1 v2" in wide[1]
-    assert max(map(len, narrow)) <= 74
-    hidden = len(rows[0]["recipes"]) - len(narrow[1].split()[6:-1])
-    assert narrow[1].endswith(f" +{hidden}")
+    assert len(rows) > 10
+    assert all(row["acc1"] >= 75 and row["params"] <= 30e6 and "net" in row["name"] for row in rows)
     assert call(monkeypatch, capsys, models, "wide_resnet50")[1].split()[-2:] == ["V2", "v2"]
 
 
@@ -241,9 +227,7 @@ def test_timms_models_are_counted(monkeypatch, capsys):
     ("argv", "words"),
     [
         (["reznet50"], "no model has this word in its name; did you mean resnet50?"),
-        (["--timm"], "give a WORD"),
         (["--min-acc1", "99"], "give wider bounds"),
-        (["--max-params", "nan"], "nan"),
     ],
 )
 def test_models_that_are_not_there(tmp_path, argv, words):
@@ -330,20 +314,13 @@ def test_checkpoints_that_cannot_be_averaged(evaluated, started, tmp_path):
     states["classes"] = {"data": {**state_at(2)["data"], "classes": ["a", "c"]}}
     for name, changes in states.items():
         torch.save({**state_at(2), **changes}, tmp_path / f"{name}.pth")
-    (tmp_path / "damaged.pth").write_bytes((tmp_path / "shape.pth").read_bytes()[:500])
-    torch.save({"weight": torch.ones(8)}, tmp_path / "bare.pth")
     first, output = evaluated / "best.pth", tmp_path / "averaged.pth"
     for argv, words in [
         ([first, tmp_path / "model.pth"], "in its model"),
         ([first, tmp_path / "shape.pth"], "holds other weights than"),
         ([first, tmp_path / "classes.pth"], "in its classes"),
-        ([first, tmp_path / "damaged.pth"], "is damaged or no checkpoint"),
         ([first, tmp_path / "missing.pth"], "missing.pth is no file"),
-        ([first, tmp_path / "bare.pth"], "no weights as `model`: expected a checkpoint with a state dict there"),
-        ([tmp_path / "gone", "--last", 2], "gone is no file; give checkpoints, or the folder of a run"),
         ([first, evaluated / "same.pth"], "is the same file as"),
-        ([first, "--last", 2], "choose from the folder of a run"),
-        ([evaluated], "with either --last N or --best N"),
         ([evaluated, "--last", 5], "holds 4 numbered checkpoints, fewer than --last 5"),
         ([tmp_path, "--best", 1], "holds no metrics.jsonl"),
     ]:
@@ -354,20 +331,10 @@ def test_checkpoints_that_cannot_be_averaged(evaluated, started, tmp_path):
     for output, words in [
         (evaluated / "best_ema.pth", "a run's own checkpoints have such names"),
         (tmp_path / "no" / "a.pth", "expected a file in a folder that is there"),
-        (tmp_path, "expected a file in a folder"),
     ]:
         assert words in error_line(run(tmp_path, "average", *command, output), "average")
     other = [tmp_path / "shape.pth"]
     assert "is one of the files" in error_line(run(tmp_path, "average", *other, "--output", *other), "average")
-
-
-def test_an_average_for_which_there_is_no_room(started_anywhere, tmp_path):
-    output = tmp_path / "averaged.pth"
-    output.write_bytes(b"an older one")
-    outcome = run(tmp_path, "average", started_anywhere.out, "--last", 2, "--output", output, largest_file=100_000)
-    assert "averaged.pth cannot be written: the ulimit -f, 0.1 MB, allows" in error_line(outcome, "average")
-    assert output.read_bytes() == b"an older one"
-    assert [path.name for path in tmp_path.iterdir() if "averaged" in path.name] == ["averaged.pth"]
 
 
 def test_statistics_are_those_of_torchs_own_update(started, image_folder, tmp_path):
@@ -432,12 +399,8 @@ def test_statistics_that_cannot_be_estimated(started_anywhere, image_folder, tmp
     for argv, words in [
         ([tmp_path / "plain.pth", *command, image_folder], "squeezenet1_1 has no BatchNorm"),
         ([tmp_path / "nan.pth", *command, image_folder], "its statistics are not finite"),
-        ([checkpoint, "--ema", *command, image_folder], "holds no average"),
-        ([checkpoint, *command, tmp_path / "none"], "is not a folder"),
         ([checkpoint, *command, image_folder, "--output", checkpoint], "a run's own checkpoints have such names"),
-        ([checkpoint, *command, image_folder, "--device", "tpu"], "--device tpu"),
         ([checkpoint, *command, image_folder, "--images", 1], "--images 1: Expected more than 1 value per channel"),
-        ([tmp_path, *command, image_folder], "is a folder; give a file in it"),
     ]:
         assert words in error_line(run(tmp_path, "reestimate_bn", *argv), "reestimate_bn")
     full = run(tmp_path, "reestimate_bn", checkpoint, *command, image_folder, largest_file=1000)
@@ -513,8 +476,6 @@ def run_as_nobody(name, argv):
     ("name", "argv", "words"),
     [
         ("average", "FILE FILE2 --output OUT/a.pth", "in a folder that is there and can be written to"),
-        ("convert", "FILE --to timm --output OUT/a.pth", "in a folder that is there and can be written to"),
-        ("reestimate_bn", "FILE --data-path IMAGES --output OUT/a.pth", "in a folder that is there and can be written"),
         ("export", "FILE --format weights --output OUT", "cannot be written to; choose another --output"),
     ],
 )
@@ -540,10 +501,8 @@ def test_sweeps_that_cannot_be_made(started, image_folder, tmp_path):
     for argv, words in [
         ([image_folder, "--crop", "64", "--resize", "32"], "--crop 64 is larger than --resize 32"),
         ([image_folder, "--crop", "nine"], "argument --crop: nine: expected sizes such as"),
-        ([image_folder, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder"),
         ([tmp_path / "other", "--crop", "32"], "class3 is none of the 3 classes of the checkpoint"),
         ([tmp_path / "renamed", "--crop", "32"], "class1b is none of the 3 classes of the checkpoint"),
-        ([tmp_path / "none"], "is not a folder"),
     ]:
         assert words in error_line(run(tmp_path, "tune_resize", *command, *argv), "tune_resize")
     several = run_ranks(tool_rank, 2, "tune_resize", [*command, image_folder], log_folder=tmp_path, timeout_s=60)
@@ -682,15 +641,10 @@ def test_checkpoints_that_cannot_be_converted(started, tmp_path):
     torch.save({"model": model.state_dict(), "args": Hostile(tmp_path / "executed")}, tmp_path / "hostile.pth")
     run_of_ours, output = started.out / "checkpoint.pth", tmp_path / "new.pth"
     for source, to, argv, words in [
-        (tmp_path / "bare.pth", "touchstone", [], "does not say of which model it is; give --model NAME"),
         (tmp_path / "bare.pth", "touchstone", ["--model", "resnet18"], "belongs to another model"),
-        (tmp_path / "bare.pth", "touchstone", ["--model", "mnasnet0_5", "--ema"], "holds no average"),
         (tmp_path / "misnamed.pth", "touchstone", [], "belongs to another model"),
-        (tmp_path / "misnamed.pth", "timm", ["--model", "vgg11"], "and --model is vgg11; leave --model out"),
         (tmp_path / "hostile.pth", "timm", [], "contains code (posix.system) and was refused"),
-        (tmp_path / "missing.pth", "timm", [], "missing.pth is no file"),
         (run_of_ours, "torchvision", [], "it has no model with the weights of timm/tiny_test"),
-        (run_of_ours, "keras", [], "invalid choice: 'keras'"),
     ]:
         line = error_line(run(tmp_path, "convert", source, "--to", to, "--output", output, *argv), "convert")
         assert words in line
@@ -704,9 +658,7 @@ def test_checkpoints_that_cannot_be_converted(started, tmp_path):
     ("name", "argv"),
     [
         ("average", "RUN --last 2 --output FILE"),
-        ("reestimate_bn", "CHECKPOINT --data-path IMAGES --batch-size 8 --workers 0 --device cpu --output FILE"),
         ("tune_resize", "CHECKPOINT --data-path IMAGES --resize 32,40 --workers 0 --device cpu --json FILE"),
-        ("convert", "CHECKPOINT --to timm --output FILE"),
     ],
 )
 def test_a_tool_that_was_killed_gives_the_same_file_when_it_is_started_again(

@@ -12,7 +12,6 @@ import torchvision
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import models
 import optim
 import utils
 from checkpointing.weights import load_weights
@@ -139,17 +138,6 @@ def test_code_beside_or_in_a_namespace_is_refused(tmp_path, place, is_old):
     assert not (tmp_path / "executed").exists()
 
 
-class Loaded:
-    """Is pickled as a Namespace that claims to be more: it names a function to be restored by, and another content."""
-
-    def __reduce__(self):
-        return (
-            argparse.Namespace,
-            (),
-            {"__setstate__": torch._utils._rebuild_parameter, "__dict__": {"model": "x"}, "model": 3},
-        )
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -176,35 +164,6 @@ def test_a_file_without_weights_is_refused(tmp_path, content, words):
         load_weights(tmp_path / "w.pth")
 
 
-def test_a_namespace_is_not_what_it_says(tmp_path):
-    torch.save({"model": {"a": torch.zeros(1)}, "args": Loaded()}, tmp_path / "w.pth")
-    assert load_weights(tmp_path / "w.pth").kind == "the raw weights"
-
-
-@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
-def test_a_misfit_is_told_in_one_line(tmp_path):
-    for arch, net in [("resnet18", torchvision.models.resnet18()), ("\x1b[2J", torchvision.models.squeezenet1_1())]:
-        torch.save({"arch": arch, "state_dict": net.state_dict()}, tmp_path / f"{len(arch)}.pth")
-
-    def refusal(name, build):
-        weights = load_weights(tmp_path / name)
-        with pytest.raises(UserError) as error, torch.device("meta"):  # names and shapes are enough
-            models.load_matching(build(1000), weights, "--weights w.pth", build, 1000)
-        return str(error.value)
-
-    assert refusal("8.pth", lambda num_classes: torchvision.models.alexnet(num_classes=num_classes)) == (
-        "--weights w.pth belongs to another model, check --model: it holds the raw weights of resnet18; it lacks "
-        "features.0.weight, features.0.bias, features.3.weight (16 in all); it has conv1.weight, bn1.weight, bn1.bias "
-        "(122 in all)"
-    )
-    wider = refusal("8.pth", lambda num_classes: torchvision.models.wide_resnet50_2(num_classes=num_classes))
-    assert "it holds the raw weights of resnet18: size mismatch for" in wider
-    assert "\n" not in wider
-    assert "it holds the raw weights; it" in refusal(
-        "4.pth", lambda count: torchvision.models.resnet18(num_classes=count)
-    )
-
-
 def test_torchvisions_names_are_in_utils(tmp_path):
     assert utils.set_weight_decay is optim.set_weight_decay
     utils.mkdir(tmp_path / "a" / "b")
@@ -213,16 +172,6 @@ def test_torchvisions_names_are_in_utils(tmp_path):
     (tmp_path / "c").touch()
     with pytest.raises(FileExistsError):
         utils.mkdir(tmp_path / "c")
-
-
-def test_the_average_is_where_it_is_asked_for():
-    model = nn.Linear(2, 1)
-    average = utils.ExponentialMovingAverage(model, 0.5)
-    assert isinstance(average, AveragedModel)
-    assert average.n_averaged.device == average.module.weight.device == torch.device("cpu")
-    elsewhere = utils.ExponentialMovingAverage(model, decay=0.5, device="meta")
-    assert elsewhere.module.weight.is_meta
-    elsewhere.update_parameters(model)  # of which the weights are elsewhere
 
 
 @pytest.fixture
