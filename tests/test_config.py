@@ -104,75 +104,24 @@ def test_torchvisions_switch(option):
     assert getattr(parse(option, f"--no-{option[2:]}"), destination(option)) is False
 
 
-def test_test_only_is_a_switch():
-    assert parse().test_only is False
-    assert parse("--test-only", "--weights", "DEFAULT").test_only is True
-
-
-def test_data_path_is_torchvisions_and_required():
-    assert parse().data_path == "images"
-    assert "--data-path is needed" in refusal()
-    assert config.parse_args(["--synthetic"]).synthetic == 12_800
-    assert config.parse_args(["--synthetic", "64"]).synthetic == 64
-
-
 @pytest.mark.parametrize(
     ("argv", "name", "value"),
     [
+        ([], "data_path", "images"),
         (["-b", "7"], "batch_size", 7),
         (["-b7"], "batch_size", 7),
         (["-j", "3"], "workers", 3),
         (["--wd", "0.5"], "weight_decay", 0.5),
-        (["--weight-decay", "0.5"], "weight_decay", 0.5),
-    ],
-)
-def test_aliases(argv, name, value):
-    assert getattr(parse(*argv), name) == value
-
-
-# Commands of torchvision's README, without torchrun.
-COMMANDS = """
---model vgg11 --lr 1e-2
---model googlenet --test-only --weights GoogLeNet_Weights.IMAGENET1K_V1
---model resnext50_32x4d --epochs 100
---model mobilenet_v2 --epochs 300 --lr 0.045 --wd 0.00004 --lr-step-size 1 --lr-gamma 0.98
---model mobilenet_v3_large --epochs 600 --opt rmsprop --batch-size 128 --lr 0.064 --wd 0.00001 --lr-step-size 2 \
---lr-gamma 0.973 --auto-augment imagenet --random-erase 0.2
---model efficientnet_b0 --test-only --weights IMAGENET1K_V1 --interpolation bicubic --batch-size 128 \
---val-resize-size 256 --val-crop-size 224
---model efficientnet_v2_s --batch-size 128 --lr 0.5 --lr-scheduler cosineannealinglr --lr-warmup-epochs 5 \
---lr-warmup-method linear --auto-augment ta_wide --epochs 600 --random-erase 0.1 --label-smoothing 0.1 \
---mixup-alpha 0.2 --cutmix-alpha 1.0 --weight-decay 0.00002 --norm-weight-decay 0.0 --train-crop-size 300 \
---model-ema --val-crop-size 384 --val-resize-size 384 --ra-sampler --ra-reps 4
---model regnet_y_400mf --epochs 100 --batch-size 128 --wd 0.00005 --lr=0.8 --lr-scheduler=cosineannealinglr \
---lr-warmup-method=linear --lr-warmup-epochs=5 --lr-warmup-decay=0.1
---model vit_b_16 --epochs 300 --batch-size 512 --opt adamw --lr 0.003 --wd 0.3 --lr-scheduler cosineannealinglr \
---lr-warmup-method linear --lr-warmup-epochs 30 --lr-warmup-decay 0.033 --amp --label-smoothing 0.11 \
---mixup-alpha 0.2 --auto-augment ra --clip-grad-norm 1 --ra-sampler --cutmix-alpha 1.0 --model-ema
---model swin_t --epochs 300 --batch-size 128 --opt adamw --lr 0.001 --weight-decay 0.05 --norm-weight-decay 0.0 \
---bias-weight-decay 0.0 --transformer-embedding-decay 0.0 --lr-scheduler cosineannealinglr --lr-min 0.00001 \
---lr-warmup-method linear --lr-warmup-epochs 20 --lr-warmup-decay 0.01 --amp --label-smoothing 0.1 \
---mixup-alpha 0.8 --clip-grad-norm 5.0 --cutmix-alpha 1.0 --random-erase 0.25 --interpolation bicubic \
---auto-augment ta_wide --model-ema --ra-sampler --ra-reps 4 --val-resize-size 224
-"""
-COMMANDS = COMMANDS.strip().replace("\\\n", "").splitlines()
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=[command.split()[1] for command in COMMANDS])
-def test_torchvisions_commands_parse(command):
-    argv = shlex.split(command)
-    assert parse(*argv).model == argv[1]
-
-
-@pytest.mark.parametrize(
-    ("argv", "name", "value"),
-    [
+        (["--test-only", "--weights", "DEFAULT"], "test_only", True),
+        # Case does not matter where torchvision ignores it.
         (["--opt", "SGD_Nesterov"], "opt", "sgd_nesterov"),
         (["--lr-scheduler", "CosineAnnealingLR"], "lr_scheduler", "cosineannealinglr"),
         (["--backend", "Tensor"], "backend", "tensor"),
+        (["--synthetic"], "synthetic", 12_800),
+        (["--synthetic", "64"], "synthetic", 64),
     ],
 )
-def test_case_does_not_matter_where_torchvision_ignores_it(argv, name, value):
+def test_other_spellings(argv, name, value):
     assert getattr(parse(*argv), name) == value
 
 
@@ -198,33 +147,6 @@ def test_the_examples_of_help_parse_and_each_line_stands_alone():
 
 
 @pytest.mark.parametrize(
-    ("given", "full"),
-    [("--batch=8", "--batch-size"), ("--weight-dec", "--weight-decay"), ("--train-crop", "--train-crop-size")],
-)
-def test_an_abbreviation_is_refused_with_the_full_name(given, full):
-    assert f"unrecognized argument {given}; write {full} in full" in refusal(*DATA, given)
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("--bach-size", "--batch-size"),
-        ("--batch_size", "--batch-size"),
-        ("--no-ampp", "--no-amp"),
-        ("--ep", "--epochs"),
-    ],
-)
-def test_an_unknown_option_is_refused_with_the_nearest(given, meant):
-    message = refusal(*DATA, given, "8")
-    assert given in message
-    assert meant in message
-
-
-def test_a_stray_word_is_refused():
-    assert "unrecognized argument images" in refusal(*DATA, "images")
-
-
-@pytest.mark.parametrize(
     ("name", "words"),
     [
         ("resnet5", "--model resnet5 is no "),
@@ -242,15 +164,25 @@ def test_an_unknown_model_is_refused_with_the_nearest(name, words):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["--batch=8"], "unrecognized argument --batch=8; write --batch-size in full"),
+        (["--weight-dec"], "write --weight-decay in full"),
+        (["--bach-size", "8"], "--bach-size; did you mean --batch-size?"),
+        (["--batch_size", "8"], "did you mean --batch-size?"),
+        (["--no-ampp"], "did you mean --no-amp?"),
+        (["--ep", "8"], "--epochs"),
+        (["images"], "unrecognized argument images"),
         (["--pretrained"], "--weights DEFAULT"),
         (["--gpu", "0"], "--device cuda:N"),
         (["-a", "resnet50"], "--model NAME"),
         (["/data/imagenet"], "--data-path DIR"),
         (["--lr-scheduler", "cosine"], "did you mean cosineannealinglr?"),
         (["--recipe", "resnet50"], "did you mean resnet50-a1, resnet50-a2, "),
+        (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
+        (["--recipe", "none.toml"], "no such recipe"),
+        (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
     ],
 )
-def test_what_people_often_type_is_answered_with_what_to_type(argv, words):
+def test_a_mistyped_word_is_answered_with_the_right_one(argv, words):
     assert words in refusal(*argv)
 
 
@@ -333,11 +265,9 @@ def test_a_number_out_of_range_is_refused(option, value, expected):
         (["--recipe"], "argument --recipe: expected one argument"),
         (["--model=--"], "argument --model: expected a value, not --"),
         (["-b--"], "argument -b/--batch-size: expected a value, not --"),
-        (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
-        (
-            ["--weights", f"runs/{'x' * 256}", "--ema"],
-            "...: a name in it has more than 255 characters",
-        ),
+        (["--weights", f"runs/{'x' * 256}", "--ema"], "...: a name in it has more than 255 characters"),
+        (["--output-dir", ""], "--output-dir is empty"),
+        (["--data-path", ""], "--data-path is empty"),
     ],
 )
 def test_options_that_contradict_each_other_or_say_nothing_are_refused(argv, message):
@@ -426,27 +356,6 @@ def test_a_recipe_that_is_no_text_is_refused(tmp_path):
     assert "is not valid TOML" in refusal("--recipe", str(tmp_path / "binary.toml"))
 
 
-def test_an_unknown_recipe_is_refused_with_the_nearest(tmp_path):
-    assert "--recipe digit: no such recipe; did you mean digits?" in refusal("--recipe", "digit")
-    assert "no such recipe" in refusal("--recipe", str(tmp_path / "none.toml"))
-
-
-RECIPES = sorted(config.RECIPES_DIR.glob("*.toml"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
-def test_every_recipe_parses(path):
-    facts = tomllib.loads(path.read_text())
-    args = parse("--recipe", path.stem)
-    assert args.model == facts["model"]["model"]
-    assert vars(parse("--recipe", str(path))) == {**vars(args), "recipe": str(path)}
-    assert {"title", "source"} <= facts.keys()
-
-
-def test_there_are_recipes():
-    assert "digits" in [path.stem for path in RECIPES]
-
-
 # Where and how a run was started is no part of what it computes.
 NOT_COMPUTED = "recipe given output_dir overwrite resume start_epoch world_size dist_url".split()
 
@@ -457,7 +366,7 @@ def computed(args):
 
 ROUND_TRIPS = [
     "--data-path images",
-    *(f"--data-path images {command}" for command in COMMANDS if "--test-only" not in command),
+    "--data-path images --model swin_t --opt adamw --norm-weight-decay 0.0 --lr-min 0.00001 --amp --model-ema -b 128",
     "--synthetic 64 --lr 1e-30 --wd 0.30000000000000004 --model-ema-decay 0.99998 --output-dir out --resume auto",
     """--data-path 'with "quotes" and \\ and ' --weights 'tab\there' --workers 0 --device cpu""",
     "--data-path 'umlaut \u00e4, kanji \u56f3 and control \x7f\x01'",
@@ -474,32 +383,23 @@ def test_a_written_recipe_says_the_same(command, recipe):
     assert config.write_recipe(again) == text
 
 
-def test_a_written_recipe_runs_elsewhere(recipe):
-    args = parse("--output-dir", "here", "--resume", "auto", "--world-size", "4", "--dist-url", "tcp://host:1")
-    again = config.parse_args(recipe(config.write_recipe(args)))
+def test_a_written_recipe_holds_the_defaults_and_what_was_given_but_neither_place_nor_machine(recipe):
+    elsewhere = ["--output-dir", "here", "--resume", "auto", "--world-size", "4", "--dist-url", "tcp://host:1"]
+    again = config.parse_args(recipe(config.write_recipe(parse(*elsewhere))))
     assert (again.output_dir, again.resume, again.world_size, again.dist_url) == (None, "", 1, "env://")
-
-
-def test_a_written_recipe_holds_what_was_given_but_not_what_the_machine_has():
     derived, _ = config.on_machine(parse())
-    given, _ = config.on_machine(parse("--device", "cpu", "--workers", "2"))
     table = tomllib.loads(config.write_recipe(derived))
-    assert derived.device is not None
-    assert derived.workers is not None
+    assert None not in (derived.device, derived.workers)
     assert "workers" not in table["data"]
     assert "device" not in table.get("distributed", {})
+    assert table["optimization"]["momentum"] == 0.9
+    assert "clip-grad-norm" not in table["optimization"]  # TOML has no word for none
+    given, _ = config.on_machine(parse("--device", "cpu", "--workers", "2"))
     table = tomllib.loads(config.write_recipe(given))
     assert (table["data"]["workers"], table["distributed"]["device"]) == (2, "cpu")
 
 
-def test_a_written_recipe_fixes_the_defaults():
-    table = tomllib.loads(config.write_recipe(parse()))
-    assert table["optimization"]["momentum"] == 0.9
-    assert table["model"]["sync-bn"] is False
-    assert "clip-grad-norm" not in table["optimization"]  # TOML has no word for none
-
-
-def test_what_is_derived_is_said_once():
+def test_what_is_derived_is_said_once(monkeypatch):
     args = parse("--model", "resnet50")
     record, lines = config.on_machine(args)
     assert record.output_dir == "runs/resnet50"
@@ -508,6 +408,10 @@ def test_what_is_derived_is_said_once():
     for option in ("--device", "--workers", "--output-dir"):
         assert sum(line.startswith(option) for line in lines) == 1
     assert config.on_machine(record) == (record, [])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")  # processes share the cores of a node
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert config.on_machine(parse())[0].workers == 1
 
 
 def test_the_table_names_what_torch_and_torchvision_have():
@@ -604,13 +508,6 @@ def test_an_option_that_torchvision_lacks_is_refused_without_the_one_it_needs(gi
     # A recipe may hold it, for the option to be switched off beside it.
     if given[0] == "--amp-dtype":
         assert config.parse_args([*recipe('[precision]\namp = true\namp-dtype = "bfloat16"\n'), *DATA, "--no-amp"])
-
-
-def test_workers_share_the_cores_of_a_node(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert config.on_machine(parse())[0].workers == 1
 
 
 @pytest.mark.parametrize("device", ["nonsense", "xpu:0"])

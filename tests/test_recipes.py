@@ -1,9 +1,9 @@
 """Recipes and torchvision's published commands: each resolves, and builds what it means."""
 
+import functools
 import math
 import shlex
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +28,24 @@ from tests.ranks import run_ranks, train_rank
 from transforms import RandomMix
 
 RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))
+
+
+@functools.cache
+def options_by_name(name):
+    """Return a recipe's options as a run on one process has them."""
+    args = config.parse_args(["--recipe", name, "--dry-run"])
+    batch = args.global_batch_size or args.batch_size
+    return args.replaced(distributed=False, device="cpu", global_batch_size=batch)
+
+
+def needs_timm(args):
+    return any(str(value).startswith("timm/") for value in vars(args).values())
+
+
+def one_of_each(key, names=RECIPES):
+    """Return the first recipe of each value of a function of its options."""
+    return list({str(key(options_by_name(name))): name for name in reversed(names)}.values())
+
 
 NEW = (
     "--batch-size 128 --lr 0.5 --lr-scheduler cosineannealinglr --lr-warmup-epochs 5 --lr-warmup-method linear "
@@ -155,13 +173,18 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_resolves_and_says_where_it_is_from(name):
-    recipe = config.read_recipe(config.find_recipe(name))
+def test_every_recipe_resolves_says_where_it_is_from_and_has_no_option_without_effect(name):
+    recipe, path = config.read_recipe(config.find_recipe(name)), config.find_recipe(name)
     facts = set() if "an experiment" in recipe.get("notes", "") else {"expected-acc1", "tolerance"}
     assert {"title", "source", "evaluation", "reproduced"} | facts <= recipe.keys()
-    if any(table.get("model", "").startswith("timm/") for table in recipe.values() if isinstance(table, dict)):
+    assert path.stat().st_size < 2000  # it says what differs from the defaults
+    args = options_by_name(name)
+    if needs_timm(args):
         pytest.importorskip("timm")
-    text = preview.preview(config.parse_args(["--recipe", name, "--dry-run"]))
+    # The features of this one are given on the command line.
+    remarks = [line.split()[0] for line in config.remarks(args)]
+    assert remarks == (["--freeze"] if name == "resnet50-linear" else [])
+    text = preview.preview(config.parse_args(["--recipe", str(path), "--dry-run"]))
     assert "learning rate at the start of epoch 0: " in text
     assert "has no effect" not in text
     if name != "digits":
@@ -188,15 +211,11 @@ def test_expected_accuracies_are_those_of_torchvisions_weights():
     assert checked >= 70
 
 
-def test_the_list_of_recipes_names_each_once(capsys):
+def test_the_list_of_recipes_names_each_once_fits_the_terminal_and_is_filtered(monkeypatch):
     lines = config.list_recipes().splitlines()
     assert [line.split()[0] for line in lines[1:-2]] == RECIPES
-    assert "80.858" in next(line for line in lines if line.startswith("resnet50-v2"))
+    assert next(line for line in lines if line.startswith("resnet50-v2")).split()[1:5] == ["80.858", "1024", "600", "-"]
     assert next(line for line in lines if line.startswith("resnet50-fast16")).split()[4] == "differs"
-    assert next(line for line in lines if line.startswith("resnet50-v2")).split()[4] == "-"
-
-
-def test_the_list_of_recipes_fits_the_terminal_and_is_filtered(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     assert max(map(len, config.list_recipes().splitlines()[:-1])) == 60
     names = [line.split()[0] for line in config.list_recipes("FFCV").splitlines()[1:-2]]
@@ -220,38 +239,32 @@ def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
     assert not out.exists()
 
 
+def ema_line(*argv):
+    text = preview.preview(config.parse_args(["--synthetic", "8192", "--model-ema", *DRY, *argv]))
+    (line,) = [line for line in text.splitlines() if "--model-ema:" in line]
+    return line
+
+
 def test_a_dry_run_says_and_refuses_what_the_run_would():
-    text = preview.preview(
-        config.parse_args(["--synthetic", "8192", "--lr-min", "1", *DRY, "--model-ema-decay", "0.9"])
-    )
+    idle = ["--synthetic", "8192", "--lr-min", "1", "--model-ema-decay", "0.9"]
+    text = preview.preview(config.parse_args([*idle, *DRY]))
     assert [line.split()[1] for line in text.splitlines() if "no effect" in line] == ["--model-ema-decay", "--lr-min"]
-    argv = ["--synthetic", "8192", "--global-batch-size", "4096", "--epochs", "2", "--model-ema", *DRY]
-    (line,) = [line for line in preview.preview(config.parse_args(argv)).splitlines() if "--model-ema:" in line]
-    # By torchvision's formula 1 - decay is (1 - 0.99998) x 4096 x 32 / 2 = 1.3.
-    assert "decay 0 " in line
-    assert "is a copy of the weights" in line
-    (line,) = [
-        line
-        for line in preview.preview(config.parse_args([*argv, "--epochs", "90"])).splitlines()
-        if "--model-ema:" in line
-    ]
-    assert f"decay {1 - (1 - 0.99998) * 4096 * 32 / 90:.6g} " in line
-    assert "copy" not in line
+    # By torchvision's formula 1 - decay is (1 - 0.99998) x 4096 x 32 / epochs, at most 1.
+    for epochs, decay in [(2, 0), (90, 1 - (1 - 0.99998) * 4096 * 32 / 90)]:
+        line = ema_line("--global-batch-size", "4096", "--epochs", str(epochs))
+        assert f"decay {decay:.6g} " in line
+        assert ("is a copy of the weights" in line) is (decay == 0)
     with pytest.raises(UserError, match="--device mps"):
         preview.preview(config.parse_args(["--synthetic", "64", "--device", "mps", *DRY]))
 
 
 def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
-    argv = ["--data-path", str(image_folder), "--dry-run", "--batch-size", "8", "--epochs", "2"]
-    text = preview.preview(config.parse_args(argv))
-    assert "29 images of 3 classes" in text
-    assert "3 steps an epoch, 6 in all; 5 images left out" in text
-
-
-def test_a_dry_run_counts_the_images_of_a_tar(image_folder, tmp_path):
     pack_shards(image_folder / "train", tmp_path)
-    text = preview.preview(config.parse_args(["--data-path", str(tmp_path), "--dry-run", "--batch-size", "8"]))
-    assert "29 images of 3 classes" in text
+    for folder in (image_folder, tmp_path):
+        argv = ["--data-path", str(folder), "--dry-run", "--batch-size", "8", "--epochs", "2"]
+        text = preview.preview(config.parse_args(argv))
+        assert "29 images of 3 classes" in text
+        assert "3 steps an epoch, 6 in all; 5 images left out" in text
 
 
 def test_what_a_dry_run_prints_is_itself_a_recipe(tmp_path):
@@ -312,27 +325,6 @@ def test_without_timm_the_message_says_what_to_install(monkeypatch):
             dry_run(["--synthetic", *argv])
 
 
-def test_a_dry_run_refuses_an_augmentation_that_is_not_there(tmp_path):
-    argv = ["--synthetic", "--dry-run", "--auto-augment", "timm/nonsense-m9"]
-    outcome = run_ranks(train_rank, 1, argv, log_folder=tmp_path)
-    assert outcome.codes == [2], outcome.output
-    assert "timm does not know" in outcome.output
-
-
-def test_recipes_are_no_larger_than_what_they_say():
-    assert all(Path(config.find_recipe(name)).stat().st_size < 2000 for name in RECIPES)
-
-
-def options_by_name(name):
-    """Return a recipe's options as a run on one process has them."""
-    args = config.parse_args(["--recipe", name, "--dry-run"])
-    batch = args.global_batch_size or args.batch_size
-    args = args.replaced(distributed=False, device="cpu", global_batch_size=batch)
-    if any(str(value).startswith("timm/") for value in vars(args).values()):
-        pytest.importorskip("timm")
-    return args
-
-
 def decays_by_torchvisions_rules(args, model):
     """{parameter's name: its decay}, by the words of torchvision's three options."""
     decays = {}
@@ -360,25 +352,23 @@ def decays_by_timm(args, model):
 
 
 # The large RegNets have the parts of the smallest and take seconds to build.
-@pytest.mark.parametrize("name", [name for name in RECIPES if "regnet" not in name or "_400mf" in name])
-def test_each_parameter_decays_as_the_source_says(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    one_of_each(
+        lambda args: (args.model, args.decay_1d, args.weight_decay, args.norm_weight_decay, args.bias_weight_decay),
+        [name for name in RECIPES if "regnet" not in name or "_400mf" in name],
+    ),
+)
+def test_each_parameter_decays_as_the_source_says(name):
     args = options_by_name(name)
-    # Whether it takes its images is found where each recipe is resolved.
-    monkeypatch.setattr(models, "check_sizes", lambda *_: None)
+    if needs_timm(args):
+        pytest.importorskip("timm")
     model = flops.build_without_memory(args, 1000)
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = optim.build_parameter_groups(args, model)
     found = {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
     expected = (decays_by_torchvisions_rules if args.decay_1d else decays_by_timm)(args, model)
     assert found == {name: expected[name] for name in names.values()}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_no_option_of_a_recipe_is_without_effect(name):
-    args = options_by_name(name)
-    remarks = config.remarks(args)
-    # Its source's features are given on the command line.
-    assert [line.split()[0] for line in remarks] == (["--freeze"] if name == "resnet50-linear" else [])
 
 
 def torchs_rates(args):
@@ -439,7 +429,12 @@ def counted_in_parts(args, num):
     return SimpleNamespace(**{**vars(args), **counts, "lr_gamma": args.lr_gamma ** (1 / num)})
 
 
-@pytest.mark.parametrize("name", RECIPES)
+def rates_of(args):
+    """Return the options that the learning rates depend on."""
+    return [args.epochs, *(value for name, value in sorted(vars(args).items()) if name.startswith("lr"))]
+
+
+@pytest.mark.parametrize("name", one_of_each(rates_of))
 def test_learning_rates_are_the_sources(name):
     args = options_by_name(name)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
@@ -476,7 +471,12 @@ def test_the_stairs_of_efficientnet_are_never_far_from_their_slope():
         assert 1.0 <= 0.048 * 0.97 ** (epoch // 2.4) / rate * 1.005 <= 1.05
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "model-ema = true" in config.list_recipes(name)])
+def average_of(args):
+    """Return the options that the average depends on."""
+    return args.model_ema_adjust, args.model_ema_decay, args.model_ema_steps, args.global_batch_size, args.epochs
+
+
+@pytest.mark.parametrize("name", one_of_each(average_of, [name for name in RECIPES if options_by_name(name).model_ema]))
 def test_averages_move_as_the_source_says(name):
     args = options_by_name(name)
     model = nn.Linear(3, 2)
@@ -513,7 +513,12 @@ def references_loss(args, output, target, share):
     return loss.SoftTargetCrossEntropy()(output, sum(parts))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+def loss_of(args):
+    """Return the options that the loss depends on."""
+    return args.label_smoothing, args.bce_loss, args.bce_target_thresh, needs_timm(args)
+
+
+@pytest.mark.parametrize("name", one_of_each(loss_of))
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.15])
 def test_losses_are_the_sources(name, share):
     args = options_by_name(name)
