@@ -445,7 +445,7 @@ OPTIONS = {
                     "commas: wandb, mlflow; their packages are optional"),
         Option("--profile", metavar="STEPS", type=int, at_least=1, at_most=1000, resume=SILENT, recipe=NEVER,
                help="trace this many steps into trace.json.gz in the output folder, for Perfetto or chrome://tracing, "
-                    "and print the longest operators and how long the device was idle"),
+                    "and print the longest operators"),
         Option("--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
                recipe=NEVER,
                help="minutes without a step after which the run counts as hung: every process prints where it waits, "

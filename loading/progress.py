@@ -153,6 +153,19 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def aligned(rows: list[list[str]], to_left: tuple[int, ...] = (0,)) -> list[str]:
+    """Return the lines of a table; columns are aligned to the right, or to the left if `to_left` has their number."""
+    rows = [[one_line(word) for word in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            word.ljust(width) if place in to_left else word.rjust(width)
+            for place, (word, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
 class Progress:
     """The progress of long work on standard error: a live line on a terminal, else a line every few seconds.
 

@@ -17,8 +17,9 @@ from torch import nn
 
 from checkpointing.checkpoint import BEST_NAMES, RunState
 from errors import counted, duration, one_line
-from files import open_regular, open_to_read, write_atomically
-from loading.progress import LiveLine, Tap, without_escapes
+from files import open_regular
+from loading.progress import LiveLine, Tap, aligned, without_escapes
+from monitoring.attempts import Attempts
 from monitoring.records import as_number, read_epochs
 from options import CURVES, split_custom
 
@@ -36,12 +37,10 @@ class LogFile:
     It also gets the lines that a terminal replaces by a live one. A failure to write is printed once and ends no run.
     """
 
-    MAX_BYTES = 16 << 20  # then the older half is dropped
-
     def __init__(self) -> None:
         self._tap, self._folder, self._file = None, None, None
         self._waiting, self._parts = b"", {}
-        self._is_warned, self._retry_s, self._size = False, -math.inf, 0
+        self._retry_s, self._attempt = -math.inf, Attempts()
 
     def keep(self) -> None:
         """Keep the output from now on."""
@@ -72,42 +71,20 @@ class LogFile:
         text = "".join(f"{one_line(without_escapes(line))}\n" for line in lines)
         self._waiting = (self._waiting + text.encode(errors="backslashreplace"))[-_MAX_WAITING:]
         if self._folder is not None and time.monotonic() >= self._retry_s:
-            self._write()
+            self._retry_s = time.monotonic() + _RETRY_S  # also while a warning is printed, which comes back here
+            if self._attempt(f"log.txt in {self._folder} is not written", self._write):
+                self._retry_s = -math.inf
 
     def _write(self) -> None:
-        try:
-            if self._file is None or self._size > self.MAX_BYTES:
-                self._open()
-            while self._waiting:
-                written = os.write(self._file, self._waiting)
-                self._waiting, self._size = self._waiting[written:], self._size + written
-        except OSError as error:
-            self._retry_s = time.monotonic() + _RETRY_S
-            if not self._is_warned:
-                self._is_warned = True
-                why = error.strerror or error
-                print(f"warning: log.txt in {self._folder} is not written: {why}; training goes on")
-
-    def _open(self) -> None:
-        """Open a new copy of the file: somebody's `tee` may be writing to the old one."""
-        path = self._folder / "log.txt"
-        try:
-            with open_to_read(path, follows_links=False) as file:
-                earlier = file.read()
-        except FileNotFoundError:
-            earlier = b""
-        if len(earlier) > self.MAX_BYTES:
-            earlier = b"(earlier lines were dropped)\n" + earlier[-self.MAX_BYTES // 2 :].partition(b"\n")[2]
-        if earlier and not earlier.endswith(b"\n"):  # torn by a kill
-            earlier += b"\n"
-        self._close_file()
-        write_atomically(path, earlier)
-        self._file, self._size = open_regular(path, os.O_WRONLY | os.O_APPEND), len(earlier)
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._file is None:
+            # A line that a kill has cut stays a line of its own.
+            self._file = open_regular(
+                self._folder / "log.txt", os.O_RDWR | os.O_APPEND | os.O_CREAT, follows_links=False
+            )
+            size = os.fstat(self._file).st_size
+            self._waiting = b"\n" * (size > 0 and os.pread(self._file, 1, size - 1) != b"\n") + self._waiting
+        while self._waiting:
+            self._waiting = self._waiting[os.write(self._file, self._waiting) :]
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the error that ended the run, if there is one, and stop keeping output."""
@@ -117,8 +94,9 @@ class LogFile:
             self._retry_s = -math.inf
             self.add(*([] if error is None else text.splitlines()))
             self._tap.remove()
-            self._close_file()
-            self._tap = self._folder = None
+            if self._file is not None:
+                os.close(self._file)
+            self._tap = self._folder = self._file = None
 
 
 log = LogFile()
@@ -238,4 +216,4 @@ def epoch_table(records: Iterable[dict], num_rows: int = 5) -> list[str]:
             cells = [f"{value:.3f}" if math.isfinite(value) else "--" for value in map(as_number, values)]
             rows.append([f"[{epoch.number}]", *cells, duration(epoch.took_s)])
     head = ["epoch", "loss", "val acc1", "val loss", "time"]
-    return ["".join(f"{cell:>10}" for cell in row) for row in [head, *rows[-num_rows:]]] if rows else []
+    return aligned([head, *rows[-num_rows:]], to_left=()) if rows else []

@@ -30,13 +30,13 @@ from errors import InterruptedRunError, NonFiniteError, UserError, counted, end_
 from files import csv_text, open_to_read, read_bytes
 from loading.forms import find_sources, open_source
 from loading.index import check_num_bytes
-from loading.progress import Progress
+from loading.progress import Progress, aligned
 from loading.source import Source, list_folder
 from loading.subset import labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
 from presets import build_presets
 from scripts.check import NUM_VAL
-from scripts.tool import aligned, as_json, build_parser, explain, output_file, positive, run, write_output
+from scripts.tool import as_json, build_parser, explain, output_file, positive, run, write_output
 from scripts.trained import Evaluation, Trained, add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.evaluate"

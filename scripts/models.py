@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config import RECIPES_DIR, read_recipe
 from errors import UserError, did_you_mean, require_timm
-from loading.progress import Progress
-from scripts.tool import aligned, as_json, build_parser, run
+from loading.progress import Progress, aligned
+from scripts.tool import as_json, build_parser, run
 
 PROG = "python -m scripts.models"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.signals import open_closed_files
-from errors import ImageError, LoaderKilledError, StorageError, UserError, error_line, explain_limit, one_line
+from errors import ImageError, LoaderKilledError, StorageError, UserError, error_line, explain_limit
 from files import explain_failure, free_bytes, make_folder, write_atomically
 from loading.progress import size_text
 from options import OneLineParser
@@ -99,19 +99,6 @@ def write_output(path: Path, content: bytes, option: str = "", verify: Callable[
 def as_json(content: Any) -> bytes:
     """Return plain values as the bytes of a JSON file, which has no word for NaN and infinity: ValueError for them."""
     return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
-
-
-def aligned(rows: list[list[str]], to_left: tuple[int, ...] = (0,)) -> list[str]:
-    """Return the lines of a table; columns are aligned to the right, or to the left if `to_left` has their number."""
-    rows = [[one_line(word) for word in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            word.ljust(width) if place in to_left else word.rjust(width)
-            for place, (word, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
 
 
 def explain(error: BaseException) -> BaseException:

@@ -10,10 +10,11 @@ import config
 import models
 from data import IndexedImageFolder
 from errors import UserError
+from loading.progress import aligned
 from options import BY_NAME
 from presets import build_presets
 from scripts.evaluate import open_folder, score_set
-from scripts.tool import aligned, as_json, build_parser, output_file, run, write_output
+from scripts.tool import as_json, build_parser, output_file, run, write_output
 from scripts.trained import Evaluation, Trained, add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.tune_resize"

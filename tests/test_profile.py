@@ -4,8 +4,6 @@ import gzip
 import json
 import re
 
-import pytest
-
 from checkpointing.finder import OWN_FILES
 from monitoring import profile
 from tests.ranks import run_ranks, train_rank
@@ -23,13 +21,7 @@ def test_a_profile_traces_as_many_steps_as_asked_for(tmp_path):
     trace = json.loads(gzip.decompress((out / profile.TRACE_NAME).read_bytes()))
     steps = {event["name"] for event in trace["traceEvents"] if event["name"].startswith("ProfilerStep")}
     assert steps == {f"ProfilerStep#{profile.NUM_FIRST + number}" for number in range(3)}
-    idle, rest = re.search(
-        r"\n3 steps of \d+\.\d ms; (\d+)% of the time was outside operators(.*)", output, re.S
-    ).groups()
-    assert 0 <= int(idle) < 100
-    rows = [line for line in rest.splitlines() if " calls a step  " in line]
-    assert len(rows) == profile.NUM_PRINTED
-    assert any("20 calls a step  aten::convolution_backward" in row for row in rows)  # the layers of ResNet-18
+    assert re.search(r"\n +aten::convolution_backward .* 60 *\n", output)  # three steps of the 20 layers of ResNet-18
     assert "profile" not in (out / "recipe.toml").read_text()
     assert OWN_FILES.fullmatch(profile.TRACE_NAME)
 
@@ -46,11 +38,3 @@ def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path):
     argv = [*ARGV, "--output-dir", str(out), "--profile", "1"]
     output = run_ranks(train_rank, 1, argv, log_folder=tmp_path).check().output
     assert "warning: --profile: " in output
-
-
-@pytest.mark.parametrize(
-    ("ranges", "covered"),
-    [([], 0), ([(2, 4)], 2), ([(0, 3), (2, 4), (2, 3)], 4), ([(-5, 1), (9, 20), (4, 5)], 3), ([(11, 12)], 0)],
-)
-def test_time_is_covered_once(ranges, covered):
-    assert profile._covered(ranges, 0, 10) == covered
