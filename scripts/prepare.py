@@ -30,7 +30,7 @@ from scripts.tool import build_parser, check_outside, check_room, given_path, ma
 PROG = "python -m scripts.prepare"
 
 TRAIN_TAR, VAL_TAR, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
-TRUTH_CSV, SYNSETS_TXT = "LOC_val_solution.csv", "LOC_synset_mapping.txt"
+TRUTH_CSV = "LOC_val_solution.csv"
 
 MD5 = {
     TRAIN_TAR: "1d675b47d978889d74fa0da5fadfb00e",
@@ -38,7 +38,7 @@ MD5 = {
     DEVKIT: "fa75699e90414af021442c21a62c3abf",
 }
 
-KNOWN = (*MD5, TRUTH_CSV, SYNSETS_TXT)
+KNOWN = (*MD5, TRUTH_CSV)
 
 EPILOG = f"""\
 sources, as files or as folders that hold them:
@@ -99,11 +99,10 @@ class Source(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """The synset of each image of val, and all synsets, as a file of the devkit or of Kaggle lists them."""
+    """The synset of each image of val, as a file of the devkit or of Kaggle lists them."""
 
     where: Path
     synset_of: dict[str, str]
-    synsets: list[str]
 
     def class_of(self, file: str) -> str:
         """Return the class of an image of a flat val; UserError if it is not listed."""
@@ -136,7 +135,7 @@ def read_devkit(path: Path) -> Truth:
         if not classes:
             raise ValueError("its ground truth is empty")
     truths = {f"ILSVRC2012_val_{number:08d}": synset for number, synset in enumerate(classes, 1)}
-    return Truth(path, truths, sorted(synsets.values()))
+    return Truth(path, truths)
 
 
 def devkit_files(path: Path) -> list[bytes]:
@@ -158,7 +157,7 @@ def read_kaggle(path: Path) -> Truth:
     with in_one_line(f"{path} is not a {TRUTH_CSV} of the columns ImageId and PredictionString; download it again"):
         rows = csv.DictReader(read_bytes(path, _SMALL_BYTES).decode().splitlines())
         truths = {row["ImageId"]: checked_class(row["PredictionString"].split()[0], path) for row in rows}
-    return Truth(path, truths, sorted({*truths.values()}))
+    return Truth(path, truths)
 
 
 def tar_files(path: Path, file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, int, int]]:
@@ -215,9 +214,9 @@ def open_parquet(path: Path) -> Any:
     with in_one_line(f"{path} is truncated, or not a parquet file; download it again"):
         table = parquet.ParquetFile(path)
         columns = {field.name: str(field.type) for field in table.schema_arrow}
-    if not columns.get("image", "").startswith("struct<") or "label" not in columns:
+    if not columns.get("image", "").startswith("struct<"):
         found = ", ".join(f"{name} ({kind[:60]})" for name, kind in columns.items())
-        raise UserError(f"{path} has {found}; it needs image (struct of bytes and path) and label (int)")
+        raise UserError(f"{path} has the columns {found}; it needs image, a struct of bytes and path")
     return table
 
 
@@ -233,42 +232,19 @@ def check_parquet(files: list[Path]) -> None:
         open_parquet(path)
 
 
-def parquet_images(files: list[Path], synsets: list[str]) -> Iterator[Image]:
-    """Yield the images of Hugging Face's files of a split, under the names that they have in the official archives.
-
-    An image whose name does not contain its synset gets the one at its label's place in `synsets`.
-    """
-    class_of: dict[int, str] = {}
+def parquet_images(files: list[Path]) -> Iterator[Image]:
+    """Yield the images of Hugging Face's files of a split, under the names that they have in the official archives."""
     number = 0
     for path in files:
         with in_one_line(f"{path} cannot be used"):
-            for batch in open_parquet(path).iter_batches(64, columns=["image", "label"]):
-                for row in batch.to_pylist():
-                    image, label = row["image"] or {}, row["label"]
-                    if not image.get("bytes") or label is None:
-                        raise UserError(f"row {number:,} has no image or no label")
-                    synset, file = parquet_name(image, label, number, synsets)
-                    if class_of.setdefault(label, synset) != synset:
-                        raise UserError(f"label {label} is {class_of[label]} and, of {image['path']}, {synset}")
-                    yield Image(synset, file, len(image["bytes"]), functools.partial(bytes, image["bytes"]))
+            for batch in open_parquet(path).iter_batches(64, columns=["image"]):
+                for image in batch.to_pydict()["image"]:
+                    name = _SYNSET_NAME.fullmatch(os.path.basename(image["path"] or ""))
+                    if not image["bytes"] or not name:
+                        raise UserError(f"row {number:,} has no image, or no path that names its synset")
+                    file = f"{name['stem']}.{name['ending']}"
+                    yield Image(name["synset"], file, len(image["bytes"]), functools.partial(bytes, image["bytes"]))
                     number += 1
-    classes = [synset for _, synset in sorted(class_of.items())]
-    if classes != sorted({*classes}):
-        raise UserError(f"{files[0].parent}: the labels do not number the synsets in alphabetical order")
-
-
-def parquet_name(image: dict, label: int, number: int, synsets: list[str]) -> tuple[str, str]:
-    """Return the synset and the file name of an image; Hugging Face puts the synset behind the official name."""
-    found = _SYNSET_NAME.fullmatch(os.path.basename(image.get("path") or ""))
-    if found:
-        return found["synset"], f"{found['stem']}.{found['ending']}"
-    if not 0 <= label < len(synsets):
-        raise UserError(
-            f"row {number:,} does not name its synset, nor does any file given name that of label {label}; give also "
-            f"{DEVKIT} or Kaggle's {SYNSETS_TXT}"
-        )
-    is_png = image["bytes"].startswith(b"\x89PNG")
-    return synsets[label], f"{number:08d}.{'png' if is_png else 'JPEG'}"
 
 
 def has_class_folders(root: Path) -> bool:
@@ -321,7 +297,7 @@ class Given:
         if files:
             check_parquet(files)
             num_bytes = sum(path.stat().st_size for path in files)
-            return Source(files, num_bytes, functools.partial(parquet_images, files, self._synsets()))
+            return Source(files, num_bytes, functools.partial(parquet_images, files))
         folders = [folder / split for folder in self.folders if (folder / split).is_dir()]
         folders += [folder for folder in self.folders if folder.name == split]
         if not folders:
@@ -334,13 +310,6 @@ class Given:
         if self.truth is None:
             raise UserError(f"{flat} does not name the classes of its images; give also {DEVKIT} or {TRUTH_CSV}")
         return self.truth
-
-    def _synsets(self) -> list[str]:
-        if SYNSETS_TXT in self.files:
-            path = self.files[SYNSETS_TXT]
-            lines = read_bytes(path, _SMALL_BYTES).decode(errors="replace").splitlines()
-            return sorted(checked_class(line.split()[0], path) for line in lines if line.strip())
-        return self.truth.synsets if self.truth else []
 
 
 def check_md5(path: Path) -> None:
