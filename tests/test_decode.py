@@ -394,17 +394,3 @@ def test_a_missing_torchcodec_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchcodec", None)  # as if it were not installed
     with pytest.raises(UserError, match="torchcodec needs TorchCodec, which is not installed: pip install torchcodec"):
         decode.describe("torchcodec")
-
-
-def test_a_torchcodec_without_an_image_decoder_is_one_line(monkeypatch, tmp_path):
-    (tmp_path / "torchcodec").mkdir()
-    (tmp_path / "torchcodec" / "__init__.py").write_text("__version__ = '0.9'")
-    (tmp_path / "torchcodec" / "decoders.py").write_text("")
-    for name in [name for name in sys.modules if name.split(".")[0] == "torchcodec"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"TorchCodec 0\.9 decodes no images; it does from 0\.16 on"):
-        decode.describe("torchcodec")
-    monkeypatch.undo()
-    for name in [name for name in sys.modules if name.split(".")[0] == "torchcodec"]:
-        del sys.modules[name]

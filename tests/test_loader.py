@@ -99,18 +99,6 @@ def test_more_workers_than_any_use_are_refused():
         check_workers(250 * cores)
 
 
-def test_processes_that_are_started_early_load_what_the_sampler_says_later():
-    loader = BatchLoader(Numbers(), None, num_workers=2, batch_bytes=3 * 3 * 4 * 7)
-    before = set(multiprocessing.active_children())
-    loader.start()
-    workers = set(multiprocessing.active_children()) - before
-    assert len(workers) == 2
-    for num_batches in (3, 20):
-        loader.sampler = Keys(num_batches)
-        assert [label.tolist() for _, label in loader] == batches_of(num_batches)
-    assert set(multiprocessing.active_children()) - before == workers
-
-
 class Negatives(Numbers):
     """Images whose class is the negative of their number."""
 

@@ -44,13 +44,6 @@ def test_evaluation_pixels_are_torchvisions(size, mode, backend):
     assert torch.equal(preset(image), tv.Compose([*steps, *NORMALIZE])(image))
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
-def test_evaluation_pixels_of_other_colour_modes_once_converted(mode):
-    image = picture(67, 45, mode).convert("RGB")
-    expected = tv.Compose([tv.Resize(36), tv.CenterCrop(32), tv.PILToTensor(), *NORMALIZE])(image)
-    assert torch.equal(presets.ClassificationPresetEval(crop_size=32, resize_size=36)(image), expected)
-
-
 def test_defaults_are_torchvisions():
     image = picture(300, 280)
     expected = tv.Compose([tv.Resize(256), tv.CenterCrop(224), tv.PILToTensor(), *NORMALIZE])(image)
@@ -113,12 +106,6 @@ def test_training_pixels_are_torchvisions_for_the_same_seed(policy, backend):
         random_erase_prob=0.5,
         backend=backend,
     )
-    assert_same_draws(preset, oracle, picture(67, 45))
-
-
-def test_no_flip_draws_nothing():
-    preset = presets.ClassificationPresetTrain(crop_size=32, hflip_prob=0.0)
-    oracle = tv.Compose([tv.RandomResizedCrop(32), tv.PILToTensor(), *NORMALIZE])
     assert_same_draws(preset, oracle, picture(67, 45))
 
 

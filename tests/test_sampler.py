@@ -87,13 +87,6 @@ def test_change_of_world_size_inside_an_epoch_loses_and_repeats_nothing():
     assert len(set(images(seen))) == steps * 8
 
 
-def test_epochs_differ_and_leave_out_other_images():
-    build = train_sampler(29)
-    first, second = (images(on_all_ranks(build, 8, 2, epoch=epoch)) for epoch in (0, 1))
-    assert first != second
-    assert set(range(29)) - set(first) != set(range(29)) - set(second)
-
-
 def test_addresses_count_the_steps_of_the_run():
     sampler = TrainSampler(29, VirtualShards(8, 4, rank=1, world_size=2))
     sampler.set_epoch(2, start_step=1)
@@ -101,12 +94,6 @@ def test_addresses_count_the_steps_of_the_run():
     assert list(sampler.addresses()) == [(7, 2), (7, 3), (8, 2), (8, 3)]
     assert [len(batch) for batch in batches_of(sampler)] == [2, 2, 2, 2]
     assert len(sampler) == 8
-
-
-def test_nothing_is_left_at_the_end_of_an_epoch():
-    sampler = TrainSampler(29, VirtualShards(8, 4))
-    sampler.set_epoch(0, start_step=3)
-    assert (list(sampler), list(sampler.addresses()), len(sampler)) == ([], [], 0)
 
 
 @pytest.mark.parametrize("build", [TrainSampler, RepeatedSampler])
@@ -142,18 +129,6 @@ def test_repeated_augmentation_repeats_cuts_and_deals(repetitions, num_shards, w
         found, expected = ({address: sorted(pairs) for address, pairs in each.items()} for each in (found, expected))
     assert found == expected
     assert {epoch for keys in batches.values() for _, epoch, _ in keys} == {2}
-
-
-def test_repetitions_of_an_image_are_different_draws_in_different_shards():
-    batches = on_all_ranks(lambda shards: RepeatedSampler(64, shards, repetitions=4), 8, 2)
-    uses = {}
-    for (_, shard), keys in batches.items():
-        for image, _, repetition in keys:
-            uses.setdefault(image, []).append((repetition, shard))
-    assert len(uses) == 64 // 4
-    for pairs in uses.values():
-        assert sorted(repetition for repetition, _ in pairs) == [0, 1, 2, 3]
-        assert len({shard for _, shard in pairs}) == 4
 
 
 def num_mixed_with_themselves(images):
@@ -225,19 +200,6 @@ def test_the_repeated_sampler_for_scripts_is_torchvisions(num_replicas, repetiti
     assert [key.repetition for key in keys[:6]] == [0, 1, 2, 0, 1, 2]
 
 
-def test_repeated_augmentation_needs_no_multiple_of_256():
-    for num_images in (8, 255, 300):
-        assert (
-            len(images(on_all_ranks(lambda shards, n=num_images: RepeatedSampler(n, shards), 4, 2)))
-            == num_images // 8 * 8
-        )
-
-
-def test_one_repetition_is_the_plain_order():
-    plain = on_all_ranks(train_sampler(61), 4, 2)
-    assert on_all_ranks(lambda shards: RepeatedSampler(61, shards, repetitions=1), 4, 2) == plain
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_images", [1, 7, 50, 101])
 @pytest.mark.parametrize("batch_size", [1, 8])
@@ -249,12 +211,6 @@ def test_evaluation_batches_are_fixed_and_dealt_round_robin(world_size, num_imag
         assert list(BatchSampler(sampler, batch_size, drop_last=False)) == expected[rank::world_size]
         assert len(sampler) == len(list(sampler))
     assert sorted(index for sampler in samplers for index in sampler) == everything
-
-
-def test_shards_of_a_rank():
-    shards = VirtualShards(global_batch_size=24, num_shards=6, rank=1, world_size=3)
-    assert (shards.batch_size, shards.num_local, list(shards.local)) == (4, 2, [2, 3])
-    assert (VirtualShards(24, 6).num_local, list(VirtualShards(24, 6).local)) == (6, list(range(6)))
 
 
 ACCEPTED = {
@@ -302,22 +258,3 @@ def test_synchronised_batch_norm_needs_all_shards_at_once(monkeypatch):
 def test_one_process_may_preview_what_needs_several():
     args = config.parse_args(["--synthetic", "--sync-bn", "--batch-size", "4", "--global-batch-size", "16"])
     assert "\n# --sync-bn: needs 4 processes, one for each shard\n" in preview.preview(args)
-
-
-@pytest.mark.parametrize(
-    ("num_shards", "world_size", "needs_same_bits", "message"),
-    [
-        (8, 3, False, "cannot run 8 shards of 4 images on 3 processes; use 1, 2, 4 or 8"),
-        (8, 16, False, "cannot run 8 shards of 4 images on 16 processes; use 1, 2, 4 or 8"),
-        (1, 2, False, "cannot run 1 shard of 4 images on 2 processes; use 1"),
-        (
-            6, 2, True,
-            "cannot run 6 shards of 4 images on 2 processes to the same bits (--use-deterministic-algorithms); "
-            "use 1, 3 or 6",
-        ),
-    ],
-)  # fmt: skip
-def test_refusal_names_the_world_sizes_that_work(num_shards, world_size, needs_same_bits, message):
-    with pytest.raises(UserError) as refusal:
-        VirtualShards(num_shards * 4, num_shards, 0, world_size).check(needs_same_bits=needs_same_bits)
-    assert str(refusal.value) == message

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -14,15 +13,12 @@ from torchvision import datasets
 
 import config
 import data
-from errors import ImageError, UserError
+from errors import UserError
 from loading import forms
 from loading.decode import decode_plainly
 from loading.source import Source
-from presets import ClassificationPresetTrain
 from sampler import SampleKey, TrainSampler, VirtualShards
 from tests.images import pack_classes, pack_shards, pack_whole
-from tests.ranks import run_ranks, train_rank
-from tests.started import SMALL, refused
 
 
 class ConcatenatedSource(Source):
@@ -146,60 +142,6 @@ def test_a_new_form_has_the_folders_batches_whoever_loads_them(image_folder, tmp
             assert ours[1] == theirs[1]
 
 
-def test_a_bad_image_of_a_new_form_is_named_or_replaced(image_folder, tmp_path, new_form):
-    concatenate_both(image_folder, tmp_path)
-    found = forms.open_source(tmp_path / "train")
-    with open(found.where, "r+b") as file:
-        file.seek(found.places[3])
-        file.write(b"no image")
-    splits = (str(tmp_path / "train"), str(tmp_path / "val"))
-    with pytest.raises(
-        ImageError, match=re.escape(f"{found.name(3)} in {found.where} (class class0): it has no valid")
-    ):
-        data.build_datasets(*splits, arguments(tmp_path))[0].load(SampleKey(3, 0, 0))
-    lenient, _ = data.build_datasets(*splits, arguments(tmp_path, "--bad-images", "skip"))
-    image, label, replaced = lenient.load(SampleKey(3, 0, 0))
-    assert torch.equal(image, lenient.load(SampleKey(4, 0, 0))[0])
-    assert (label, replaced) == (0, 3)
-
-
-def test_a_new_form_whose_disk_fails_is_tried_again_and_no_bad_image(image_folder, tmp_path, new_form, monkeypatch):
-    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
-    concatenate(image_folder / "train", tmp_path)
-    dataset = data.LenientImageFolder(tmp_path / "train", ClassificationPresetTrain(crop_size=24))
-    (tmp_path / "train" / "all.images").unlink()
-    with pytest.raises(ImageError, match=r"No such file or directory \(tried 4 times\); its bytes are not at fault"):
-        dataset.load(SampleKey(0, 0, 0))
-
-
-def train_with_new_form(argv):
-    forms.FORMS.append(ConcatenatedSource)
-    train_rank(argv)
-
-
-def weights_of(out):
-    return torch.load(out / "checkpoint.pth", weights_only=True)["model"]
-
-
-def test_a_run_goes_on_from_a_folder_with_a_new_form_of_the_same_images_only(image_folder, tmp_path):
-    concatenate_both(image_folder, tmp_path / "new")
-
-    def start(images, out, *argv, target=train_with_new_form):
-        argv = ["--data-path", images, "--output-dir", tmp_path / out, *SMALL, "--batch-size", 8, *argv]
-        argv += ["--use-deterministic-algorithms"]
-        return run_ranks(target, 1, [str(word) for word in argv], log_folder=tmp_path)
-
-    start(image_folder, "folder", "--epochs", 2).check()
-    start(image_folder, "both", "--epochs", 1).check()
-    went_on = start(tmp_path / "new", "both", "--epochs", 2, "--resume", "auto").check()
-    assert "resumed" in went_on.output
-    ours, expected = weights_of(tmp_path / "both"), weights_of(tmp_path / "folder")
-    assert all(torch.equal(ours[name], expected[name]) for name in expected)
-    names = tmp_path / "new" / "train" / "all.json"
-    names.write_text(names.read_text().replace("class2/image007", "class2/image008"))
-    refused(start(tmp_path / "new", "both", "--epochs", 3, "--resume", "auto"), "data of train: fingerprint")
-
-
 def test_what_is_missing_is_said_with_every_form(tmp_path, new_form):
     with pytest.raises(UserError) as caught:
         forms.check_source(tmp_path / "val")
@@ -209,11 +151,3 @@ def test_what_is_missing_is_said_with_every_form(tmp_path, new_form):
     (tmp_path / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match=f"python -m scripts.prepare {tmp_path} NEW_FOLDER"):
         forms.check_source(tmp_path / "train")
-
-
-def test_class_folders_beside_files_of_another_form_are_used_and_said(image_folder, tmp_path, new_form, capsys):
-    concatenate(image_folder / "train", tmp_path)
-    shutil.copytree(image_folder / "train" / "class1", tmp_path / "train" / "class1")
-    assert forms.open_source(tmp_path / "train").classes == ["class1"]
-    expected = f"{tmp_path}/train is used, and not {tmp_path}/train/all.images"
-    assert expected in capsys.readouterr().out
