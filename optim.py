@@ -328,25 +328,20 @@ class OptimizerState:
         return to_plain({**state, "param_groups": plain, "group_state": kept})
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore momenta, counters and the like from a state dict of ours or of torch's.
+        """Restore momenta, counters and the like from what `state_dict` returned.
 
         Raises:
             UserError: the checkpoint's parameters are grouped otherwise, or their state does not fit this optimizer.
         """
         own = self.optimizer.state_dict()
-        groups = [state["param_groups"], own["param_groups"]]
-        sizes = [[len(group["params"]) for group in side] for side in groups]
+        sizes = [[len(group["params"]) for group in side["param_groups"]] for side in (state, own)]
         if sizes[0] != sizes[1]:
             raise UserError(
                 f"the checkpoint's optimizer has parameter groups of {sizes[0]} tensors and this run's of {sizes[1]}; "
                 "resume with the same weight-decay options"
             )
         check_moments(self.optimizer, state)
-        # torch's state dict has no group_state; the keys that a new group lacks stand in for it.
-        added = [
-            {name: there[name] for name in there.keys() - here.keys()} for there, here in zip(*groups, strict=True)
-        ]
-        restored = [here | kept for here, kept in zip(groups[1], state.get("group_state", added), strict=True)]
+        restored = [group | kept for group, kept in zip(own["param_groups"], state["group_state"], strict=True)]
         rest = {name: value for name, value in state.items() if name != "group_state"}
         self.optimizer.load_state_dict({**own, **rest, "param_groups": restored})
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

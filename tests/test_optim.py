@@ -610,14 +610,10 @@ def test_damaged_state_is_refused_before_a_step_fails(opt, key, change):
         optim.OptimizerState(classifier(opt)[1]).load_state_dict(state)
 
 
-def test_a_state_that_torch_saved_is_loaded_and_ours_by_torch(tmp_path):
+def test_torch_loads_a_saved_state(tmp_path):
     pytest.importorskip("timm.optim")
     model, optimizer = classifier("timm/lamb")
     train_steps(model, optimizer, range(5))
-    (plain,) = through_a_file(tmp_path / "file", optimizer)
-    _, ours = classifier("timm/lamb")
-    optim.OptimizerState(ours).load_state_dict(plain)
-    assert [float(group["step"]) for group in ours.param_groups] == [5.0, 5.0]
     (saved,) = through_a_file(tmp_path / "file", optim.OptimizerState(optimizer))
     _, theirs = classifier("timm/lamb")
     theirs.load_state_dict(saved)

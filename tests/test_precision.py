@@ -64,16 +64,6 @@ def losses_of(args, batches, model=None):
     return torch.stack(found), model
 
 
-# How far each option may be from plain float32: after one step, relative to a parameter's change; and over the losses
-# of 20 steps, which fall from 2.4 to 0.06 and amplify rounding on their way. float32 has 24 bits of fraction, float16
-# 11 and bfloat16 8, and gradients of the first layers have gone through all the others.
-TOLERANCES = {
-    "--channels-last": (1e-3, 0.05),
-    "--amp": (0.15, 0.2),
-    "--amp --amp-dtype bfloat16": (0.4, 0.25),
-}
-
-
 def written_out(batches, dtype=None):
     """The steps written out, with a loop over the parameters: losses, the model after one step and after all."""
     model = small_model().train()
@@ -95,8 +85,26 @@ def plain():
     return written_out(random_batches(20))
 
 
-def assert_near_plain(argv, plain, step_tolerance, curve_tolerance):
-    args, batches = options(*argv), random_batches(20)
+def test_the_loop_has_the_bits_of_the_steps_written_out(plain):
+    for argv, dtype in (([], None), (["--amp", "--amp-dtype", "bfloat16"], torch.bfloat16)):
+        batches = random_batches(6 if dtype else 20)
+        expected, _, reference = written_out(batches, dtype) if dtype else plain
+        found, model = losses_of(options(*argv), batches)
+        assert torch.equal(found, expected)
+        assert differing(model.state_dict(), reference.state_dict()) == []
+
+
+# How far each option may be from plain float32: after one step, relative to a parameter's change; and over the losses
+# of 20 steps, which fall from 2.4 to 0.06 and amplify rounding on their way. float32 has 24 bits of fraction, float16
+# 11 and bfloat16 8, and gradients of the first layers have gone through all the others. A compiled BatchNorm forms its
+# sums in another order.
+@pytest.mark.parametrize(("argv", "step_tolerance", "curve_tolerance"), [
+    ("--channels-last", 1e-3, 0.05), ("--amp --amp-dtype bfloat16", 0.4, 0.25),
+    pytest.param("--amp", 0.15, 0.2, marks=pytest.mark.slow),
+    pytest.param("--compile --channels-last", 1e-2, 0.1, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_step_and_20_losses_are_those_of_plain_float32(argv, step_tolerance, curve_tolerance, plain):
+    args, batches = options(*argv.split()), random_batches(20)
     curve, first_step, _ = plain
     start = small_model().state_dict()
     _, ours = losses_of(args, batches[:1])
@@ -107,33 +115,6 @@ def assert_near_plain(argv, plain, step_tolerance, curve_tolerance):
     found, _ = losses_of(args, batches)
     assert curve[-5:].mean() < 0.1 * curve[:5].mean()  # there is something to compare: it learns
     torch.testing.assert_close(found.float(), curve, rtol=0, atol=curve_tolerance)
-
-
-def test_the_loop_has_the_bits_of_the_steps_written_out(plain):
-    found, model = losses_of(options(), random_batches(20))
-    assert torch.equal(found, plain[0])
-    assert differing(model.state_dict(), plain[2].state_dict()) == []
-
-
-def test_so_it_has_in_bfloat16():
-    batches = random_batches(6)
-    expected, _, reference = written_out(batches, torch.bfloat16)
-    found, model = losses_of(options("--amp", "--amp-dtype", "bfloat16"), batches)
-    assert torch.equal(found, expected)
-    assert differing(model.state_dict(), reference.state_dict()) == []
-
-
-@pytest.mark.parametrize(
-    "argv", ["--channels-last", "--amp --amp-dtype bfloat16", pytest.param("--amp", marks=pytest.mark.slow)]
-)
-def test_a_step_and_20_losses_are_those_of_plain_float32(argv, plain):
-    assert_near_plain(argv.split(), plain, *TOLERANCES[argv])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("argv", ["--compile", "--compile --channels-last"])
-def test_a_compiled_step_and_20_losses_are_those_of_plain_float32(argv, plain):
-    assert_near_plain(argv.split(), plain, 1e-2, 0.1)  # BatchNorm's sums are formed in another order
 
 
 def test_amp_computes_in_its_own_type_and_scales_the_loss_in_float16_only():
@@ -149,17 +130,13 @@ def test_amp_computes_in_its_own_type_and_scales_the_loss_in_float16_only():
 
 
 def test_evaluation_computes_in_the_precision_of_training():
-    class Scorer(nn.Linear):
-        def forward(self, image):
-            types.append(super().forward(image).dtype)
-            return super().forward(image)
-
     types = []
-    dataset = torch.utils.data.TensorDataset(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+    model = nn.Linear(3, 5)
+    model.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
+    loader = [(torch.randn(2, 3), torch.zeros(2, dtype=torch.int64))]
     for argv in ([], ["--amp", "--amp-dtype", "bfloat16"]):
-        train.evaluate_all(options(*argv), Scorer(3, 5), None, nn.CrossEntropyLoss(), {"val": loader}, CPU)
-    assert types == [torch.float32] * 2 + [torch.bfloat16] * 2
+        train.evaluate_all(options(*argv), model, None, nn.CrossEntropyLoss(), {"val": loader}, CPU)
+    assert types == [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
@@ -167,18 +144,6 @@ def test_tf32_governs_convolutions_and_matrix_products(is_allowed):
     models.set_tf32(is_allowed=is_allowed)
     assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is is_allowed
     assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is is_allowed
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--amp-dtype bfloat16", "has no effect without --amp"),
-        ("--compile max-autotune --use-deterministic-algorithms", "chooses kernels by measuring their speed"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(argv, message):
-    with pytest.raises(UserError, match=message):
-        options(*argv.split())
 
 
 def test_recomputation_that_cannot_be_is_refused():
@@ -367,10 +332,9 @@ class ReadingLoss(nn.CrossEntropyLoss):
 
 @pytest.mark.parametrize(
     "read",
-    [lambda t: t.item(), float, bool, lambda t: t.tolist(), lambda t: t.cpu(), lambda t: t[None].nonzero(),
-     lambda t: nn.utils.clip_grad_norm_([nn.Parameter(t)], 1.0, error_if_nonfinite=bool(t > 0))],
-    ids=["item", "float", "bool", "tolist", "cpu", "nonzero", "comparison"],
-)  # fmt: skip
+    [lambda t: t.item(), bool, lambda t: t.cpu(), lambda t: t[None].nonzero()],
+    ids=["item", "bool", "cpu", "nonzero"],
+)
 def test_negative_control_a_read_in_a_step_is_caught(read, tmp_path):
     args = options("--print-freq", "5", "--batch-size", "4", "--global-batch-size", "4", "--train-crop-size", "32")
     args = args.replaced(num_shards=1)
@@ -386,23 +350,10 @@ def runs(image_folder, tmp_path_factory):
 FAST = "--amp --amp-dtype bfloat16 --channels-last".split()
 
 
-@pytest.fixture(scope="module")
-def kept(runs):
-    runs.run("kept", 2, FLAG).check()
-
-
-def test_same_bits_at_another_world_size_in_bfloat16_and_nhwc(runs, kept):
+def test_same_bits_at_another_world_size_in_bfloat16_and_nhwc(runs):
     runs.run("two", 2, FLAG, *FAST).check()
     runs.run("one", 1, FLAG, *FAST).check()
     assert_same(runs, "one", "two")
-    assert differing(runs.final("two"), runs.final("kept")) != []  # the options reach the step
-
-
-def test_same_bits_with_recomputed_blocks_killed_and_resumed_at_another_world_size(runs, kept):
-    killed = runs.run("again", 2, FLAG, "--grad-checkpointing", faults=[(0, "torch.optim.SGD.step", 5, "after")])
-    assert killed.codes[0] == -9
-    runs.run("again", 1, FLAG, "--grad-checkpointing", "--resume", "auto").check()
-    assert_same(runs, "again", "kept")
 
 
 @pytest.mark.slow
@@ -429,7 +380,7 @@ def test_the_memory_order_of_restored_momenta_is_the_parameters():
         optimizer.step()
         optimizers.append((model, optimizer))
     (_, plain), (model, ours) = optimizers
-    optim.OptimizerState(ours).load_state_dict(plain.state_dict())
+    optim.OptimizerState(ours).load_state_dict(optim.OptimizerState(plain).state_dict())
     expected = plain.state[plain.param_groups[0]["params"][0]]["momentum_buffer"]
     restored = ours.state[model.weight]["momentum_buffer"]
     assert torch.equal(restored, expected)
