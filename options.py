@@ -161,7 +161,7 @@ class Option:
 
     def is_value(self, value: Any) -> bool:
         """Tell whether a plain value has the type and is among the choices of this option."""
-        if value is None or (value == self.default and type(value) is type(self.default)):
+        if value is None or (type(value) is type(self.default) and value == self.default):
             return value == self.default
         if self.nargs == "*":
             return isinstance(value, list) and all(type(item) is self.type for item in value)

@@ -178,7 +178,7 @@ def options_of(content: dict) -> dict[str, Any]:
         options |= {"mean": list(_TORCHVISIONS.mean), "std": list(_TORCHVISIONS.std)}
     is_timms = find_script(content) == "timm"
     names = [None if is_timms else content.get("arch"), options.pop("model", None)]  # timm's arch may be a class
-    model = next((name for name in names if isinstance(name, str) and name.isprintable()), None)
+    model = next((name for name in names if isinstance(name, str) and name.isprintable() and len(name) <= 200), None)
     if is_timms and model is not None:
         model = None if ":" in model else f"timm/{model.removeprefix('timm/')}"  # hf-hub:ORG/NAME is no name of timm's
     return options | ({"model": model} if model else {})
