@@ -13,7 +13,6 @@ import json
 import os
 import random
 import resource
-import select
 import shutil
 import signal
 import sys
@@ -50,7 +49,7 @@ from checkpointing.weights import load_weights
 from distributed import collectives
 from distributed.launch import read_launch
 from loading import forms, index, tars
-from monitoring import console, monitor, preview
+from monitoring import console, monitor
 from tests.images import write_images
 
 LIMIT_S = 10
@@ -490,21 +489,6 @@ def check_options(args: argparse.Namespace, folder: Path) -> None:
     assert not differing, differing
 
 
-def case_options(bench: Bench, folder: Path, rng: random.Random) -> None:
-    """Any numeric option is absurd; what is accepted can be previewed."""
-    actions = [action for action in options.get_args_parser()._actions if action.type in (int, float)]
-    argv = ["--synthetic", "64", "--model", "shufflenet_v2_x0_5", "--batch-size", "4", "--train-crop-size", "32"]
-    for action in rng.sample(actions, rng.choice([1, 1, 2])):
-        values = ["0", "-1", "1", "2", "3", "1e308", str(10**18), "nan", "inf", "-inf", "1e-300", "1000000", "1" * 400]
-        argv.append(next(option for option in action.option_strings if option.startswith("--")))
-        argv += rng.choices(values, k=action.nargs if isinstance(action.nargs, int) else 1)
-    more = ["--lr-scheduler", rng.choice(["steplr", "exponentiallr", "cosineannealinglr", "linearlr"])]
-    more += ["--opt", rng.choice(["sgd", "adamw", "rmsprop"])]
-    args = config.parse_args([*argv, *more, *rng.choice([[], ["--lr-per-step"], ["--model-ema"]])])
-    check_options(args, folder)
-    preview.preview(args)
-
-
 def case_tar(bench: Bench, folder: Path, rng: random.Random) -> None:
     """A tar's headers say something else, with a right checksum as often as not."""
     content = bytearray(bench.tar.read_bytes())
@@ -559,7 +543,7 @@ def case_image(bench: Bench, folder: Path, rng: random.Random) -> None:
 
 KINDS = {
     case_checkpoint: 30, case_archive: 15, case_status: 8, case_metrics: 5, case_cache: 8,
-    case_recipe: 12, case_options: 4, case_tar: 10, case_manifest: 3, case_image: 15, case_weights: 12,
+    case_recipe: 12, case_tar: 10, case_manifest: 3, case_image: 15, case_weights: 12,
 }  # fmt: skip
 
 
@@ -589,7 +573,7 @@ class Watch:
     """An audit hook that notes programs that are started, and changes outside a folder."""
 
     def __init__(self) -> None:
-        self.folder, self.found = None, []
+        self.folder, self.found, self.shown = None, [], -1
         sys.addaudithook(self)
 
     def __call__(self, event: str, arguments: tuple) -> None:
@@ -655,75 +639,49 @@ def _ring(*_: Any) -> None:
     raise TimeoutError(f"over {LIMIT_S} s")
 
 
-def run_chunk(bench: Bench, numbers: list[int], seed: int, folder: Path, pipe: int) -> None:
-    """Run some cases in this process, forked for them, and write their verdicts to a pipe."""
+def run_chunk(bench: Bench, numbers: list[int], seed: int, folder: Path, log: Path) -> None:
+    """Run some cases in this process, forked for them, and write their outcomes to a file."""
     signal.signal(signal.SIGALRM, _ring)
     limit = 6 << 30  # of what a case may claim
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 2)  # of decoders in C
-    watch = Watch()
-    watch.shown = -1
+    os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # of decoders in C
+    watch, file = Watch(), os.open(log, os.O_WRONLY | os.O_CREAT)
     for number in numbers:
-        os.write(pipe, f"{number}\t\n".encode())
-        verdict = run_case(bench, number, seed, watch, folder / str(number))
-        os.write(pipe, f"{number}\t{verdict}\n".encode(errors="replace"))
-
-
-class Chunk:
-    """A child and what it has said so far."""
-
-    def __init__(self, bench: Bench, numbers: list[int], seed: int, folder: Path) -> None:
-        self.numbers, self.text = numbers, b""
-        self.reader, writer = os.pipe()
-        self.deadline = time.monotonic() + 2 * LIMIT_S
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                run_chunk(bench, numbers, seed, folder, writer)
-            finally:
-                os._exit(0)
-        os.close(writer)
-
-    def read(self) -> bool:
-        """Take what the child has said; return whether it is done."""
-        said = os.read(self.reader, 1 << 16)
-        self.text += said
-        self.deadline = time.monotonic() + 2 * LIMIT_S
-        return not said
-
-    def end(self, is_late: bool) -> dict[int, str]:
-        """End the child and return its verdicts; that of the case that it was at, if any, is why it ended."""
-        if is_late:
-            os.kill(self.pid, signal.SIGKILL)
-        os.close(self.reader)
-        status = os.waitpid(self.pid, 0)[1]
-        rows = [line.split("\t", 1) for line in self.text.decode(errors="replace").splitlines()]
-        verdicts = {int(number): verdict for number, verdict in rows}
-        for number, verdict in verdicts.items():
-            if not verdict:
-                verdicts[number] = f"hung for {2 * LIMIT_S} s" if is_late else f"ended the process (status {status})"
-        return verdicts
+        os.write(file, f"{number}\t\n".encode())
+        outcome = run_case(bench, number, seed, watch, folder / str(number))
+        os.write(file, f"{number}\t{outcome}\n".encode(errors="replace"))
 
 
 def run_cases(bench: Bench, numbers: list[int], seed: int, folder: Path, num_children: int) -> dict[int, str]:
-    """Run cases in children, several at a time; a case that ends its child is one finding, and the rest go on."""
+    """Run cases in forked children; the case that ends or hangs its child is one finding, and the rest are run anew."""
     waiting = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
-    chunks, verdicts = [], {}
-    while waiting or chunks:
-        while waiting and len(chunks) < num_children:
-            chunks.append(Chunk(bench, waiting.pop(), seed, folder))
-        readable, _, _ = select.select([chunk.reader for chunk in chunks], [], [], 0.5)
-        for chunk in list(chunks):
-            is_done = chunk.reader in readable and chunk.read()
-            is_late = time.monotonic() > chunk.deadline
-            if is_done or is_late:
-                chunks.remove(chunk)
-                found = chunk.end(is_late and not is_done)
-                verdicts |= found
-                left = [number for number in chunk.numbers if number not in found]
+    running, outcomes = {}, {}
+    while waiting or running:
+        while waiting and len(running) < num_children:
+            log = folder / f"{waiting[-1][0]}-{len(outcomes)}.log"
+            log.touch()
+            pid = os.fork()
+            if not pid:
+                try:
+                    run_chunk(bench, waiting[-1], seed, folder, log)
+                finally:
+                    os._exit(0)
+            running[pid] = waiting.pop(), log
+        time.sleep(0.02)
+        for pid, (chunk, log) in list(running.items()):
+            is_late = time.time() - log.stat().st_mtime > 2 * LIMIT_S
+            if is_late:
+                os.kill(pid, signal.SIGKILL)
+            ended, status = os.waitpid(pid, 0 if is_late else os.WNOHANG)
+            if ended:
+                del running[pid]
+                rows = [line.split("\t", 1) for line in log.read_text(errors="replace").splitlines()]
+                why = f"hung for {2 * LIMIT_S} s" if is_late else f"ended the process (status {status})"
+                found = {int(number): outcome or why for number, outcome in rows}
+                outcomes |= found
+                left = [number for number in chunk if number not in found]
                 waiting += [left] if left else []
-    return verdicts
+    return outcomes
 
 
 def fuzz(num_cases: int, seed: int = 0, num_children: int = 2) -> dict[int, str]:
