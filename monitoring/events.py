@@ -103,7 +103,7 @@ class EventFile:
                 and (drawn_at // self.steps_per_epoch).bit_count() <= 1
             ):
                 self._shown.add(path)
-                with suppress(OSError, ValueError), Image.open(path) as image:  # not if it is damaged
+                with suppress(OSError, ValueError), Image.open(path, formats=["PNG"]) as image:  # not if it is damaged
                     pixels = numpy.asarray(image.convert("RGB"))
                     self.writer.add_image(f"view/{tag}", pixels, drawn_at, dataformats="HWC")
         self.writer.flush()
