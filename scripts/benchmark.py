@@ -92,13 +92,16 @@ def compare(title: str, rates: dict[str, list[float]], *pairs: tuple[str, str]) 
     return {"rates": rates, "ratios": ratios}
 
 
-def torchvisions_images(folder: Path, split: str) -> datasets.ImageFolder:
+def torchvisions_images(folder: Path, split: str) -> torch.utils.data.Dataset:
     """Return the images of train or val, loaded as by torchvision's reference preset (v1, PIL)."""
     steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
     if split == "val":
         steps = [transforms.Resize(256), transforms.CenterCrop(224)]
     steps += [transforms.PILToTensor(), transforms.ConvertImageDtype(torch.float), NORMALIZE]
-    return datasets.ImageFolder(folder / split, transforms.Compose(steps))
+    # Its own loader would open formats that start programs.
+    return datasets.ImageFolder(
+        folder / split, transforms.Compose(steps), loader=lambda path: decode.decode_plainly(Path(path).read_bytes())
+    )
 
 
 def load_all(load: Callable[[int], Any], numbers: list[int], split: str) -> int:
