@@ -279,7 +279,8 @@ def _write(path: Path, payload: bytes) -> None:
 
 def _verify_archive(path: Path) -> None:
     try:
-        bad = find_bad_record(path)
+        with zipfile.ZipFile(path) as archive:
+            bad = find_bad_record(archive)
     except zipfile.BadZipFile as error:
         bad = str(error)
     if bad is not None:

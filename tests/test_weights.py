@@ -258,8 +258,8 @@ def test_weights_are_stored_under_their_hash(tmp_path):
         (b"", "it is empty"),
         (b"hello\n", "not an archive of torch.save"),
         (pickle.dumps([1], protocol=4), "not an archive of torch.save"),
-        (pickle.dumps(os.system, protocol=4), "a pickle that torch.save did not write"),
-        (pickle.dumps(os.system, protocol=0), "contains code"),
+        (pickle.dumps(os.system, protocol=2), "contains code"),
+        (pickle.dumps(os.system, protocol=0), "not an archive of torch.save"),
     ],
 )
 def test_a_file_that_torch_never_wrote_is_refused_for_that_and_without_a_warning(tmp_path, content, reason):
