@@ -244,4 +244,4 @@ def test_names_that_no_recipe_can_hold_are_refused():
 @pytest.mark.parametrize("argv", [["--lr", "1e308"], ["--lr-gamma", "1e9"], ["--batch-size", "9" * 18]])
 def test_numbers_beyond_any_run_are_refused(argv):
     with pytest.raises(UserError, match=argv[0]):
-        optim.check_rates(config.parse_args(["--synthetic", "--lr-scheduler", "exponentiallr", *argv]))
+        optim.check_schedule(config.parse_args(["--synthetic", "--lr-scheduler", "exponentiallr", *argv]))
