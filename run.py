@@ -40,7 +40,6 @@ from monitoring.gauges import Gauges, Pace
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
 from monitoring.profile import StepProfile
-from monitoring.records import read_last_record
 from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
 
@@ -171,7 +170,7 @@ class Run(BareRun):
 
         A finished run's folder is completed too: a kill may have interrupted its last save.
         """
-        start = self.status.count_start(self.last_record())
+        start = self.status.count_start(self.records()[-1:] if self.state.is_resumed else [])
         self.manager.adopt(self.args.resume, self.state)
         collectives.call_on_master(self.write_description, start)
 
@@ -241,12 +240,6 @@ class Run(BareRun):
         """Return the records in metrics.jsonl; none if the file cannot be read."""
         with suppress(OSError, StorageError):
             return self.monitor.records()
-        return []
-
-    def last_record(self) -> list[dict]:
-        """Return a list of a resumed run's last record, on rank 0; empty if there is none, as in `records`."""
-        with suppress(OSError, StorageError):
-            return read_last_record(self.folder) if self.state.is_resumed and collectives.is_main_process() else []
         return []
 
     # Position

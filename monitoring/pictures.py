@@ -51,21 +51,10 @@ def find_mistakes(found: Predictions) -> list[int]:
 
 
 def find_confused(found: Predictions, num_classes: int) -> list[int]:
-    """Return the classes of the pairs that are mistaken for each other most often; all if there are few classes.
-
-    A pair's classes are neighbours, unless an earlier pair has one. If mistakes name too few, the first others follow.
-    """
-    if num_classes <= NUM_CLASSES:
-        return [*range(num_classes)]
-    target, predicted = found.target[found.is_wrong], found.predicted[found.is_wrong]
-    pairs = numpy.minimum(target, predicted) * num_classes + numpy.maximum(target, predicted)
-    pairs, counts = numpy.unique(pairs, return_counts=True)
-    chosen = {}
-    for pair in pairs[numpy.lexsort((pairs, -counts))].tolist():
-        chosen |= dict.fromkeys(divmod(pair, num_classes))
-        if len(chosen) >= NUM_CLASSES:
-            break
-    return [*(chosen | dict.fromkeys(range(NUM_CLASSES)))][:NUM_CLASSES]
+    """Return the classes that are mistaken for others or others for them most often; all if there are few classes."""
+    wrong = numpy.concatenate([found.target[found.is_wrong], found.predicted[found.is_wrong]])
+    order = numpy.argsort(-numpy.bincount(wrong, minlength=num_classes), kind="stable")
+    return sorted(order[:NUM_CLASSES].tolist())
 
 
 def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> numpy.ndarray:

@@ -3,15 +3,12 @@
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from errors import counted
-from files import open_to_read, read_bytes
-
-_TAIL_BYTES = 1 << 20  # more than a record of any run has
+from files import read_bytes
 
 
 def read_records(folder: Path, say: Callable[[str], None] | None = None) -> list[dict]:
@@ -23,14 +20,6 @@ def read_records(folder: Path, say: Callable[[str], None] | None = None) -> list
     if say is not None and (num_damaged := records[:-1].count(None)):
         say(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read, and will be left out")
     return [record for record in records if record is not None]
-
-
-def read_last_record(folder: Path) -> list[dict]:
-    """Return the last record of a run's metrics.jsonl, or none, from the file's end; OSError if it has no file."""
-    with open_to_read(folder / "metrics.jsonl") as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
-        lines = file.read().splitlines()
-    return next(([record] for record in map(_parse_record, reversed(lines)) if record is not None), [])
 
 
 class Epoch(NamedTuple):

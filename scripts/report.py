@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 import math
 import re
@@ -112,7 +113,7 @@ class Curve(NamedTuple):
     """The means and standard deviations of one measure over runs that differ in their seeds alone."""
 
     label: str
-    kind: str
+    style: dict[str, Any]
     run: LoggedRun  # one of them
     steps: list[int]
     means: list[float]
@@ -121,14 +122,16 @@ class Curve(NamedTuple):
 
 def read_curves(groups: dict[str, list[LoggedRun]], name: str) -> Iterator[Curve]:
     """Yield the curves of one measure: of each group of runs, and of each kind of record."""
-    for label, group in groups.items():
-        for kind, title in KINDS.items():
+    for number, (label, group) in enumerate(groups.items()):
+        for place, (kind, title) in enumerate(KINDS.items()):
             curves = [run.points(kind, name) for run in group]
             if steps := sorted({step for curve in curves for step in curve}):
                 values = [[curve[step] for curve in curves if step in curve] for step in steps]
+                style = {"linestyle": "--", "marker": "."} if place else {"linewidth": 1}
+                style["color"] = f"C{(number if len(groups) > 1 else place) % 10}"
                 title = f"{label}: {title}" if len(groups) > 1 else title
                 means, spreads = map(statistics.fmean, values), map(spread, values)
-                yield Curve(title, kind, group[0], steps, list(means), list(spreads))
+                yield Curve(plain(title), style, group[0], steps, list(means), list(spreads))
 
 
 def draw_curves(groups: dict[str, list[LoggedRun]], over: str) -> Any:
@@ -136,22 +139,19 @@ def draw_curves(groups: dict[str, list[LoggedRun]], over: str) -> Any:
     panels = {name: curves for name in PANELS if (curves := list(read_curves(groups, name)))}
     if not panels:
         return None
-    rows = (len(panels) + 1) // 2
+    rows, handles = (len(panels) + 1) // 2, {}
     figure = new_figure(13, 3.2 * rows)
-    colors, handles = {}, {}
     for place, (name, curves) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(rows, 2, place, title=PANELS[name], xlabel=AXES[over])
         axis.grid(alpha=0.3)
         for curve in curves:
-            xs, key = curve.run.places(curve.steps, over), curve.label if len(groups) == 1 else curve.run.name
-            color = colors.setdefault(key, f"C{len(colors) % 10}")
-            style = {"linestyle": "--", "marker": "."} if curve.kind != "train" else {"linewidth": 1}
-            (handles[curve.label],) = axis.plot(xs, curve.means, color=color, **style)
+            xs = curve.run.places(curve.steps, over)
+            (handles[curve.label],) = axis.plot(xs, curve.means, **curve.style)
             low, high = zip(*((m - s, m + s) for m, s in zip(curve.means, curve.spreads, strict=True)), strict=True)
-            axis.fill_between(xs, low, high, color=color, alpha=0.2)
+            axis.fill_between(xs, low, high, color=curve.style["color"], alpha=0.2)
         if name == "loss" and min(min(curve.means) for curve in curves) > 0:
             axis.set_yscale("log")  # a linear scale would be flat beside an evaluation that is far off
-    figure.legend(handles.values(), [plain(label) for label in handles], loc="outside upper center", ncols=3)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
     return figure
 
 
@@ -161,17 +161,14 @@ def draw_counts(counts: dict[str, Any]) -> Any:
     figure.suptitle(plain(f"{counts['kind']} after step {counts['step']}"))
     names = [plain(name)[:24] for name in counts["classes"]]
     confusion = [[count / max(sum(row), 1) for count in row] for row in counts["confusion"]]
-    is_all = not any(row[-1] for row in counts["confusion"])
-    confusion = [row[:-1] for row in confusion] if is_all else confusion
     axis = figure.add_subplot(1, 2, 1, title="confusion: true class (rows), predicted (columns)")
     axis.imshow(confusion, cmap="Blues", vmin=0, vmax=1)
     axis.set_yticks(range(len(names)), names)
-    axis.set_xticks(range(len(confusion[0])), names if is_all else [*names, "other"], rotation=90)
-    for row, shares in enumerate(confusion):
-        for column, share in enumerate(shares):
-            if count := counts["confusion"][row][column]:
-                ink = "white" if share > 0.5 else "black"
-                axis.text(column, row, count, ha="center", va="center", color=ink, fontsize=7)
+    axis.set_xticks(range(len(names) + 1), [*names, "other"], rotation=90)
+    for row, column in itertools.product(range(len(names)), range(len(names) + 1)):
+        if count := counts["confusion"][row][column]:
+            ink = "white" if confusion[row][column] > 0.5 else "black"
+            axis.text(column, row, count, ha="center", va="center", color=ink, fontsize=7)
     bins = [bin for bin in zip(*(counts["calibration"][name] for name in BINS), strict=True) if bin[0]]
     error = sum(abs(hits - confidence) for _, hits, confidence in bins) / sum(images for images, _, _ in bins)
     title = f"calibration: expected error {error:.2%}, {len(counts['calibration']['images'])} bins"

@@ -63,14 +63,12 @@ def test_the_surest_mistakes_come_first_and_equal_ones_in_their_order():
     assert len({found.confidence[row] for row in expected}) < 16  # some are equal
 
 
-def test_classes_that_are_confused_stand_beside_each_other():
-    target = numpy.array([*[70] * 9, *[3] * 5, *[50] * 7, *[9] * 2, *range(100)])
-    predicted = numpy.array([*[20] * 9, *[4] * 5, *[20] * 7, *[90] * 2, *range(100)])
+def test_the_most_confused_classes_are_chosen():
+    target = numpy.array([*[70] * 9, *[3] * 5, *[50] * 7, *range(100)])
+    predicted = numpy.array([*[20] * 9, *[4] * 5, *[20] * 7, *range(100)])
     found = pictures.Predictions(numpy.arange(len(target)), target, predicted, numpy.ones(len(target)))
     chosen = pictures.find_confused(found, 100)
-    assert chosen[:7] == [20, 70, 50, 3, 4, 9, 90]
-    assert len(set(chosen)) == 16
-    assert pictures.find_confused(found._replace(target=predicted), 100) == [*range(16)]
+    assert chosen == sorted({20, 70, 50, 3, 4} | {0, 1, 2, *range(5, 13)})  # and the first others
     assert pictures.find_confused(predictions(num_classes=7), 7) == [*range(7)]
 
 

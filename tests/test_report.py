@@ -119,7 +119,7 @@ def test_axes_are_steps_epochs_and_hours(tmp_path):
 
 def test_confusion_and_calibration_are_those_of_the_counts():
     confusion, calibration = draw_counts(COUNTS).axes
-    assert confusion.images[0].get_array().tolist() == [[0.75, 0.25], [0.0, 1.0]]
+    assert confusion.images[0].get_array().tolist() == [[0.75, 0.25, 0], [0.0, 1.0, 0]]
     assert [text.get_text() for text in confusion.texts] == ["3", "1", "4"]
     assert [[*pair] for pair in calibration.lines[1].get_xydata()] == [[0.25, 0.5], [0.75, 1.0]]
     assert "25.00%" in calibration.get_title()  # 4 x 0.25 + 4 x 0.25 of 8

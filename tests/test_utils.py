@@ -34,24 +34,15 @@ def test_meter_looks_at_a_window_and_at_everything(count):
     assert list(meter.deque) == window
 
 
-def test_empty_meter_shows_zeros():
+def test_meters_are_empty_weighted_and_take_numbers_and_tensors():
     meter = utils.SmoothedValue(fmt="{median} {avg} {global_avg} {max} {value}")
     assert str(meter) == "0.0 0.0 0.0 0.0 0.0"
-
-
-def test_meter_weighs_a_mean_by_its_count():
-    meter = utils.SmoothedValue()
     meter.update(1.0, n=3)
-    meter.update(5.0, n=1)
+    meter.update(torch.tensor([5.0], dtype=torch.float64), n=1)
     assert (meter.total, meter.count, meter.global_avg, meter.avg) == (8.0, 4, 2.0, 3.0)
-
-
-@pytest.mark.parametrize("value", [2.5, torch.tensor(2.5), torch.tensor([2.5]), torch.tensor(2.5, dtype=torch.float64)])
-def test_meter_takes_numbers_and_tensors(value):
-    meter = utils.SmoothedValue()
-    meter.update(value)
-    assert meter.value == 2.5
     assert isinstance(meter.value, float)
+    assert torch.equal(meter.sums(), torch.tensor([[3.0, 3.0], [5.0, 1.0]], dtype=torch.float64))
+    assert utils.SmoothedValue().sums().shape == (0, 2)
 
 
 def test_meter_does_not_wait_for_the_device():
@@ -67,22 +58,8 @@ def test_meter_shows_what_its_format_names():
     for value in [1, 2, 6]:
         meter.update(value)
     assert str(meter) == "6.0|2.00|3.000"
-    assert re.fullmatch(r"2\.0000 \(3\.0000\)", str(_meter_of([1, 2, 6])))
-
-
-def _meter_of(values):
-    meter = utils.SmoothedValue()
-    for value in values:
-        meter.update(value)
-    return meter
-
-
-def test_sums_lists_every_update_in_order():
-    meter = utils.SmoothedValue(window_size=1)
-    meter.update(0.5, n=4)
-    meter.update(0.75, n=4)
-    assert torch.equal(meter.sums(), torch.tensor([[2.0, 4.0], [3.0, 4.0]], dtype=torch.float64))
-    assert utils.SmoothedValue().sums().shape == (0, 2)
+    meter.fmt = utils.SmoothedValue().fmt
+    assert str(meter) == "2.0000 (3.0000)"
 
 
 @pytest.mark.parametrize(("start", "count", "print_freq"), [(0, 10, 4), (0, 9, 4), (0, 1, 100), (6, 5, 4), (3, 1, 1)])
@@ -103,11 +80,6 @@ def test_log_every_prints_each_nth_item_and_the_last(capsys, start, count, print
     assert printed == [(number, end) for number in expected]
     assert due == expected
     assert re.fullmatch(r"Epoch: \[3\] Total time: \d+:\d\d:\d\d", total)
-
-
-def test_log_every_of_nothing_prints_the_total_only(capsys):
-    assert list(utils.MetricLogger().log_every([], 10, "Test:")) == []
-    assert re.fullmatch(r"Test: Total time: 0:00:00\n", capsys.readouterr().out)
 
 
 def test_timed_counts_the_wait_but_not_the_work():
@@ -136,27 +108,15 @@ def test_logger_gives_meters_as_attributes_and_nothing_else():
     assert "nothing" not in logger.meters
 
 
-def test_print_is_silent_off_the_master_unless_forced(own_print, capsys):
+def test_print_is_silent_off_the_master_unless_forced_and_set_up_once(own_print, capsys):
     utils.setup_for_distributed(False)
     print("hidden")
     print("shown", force=True)
-    assert capsys.readouterr().out == "shown\n"
-
-
-def test_print_takes_force_on_the_master(own_print, capsys):
     utils.setup_for_distributed(True)
-    print("a", "b", sep="-", end="!\n")
-    print("c", force=True)
-    assert capsys.readouterr().out == "a-b!\nc\n"
-
-
-def test_setting_up_print_again_replaces_the_first(own_print, capsys):
-    utils.setup_for_distributed(False)
-    utils.setup_for_distributed(True)
-    print("once")
+    print("a", "b", sep="-", end="!\n", force=True)
     utils.setup_for_distributed(False)
     print("hidden")
-    assert capsys.readouterr().out == "once\n"
+    assert capsys.readouterr().out == "shown\na-b!\n"
     assert builtins.print.original is own_print
 
 
@@ -164,17 +124,6 @@ def test_setting_up_print_again_replaces_the_first(own_print, capsys):
 def no_launcher(own_print, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-
-
-def options_of_init(world_size=1):
-    return Namespace(device="cpu", world_size=world_size, dist_url="env://", dist_timeout=1)
-
-
-def test_alone_without_a_launcher(no_launcher):
-    args = options_of_init()
-    utils.init_distributed_mode(args)
-    assert (args.distributed, args.rank, args.world_size, args.gpu) == (False, 0, 1, 0)
-    assert not utils.is_dist_avail_and_initialized()
 
 
 def test_init_sets_torchvisions_fields_on_options_that_lack_most(no_launcher):
@@ -187,21 +136,15 @@ def test_init_sets_torchvisions_fields_on_options_that_lack_most(no_launcher):
         torch.empty(0, device=args.device)
 
 
-@pytest.mark.parametrize(
-    "value", [3, 2**40 + 1, 0.1, [1, 2**24 + 1], [0.1, 1e300], [3, 0.1], torch.tensor([1, 2]), torch.tensor(0.5)]
-)
+@pytest.mark.parametrize("value", [2**40 + 1, 0.1, [1, 2**24 + 1], [3, 0.1], torch.tensor([1, 2]), torch.tensor(0.5)])
 def test_reduce_keeps_a_number_as_it_is(value):
     expected = torch.as_tensor(np.asarray(value))  # numpy keeps int64 and float64
     expected = expected.to(torch.float64 if expected.is_floating_point() else torch.int64)
     total = utils.reduce_across_processes(value)
     assert total.dtype == expected.dtype
     assert torch.equal(total, expected)
-
-
-def test_reduce_leaves_its_argument_alone():
-    value = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    utils.reduce_across_processes(value).add_(1)
-    assert value.tolist() == [1.0, 2.0]
+    total += 1
+    assert not isinstance(value, torch.Tensor) or not torch.equal(total, value)  # it is a copy
 
 
 def check_meters(rank, world_size):
