@@ -41,7 +41,7 @@ __all__ = [
 class SmoothedValue:
     """Track a series of values: the last few of them, and the mean over all.
 
-    A device tensor is kept as it is and read when somebody asks, because reading it makes the host wait for the device.
+    A device tensor is kept as it is and read on demand, because reading it makes the host wait for the device.
 
     Args:
         window_size: number of last values for `value`, `median`, `avg` and `max`.
@@ -220,7 +220,7 @@ class MetricLogger:
         width = len(str(num_items))
         iter_time, data_time = SmoothedValue(fmt="{avg:.4f}"), SmoothedValue(fmt="{avg:.4f}")
         live = LiveView(self, label, num_items, len(getattr(iterable, "dataset", ())))
-        say = log.add if live.line.is_live else print
+        write = log.add if live.line.is_live else print
         begin = end = time.perf_counter()
         waited, first_s = self.wait_s, 0.0
         try:
@@ -244,12 +244,12 @@ class MetricLogger:
                     ]
                     if torch.cuda.is_available():
                         fields.append(f"max mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}")
-                    say(self.delimiter.join(fields))
+                    write(self.delimiter.join(fields))
                 live.show(index + 1, pace_s)
                 end, waited = time.perf_counter(), self.wait_s
         finally:
             live.line.close()
-        say(f"{header} Total time: {datetime.timedelta(seconds=int(time.perf_counter() - begin))}")
+        write(f"{header} Total time: {datetime.timedelta(seconds=int(time.perf_counter() - begin))}")
         live.leave()
 
 

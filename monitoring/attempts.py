@@ -19,6 +19,6 @@ class Attempts:
                 self._warned.add(trouble)
                 reason = (str(getattr(error, "strerror", None) or error).splitlines() or [""])[0]
                 kind = "" if reason and isinstance(error, OSError) else f"{type(error).__name__}: "
-                print(f"warning: {trouble}: {kind}{reason}; training goes on")
+                print(f"warning: {trouble}: {kind}{reason}; training continues")
             return False
         return True

@@ -62,7 +62,7 @@ class StepClock:
             self._pair = self._computed, self._mark()
 
     def agreed(self, since_s: float) -> None:
-        """Count the time since `since_s`, in which the hosts waited for each other; a GPU goes on meanwhile."""
+        """Count the time since `since_s`, in which the hosts waited for each other; a GPU computes meanwhile."""
         if not self.is_cuda:
             self._wait_s += time.perf_counter() - since_s
 

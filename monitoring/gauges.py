@@ -64,7 +64,7 @@ class Pace:
         self.start()
 
     def start(self) -> None:
-        """Go on at the start of an epoch; the time since the last step, such as an evaluation's, does not count."""
+        """Start an epoch; the time since the last step, such as an evaluation's, does not count."""
         self._mark_s, self._waited_s = time.perf_counter(), 0.0
 
     def step(self, waited_s: float) -> None:
@@ -80,7 +80,7 @@ class Pace:
         self._mark_s = now
 
     def read(self) -> tuple[int, float, float]:
-        """Return steps, seconds and seconds of waiting, and begin anew."""
+        """Return steps, seconds and seconds of waiting, and start from zero."""
         self._advance()  # the host may have waited for the device since the last step
         found = self._steps, self._train_s, self._wait_s
         self._steps, self._train_s, self._wait_s = 0, 0.0, 0.0

@@ -13,7 +13,7 @@ from monitoring.events import changed_options, drawn
 
 
 class WandbMirror:
-    """A run of Weights & Biases; that service's variables (WANDB_PROJECT, WANDB_MODE ...) say where.
+    """A run of Weights & Biases; that service's variables (WANDB_PROJECT, WANDB_MODE ...) name the project.
 
     The argument `key` is the service's identifier of the run, None at the first start; the attribute is never None.
     """
@@ -37,7 +37,7 @@ class WandbMirror:
 
 
 class MlflowMirror:
-    """A run of MLflow; that service's variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME ...) say where.
+    """A run of MLflow; that service's variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME ...) name the server.
 
     Arguments and attributes are those of `WandbMirror`.
     """

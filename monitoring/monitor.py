@@ -89,14 +89,14 @@ class Monitor:
             self.mirrors.close(None if isinstance(error, PreemptedError) else error is None)
             self._file.close()
 
-    def records(self, say: Callable[[str], None] | None = None) -> list[dict]:
+    def records(self, note: Callable[[str], None] | None = None) -> list[dict]:
         """Return the records in metrics.jsonl, as `read_records`; none if there is no file."""
         with suppress(FileNotFoundError):
-            return [] if self.folder is None else read_records(self.folder, say)
+            return [] if self.folder is None else read_records(self.folder, note)
         return []
 
     def _truncate(self) -> list[dict]:
-        """Drop the records that a resumed run will write again, and a last line torn by a kill; return the others."""
+        """Drop the records that a resumed run will write again, and a truncated last line; return the others."""
         step, is_evaluated, records = self.run.step, self.run.is_evaluated, self.records(print)
         kept = [r for r in records if r["step"] < step + (r["kind"] in OF_TRAINING or is_evaluated)]
         text = "".join(json.dumps(record) + "\n" for record in kept)
@@ -104,7 +104,7 @@ class Monitor:
         return kept
 
     def _open_events(self, records: list[dict] | None = None) -> None:
-        """Make TensorBoard's file anew from `records` or metrics.jsonl, unless that still lacks pending records."""
+        """Write TensorBoard's file again from `records` or metrics.jsonl, unless that still lacks pending records."""
         if not self._pending:
             records = self.records() if records is None else records
             self._events = EventFile(self.folder, records, self.run.step, self.run.steps_per_epoch)
@@ -129,7 +129,7 @@ class Monitor:
             self._pending = self._pending[self._file.write(self._pending) :]
 
     def _update_events(self, record: dict | None = None) -> None:
-        """Add a record, or else new pictures, to the file of events; if that fails, the next record makes it anew."""
+        """Add a record, or else new pictures, to the file of events; after a failure, the next record rewrites it."""
         if self._events is None:
             self._open_events()
             return

@@ -175,7 +175,7 @@ class Pictures:
         self._batches, self._attempt = [], Attempts()
 
     def open(self) -> None:
-        """Remove pictures that an earlier process drew beyond the state that the run goes on from."""
+        """Remove pictures that an earlier process drew after the state from which the run resumes."""
         if self.folder is not None and self.run.is_resumed:
             self._keep_only(lambda step: step < self.run.step + self.run.is_evaluated)
 

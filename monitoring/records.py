@@ -11,14 +11,14 @@ from errors import counted
 from files import read_bytes
 
 
-def read_records(folder: Path, say: Callable[[str], None] | None = None) -> list[dict]:
+def read_records(folder: Path, note: Callable[[str], None] | None = None) -> list[dict]:
     """Return the records in a run's metrics.jsonl, without damaged lines; FileNotFoundError if it has none.
 
-    `say` is told of damaged lines, but not of a last one, which a kill tears.
+    `note` is called with a line about damaged lines, except a last one, which a kill truncates.
     """
     records = [_parse_record(line) for line in read_bytes(folder / "metrics.jsonl").splitlines()]
-    if say is not None and (num_damaged := records[:-1].count(None)):
-        say(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read, and will be left out")
+    if note is not None and (num_damaged := records[:-1].count(None)):
+        note(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read, and will be left out")
     return [record for record in records if record is not None]
 
 

@@ -265,7 +265,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_goes_on_when_it_can(tmp_p
         print("third", file=sys.stderr)
         log.close(ValueError("ours"))
     print("not in it")
-    warning = f"warning: log.txt in {tmp_path} is not written: File too large; training goes on"
+    warning = f"warning: log.txt in {tmp_path} is not written: File too large; training continues"
     assert capsys.readouterr().out.count("warning:") == 1
     said = (tmp_path / "log.txt").read_text().splitlines()
     assert said[0].startswith("==== ")

@@ -332,7 +332,7 @@ def test_a_service_that_fails_is_one_warning(image_folder, tmp_path, call):
     argv = [str(word) for word in [*argv, "--batch-size", 8, "--print-freq", 1]]
     variables = {"SENT": str(tmp_path / "sent"), "FAILS": call}
     outcome = run_ranks(mirrored_rank, 1, tmp_path, variables, argv, log_folder=tmp_path).check()
-    assert outcome.output.count("warning: nothing more is sent to wandb: no answer; training goes on") == 1
+    assert outcome.output.count("warning: nothing more is sent to wandb: no answer; training continues") == 1
     assert len(read_records(tmp_path / "run")) == 10
 
 
