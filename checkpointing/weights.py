@@ -16,7 +16,6 @@ from torch import nn
 from torchvision.transforms._presets import ImageClassification
 
 from checkpointing.archive import load_checkpoint
-from checkpointing.finder import STATE_FILES
 from errors import StorageError, UserError, in_one_line, require_package
 from files import explain_failure, write_atomically
 
@@ -252,16 +251,6 @@ def plain_state_dict(weights: Mapping[str, torch.Tensor], prefix: str = "") -> O
 def _is_plain(value: Any) -> bool:
     items = value if type(value) is list else [value]
     return all(item is None or type(item) in (bool, int, float, str) for item in items)
-
-
-def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
-    """Raise UserError if an output is one of the inputs, has a name of a run's own files, or cannot be a file there."""
-    if STATE_FILES.fullmatch(output.name):
-        raise UserError(f"--output {output}: a run's own checkpoints have such names; give another one")
-    if output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
-        raise UserError(f"--output {output}: expected a file in a folder that is there and can be written to")
-    if output.exists() and any(os.path.exists(path) and os.path.samefile(path, output) for path in inputs):
-        raise UserError(f"--output {output} is one of the files that it is made from; give another one")
 
 
 def write_weights(output: Path, content: dict[str, Any]) -> None:

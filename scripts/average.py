@@ -12,7 +12,6 @@ from checkpointing.published import recorded
 from checkpointing.weights import (
     as_checkpoint,
     average_checkpoints,
-    check_output,
     options_of,
     take_weights,
     write_weights,
@@ -21,7 +20,7 @@ from errors import UserError, counted
 from loading.progress import Progress
 from monitoring.monitor import read_records
 from options import CURVES
-from scripts.tool import build_parser, given_path, positive, run
+from scripts.tool import build_parser, check_inputs, given_path, output_file, positive, run
 
 PROG = "python -m scripts.average"
 
@@ -116,7 +115,7 @@ def check_same_kind(path: Path, content: dict[str, Any], first: dict[str, Any]) 
 def average(options: argparse.Namespace) -> None:
     """Write the average of the checkpoints that the options name."""
     paths = choose(options.sources, options.last, options.best, options.metric)
-    check_output(options.output, paths)
+    check_inputs(options.output, paths)
     progress, first = Progress("averaging", len(paths), "checkpoints"), {}
 
     def look(path: Path, content: dict[str, Any]) -> None:
@@ -151,7 +150,7 @@ def main() -> None:
     parser.add_argument("--last", metavar="N", type=positive, help="the N newest numbered checkpoints of the run")
     parser.add_argument("--best", metavar="N", type=positive, help="the N that were evaluated best, by metrics.jsonl")
     parser.add_argument("--metric", default="acc1", help="ranks --best; the lowest loss is best (default: acc1)")
-    parser.add_argument("--output", metavar="FILE", type=given_path, required=True, help="the file to write")
+    parser.add_argument("--output", metavar="FILE", type=output_file(), required=True, help="the file to write")
     run(PROG, lambda: average(parser.parse_args()), "interrupted; nothing was written")
 
 

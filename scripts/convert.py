@@ -16,7 +16,6 @@ from checkpointing.weights import (
     BARE,
     Weights,
     as_checkpoint,
-    check_output,
     plain_state_dict,
     read_content,
     take_weights,
@@ -24,7 +23,7 @@ from checkpointing.weights import (
 )
 from errors import UserError, one_line
 from options import PREPROCESSING
-from scripts.tool import build_parser, given_path, run
+from scripts.tool import build_parser, check_inputs, output_file, run
 from scripts.trained import Trained, add_options, given_preprocessing, open_weights
 
 PROG = "python -m scripts.convert"
@@ -183,7 +182,7 @@ def lost(parts: Parts, content: dict, written: dict, to: str) -> list[str]:
 def convert(options: argparse.Namespace) -> None:
     """Write the checkpoint for another script."""
     name, to = str(options.checkpoint), options.to
-    check_output(options.output, [name])
+    check_inputs(options.output, [name])
     if not Path(name).is_file():
         raise UserError(f"{name} is no file; give a checkpoint")
     content = read_content(Path(name), name)
@@ -208,7 +207,7 @@ def main() -> None:
     parser = build_parser(PROG, usage, "Rewrite a checkpoint for another script.", EPILOG)
     add_options(parser, "a checkpoint of any of these scripts, or a state dict")
     parser.add_argument("--to", choices=SCRIPTS, required=True, help="the script that will read the file")
-    parser.add_argument("--output", metavar="FILE", type=given_path, required=True, help="the file to write")
+    parser.add_argument("--output", metavar="FILE", type=output_file(), required=True, help="the file to write")
     run(PROG, lambda: convert(parser.parse_args()), "interrupted; nothing was written")
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpointing.weights import Weights, as_checkpoint, check_output, write_weights
+from checkpointing.weights import Weights, as_checkpoint, write_weights
 from data import DeviceLoader, IndexedImageFolder
 from errors import UserError, counted
 from loading.progress import Progress
-from scripts.tool import build_parser, given_path, positive, run
+from scripts.tool import build_parser, check_inputs, output_file, positive, run
 from scripts.trained import Evaluation, Trained, add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.reestimate_bn"
@@ -77,7 +77,7 @@ def reestimate(model: nn.Module, batches: Iterable[Tensor], autocast: AbstractCo
 
 def work(options: argparse.Namespace) -> None:
     """Write the checkpoint with new statistics."""
-    check_output(options.output, [options.checkpoint])
+    check_inputs(options.output, [options.checkpoint])
     trained = open_given(options)
     layers = find_layers(trained.model)
     if not layers:
@@ -127,7 +127,7 @@ def main() -> None:
     parser = build_parser(PROG, usage, "Compute BatchNorm's running statistics anew.", EPILOG)
     add_options(parser)
     parser.add_argument("--data-path", metavar="DIR", required=True, help="as train.py's; its train/ is read")
-    parser.add_argument("--output", metavar="FILE", type=given_path, required=True, help="the file to write")
+    parser.add_argument("--output", metavar="FILE", type=output_file(), required=True, help="the file to write")
     parser.add_argument(
         "--images", metavar="N", type=positive, default=16384, help="how many training images (default: 16,384)"
     )

@@ -57,8 +57,9 @@ def given_path(text: str) -> Path:
 def output_file(*endings: str) -> Callable[[str], Path]:
     """Return an argparse type: the path of a file that can be written; others are refused before hours of work.
 
-    A file that is there is replaced if its name has one of these endings, as that of an earlier output has. Any other
-    may be what the tool reads, such as a checkpoint or an image.
+    A file that is there is replaced if its name has one of these endings, as that of an earlier output has: any other
+    may be what the tool reads, such as a checkpoint or an image. Without endings the file holds weights, which may have
+    any name but those of a run's own checkpoints; the tool calls `check_inputs`.
     """
 
     def check(text: str) -> Path:
@@ -71,13 +72,27 @@ def output_file(*endings: str) -> Callable[[str], Path]:
             raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; give another path") from error
         if (mode is not None and not stat.S_ISREG(mode)) or not os.access(path.parent, os.W_OK | os.X_OK):
             raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there and can be written to")
-        if mode is not None and path.suffix.lower() not in endings:
+        if not endings and _is_of_a_run(path.name):
+            raise argparse.ArgumentTypeError(f"{text}: a run's own checkpoints have such names; give another one")
+        if mode is not None and endings and path.suffix.lower() not in endings:
             raise argparse.ArgumentTypeError(
                 f"{text} is there already, and only files named *{' or *'.join(endings)} are replaced; give another"
             )
         return path
 
     return check
+
+
+def _is_of_a_run(name: str) -> bool:
+    from checkpointing.finder import STATE_FILES  # not above: it imports torch, which some tools do without
+
+    return STATE_FILES.fullmatch(name) is not None
+
+
+def check_inputs(output: Path, inputs: Iterable[str | Path]) -> None:
+    """Refuse an output that is one of the files that it is made from."""
+    if output.exists() and any(os.path.exists(path) and os.path.samefile(path, output) for path in inputs):
+        raise UserError(f"--output {output} is one of the files that it is made from; give another one")
 
 
 def write_output(path: Path, content: bytes, option: str = "", verify: Callable[[Path], None] | None = None) -> None:
