@@ -19,7 +19,7 @@ from tests.endings import differing
 from tests.images import write_images
 from tests.ranks import REPOSITORY
 from tests.runs import FLAG, Runs, assert_same
-from tests.started import SMALL, refused, run_train
+from tests.started import SMALL
 
 NUM_CLASSES = 5
 
@@ -75,8 +75,7 @@ def mixed_targets(num_images):
     return one_hot(labels % NUM_CLASSES, NUM_CLASSES) * shares + one_hot((labels + 1) % NUM_CLASSES) * (1 - shares)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize(("is_mixed", "smoothing"), [(False, 0.0), (True, 0.1)])
 @pytest.mark.parametrize("has_token", [False, True])
 @pytest.mark.parametrize(("is_soft", "alpha", "temperature"), [(False, 0.5, 3.0), (True, 0.1, 3.0), (True, 0.7, 1.0)])
 def test_the_loss_is_deits(is_soft, alpha, temperature, has_token, is_mixed, smoothing):
@@ -162,9 +161,11 @@ def taught(tmp_path_factory):
     return runs
 
 
-def test_the_teacher_changes_the_weights_and_not_what_a_checkpoint_holds(taught):
+def test_the_teacher_changes_the_weights_to_the_same_bits_at_any_world_size(taught):
     taught.run("alone", 2, FLAG).check()
     assert differing(taught.final("alone"), taught.final("undisturbed")) != []
+    taught.run("world1", 1, FLAG, "--teacher", taught.teacher).check()
+    assert_same(taught, "world1")
     state = load_checkpoint(taught.folder / "undisturbed" / "checkpoint.pth", "it")
     assert state["model"].keys() == timm.create_model("test_efficientnet", num_classes=3).state_dict().keys()
     output = (taught.folder / "undisturbed-logs" / "rank0.log").read_text()
@@ -172,23 +173,7 @@ def test_the_teacher_changes_the_weights_and_not_what_a_checkpoint_holds(taught)
     assert "normalised by its own mean [0.4, 0.4, 0.4] and std [0.5, 0.5, 0.5]" in output
 
 
-def test_other_world_size_same_bits(taught):
-    taught.run("world1", 1, FLAG, "--teacher", taught.teacher).check()
-    assert_same(taught, "world1")
-
-
-@pytest.mark.parametrize("call", [2, 5])
-def test_killed_and_resumed_same_bits(taught, call):
-    argv = [FLAG, "--teacher", taught.teacher]
-    killed = taught.run(f"kill{call}", 2, *argv, faults=[(0, "torch.optim.SGD.step", call, "after")])
-    assert killed.codes[0] == -9, killed.output
-    taught.run(f"kill{call}", 2, *argv, "--resume", "auto").check()
-    assert_same(taught, f"kill{call}")
-
-
-def test_another_teacher_is_another_run(taught):
-    outcome = taught.run("undisturbed", 2, FLAG, "--resume", "auto", "--epochs", 4)
-    refused(outcome, "teacher", "in the checkpoint, None now", "--allow-change teacher,epochs")
+CLASSES = ["class0", "class1", "class2"]
 
 
 def test_both_heads_of_a_distilled_student_are_trained(taught):
@@ -197,7 +182,7 @@ def test_both_heads_of_a_distilled_student_are_trained(taught):
     args = args.replaced(distributed=False)
     student = models.build_model(args, 3)
     before = {name: value.clone() for name, value in student.state_dict().items() if name.startswith("head")}
-    val = type("Images", (), {"classes": ["class0", "class1", "class2"]})
+    val = type("Images", (), {"classes": CLASSES})
     criterion = distil(metrics.build_criterion(args), args, student, val)
     image, target = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
@@ -210,59 +195,32 @@ def test_both_heads_of_a_distilled_student_are_trained(taught):
     torch.testing.assert_close(student(image), (first + second) / 2)
 
 
-@pytest.fixture
-def refuse(taught, tmp_path):
-    def run(*argv, words):
-        where = ["--data-path", taught.images, "--output-dir", tmp_path / "out"]
-        refused(run_train(tmp_path, *where, *SMALL, "--batch-size", 8, *argv), *words)
-        assert not (tmp_path / "out" / "checkpoint.pth").exists()
+def test_a_teacher_that_cannot_be_used_is_one_line(taught, tmp_path):
+    def refuse(name, words, content=None, *, more=()):
+        if content is not None:
+            torch.save(content, tmp_path / name)
+        teacher = str(tmp_path / name) if name.endswith(".pth") else name
+        with pytest.raises(UserError, match=words) as refusal:
+            build_teacher(config.parse_args(["--synthetic", *SMALL, "--teacher", teacher, *more]), CLASSES)
+        assert "\n" not in str(refusal.value)
 
-    return run
-
-
-def test_a_teacher_that_cannot_be_used_is_one_line(taught, refuse, tmp_path):
-    refuse("--teacher", tmp_path / "none.pth", words=["none.pth: there is no such file"])
-    refuse("--teacher", "resnet5O", words=["--teacher: resnet5O: no such file", "did you mean resnet50?"])
-    refuse("--teacher", "timm/nothing", words=["timm knows no weights of that name"])
-    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "bare.pth")
-    refuse("--teacher", tmp_path / "bare.pth", words=["does not say of which model it is", "scripts.convert"])
-    (tmp_path / "text.pth").write_text("no weights")
-    refuse("--teacher", tmp_path / "text.pth", words=["text.pth"])
-
+    refuse("none.pth", "there is no such file")
+    refuse("resnet5O", "did you mean resnet50")
+    refuse("timm/nothing", "timm knows no weights of that name")
+    refuse("bare.pth", "does not say of which model it is", timm.create_model("test_resnet").state_dict())
+    refuse("text.pth", "text.pth", "no weights")
     state = torch.load(taught.teacher, weights_only=True)
-    torch.save({**state, "data": {"classes": ["class0", "class2", "class1"]}}, tmp_path / "swapped.pth")
-    refuse("--teacher", tmp_path / "swapped.pth", words=["of other classes", "class 1 is class2 in the checkpoint"])
-    own = {"args": {"model": f"{REPOSITORY}/models.py:build"}}
-    torch.save({**state, **own}, tmp_path / "code.pth")
-    refuse("--teacher", tmp_path / "code.pth", words=["is run only where the command line names it"])
+    refuse("swapped.pth", "class 1 is class2", {**state, "data": {"classes": ["class0", "class2", "class1"]}})
+    refuse("code.pth", "the command line names it", {**state, "args": {"model": f"{REPOSITORY}/models.py:build"}})
     seven = {"model": timm.create_model("test_resnet", num_classes=7).state_dict(), "arch": "timm/test_resnet"}
-    torch.save(seven, tmp_path / "seven.pth")
-    refuse("--teacher", tmp_path / "seven.pth", words=["scores 7 classes and the images are of 3"])
-
-
-def test_a_vit_teaches_at_the_size_of_the_students_images_only(tmp_path):
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, depth=1)
-    options = {"model": "timm/vit_tiny_patch16_224", "model_kwargs": ["depth=1"]}
-    torch.save({"model": model.state_dict(), "args": options}, tmp_path / "vit.pth")
-    sizes = ["--train-crop-size", "160", "--crop-ramp-epochs", "0", "4", "--train-crop-size-min"]
-    for size, words in ((96, "cannot take --train-crop-size-min 96"), (160, None)):
-        args = config.parse_args(
-            ["--data-path", "d", "--teacher", str(tmp_path / "vit.pth"), "--epochs", "9", *sizes, str(size)]
-        )
-        if words is None:
-            build_teacher(args, ["a", "b", "c"])
-        else:
-            with pytest.raises(UserError, match=words):
-                build_teacher(args, ["a", "b", "c"])
+    refuse("seven.pth", "scores 7 classes and the images are of 3", seven)
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=3, depth=1).state_dict()
+    vit = {"model": vit, "args": {"model": "timm/vit_tiny_patch16_224", "model_kwargs": ["depth=1"]}}
+    sizes = ["--epochs", "9", "--crop-ramp-epochs", "0", "4", "--train-crop-size", "160", "--train-crop-size-min"]
+    refuse("vit.pth", "cannot take --train-crop-size-min 96", vit, more=[*sizes, "96"])
 
 
 def test_a_dry_run_says_that_the_teacher_comes_on_top():
     argv = ["--synthetic", *SMALL, "--batch-size", "2", "--teacher", "timm/regnety_160.deit_in1k", "--dry-run"]
     text = preview.preview(config.parse_args(argv), is_estimated=True)
-    assert "# --teacher timm/regnety_160.deit_in1k comes on top" in text
-
-
-def test_an_option_without_a_teacher_has_no_effect_and_is_said(tmp_path):
-    argv = ["--synthetic", 16, *SMALL, "--batch-size", 8, "--epochs", 1, "--output-dir", tmp_path / "out"]
-    ran = run_train(tmp_path, *argv, "--distillation-alpha", 0.7).check()
-    assert "--distillation-alpha has no effect without --teacher" in ran.output
+    assert "the teacher comes on top" in text

@@ -99,24 +99,15 @@ def test_a_metric_of_ones_own_is_the_same_in_every_bit_at_any_world_size(tmp_pat
 
 
 def test_a_plain_loader_tells_no_numbers():
+    class Noted(EvenImages):
+        def update(self, output, target, index):
+            seen.append(index)
+            super().update(output, target, torch.zeros(len(target)))
+
+    seen = []
     loader = DataLoader(TensorDataset(*scored_images()), 4)
-    measured = [metrics.Accuracy(), Noted()]
-    train.measure(nn.Identity(), nn.CrossEntropyLoss(), loader, "cpu", metrics=measured)
-    assert Noted.seen == [None] * 6
-
-
-class Noted(metrics.Metric):
-    seen: list = []  # noqa: RUF012
-
-    def __init__(self):
-        super().__init__(1)
-
-    def update(self, output, target, index):
-        self.seen.append(index)
-        self.add(torch.zeros(()))
-
-    def compute(self):
-        return {}
+    train.measure(nn.Identity(), nn.CrossEntropyLoss(), loader, "cpu", metrics=[metrics.Accuracy(), Noted()])
+    assert seen == [None] * 6
 
 
 def measured_rank(argv):
@@ -230,57 +221,30 @@ def test_a_tally_does_not_wait_for_the_device():
         tally.read_local()
 
 
-def ranks_of_targets(output, target):
-    """For each image, how many classes have a higher score than its target."""
-    scores = output.numpy()
-    return np.array([(row > row[label]).sum() for row, label in zip(scores, target.tolist(), strict=True)])
-
-
 @pytest.mark.parametrize("num_classes", [2, 3, 5, 20])
 def test_count_correct_and_accuracy_agree_with_ranks(num_classes):
     output = torch.randn(64, num_classes, generator=torch.Generator().manual_seed(2))
     target = torch.arange(64) % num_classes
-    places = ranks_of_targets(output, target)
+    soft = torch.full((64, num_classes), 0.05).scatter_(1, target[:, None], 0.55)
+    # How many classes have a higher score than the target.
+    places = np.array([(row > row[label]).sum() for row, label in zip(output.numpy(), target.tolist(), strict=True)])
     expected = [int((places < k).sum()) for k in (1, 3, 5)]
-    counts = metrics.count_correct(output, target, topk=(1, 3, 5))
-    assert [count.item() for count in counts] == expected
-    assert all(count.dtype == torch.int64 and count.ndim == 0 for count in counts)
+    for labels in (target, soft):
+        counts = metrics.count_correct(output, labels, topk=(1, 3, 5))
+        assert [count.item() for count in counts] == expected
+        assert all(count.dtype == torch.int64 and count.ndim == 0 for count in counts)
     percent = utils.accuracy(output, target, topk=(1, 3, 5))
     assert [share.item() for share in percent] == [count * 100 / 64 for count in expected]  # / 64 is exact
 
 
-def test_soft_targets_count_by_their_highest():
-    output = torch.randn(32, 10, generator=torch.Generator().manual_seed(3))
-    target = torch.arange(32) % 10
-    soft = torch.full((32, 10), 0.05).scatter_(1, target[:, None], 0.55)
-    for hard_count, soft_count in zip(
-        metrics.count_correct(output, target, (1, 5)), metrics.count_correct(output, soft, (1, 5)), strict=True
-    ):
-        assert torch.equal(hard_count, soft_count)
-
-
-def test_count_correct_reads_nothing():
-    output, target = torch.empty(4, 10, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
-    assert [count.device.type for count in metrics.count_correct(output, target, (1, 5))] == ["meta", "meta"]
-
-
-def by_definition(output, target):
+@pytest.mark.parametrize(("smoothing", "threshold", "target", "expected"), [
+    (0.0, None, [2, 0], [[0, 0, 1, 0], [1, 0, 0, 0]]),
+    (0.1, None, [2, 0], [[0.025, 0.025, 0.925, 0.025], [0.925, 0.025, 0.025, 0.025]]),
+    (0.0, 0.2, [[0.7, 0.3, 0.0, 0.0], [0.9, 0.0, 0.1, 0.0]], [[1, 1, 0, 0], [1, 0, 0, 0]]),
+])  # fmt: skip
+def test_binary_cross_entropy_is_one_decision_for_each_class(smoothing, threshold, target, expected):
+    output, expected = torch.tensor([[0.5, -1.0, 2.0, 0.0], [1.0, 0.0, 0.0, -3.0]]), torch.tensor(expected).double()
     probability = 1 / (1 + (-output.double()).exp())
-    return -(target * probability.log() + (1 - target) * (1 - probability).log()).mean()
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_class_indices_become_one_decision_a_class(smoothing):
-    output, target = torch.tensor([[0.5, -1.0, 2.0, 0.0], [1.0, 0.0, 0.0, -3.0]]), torch.tensor([2, 0])
-    expected = torch.full((2, 4), smoothing / 4, dtype=torch.float64)
-    expected[0, 2] += 1 - smoothing
-    expected[1, 0] += 1 - smoothing
-    loss = metrics.BinaryCrossEntropy(smoothing)(output, target)
-    assert float(loss) == pytest.approx(float(by_definition(output, expected)), rel=1e-6)  # float32
-
-
-def test_a_class_above_the_threshold_is_fully_there():
-    output, target = torch.randn(2, 4), torch.tensor([[0.7, 0.3, 0.0, 0.0], [0.9, 0.0, 0.1, 0.0]])
-    expected = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]).double()
-    loss = metrics.BinaryCrossEntropy(target_threshold=0.2)(output, target)
-    assert float(loss) == pytest.approx(float(by_definition(output, expected)), rel=1e-6)
+    by_definition = -(expected * probability.log() + (1 - expected) * (1 - probability).log()).mean()
+    loss = metrics.BinaryCrossEntropy(smoothing, threshold)(output, torch.tensor(target))
+    assert float(loss) == pytest.approx(float(by_definition), rel=1e-6)  # float32

@@ -146,6 +146,11 @@ def test_tf32_governs_convolutions_and_matrix_products(is_allowed):
     assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is is_allowed
 
 
+def test_kernels_chosen_by_their_speed_are_refused_where_bits_are_promised():
+    with pytest.raises(UserError, match="--compile max-autotune"):
+        options("--compile", "max-autotune", FLAG)
+
+
 def test_recomputation_that_cannot_be_is_refused():
     for argv, message in [("vgg11", "no repeated blocks"), ("resnet18 --compile", "running statistics")]:
         with pytest.raises(UserError, match=message):
