@@ -326,6 +326,8 @@ class _TarReader:
 
     def scan_class(self, by_class: _Found, class_name: str, number: int, start: int, end: int) -> None:
         """Add the images of a tar of one class; names of its members may begin with the class's name."""
+        if class_name in (".", ".."):
+            raise UserError(f"{self.path} holds a tar of the class {class_name!r}, which cannot be a folder")
         _add(by_class, class_name)
         for folder, name, member in self._entries(start, end):
             if name.lower().endswith(IMG_EXTENSIONS):

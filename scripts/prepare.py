@@ -261,10 +261,27 @@ def is_known(path: Path) -> bool:
     return path.is_file() and (path.name in KNOWN or path.suffix == ".parquet")
 
 
+def check_md5(path: Path) -> None:
+    """Compare an official archive with its published MD5; UserError if it is another file."""
+    digest = hashlib.md5(usedforsecurity=False)
+    progress = Progress(f"MD5 of {path.name}", total_bytes=path.stat().st_size)
+    with open_to_read(path) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            progress.update(num_bytes=len(block))
+    progress.finish()
+    if digest.hexdigest() != MD5[path.name]:
+        raise UserError(
+            f"{path} has the MD5 {digest.hexdigest()}, and the official archive {MD5[path.name]}; download it again, "
+            "or give --skip-md5 if it is meant to be another"
+        )
+
+
 class Given:
     """The files and folders of the command line; finds the source of each split among them."""
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, paths: list[Path], *, has_md5: bool) -> None:
+        self.has_md5 = has_md5
         self.files: dict[str, Path] = {}
         self.folders: list[Path] = []
         for path in paths:
@@ -282,6 +299,8 @@ class Given:
     def truth(self) -> Truth | None:
         """The classes of a flat val, if a file lists them."""
         devkits = [path for path in self.folders if (path / "data" / "meta.mat").is_file()]
+        if DEVKIT in self.files and self.has_md5:
+            check_md5(self.files[DEVKIT])  # before its content is parsed
         if DEVKIT in self.files or devkits:
             return read_devkit(self.files.get(DEVKIT) or devkits[0])
         return read_kaggle(self.files[TRUTH_CSV]) if TRUTH_CSV in self.files else None
@@ -310,22 +329,6 @@ class Given:
         if self.truth is None:
             raise UserError(f"{flat} does not name the classes of its images; give also {DEVKIT} or {TRUTH_CSV}")
         return self.truth
-
-
-def check_md5(path: Path) -> None:
-    """Compare an official archive with its published MD5; UserError if it is another file."""
-    digest = hashlib.md5(usedforsecurity=False)
-    progress = Progress(f"MD5 of {path.name}", total_bytes=path.stat().st_size)
-    with open_to_read(path) as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            progress.update(num_bytes=len(block))
-    progress.finish()
-    if digest.hexdigest() != MD5[path.name]:
-        raise UserError(
-            f"{path} has the MD5 {digest.hexdigest()}, and the official archive {MD5[path.name]}; download it again, "
-            "or give --skip-md5 if it is meant to be another"
-        )
 
 
 class Target:
@@ -462,17 +465,15 @@ def is_finished(out: Path, split: str) -> bool:
 
 def prepare(options: argparse.Namespace) -> None:
     """Write the splits; each gets its name when it is complete."""
-    given, out = Given(options.sources), options.out
+    given, out = Given(options.sources, has_md5=not options.skip_md5), options.out
     sources = find_sources(given, options.splits)
     for folder in [path for source in sources.values() for path in source.files if path.is_dir()]:
         check_outside(out, folder)
     make_out(out)
     with locked(out / ".prepare.lock", f"waiting for another process that prepares {out}"):
         sources = {split: source for split, source in sources.items() if not is_finished(out, split)}
-        archives = [path for source in sources.values() for path in source.files]
-        archives += [given.files[DEVKIT]] if "val" in sources and DEVKIT in given.files else []
-        for path in archives:
-            if path.name in MD5 and not options.skip_md5:
+        for path in [path for source in sources.values() for path in source.files]:
+            if path.name in MD5 and given.has_md5:
                 check_md5(path)
         for split, source in sources.items():
             Target(out, split, source, is_copying=options.copy).build()

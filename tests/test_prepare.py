@@ -354,19 +354,13 @@ def test_a_damaged_archive_is_refused_in_one_line(official, tmp_path, kind):
     assert not (tmp_path / "a.JPEG").exists()
 
 
-@pytest.mark.parametrize("name", ["ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", DEVKIT])
+@pytest.mark.parametrize("name", ["ILSVRC2012_img_train.tar", DEVKIT])
 def test_another_archive_than_the_official_one_is_refused_before_anything_is_written(official, tmp_path, name):
-    split = "train" if "train" in name else "val"
-    source = official / name
-    if name == DEVKIT:  # of a flat val, for which the devkit is the only archive
-        source = tmp_path / "flat"
-        (source / "val").mkdir(parents=True)
-        (source / "val" / "ILSVRC2012_val_00000001.JPEG").write_bytes(b"a")
-    line = error_line(run(tmp_path, source, official / DEVKIT, tmp_path / "out"))
+    source = [official / ("ILSVRC2012_img_val.tar" if name == DEVKIT else name), official / DEVKIT]
+    line = error_line(run(tmp_path, *source, tmp_path / "out"))
     assert f"{official / name} has the MD5" in line
     assert "--skip-md5" in line
-    assert not (tmp_path / "out" / split).exists()
-    assert not list((tmp_path / "out").iterdir())
+    assert not list(tmp_path.glob("out/*"))
 
 
 def test_what_is_missing_is_named(official, tmp_path):
