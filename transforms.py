@@ -238,45 +238,38 @@ class RandomCutMix(_Mixing):
 
 
 class RandomMix:
-    """Apply mixup, cutmix or neither to a batch; one of the two may be None.
+    """Apply mixup or cutmix, each as often, to a batch; one of the two may be None.
 
     Args:
         mixup: the mixup, or None.
         cutmix: the cutmix, or None.
-        prob: probability that a batch is mixed.
-        switch_prob: probability of cutmix if neither is None.
     """
 
-    def __init__(
-        self, mixup: RandomMixUp | None, cutmix: RandomCutMix | None, prob: float = 1.0, switch_prob: float = 0.5
-    ) -> None:
-        self.mixup, self.cutmix, self.prob, self.switch_prob = mixup, cutmix, prob, switch_prob
+    def __init__(self, mixup: RandomMixUp | None, cutmix: RandomCutMix | None) -> None:
+        self.mixup, self.cutmix = mixup, cutmix
 
-    def draw(self, image: Tensor, rng: random.Random) -> tuple[RandomMixUp | RandomCutMix, Tensor] | None:
-        """Draw mixup or cutmix for a (B, C, H, W) batch, and the argument `drawn` of its `mix`; None for neither."""
-        is_mixed, is_cut = rng.random() < self.prob, rng.random() < self.switch_prob
-        if not is_mixed:
-            return None
-        mixer = self.cutmix if self.mixup is None or (is_cut and self.cutmix is not None) else self.mixup
+    def draw(self, image: Tensor, rng: random.Random) -> tuple[RandomMixUp | RandomCutMix, Tensor]:
+        """Draw mixup or cutmix for a (B, C, H, W) batch, and the argument `drawn` of its `mix`."""
+        _, share = rng.random(), rng.random()  # the first number keeps the draws of earlier versions
+        mixer = self.cutmix if self.mixup is None or (share < 0.5 and self.cutmix is not None) else self.mixup
         return mixer, mixer.draw(image, rng)
 
     def __call__(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix a batch by one of the two, as `RandomMixUp`; by neither, return batch and target as they are."""
-        mixing = self.draw(batch, process_rng())
-        return mixing[0](batch, target) if mixing else (batch, target)
+        """Mix a batch by one of the two, as `RandomMixUp`."""
+        return self.draw(batch, process_rng())[0](batch, target)
 
 
 class RandomMixEach(RandomMix):
-    """Draw and apply mixup, cutmix or neither for each image separately: the mode `elem` of timm's Mixup."""
+    """Draw and apply mixup or cutmix for each image separately: the mode `elem` of timm's Mixup."""
 
     def draw(self, image: Tensor, rng: random.Random) -> tuple["RandomMixEach", Tensor]:
         """Return itself and (B, 7) numbers for `mix`: box, the image's share of the blend, and both targets' shares."""
         rows = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(len(image), 1)
         for row in rows:
-            mixer, drawn = super().draw(image, rng) or (None, None)
-            if mixer is not None and mixer is self.cutmix:
+            mixer, drawn = super().draw(image, rng)
+            if mixer is self.cutmix:
                 row[:4], row[5:] = drawn[:4], drawn[4:]
-            elif mixer is not None:
+            else:
                 row[4], row[5:] = drawn[0], drawn
         return self, rows
 
@@ -299,8 +292,6 @@ def get_mixup_cutmix(
     cutmix_alpha: float,
     num_classes: int,
     use_v2: bool = False,
-    prob: float = 1.0,
-    switch_prob: float = 0.5,
     mode: str = "batch",
 ) -> RandomMix | None:
     """Return mixup or cutmix if its alpha is above 0, a random choice between them if both are, or None.
@@ -311,7 +302,7 @@ def get_mixup_cutmix(
     mixup = RandomMixUp(num_classes, p=1.0, alpha=mixup_alpha) if mixup_alpha > 0 else None
     cutmix = RandomCutMix(num_classes, p=1.0, alpha=cutmix_alpha) if cutmix_alpha > 0 else None
     mix = RandomMixEach if mode == "elem" else RandomMix
-    return mix(mixup, cutmix, prob, switch_prob) if mixup or cutmix else None
+    return mix(mixup, cutmix) if mixup or cutmix else None
 
 
 class BatchTransform:
@@ -343,8 +334,9 @@ class BatchTransform:
         boxes = mixer = drawn = None
         if self.erase is not None:
             boxes = to_device(self.erase.draw(image, rng), image.device)
-        if self.mix is not None and (mixing := self.mix.draw(image, rng)):
-            mixer, drawn = mixing[0], to_device(mixing[1], image.device)
+        if self.mix is not None:
+            mixer, drawn = self.mix.draw(image, rng)
+            drawn = to_device(drawn, image.device)
         image, target = self.apply(image, target, boxes, mixer, drawn)
         # This copies only where torch 2.11 compiled for images in another memory format.
         return image.contiguous(memory_format=self.normalize.memory_format), target

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import random
 
 import numpy
 import pytest
@@ -17,7 +16,6 @@ import metrics
 import models
 import optim
 import train
-import transforms
 from checkpointing import guard
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import RunState
@@ -72,31 +70,6 @@ def test_a_run_trains_at_the_sizes_of_its_epochs(image_folder):
     for epoch, size in [(0, 32), (1, 64), (5, 64)]:
         sampler.set_epoch(epoch)
         assert next(iter(loader))[0].shape == (8, 3, size, size)
-
-
-def mixed_share(prob, switch_prob, batches=2000):
-    mix = transforms.get_mixup_cutmix(
-        mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=2, prob=prob, switch_prob=switch_prob
-    )
-    kinds = {"none": 0, "mixup": 0, "cutmix": 0}
-    # An image of one pixel cannot be cut, only replaced or blended.
-    image, target = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1).expand(2, 1, 4, 4), torch.tensor([0, 1])
-    for seed in range(batches):
-        drawn = mix.draw(image, random.Random(seed))
-        if drawn is None:
-            kinds["none"] += 1
-        else:
-            mixed, _ = drawn[0].mix(image, target, drawn[1])
-            kinds["cutmix" if set(mixed.unique().tolist()) <= {0.0, 1.0} else "mixup"] += 1
-    return {name: count / batches for name, count in kinds.items()}
-
-
-def test_odds_of_mixing_are_those_asked_for():
-    share = mixed_share(prob=0.8, switch_prob=0.25)
-    # Four standard deviations of 2,000 draws are below 0.04. Of mixup's Beta(0.2, 0.2), some shares round to 0 or 1.
-    assert share["none"] == pytest.approx(0.2, abs=0.04)
-    assert share["mixup"] == pytest.approx(0.6, abs=0.06)
-    assert share["cutmix"] == pytest.approx(0.2, abs=0.06)
 
 
 def test_timms_policy_draws_from_the_address_alone(image_folder):
