@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import mmap
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -210,7 +211,7 @@ class BatchLoader:
         """
         self._tasks.choose(0, None)  # nothing is loaded yet
         try:
-            iter(self.loader)
+            self._start_epoch()
         except (OSError, RuntimeError) as error:
             raise LimitError(
                 f"cannot start {self.loader.num_workers} loader processes ({error}); use fewer --workers, or raise "
@@ -229,7 +230,21 @@ class BatchLoader:
         """Begin to load, and return the batches; those of an earlier call, of any of the sets, are lost."""
         number = self._tasks.choose(self._place, self.sampler)
         # The processes start here, and not with the first batch: they end with the thread that starts them.
-        return self._batches(iter(self.loader), number)
+        return self._batches(self._start_epoch(), number)
+
+    def _start_epoch(self) -> Iterator[tuple]:
+        """Return the DataLoader's iterator, for which it may fork processes.
+
+        They inherit a blocked SIGTERM: torch may start threads in them before `start_worker` blocks it, and a launcher
+        that signals the whole process group would kill them.
+        """
+        if not self.is_forked:
+            return iter(self.loader)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return iter(self.loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _batches(self, loaded: Iterator[tuple], number: int) -> Iterator[tuple]:
         for batch in loaded:
