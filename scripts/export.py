@@ -103,7 +103,8 @@ class Export:
         """Return the records of an earlier export's files that still exist; refuse records of other weights."""
         record = read_json(self.record_path)
         files = record.get("files")
-        differing = [name for name, value in self.description.items() if record.get(name) != value]
+        own, theirs = _without_origin(self.description), _without_origin(record)
+        differing = [name for name, value in own.items() if theirs.get(name) != value]
         if self.record_path.exists() and (differing or not isinstance(files, dict)):
             raise UserError(
                 f"{self.record_path} describes other weights, by its {', '.join(differing) or 'files'}; give another "
@@ -190,6 +191,13 @@ class Export:
         batches = _load(self.images.calibrating, "calibrating")
         quantized = quantize(self.trace(is_strict=True).module(), (image for image, _ in batches))
         return self.make_program(self.trace(quantized, is_strict=True))
+
+
+def _without_origin(description: dict[str, Any]) -> dict[str, Any]:
+    """Return a description without the words about where its preprocessing comes from."""
+    named = description.get("preprocessing")
+    named = {key: value for key, value in named.items() if key != "origin"} if isinstance(named, dict) else named
+    return {**description, "preprocessing": named}
 
 
 def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
