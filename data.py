@@ -405,7 +405,7 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLo
     Processes that are forked start now, before there are other threads.
 
     Raises:
-        LimitError: the processes cannot be started.
+        StorageError: the processes cannot be started.
     """
     first, *others = [dataset for dataset in datasets if dataset is not None]
     loader = build_loader(first, None, args)

@@ -102,28 +102,20 @@ def in_one_line(begin: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise type(error)(f"{begin}: {error}") from error
+        raise type(error)(f"{begin}: {error}", exit_code=error.exit_code) from error
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise UserError(f"{begin}: {lines[-1].strip()[:200] or type(error).__name__}") from error
 
 
-class NoUsableCheckpointError(UserError):
-    """`--resume auto` found checkpoints and none of them can be used; starting over would lose them."""
-
-    exit_code = 4
-
-
-class NonFiniteError(UserError):
-    """The loss or the weights are no longer finite; the last checkpoint's weights still are."""
-
-    exit_code = 5
-
-
-class LockedError(UserError):
-    """Another run writes to the output folder."""
-
-    exit_code = 6
+def loader_killed(cause: str) -> UserError:
+    """Return the error of a loader process that was killed, with the likely cause."""
+    advice = "most likely it was out of memory: use fewer --workers, or look into the system's log"
+    if "Bus error" in cause:
+        advice = "most likely shared memory is full: more memory for it, or fewer --workers"
+    error = UserError(f"a loader process was killed ({cause.strip()}); {advice}", exit_code=1)
+    error.is_of_one_rank = True
+    return error
 
 
 class PreemptedError(Exception):
@@ -133,39 +125,9 @@ class PreemptedError(Exception):
 
 
 class StorageError(UserError):
-    """Reading or writing failed for no fault of the input; trying again later may help."""
+    """This machine fails or lacks something, for no fault of the input: a disk, memory, files, processes, a version."""
 
     exit_code = 1
-
-
-class LimitError(UserError):
-    """This machine lacks memory, files or the like for this process; other ranks may have enough."""
-
-
-class NoProgressError(UserError):
-    """A run that restarts by itself stops at the same step again and again."""
-
-    exit_code = 1
-
-
-class InterruptedRunError(UserError):
-    """Somebody pressed Ctrl-C, twice."""
-
-    exit_code = 1
-
-
-class LoaderKilledError(Exception):
-    """A loader process was killed; the message says the likely cause."""
-
-    exit_code = 1
-
-    def __str__(self) -> str:
-        cause = super().__str__().strip()
-        if "Bus error" in cause:
-            advice = "most likely shared memory is full: more memory for it, or fewer --workers"
-        else:
-            advice = "most likely it was out of memory: use fewer --workers, or look into the system's log"
-        return f"a loader process was killed ({cause}); {advice}"
 
 
 class BadImageError(Exception):
@@ -182,6 +144,7 @@ class ImageError(Exception):
     """
 
     exit_code = 1
+    is_of_one_rank = True
 
     def __str__(self) -> str:
         # A loader process sends its traceback along, whose last line is the message.
@@ -237,12 +200,16 @@ def require_torchcodec(option: str) -> ModuleType:
     return torchcodec
 
 
-def explain_limit(error: BaseException) -> LimitError | None:
-    """Return a LimitError in place of one by which the machine refuses memory, files or processes; None for others."""
+def explain_limit(error: BaseException) -> StorageError | None:
+    """Return one line in place of an error by which the machine refuses memory, files or processes; None for others."""
     if isinstance(error, MemoryError):
-        return LimitError(f"out of memory ({error or 'no more is given'}); use fewer --workers, or raise `ulimit -v`")
+        return StorageError(
+            f"out of memory ({error or 'no more is given'}); use fewer --workers, or raise `ulimit -v`", exit_code=2
+        )
     if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error):  # torch's
-        return LimitError("out of memory; use a smaller --batch-size, or --grad-checkpointing in training")
+        return StorageError(
+            "out of memory; use a smaller --batch-size, or --grad-checkpointing in training", exit_code=2
+        )
     number = getattr(error, "errno", None)
     for limit, advice in {
         errno.EMFILE: f"raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}",
@@ -252,9 +219,9 @@ def explain_limit(error: BaseException) -> LimitError | None:
     }.items():
         # Torch turns errors of the system into text.
         if limit == number or (isinstance(error, RuntimeError) and os.strerror(limit) in str(error)):
-            return LimitError(f"{os.strerror(limit)}; {advice}")
+            return StorageError(f"{os.strerror(limit)}; {advice}", exit_code=2)
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return LimitError(f"{error}: raise `ulimit -u` or `ulimit -v`, or use fewer --workers")
+        return StorageError(f"{error}: raise `ulimit -u` or `ulimit -v`, or use fewer --workers", exit_code=2)
     return None
 
 
@@ -308,7 +275,7 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
     if isinstance(error, SystemExit):  # of the parser
         end_process(error.code or 0)
     if isinstance(error, KeyboardInterrupt):
-        error = InterruptedRunError("interrupted; --resume auto goes on from the last checkpoint")
+        error = UserError("interrupted; --resume auto goes on from the last checkpoint", exit_code=1)
     error = explain_limit(error) or explain_compiler(error) or error
     exit_code = getattr(error, "exit_code", None)
     reason = str(error) if exit_code is not None else f"{type(error).__name__}: {error}; its traceback stands above"
@@ -321,10 +288,9 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
         end_process(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that a launcher can end this process now
     is_silent = False
-    is_of_one_rank = isinstance(error, ImageError | LoaderKilledError) or getattr(error, "is_of_one_rank", False)
-    if launch.rank != 0 and not is_of_one_rank:
+    if launch.rank != 0 and not getattr(error, "is_of_one_rank", False):
         time.sleep(10)
-        is_silent = launch.local_rank != 0 and not isinstance(error, LimitError)  # one rank may meet that alone
+        is_silent = launch.local_rank != 0 and not isinstance(error, StorageError)  # one rank may meet that alone
     where = f" on rank {launch.rank}" if launch.rank != 0 else ""
     if not is_silent:  # by `say`, since print is silent on this rank
         say(error_line(f"{prog}: error{where}", reason))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from errors import NonFiniteError, UserError, did_you_mean, require_timm
+from errors import UserError, did_you_mean, require_timm
 from options import BY_NAME
 
 # torch's and torchvision's normalisation layers, whose weights and biases `--norm-weight-decay` governs.
@@ -554,6 +554,6 @@ def find_non_finite(
 
 
 def check_finite(model: nn.Module, average: nn.Module | None) -> None:
-    """Raise NonFiniteError if a model that is to be evaluated, or its average, has numbers that are not finite."""
+    """Raise UserError if a model that is to be evaluated, or its average, has numbers that are not finite."""
     if (bad := find_non_finite(model, average)) is not None:
-        raise NonFiniteError(f"the {bad.decode()} of the model are not finite; evaluate another checkpoint")
+        raise UserError(f"the {bad.decode()} of the model are not finite; evaluate another checkpoint", exit_code=5)

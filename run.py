@@ -24,13 +24,7 @@ from distributed import collectives
 from distributed.decision import CONTINUE, StepDecisions, WatchedLoader
 from distributed.launch import read_launch
 from distributed.watch import FiniteWatch, StallWatchdog
-from errors import (
-    LoaderKilledError,
-    NonFiniteError,
-    NoProgressError,
-    PreemptedError,
-    StorageError,
-)
+from errors import PreemptedError, StorageError, UserError, loader_killed
 from files import explain_failure, write_atomically
 from gradients import ShardedStep
 from metrics import Accuracy, Metric, Tally
@@ -195,7 +189,7 @@ class Run(BareRun):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         cause = error
         if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
-            error = LoaderKilledError(str(error))
+            error = loader_killed(str(error))
         error = error and collectives.explain(error)
         if isinstance(error, PreemptedError):
             self.status.write("preempted", str(error))
@@ -209,7 +203,7 @@ class Run(BareRun):
         """Write status.json, run.json (a description of the run) and recipe.toml (to repeat it). Rank 0 only.
 
         Raises:
-            NoProgressError: a launcher has restarted the run too often from the same step.
+            UserError: a launcher has restarted the run too often from the same step.
             StorageError: the files cannot be written.
         """
         is_done, launch = self.is_done, read_launch()
@@ -218,7 +212,7 @@ class Run(BareRun):
             if start["count"] > MOST_STARTS and launch.is_restart and not is_done:
                 reason = f"no progress: start number {start['count']} in a row from step {self.state.step}"
                 self.status.replace("failed", reason)
-                raise NoProgressError(f"{reason}; no further restart: look into the log, then start it by hand")
+                raise UserError(f"{reason}; no further restart: look into the log, then start it by hand", exit_code=1)
             record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
             description = json.dumps({**record, "launch": launch.agent, **self.state.facts}, indent=2) + "\n"
             for name, text in {"run.json": description, "recipe.toml": config.write_recipe(self.args)}.items():
@@ -326,7 +320,7 @@ class Run(BareRun):
             decision = self.decisions.decide(self.votes)
         self.clock.agreed(start_s)
         if decision.bad_step is not None:
-            raise NonFiniteError(self.non_finite_loss(decision.bad_step))
+            raise UserError(self.non_finite_loss(decision.bad_step), exit_code=5)
         self.line_pace.step(metric_logger.wait_s)
         self.window_pace.step(metric_logger.wait_s)
         if self.is_record_due:
@@ -413,14 +407,14 @@ class Run(BareRun):
         So a record costs no read of the device of its own. Collective: every rank must call it, after the same step.
 
         Raises:
-            NonFiniteError: a loss is not finite; names the first step, the same one on every rank.
+            UserError: a loss is not finite; names the first step, the same one on every rank.
         """
         rows = self.tally.synchronize_between_processes()
         steps = rows.view(-1, self.args.num_shards, rows.size(1))
         rates = self.gauges.rates(*self.window_pace.read()) if self.due else {}
         for number, step in enumerate(steps, self.state.step - len(steps) + 1):
             if not step[:, 0].isfinite().all():
-                raise NonFiniteError(self.non_finite_loss(number - 1))
+                raise UserError(self.non_finite_loss(number - 1), exit_code=5)
             self.window.add(step)
             self.epoch_tally.add(step)
             if self.due and self.due[0]["step"] == number:
@@ -438,12 +432,13 @@ class Run(BareRun):
         average, optimizer = self.state.parts.get("model_ema"), self.state.parts["optimizer"].optimizer
         bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
         if bad is not None:
-            raise NonFiniteError(f"the {bad.decode()} after step {self.state.step} are not finite; {self.kept}")
+            raise UserError(f"the {bad.decode()} after step {self.state.step} are not finite; {self.kept}", exit_code=5)
         scaler = self.state.parts.get("scaler")
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
-            raise NonFiniteError(
+            raise UserError(
                 f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}: gradients overflow float16 "
-                f"at every step; {self.kept}; try --amp-dtype bfloat16 or a lower --lr"
+                f"at every step; {self.kept}; try --amp-dtype bfloat16 or a lower --lr",
+                exit_code=5,
             )
         self.settle()
         self.saving = self.position

@@ -12,7 +12,7 @@ from checkpointing.finder import BEST_FILES
 from checkpointing.folder import CheckpointFolder, explained
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import NoUsableCheckpointError, StorageError
+from errors import StorageError, UserError
 from files import read_bytes
 
 
@@ -65,8 +65,11 @@ class NodeCopies:
             print(f"the newest checkpoint is the copy of rank {source}")
 
     def _find_newest(self) -> Found | None:
-        with suppress(NoUsableCheckpointError):  # another node may have a good one
+        try:
             return self.files.read("auto")
+        except UserError as error:
+            if error.exit_code != 4:  # none is usable here, and another node may have a good one
+                raise
         return None
 
     def _fetch(self, path: Path, step: int, sources: list[int]) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from checkpointing.archive import Found, read_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
-from checkpointing.schema import OtherFormatError
-from errors import NoUsableCheckpointError, StorageError, UserError, counted
+from errors import StorageError, UserError, counted
 from files import retry_read
 
 NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
@@ -71,7 +70,7 @@ class CheckpointFinder:
 
         Raises:
             UserError: the named file is missing or is no good checkpoint.
-            NoUsableCheckpointError: `auto` found damaged ones only.
+            UserError: `auto` found damaged ones only.
             StorageError: the disk does not answer.
         """
         if not resume:
@@ -98,16 +97,17 @@ class CheckpointFinder:
                     self.damaged.append((path, f"{path} is a link to nothing"))
             except IsADirectoryError:
                 self.damaged.append((path, f"{path} is not a file"))
-            except (OtherFormatError, StorageError):
+            except StorageError:
                 raise
             except UserError as error:
                 self.damaged.append((path, str(error)))
         unusable = self.own_files(STATE_FILES)
         if unusable:
             reasons = [why for _, why in self.damaged[:3]] + ["more"] * (len(self.damaged) > 3)
-            raise NoUsableCheckpointError(
+            raise UserError(
                 f"{counted(len(unusable), 'checkpoint')} in {self.folder}, none usable: "
-                f"{'; '.join(reasons) or 'all set aside'}. Not starting over: use --overwrite to begin again"
+                f"{'; '.join(reasons) or 'all set aside'}. Not starting over: use --overwrite to begin again",
+                exit_code=4,
             )
         return None
 

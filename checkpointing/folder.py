@@ -17,7 +17,7 @@ from checkpointing.archive import Found, find_bad_record
 from checkpointing.checkpoint import RunState
 from checkpointing.finder import BEST_FILES, CheckpointFinder, step_in, step_of
 from distributed.launch import read_launch
-from errors import LockedError, StorageError, UserError
+from errors import StorageError, UserError
 from files import (
     explain_failure,
     find_os_error,
@@ -62,7 +62,7 @@ class CheckpointFolder(CheckpointFinder):
         creates a new one.
 
         Raises:
-            LockedError: another run, which the message names, holds the lock after `LOCK_WAIT_S`.
+            UserError: another run, which the message names, holds the lock after `LOCK_WAIT_S`.
             UserError: the folder cannot be written.
         """
         path = self.folder / ".lock"
@@ -78,9 +78,10 @@ class CheckpointFolder(CheckpointFinder):
             try:
                 descriptor = lock_file(path, notice, LOCK_WAIT_S)
             except BlockingIOError as error:
-                raise LockedError(
+                raise UserError(
                     f"--output-dir {self.folder} is in use by another run ({holder()}); stop it, "
-                    "or choose another folder"
+                    "or choose another folder",
+                    exit_code=6,
                 ) from error
             except OSError as error:
                 if error.errno not in _NO_LOCKS:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from errors import UserError, is_printable
+from errors import StorageError, UserError, is_printable
 from options import MOST_COUNT
 
 FORMAT = 2
@@ -78,16 +78,12 @@ _OPTIONAL_FIELDS = {
 }
 
 
-class OtherFormatError(UserError):
-    """A checkpoint is whole, but a version of this script wrote it in another format."""
-
-
 def check_schema(state: dict, name: str) -> dict:
     """Return the state if it is a sound checkpoint of this script, though perhaps of another model or other data.
 
     Raises:
         UserError: it is not sound, or not of this script.
-        OtherFormatError: another version of this script wrote it.
+        StorageError: another version of this script wrote it.
     """
     fields = {field.split(".")[0] for field in [*_COUNTS, *_FIELDS]} | {"format"}
     missing = sorted(fields - state.keys())
@@ -99,8 +95,9 @@ def check_schema(state: dict, name: str) -> dict:
     foreign = next((value for value in unfold(state, name) if not _is_plain(value)), None)
     reason = None if foreign is None else f"it holds {_shown(foreign)}, which is no plain data"
     if reason is None and type(state["format"]) is int and state["format"] != FORMAT:
-        raise OtherFormatError(
-            f"{name} has format {state['format']} and this script reads {FORMAT}; use the version that wrote it"
+        raise StorageError(
+            f"{name} has format {state['format']} and this script reads {FORMAT}; use the version that wrote it",
+            exit_code=2,
         )
     try:
         reason = reason or _find_misfit(state) or _find_contradiction(state)

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from distributed.collectives import count_cores
 from distributed.signals import start_worker
-from errors import LimitError, UserError
+from errors import StorageError, UserError
 from files import memory_bytes
 
 # Slots beyond those that workers fill: one for the batch in use, and one more.
@@ -152,7 +152,7 @@ class BatchLoader:
         pin_memory: copy the images into pinned memory, from which a GPU copies without blocking the host.
 
     Raises:
-        LimitError: there is no memory for the batches.
+        StorageError: there is no memory for the batches.
     """
 
     def __init__(
@@ -172,9 +172,10 @@ class BatchLoader:
         try:
             memory = mmap.mmap(-1, max(num_slots * batch_bytes, 1))
         except (OSError, OverflowError) as error:
-            raise LimitError(
+            raise StorageError(
                 f"no memory for {num_slots} batches of {batch_bytes / 2**20:.0f} MiB on their way from {num_workers} "
-                f"loader processes ({error}); use fewer --workers, or a smaller --batch-size"
+                f"loader processes ({error}); use fewer --workers, or a smaller --batch-size",
+                exit_code=2,
             ) from error
         self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)) if num_slots else []
         self._sets, self._place, self._tasks = [dataset], 0, _Tasks(num_slots)
@@ -207,15 +208,16 @@ class BatchLoader:
         initialises a static of C++, inherits that state for ever, and may wait for its end.
 
         Raises:
-            LimitError: the processes cannot be started.
+            StorageError: the processes cannot be started.
         """
         self._tasks.choose(0, None)  # nothing is loaded yet
         try:
             self._start_epoch()
         except (OSError, RuntimeError) as error:
-            raise LimitError(
+            raise StorageError(
                 f"cannot start {self.loader.num_workers} loader processes ({error}); use fewer --workers, or raise "
-                "their limits: `ulimit -n`, `ulimit -u`, the room in /dev/shm"
+                "their limits: `ulimit -n`, `ulimit -u`, the room in /dev/shm",
+                exit_code=2,
             ) from error
 
     @property

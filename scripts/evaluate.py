@@ -26,7 +26,7 @@ import data
 import models
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import InterruptedRunError, NonFiniteError, UserError, counted, end_by, in_one_line, require_timm
+from errors import UserError, counted, end_by, in_one_line, require_timm
 from files import csv_text, open_to_read, read_bytes
 from loading.forms import find_sources, open_source
 from loading.index import check_num_bytes
@@ -312,7 +312,7 @@ def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int, name: 
     Collective: every rank must call it.
 
     Raises:
-        NonFiniteError: the model's scores are not finite.
+        UserError: the model's scores are not finite.
     """
     loader, first = evaluation.load(place), evaluation.images.firsts[place]
     labels = torch.from_numpy(each.labels)
@@ -328,8 +328,8 @@ def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int, name: 
     gathered = gathered[numpy.argsort(gathered[:, 0], kind="stable")]
     assert gathered[:, 0].tolist() == list(range(len(labels)))
     if not numpy.isfinite(gathered).all():
-        raise NonFiniteError(
-            f"the scores of the checkpoint on --set {each.name} are not finite: its weights are broken"
+        raise UserError(
+            f"the scores of the checkpoint on --set {each.name} are not finite: its weights are broken", exit_code=5
         )
     return gathered[:, 1:]
 
@@ -603,7 +603,9 @@ def work() -> None:
             raise
         is_interrupted = isinstance(error, KeyboardInterrupt)
         end_by(
-            InterruptedRunError(_INTERRUPTED) if is_interrupted else collectives.explain(explain(error)), launch, PROG
+            UserError(_INTERRUPTED, exit_code=1) if is_interrupted else collectives.explain(explain(error)),
+            launch,
+            PROG,
         )
 
 

@@ -56,12 +56,6 @@ same, byte for byte, however often it was interrupted and whatever the number of
 """
 
 
-class UnfinishedError(UserError):
-    """The pack cannot be finished, or is damaged; whole shards stay."""
-
-    exit_code = 1
-
-
 class Split:
     """The images of one split, `train` or `val`, in ImageFolder's order."""
 
@@ -249,9 +243,10 @@ class Pack:
         try:
             write_atomically(self.out / file, *how)
         except OSError as error:
-            raise UnfinishedError(
+            raise UserError(
                 f"cannot write {self.out / file}: {error.strerror or error}; the same command continues after the "
-                "whole shards"
+                "whole shards",
+                exit_code=1,
             ) from error
 
     def write(self, convert: Callable[[Image.Image], bytes], *, num_workers: int, skip_bad: bool) -> None:
@@ -278,7 +273,7 @@ class Pack:
         """Return the fingerprint of the packed images of a split.
 
         Raises:
-            UnfinishedError: a class has no images left, which would change every later label.
+            UserError: a class has no images left, which would change every later label.
         """
         records = [self.records[shard.file] for shard in self.shards if shard.split is split]
         skipped = {image["name"] for record in records for image in record["skipped"]}
@@ -286,7 +281,7 @@ class Pack:
         lost = set(range(len(split.source.classes))) - {*labels.values()}
         if lost:
             where = split.root / split.source.classes[min(lost)]
-            raise UnfinishedError(f"no image of {where} can be read; replace one, or remove the class folder")
+            raise UserError(f"no image of {where} can be read; replace one, or remove the class folder", exit_code=1)
         return digest(line_of(*image) for image in labels.items())
 
 
@@ -352,7 +347,7 @@ def summarize(manifest: dict) -> None:
 
 
 def verify(out: Path) -> None:
-    """Compare every shard of a pack with its checksum, and print each fault; raise UnfinishedError if there are any."""
+    """Compare every shard of a pack with its checksum, and print each fault; raise UserError if there are any."""
     manifest = own_manifest(out)
     if manifest is None:
         raise UserError(f"--verify {out}: there is no {PACK_MANIFEST} in it")
@@ -372,7 +367,7 @@ def verify(out: Path) -> None:
     for problem in problems:
         print(one_line(problem), file=sys.stderr)
     if problems:
-        raise UnfinishedError(f"--verify {out}: {counted(len(problems), 'problem')}")
+        raise UserError(f"--verify {out}: {counted(len(problems), 'problem')}", exit_code=1)
     summarize(manifest)
 
 

@@ -18,7 +18,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from checkpointing.published import preprocessing_line
 from distributed import collectives
-from errors import BadImageError, NonFiniteError, UserError, counted, in_one_line, one_line
+from errors import BadImageError, UserError, counted, in_one_line, one_line
 from files import csv_text, open_to_read, read_bytes
 from loading.decode import decode_plainly
 from loading.progress import Progress
@@ -158,7 +158,7 @@ def _top(
     with torch.no_grad():
         logits = model(images).double().cpu()
     if not logits.isfinite().all():
-        raise NonFiniteError(f"the scores of {options.checkpoint} are not finite: its weights are broken")
+        raise UserError(f"the scores of {options.checkpoint} are not finite: its weights are broken", exit_code=5)
     num_classes = logits.shape[1]
     if classes is not None and len(classes) != num_classes:
         raise UserError(f"{counted(len(classes), 'name')} of classes were given, and the model has {num_classes}")

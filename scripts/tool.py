@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.signals import open_closed_files
-from errors import ImageError, LoaderKilledError, StorageError, UserError, error_line, explain_limit
+from errors import ImageError, StorageError, UserError, error_line, explain_limit, loader_killed
 from files import explain_failure, free_bytes, make_folder, write_atomically
 from loading.progress import size_text
 from options import OneLineParser
@@ -120,7 +120,7 @@ def explain(error: BaseException) -> BaseException:
     """Return a one-line error for one of torch's or the system's that a user can act on, and any other unchanged."""
     if isinstance(error, RuntimeError):
         is_killed = "DataLoader worker (pid" in str(error)
-        return LoaderKilledError(str(error)) if is_killed else explain_limit(error) or error
+        return loader_killed(str(error)) if is_killed else explain_limit(error) or error
     if isinstance(error, OSError) and error.filename is not None and error.errno in _WRONG_PATH:
         return UserError(f"{error.filename}: {error.strerror}; give another path")
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC):
@@ -198,7 +198,7 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_k
         if isinstance(known, RuntimeError):
             raise
         exit_code = getattr(known, "exit_code", 1)
-        message = f"{known}{when_killed if isinstance(known, LoaderKilledError) else ''}"
+        message = f"{known}{when_killed if getattr(known, 'is_of_one_rank', False) else ''}"
     try:
         sys.stdout.flush()
     except OSError:  # Python would try to write the rest again, and say so in a traceback

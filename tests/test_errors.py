@@ -10,7 +10,7 @@ import torch
 
 import errors
 import files
-import launch
+from distributed import launch
 from tests.exports import refused, run_tool, write_checkpoint
 from tests.images import write_images
 from tests.ranks import in_group, run_ranks

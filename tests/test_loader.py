@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from errors import ImageError, LimitError, UserError
+from errors import ImageError, StorageError, UserError
 from loading.loader import BatchLoader, check_workers, collate
 from tests.ranks import run_ranks
 
@@ -166,7 +166,7 @@ def load_large():
     refusal = ""
     try:
         loader.start()
-    except LimitError as error:
+    except StorageError as error:
         refusal = f"{type(error).__name__}: {error}"
     if refusal:
         sys.exit(refusal)  # after torch's complaint of its own half-made object, which is gone by now
@@ -201,5 +201,5 @@ def test_a_dev_shm_without_room_for_a_lock_is_one_line(tmp_path):
     done = run_ranks(load_with_shared_memory_of, 1, "4k", tmp_path / "stdout", log_folder=tmp_path)
     assert (done.codes, (tmp_path / "stdout").read_text()) == ([1], "")
     line = done.output.splitlines()[-1]
-    assert line.startswith("LimitError: cannot start 2 loader processes ([Errno 28] No space left on device)")
+    assert line.startswith("StorageError: cannot start 2 loader processes ([Errno 28] No space left on device)")
     assert line.endswith("the room in /dev/shm")

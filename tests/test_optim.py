@@ -21,7 +21,7 @@ import options
 import presets
 import utils
 from distributed import collectives
-from errors import NonFiniteError, UserError
+from errors import UserError
 from sampler import TrainSampler, VirtualShards
 from tests.ranks import run_ranks
 from tests.runs import run_of
@@ -681,7 +681,7 @@ def save_with_bad_statistics(folder, bad_rank):
     try:
         run.save()
         print("saved", force=True)
-    except NonFiniteError as error:
+    except UserError as error:
         print(error, force=True)
     torch.distributed.barrier()
     collectives.shut_down()
