@@ -1,4 +1,4 @@
-"""Options beyond torchvision's, and every classifier: what they do to a step."""
+"""Batches at any world size, progressive crops, timm's policies, and a step of every classifier."""
 
 import copy
 import hashlib
@@ -7,7 +7,6 @@ import numpy
 import pytest
 import torch
 import torchvision
-from torch import nn
 from torchvision.models import list_models
 
 import config
@@ -99,22 +98,8 @@ REPRESENTATIVE = [
 
 def step_save_and_resume(name, tmp_path):
     size = SIZES.get(name, 64)
-    argv = [
-        "--synthetic",
-        "8",
-        "--model",
-        name,
-        "--device",
-        "cpu",
-        "--workers",
-        "0",
-        "--lr",
-        "0.01",
-        "--batch-size",
-        "2",
-    ]
-    args = config.parse_args([*argv, "--train-crop-size", str(size), "--val-crop-size", str(size), "--opt", "sgd"])
-
+    argv = f"--synthetic 8 --model {name} --device cpu --workers 0 --lr 0.01 --batch-size 2".split()
+    args = config.parse_args([*argv, "--train-crop-size", str(size), "--val-crop-size", str(size)])
     model = models.build_model(args, 5)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -145,28 +130,13 @@ def step_save_and_resume(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(momenta, again, strict=True))
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+OTHERS = sorted(set(list_models(module=torchvision.models)) - set(REPRESENTATIVE))
+
+
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_a_classifier_trains_a_step_and_resumes(name, tmp_path):
     step_save_and_resume(name, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(list_models(module=torchvision.models)) - set(REPRESENTATIVE)))
-def test_every_other_classifier_trains_a_step_and_resumes(name, tmp_path):
-    step_save_and_resume(name, tmp_path)
-
-
 def test_there_are_80_classifiers():
-    assert len(list_models(module=torchvision.models)) >= 80
-
-
-def test_layer_decay_and_freeze_reach_a_real_step():
-    args = config.parse_args(["--synthetic", "--layer-decay", "0.0", "--lr", "1.0", "--momentum", "0", "--wd", "0"])
-    model = models.build_model(args, 4)
-    before = {name: value.clone() for name, value in model.named_parameters()}
-    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
-    nn.functional.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
-    optimizer.step()
-    # At a decay of nought only the last layer has a rate.
-    changed = [name for name, value in model.named_parameters() if not torch.equal(value, before[name])]
-    assert changed == ["fc.weight", "fc.bias"]
+    assert len(REPRESENTATIVE + OTHERS) >= 80
