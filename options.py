@@ -384,7 +384,7 @@ OPTIONS = {
         Option("--lr-cooldown-epochs", type=int, at_least=1, needs=_which_take("lr_cooldown_epochs"),
                help="epochs in which the learning rate of --lr-scheduler wsd falls to --lr-min at the end; a "
                     "checkpoint from before the cool-down can resume with other --epochs"),
-        Option("--lr-gamma", metavar="F", default=0.1, at_least=0, at_most=1e9, needs=_which_take("lr_gamma"),
+        Option("--lr-gamma", metavar="F", default=0.1, above=0, at_most=1e9, needs=_which_take("lr_gamma"),
                help="factor by which these schedules multiply the learning rate"),
         Option("--lr-min", metavar="LR", default=0.0, at_least=0, at_most=1e30, needs=_which_take("lr_min"),
                help="learning rate at which these schedules end; --layer-decay scales it too"),

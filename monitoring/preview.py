@@ -19,6 +19,7 @@ from loading.loader import check_memory
 from loading.subset import minival_numbers
 from monitoring import estimate
 from monitoring.flops import build_without_memory
+from monitoring.mirrors import check_mirrors
 from sampler import VirtualShards
 
 # ImageNet-1k, which a preview without data assumes.
@@ -34,9 +35,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     Raises:
         UserError: the options cannot be used together.
     """
-    optim.check_schedule(args)
-    check_memory(args)
-    config.find_device(args)
+    _check(args)
     launch = read_launch(world_size=args.world_size)
     collectives.setup_for_distributed(launch.rank == 0)
     args = args.replaced(world_size=launch.world_size, distributed=False)
@@ -93,6 +92,16 @@ def _check_weights(args: Any, num_classes: int) -> None:
         is_known = args.data_path is not None or args.synthetic is not None
         with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
             models.build_model(args.replaced(test_only=args.test_only and is_known), num_classes, weights)
+
+
+def _check(args: Any) -> None:
+    """Raise UserError for what the run would refuse before it reads data."""
+    optim.check_schedule(args)
+    check_memory(args)
+    config.find_device(args)
+    check_mirrors(args)
+    if args.resume not in ("", "auto") and not Path(args.resume).is_file():
+        raise UserError(f"--resume {args.resume} is not a file")
 
 
 def count_images(args: Any) -> tuple[int, int, str]:

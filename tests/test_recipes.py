@@ -254,8 +254,9 @@ def test_a_dry_run_says_and_refuses_what_the_run_would():
         line = ema_line("--global-batch-size", "4096", "--epochs", str(epochs))
         assert f"decay {decay:.6g} " in line
         assert ("is a copy of the weights" in line) is (decay == 0)
-    with pytest.raises(UserError, match="--device mps"):
-        preview.preview(config.parse_args(["--synthetic", "64", "--device", "mps", *DRY]))
+    for refused in ("--device mps", "--log-to nonsense", "--resume nowhere.pth", "--train-crop-size 8"):
+        with pytest.raises(UserError, match=refused):
+            preview.preview(config.parse_args(["--synthetic", "64", *refused.split(), *DRY]))
 
 
 def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
