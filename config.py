@@ -465,7 +465,7 @@ def _differing(args: Record, trained: dict, names: Sequence[str]) -> dict[str, A
 
 
 def with_shards(args: Record, state: dict | None) -> Record:
-    """Add the global batch and its shards: the resumed run's, else by --batch-size and number of processes."""
+    """Add the global batch and its micro-batches: the resumed run's, else by --batch-size and number of processes."""
     if state is None:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         return args.replaced(global_batch_size=global_batch_size, num_shards=global_batch_size // args.batch_size)

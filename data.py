@@ -392,7 +392,7 @@ def build_samplers(
     else:
         train_sampler = TrainSampler(len(dataset), shards, args.seed)
     print(
-        f"global batch {args.global_batch_size} = {counted(shards.num_shards, 'shard')} x "
+        f"global batch {args.global_batch_size} = {counted(shards.num_shards, 'micro-batch')} x "
         f"{counted(shards.batch_size, 'image')}, {shards.num_local} a process; "
         f"{counted(train_sampler.steps_per_epoch, 'step')} an epoch"
     )
@@ -447,7 +447,7 @@ class DeviceLoader:
         loader: yields (B, 3, H, W) uint8 and (B,) int64 on the CPU.
         device: the device of the batches.
         transform: the batch transform, which runs on the device.
-        seed: the run's seed; it, the step and the shard are the address of a training batch's draws.
+        seed: the run's seed; it, the step and the micro-batch are the address of a training batch's draws.
 
     Attributes:
         replaced: the numbers of the images that others replaced in this epoch's batches so far.

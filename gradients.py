@@ -1,4 +1,4 @@
-"""The gradients of a step: its shards, the order in which their gradients are summed, and DDP."""
+"""The gradients of a step: its micro-batches, the order in which their gradients are summed, and DDP."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     """Wrap a model on its device in DDP, if there are several processes. Collective: every rank must call it."""
     if not args.distributed:
         return model
-    # Training uses only the buffers that shard 0 has written, so DDP need not broadcast them at each step; `evaluate`
-    # broadcasts them. torch 2.13 renamed the argument.
+    # Training uses only the buffers that micro-batch 0 has written, so DDP need not broadcast them at each step;
+    # `evaluate` broadcasts them. torch 2.13 renamed the argument.
     parameters = inspect.signature(DistributedDataParallel).parameters
     no_buffers = {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
     device_ids = [args.gpu] if torch.device(args.device).type == "cuda" else None
@@ -39,45 +39,45 @@ def broadcast_from_master(tensors: Sequence[Tensor]) -> None:
 
 
 class PairwiseGradientSum:
-    """Sum the shards' gradients in one fixed order, whichever process computed which shard.
+    """Sum the micro-batches' gradients in one fixed order, whichever process computed which micro-batch.
 
     Floating-point addition is not associative: an all-reduce sums in another order at another world size, and training
-    amplifies the difference from 1e-7 to 3e-2 in eight steps of a ResNet-18 (measured). Here
-    shards are summed pairwise, as a binary counter carries: push a sum; while the last two cover equally many shards,
-    add them. A process does so with its consecutive shards. During the backward pass of the last one, each of DDP's
-    buckets goes through an all-to-all (every process gets its part of everyone's sum), is summed alike over the
-    processes, and returns by an all-gather. These only move bytes, so backend and topology cannot change a bit, and
-    the volume is that of a ring all-reduce. Two processes need only an all-reduce, since addition commutes. The bits
-    are those of a single process if the number of shards per process is a power of two. A division by V comes last.
+    amplifies the difference from 1e-7 to 3e-2 in eight steps of a ResNet-18 (measured). Here gradients are summed
+    pairwise, as a binary counter carries: push a sum; while the last two cover equally many micro-batches, add them.
+    A process does so with its consecutive micro-batches. During the backward pass of the last one, each DDP bucket goes
+    through an all-to-all (every process gets its part of everyone's sum), is summed alike over the processes, and
+    returns by an all-gather. These only move bytes, so backend and topology cannot change a bit, and the volume is that
+    of a ring all-reduce. Two processes need only an all-reduce, since addition commutes. The bits are those of a single
+    process if the number of micro-batches per process is a power of two. A division by V comes last.
 
     A process holds at most log2(V / W) + 1 copies of the gradients at a time.
 
     Args:
         model: the model, in DDP or, with one process, bare.
-        shards: all shards of a step, and this process's share of them.
+        shards: all micro-batches of a step, and this process's share of them.
     """
 
     def __init__(self, model: nn.Module, shards: VirtualShards) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.shards = shards
         self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
-        self._sums = []  # (number of shards, their gradients' sum), as the digits of a binary counter
+        self._sums = []  # (number of micro-batches, their gradients' sum), as the digits of a binary counter
         self._exchanges = []  # of this step's buckets under way
         self.is_overlapped = isinstance(model, DistributedDataParallel)
         if self.is_overlapped:
             model.register_comm_hook(None, self._sum_bucket)
 
     def add_shard(self) -> None:
-        """Move the gradients of the shard just computed from the parameters into the sum."""
+        """Move the gradients of the micro-batch just computed from the parameters into the sum."""
         if self.is_overlapped and len(self.shards.local) == 1 + sum(count for count, _ in self._sums):
-            return  # the last shard, which DDP's hook has added
+            return  # the last micro-batch, which DDP's hook has added
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         _push(self._sums, gradients)
 
     def finish(self) -> None:
-        """Set every parameter's gradient to the mean over all shards. Collective: every rank must call it."""
+        """Set every parameter's gradient to the mean over all micro-batches. Collective: every rank must call it."""
         if self.is_overlapped:
             self._sums.clear()
             return
@@ -85,7 +85,7 @@ class PairwiseGradientSum:
             parameter.grad = gradient if gradient is None else gradient.div_(self.shards.num_shards)
 
     def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Return a future of a bucket's mean over all shards; DDP calls this hook for one bucket after the other."""
+        """Return a future of a bucket's mean over all micro-batches; DDP calls this hook for each bucket in turn."""
         parameters = bucket.parameters()
         # A bucket holds gradients in the memory order of their parameters, which may be NHWC, and shows them as NCHW.
         gradients = [g.as_strided(p.shape, p.stride()) for g, p in zip(bucket.gradients(), parameters, strict=True)]
@@ -159,7 +159,7 @@ def _fold(sums: list[tuple[int, list]]) -> list[Tensor | None]:
 
 
 def _add(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    """Add lists of gradients in place; a parameter that a shard did not use has None."""
+    """Add lists of gradients in place; a parameter that a micro-batch did not use has None."""
     return [a if b is None else b if a is None else a.add_(b) for a, b in zip(left, right, strict=True)]
 
 
@@ -168,7 +168,7 @@ class ShardedStep:
 
     Args:
         model: the model, as `wrap_model` returns it.
-        shards: all shards of the step, and this process's share of them.
+        shards: all micro-batches of the step, and this process's share of them.
         device: the model's device.
         seed: the run's seed.
         is_deterministic: sum gradients pairwise, in one order at any world size, instead of DDP's all-reduce.
@@ -188,18 +188,18 @@ class ShardedStep:
         self.seed = seed
         self.device = device
         self.gradient_sum = PairwiseGradientSum(model, shards) if is_deterministic else None
-        # DDP takes a mean over processes, and accumulation a sum over local shards: this factor makes both a mean over
-        # all shards. It is 1 in torchvision's case of one shard per process, so nothing is rounded there.
+        # DDP computes a mean over processes, and accumulation a sum over local micro-batches: this factor makes both a
+        # mean over all. It is 1 in torchvision's case of one micro-batch per process, so nothing is rounded there.
         self.loss_scale = 1.0 if is_deterministic else 1.0 / shards.num_local
         self._buffers = list(model.buffers())
 
     @contextmanager
     def shard(self, step: int, shard: int) -> Iterator[None]:
-        """Surround the forward and backward pass of one shard of a step of the run.
+        """Surround the forward and backward pass of one micro-batch of a step of the run.
 
-        Seeds dropout and stochastic depth by (step, shard), keeps DDP from reducing before the last local shard, and
-        lets only shard 0 move the buffers, as torchvision's rank 0 does, so that running statistics are the same at
-        any world size. The wrapped block must not keep the graph.
+        Seeds dropout and stochastic depth by (step, micro-batch), keeps DDP from reducing before the last local one,
+        and lets only micro-batch 0 move the buffers, as torchvision's rank 0 does, so that running statistics are the
+        same at any world size. The wrapped block must not keep the graph.
         """
         seed_device(self.device, FORWARD, self.seed, step, shard)
         is_last = shard == self.shards.local[-1]
@@ -213,7 +213,7 @@ class ShardedStep:
             self.gradient_sum.add_shard()
 
     def finish_gradients(self) -> None:
-        """Make every parameter's gradient the mean over all shards. Collective: every rank must call it."""
+        """Make every parameter's gradient the mean over all micro-batches. Collective: every rank must call it."""
         if self.gradient_sum is not None:
             self.gradient_sum.finish()
 

@@ -415,7 +415,7 @@ class Tally:
     """Sums of a loss and of metrics, exact, and in one order however many processes there are.
 
     Each batch's numbers stay on the device until a value is read. The processes then gather and add them in float64, in
-    the order of (step, shard), or of the batches in an evaluation. So the values are the same in every bit at any world
+    the order of (step, micro-batch), or of the batches in an evaluation. So the values have the same bits at any world
     size and, since a checkpoint holds the sums, after any restart.
 
     Args:

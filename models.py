@@ -545,7 +545,7 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     if is_graphed and not args.test_only and args.num_shards > args.world_size:
         raise UserError(
             f"--compile {args.compile} records CUDA graphs, which overwrite the gradients that accumulation keeps; "
-            "use --compile default, or as many processes as shards"
+            "use --compile default, or as many processes as micro-batches"
         )
     smallest = args.train_crop_size if args.train_crop_size_min is None else args.train_crop_size_min
     # Sizes of training crops, mostly 32 px apart; full and last batches of evaluation, by the model and its average.

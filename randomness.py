@@ -1,8 +1,8 @@
 """Random numbers addressed by the place of their use, so that no generator's state has to be saved.
 
 Every draw of a run is a pure function of the seed and an address: (epoch, image, repetition) for augmentation, (step,
-shard) for erasing, mixing, dropout and stochastic depth. Worker count, prefetching, world size and restarts therefore
-cannot change a draw. Only the order of an epoch is seeded otherwise, with `seed + epoch` as in torchvision.
+micro-batch) for erasing, mixing, dropout and stochastic depth. Worker count, prefetching, world size and restarts
+therefore cannot change a draw. Only the order of an epoch is seeded otherwise, with `seed + epoch` as in torchvision.
 """
 
 import random

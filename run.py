@@ -39,7 +39,7 @@ from sampler import TrainSampler, VirtualShards
 
 
 class BareRun:
-    """A loop over steps without a run around it: each process computes one shard per step.
+    """A loop over steps without a run around it: each process computes one micro-batch per step.
 
     Args:
         model: the model, in DDP or bare.
@@ -58,7 +58,7 @@ class BareRun:
 
     @property
     def local_shards(self) -> range:
-        """The numbers of the shards that this process computes in each step."""
+        """The numbers of the micro-batches that this process computes in each step."""
         return self.sharded_step.shards.local
 
     @property
@@ -80,7 +80,7 @@ class BareRun:
         self.number = epoch * self.steps_per_epoch + step  # the address of its random draws
 
     def shard(self, shard: int) -> AbstractContextManager:
-        """Return the context for the forward and backward pass of one shard of the present step."""
+        """Return the context for the forward and backward pass of one micro-batch of the present step."""
         return self.sharded_step.shard(self.number, shard)
 
     def finish_gradients(self) -> None:

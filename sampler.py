@@ -29,8 +29,8 @@ class SampleKey(int):
 class VirtualShards(NamedTuple):
     """The fixed micro-batches that make a run's global batch, and the processes that compute them.
 
-    World size is then a detail: BatchNorm batches, mixup partners and the order of images belong to a shard, and W
-    processes compute V / W consecutive shards each, one after the other.
+    World size is then a detail: BatchNorm batches, mixup partners and the order of images belong to a micro-batch, and
+    W processes compute V / W consecutive ones each, one after the other.
     """
 
     global_batch_size: int
@@ -40,7 +40,7 @@ class VirtualShards(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        """Images per shard and step."""
+        """Images per micro-batch and step."""
         return self.global_batch_size // self.num_shards
 
     @property
@@ -65,8 +65,9 @@ class VirtualShards(NamedTuple):
         """
         if is_synchronised and self.world_size < self.num_shards:
             raise UserError(
-                f"--sync-bn: {self.world_size} of {self.num_shards} shards are computed at a time, and BatchNorm would "
-                f"see those in place of the global batch; use {self.num_shards} processes, or leave --sync-bn out"
+                f"--sync-bn: {self.world_size} of {self.num_shards} micro-batches are computed at a time, and "
+                "BatchNorm would see those in place of the global batch; "
+                f"use {self.num_shards} processes, or leave --sync-bn out"
             )
 
         def works(size: int) -> bool:
@@ -78,21 +79,21 @@ class VirtualShards(NamedTuple):
             listed = ", ".join(map(str, sizes[:-1])) + " or " + str(sizes[-1]) if len(sizes) > 1 else str(sizes[0])
             to_same_bits = " to the same bits (--use-deterministic-algorithms)" if needs_same_bits else ""
             raise UserError(
-                f"cannot run {counted(self.num_shards, 'shard')} of {counted(self.batch_size, 'image')} on "
+                f"cannot run {counted(self.num_shards, 'micro-batch')} of {counted(self.batch_size, 'image')} on "
                 f"{counted(self.world_size, 'process')}{to_same_bits}; use {listed}"
             )
 
 
 class TrainSampler(Sampler):
-    """Yield, one by one, the images that this process trains on in an epoch: shard by shard, step by step.
+    """Yield, one by one, the images that this process trains on in an epoch: micro-batch by micro-batch, step by step.
 
     The epoch's order is that of torch's `DistributedSampler` for the same seed. Step g takes the g-th slice of
-    `global_batch_size` images of it, and shard v takes the images v, v + V, ... of that slice. The last N mod G images
-    of the order are left out, other ones in each epoch.
+    `global_batch_size` images of it, and micro-batch v takes the images v, v + V, ... of that slice. The last N mod G
+    images of the order are left out, other ones in each epoch.
 
     Args:
         num_images: N, the size of the set.
-        shards: the V shards of the global batch of G images, and this process's share of them.
+        shards: the V micro-batches of the global batch of G images, and this process's share of them.
         seed: the run's seed; epoch e is shuffled with seed + e.
 
     Raises:
@@ -124,7 +125,7 @@ class TrainSampler(Sampler):
         return torch.randperm(self.num_images, generator=generator)
 
     def addresses(self) -> Iterator[tuple[int, int]]:
-        """Yield the (step of the run, shard) of each batch, in the order of the batches."""
+        """Yield the (step of the run, micro-batch) of each batch, in the order of the batches."""
         first = self.epoch * self.steps_per_epoch
         for step in range(self.start_step, self.steps_per_epoch):
             for shard in self.shards.local:
@@ -157,13 +158,13 @@ class TrainSampler(Sampler):
 
 
 class RepeatedSampler(TrainSampler):
-    """Yield each image several times in a row, so mostly in different shards (Hoffer et al., arXiv 1901.09335).
+    """Yield each image several times in a row, so mostly in different micro-batches (Hoffer et al., arXiv 1901.09335).
 
     An epoch has the usual length: the first N of the repeated order. torchvision also cuts it to a multiple of 256
     images, which leaves nothing of a small set; that is the only difference.
 
-    With fewer shards than repetitions, some repetitions of an image share a shard. They are not neighbours there, as
-    mixing pairs neighbours, and the last image with the first, unless one image fills more than half of the shard.
+    With fewer micro-batches than repetitions, some repetitions of an image share one. They are not neighbours there, as
+    mixing pairs neighbours, and the last image with the first, unless one image fills more than half of it.
     """
 
     def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0, repetitions: int = 3) -> None:

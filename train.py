@@ -53,7 +53,7 @@ def train_one_epoch(
         args: print_freq, clip_grad_norm, model_ema_steps, lr_warmup_epochs, amp, amp_dtype; any may be missing.
         model_ema: the average to update, or None.
         scaler: scales the loss under `--amp`; None leaves it as it is.
-        run: the run around the steps; None for a bare loop, in which each process computes one shard a step.
+        run: the run around the steps; None for a bare loop, in which each process computes one micro-batch a step.
     """
     args, device = config.filled(args, amp=scaler is not None), torch.device(device)
     models.set_training_mode(model)

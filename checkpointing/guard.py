@@ -95,7 +95,7 @@ def run_facts(args: Any, decoder: str, train: Any, val: Any) -> dict:
 def check_options(state: dict, args: Any, decoder: str) -> None:
     """Check that the options compute the same numbers as the checkpoint's run; print harmless and allowed differences.
 
-    The caller has neither read data nor set the shards yet.
+    The caller has neither read data nor set the micro-batches yet.
 
     Raises:
         UserError: a difference changes numbers, and `--allow-change` does not name it.

@@ -172,7 +172,7 @@ def _find_contradiction(state: dict) -> str | None:
     bests = [best for best in (state["best"], state["best_ema"]) if best is not None]
     numbers = {number for group in state["optimizer"]["param_groups"] for number in group["params"]}
     for is_right, words in [
-        (batch == num_shards * state["args"]["batch_size"], f"{num_shards} shards of a global batch of {batch}"),
+        (batch == num_shards * state["args"]["batch_size"], f"{num_shards} micro-batches of a global batch of {batch}"),
         (steps_per_epoch > 0, f"a global batch of {batch} of {data['num_images']} images"),
         (position["steps"] <= steps_per_epoch, f"{position['steps']} steps of an epoch of {steps_per_epoch}"),
         (position["epoch"] < state["args"]["epochs"], f"epoch {position['epoch']} of {state['args']['epochs']}"),

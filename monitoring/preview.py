@@ -68,11 +68,11 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
         about,
         *notes,
         f"{args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {len(groups)} groups",
-        f"global batch {args.global_batch_size} = {args.num_shards} shards x {args.batch_size} images; "
+        f"global batch {args.global_batch_size} = {args.num_shards} micro-batches x {args.batch_size} images; "
         f"{world_size} {'process computes' if world_size == 1 else 'processes compute'} {shards.num_local} each",
         f"{steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
         f"{num_images % args.global_batch_size} images left out of each epoch, different ones each time",
-        *([f"--sync-bn: needs {args.num_shards} processes, one for each shard"] if is_short else []),
+        *([f"--sync-bn: needs {args.num_shards} processes, one for each micro-batch"] if is_short else []),
         *lacking,
         *config.remarks(args),
         *([models.describe_ema(args)] if args.model_ema else []),

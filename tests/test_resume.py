@@ -270,7 +270,7 @@ def test_a_checkpoint_of_another_run_is_refused(started, tmp_path, argv, words):
 def test_a_world_size_that_does_not_divide_the_shards_is_refused_with_those_that_do(started, tmp_path):
     out = tmp_path / "out"
     argv = ["--epochs", 1, "--batch-size", 2, "--global-batch-size", 12]
-    refused(started.go_on(tmp_path, out, *argv, world_size=4), "6 shards", "on 4 processes", "use 1, 3 or 6")
+    refused(started.go_on(tmp_path, out, *argv, world_size=4), "6 micro-batches", "on 4 processes", "use 1, 3 or 6")
 
 
 def test_a_path_elsewhere_needs_an_empty_folder(started, tmp_path):

@@ -246,12 +246,12 @@ def test_synchronised_batch_norm_needs_all_shards_at_once(monkeypatch):
     for num_shards in (1, 4):
         VirtualShards(4 * num_shards, num_shards, 0, num_shards).check(needs_same_bits=False, is_synchronised=True)
         VirtualShards(4 * num_shards, num_shards, 0, 1).check(needs_same_bits=True)
-    with pytest.raises(UserError, match=r"--sync-bn: 2 of 4 shards .* use 4 processes, or leave --sync-bn out"):
+    with pytest.raises(UserError, match=r"--sync-bn: 2 of 4 micro-batches .* use 4 processes, or leave --sync-bn out"):
         VirtualShards(16, 4, 0, 2).check(needs_same_bits=False, is_synchronised=True)
     args = config.parse_args(["--synthetic", "--sync-bn", "--batch-size", "4", "--global-batch-size", "16"])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="--sync-bn: 2 of 4 shards"):
+    with pytest.raises(UserError, match="--sync-bn: 2 of 4 micro-batches"):
         preview.preview(args)
 
 

@@ -334,7 +334,7 @@ def test_tasks_of_srun_without_torchrun_say_each_thing_once(cluster, runs):
     refused, dry = start("--batch-size", "3"), start("--dry-run")
     said, warned = dry.communicate(timeout=90)
     assert dry.returncode == 0, warned
-    assert said.count("# global batch 8 = 4 shards x 2 images; 2 processes compute 2 each") == 1
+    assert said.count("# global batch 8 = 4 micro-batches x 2 images; 2 processes compute 2 each") == 1
     assert said.count("# learning rate at the start of epoch 0: ") == 1
     said = "".join(refused.communicate(timeout=90))
     assert refused.returncode == 2, said

@@ -218,7 +218,7 @@ def test_srun_alone_joins_the_processes(tmp_path):
     argv = ["--synthetic", "16", *SMALL, "--batch-size", "4", "--epochs", "1", "--output-dir", str(tmp_path / "out")]
     outcome = run_ranks(train_rank, 2, argv, log_folder=tmp_path, launcher=slurm_environment).check()
     assert "joining 2 processes" in outcome.output
-    assert "global batch 8 = 2 shards x 4 images, 1 a process; 2 steps an epoch" in outcome.output
+    assert "global batch 8 = 2 micro-batches x 4 images, 1 a process; 2 steps an epoch" in outcome.output
     assert outcome.output.count("finished 1 epoch,") == 1
 
 
