@@ -285,7 +285,7 @@ def benchmark_ranks(options: argparse.Namespace, argv: list[str]) -> dict[str, A
     """Compare a step on the processes of torchrun with one that sends nothing, and with one of the same bits."""
     if read_launch().world_size < 2:
         raise UserError("ranks needs several processes: torchrun --nproc_per_node=2 -m scripts.benchmark ranks")
-    utils.init_distributed_mode(config.parse_args([*DEFAULTS.split(), *argv]))
+    utils.init_distributed_mode(argparse.Namespace(**vars(config.parse_args([*DEFAULTS.split(), *argv]))))
     args = training_args(argv)
     alone = training_args(argv, world_size=1, rank=0, global_batch_size=args.batch_size)
     ways = {"alone": BareStep(alone, options.steps), "ddp": OurLoop(args, options.steps)}
