@@ -257,4 +257,4 @@ def test_synchronised_batch_norm_needs_all_shards_at_once(monkeypatch):
 
 def test_one_process_may_preview_what_needs_several():
     args = config.parse_args(["--synthetic", "--sync-bn", "--batch-size", "4", "--global-batch-size", "16"])
-    assert "\n# --sync-bn: needs 4 processes, one for each shard\n" in preview.preview(args)
+    assert "\n# --sync-bn: needs 4 processes, one for each micro-batch\n" in preview.preview(args)
