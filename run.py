@@ -176,7 +176,6 @@ class Run(BareRun):
         print(*lines, sep="\n")
         with ExitStack() as stack:
             stack.push(lambda kind, error, trace: log.close(error))
-            self.pictures.open()  # before the monitor, which shows them
             collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
             stack.enter_context(self.profile)

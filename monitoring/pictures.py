@@ -174,11 +174,6 @@ class Pictures:
         self._is_new = self.is_active and folder is not None and not run.is_resumed
         self._batches, self._attempt = [], Attempts()
 
-    def open(self) -> None:
-        """Remove pictures that an earlier process drew after the state from which the run resumes."""
-        if self.folder is not None and self.run.is_resumed:
-            self._keep_only(lambda step: step < self.run.step + self.run.is_evaluated)
-
     def watched(self, data_loader: Any) -> Any:
         """Return the loader of training batches; in a new run one from which rank 0 draws the first batch."""
         is_new, self._is_new = self._is_new, False
@@ -204,9 +199,7 @@ class Pictures:
         )
         self._attempt("pictures, mistakes", self._write, "mistakes", draw)
         self._attempt("pictures, counts", self._write_counts, found)
-        best = self.run.bests[BEST_NAMES[self.kind]] or {}
-        kept = {self.run.step, best.get("step")}
-        self._keep_only(lambda step: step in kept or (step // self.run.steps_per_epoch).bit_count() == 1)
+        self._attempt("pictures, old pictures", self._remove_old)
 
     def gather(self) -> Predictions:
         """Return the predictions of all processes in the order of the images. Collective: every rank must call it."""
@@ -249,15 +242,12 @@ class Pictures:
         }
         write_atomically(self.folder / f"picture-counts-{self.run.step:08d}.json", json.dumps(counts).encode())
 
-    def _keep_only(self, is_kept: Callable[[int], bool]) -> None:
-        """Remove the pictures of evaluations, except those after steps that `is_kept` accepts."""
-
-        def remove_others() -> None:
-            for tag, step, path in list(self.folder):
-                if tag != "first-batch" and not is_kept(step):
-                    path.unlink(missing_ok=True)
-
-        self._attempt("pictures, old pictures", remove_others)
+    def _remove_old(self) -> None:
+        best = self.run.bests[BEST_NAMES[self.kind]] or {}
+        for tag, step, path in list(self.folder):
+            is_kept = step in (self.run.step, best.get("step")) or (step // self.run.steps_per_epoch).bit_count() == 1
+            if tag != "first-batch" and not is_kept:
+                path.unlink(missing_ok=True)
 
 
 def list(folder: Path) -> list[tuple[str, int, Path]]:

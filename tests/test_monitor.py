@@ -85,27 +85,30 @@ def test_records_are_of_equal_windows_and_the_same_over_kills_and_other_numbers_
     assert len(list((tmp_path / "run").glob("events.*"))) == 1
 
 
-def test_a_window_is_the_mean_over_its_steps_wherever_epochs_end(finished, image_folder, tmp_path):
-    """The oracle: a record for each step of the same run."""
-    train_in(tmp_path, image_folder, "--print-freq", 1).check()
-    each = {r["step"]: r for r in read_records(tmp_path / "run") if r["kind"] == "train"}
-    assert list(each) == list(range(1, 13))
+@pytest.fixture(scope="module")
+def each_step(image_folder, tmp_path_factory):
+    """The oracle of means: the training records of the same run, one for each step."""
+    folder = tmp_path_factory.mktemp("each-step")
+    train_in(folder, image_folder, "--print-freq", 1).check()
+    records = [record for record in read_records(folder / "run") if record["kind"] == "train"]
+    assert [record["step"] for record in records] == list(range(1, 13))
+    return records
+
+
+def test_a_window_is_the_mean_over_its_steps_wherever_epochs_end(finished, each_step):
     before = 0
     for record in read_records(finished.out):
         if record["kind"] == "train":
-            steps = [each[step] for step in range(before + 1, record["step"] + 1)]
+            steps = each_step[before : record["step"]]
             for name in ("loss", "acc1", "acc5"):
-                assert record[name] == pytest.approx(sum(step[name] for step in steps) / len(steps), rel=1e-12)
+                assert record[name] == pytest.approx(statistics.fmean(step[name] for step in steps), rel=1e-12)
             for name in ("lr", "grad_norm", "weight_norm", "epoch"):
                 assert record[name] == steps[-1][name]
             before = record["step"]
 
 
-def test_an_epochs_training_loss_is_one_number_everywhere(finished, image_folder, tmp_path):
-    """The oracle: a record for each step of the same run."""
-    train_in(tmp_path, image_folder, "--print-freq", 1).check()
-    each = [r for r in read_records(tmp_path / "run") if r["kind"] == "train"]
-    losses = [statistics.fmean(r["loss"] for r in each if r["epoch"] == epoch) for epoch in range(4)]
+def test_an_epochs_training_loss_is_one_number_everywhere(finished, each_step, tmp_path):
+    losses = [statistics.fmean(r["loss"] for r in each_step if r["epoch"] == epoch) for epoch in range(4)]
     recorded = [r for r in read_records(finished.out) if r["kind"] == "epoch"]
     assert [(r["epoch"], r["step"]) for r in recorded] == [(0, 3), (1, 6), (2, 9), (3, 12)]
     assert [r["loss"] for r in recorded] == pytest.approx(losses, rel=1e-12)
