@@ -143,11 +143,7 @@ def simulate(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize(
     ("limit", "trouble"),
-    [
-        ("data", {"load_s": 0.1}),
-        ("communication", {"send_s": 0.05}),
-        ("slowest", {"slow_rank": 1}),
-    ],
+    [("data", {"load_s": 0.1}), ("communication", {"send_s": 0.05}), ("slowest", {"slow_rank": 1})],
 )
 def test_a_simulated_limit_is_named_with_the_time_that_the_run_would_save(world_size, limit, trouble):
     if world_size == 1 and limit != "data":
@@ -166,9 +162,9 @@ def test_a_simulated_limit_is_named_with_the_time_that_the_run_would_save(world_
 def test_ordinary_simulated_runs_are_not_accused(seed):
     draws = random.Random(100 + seed)
     ordinary = {
-        "jitter": draws.uniform(0, 0.2),
         "load_s": draws.uniform(0.005, 0.04),
         "send_s": draws.uniform(0, 0.008),
+        "jitter": draws.uniform(0, 0.2),
     }
     for world_size in (1, 2, 4, 16):
         assert bottleneck.find_shares(simulate(world_size, seed=seed, **ordinary)).limit() in ("compute", None)

@@ -163,19 +163,8 @@ class OnTerminals:
 
     def __init__(self, folder):
         self.out = folder / "runs" / "a"
-        argv = [
-            "--synthetic",
-            "240",
-            *SMALL_ANYWHERE,
-            "--batch-size",
-            "8",
-            "--epochs",
-            "3",
-            "--print-freq",
-            "5",
-            "--lr",
-            "0.01",
-        ]
+        argv = ["--synthetic", "240", *SMALL_ANYWHERE]
+        argv += "--batch-size 8 --epochs 3 --print-freq 5 --lr 0.01".split()
         argv += ["--output-dir", str(self.out), "--resume", "auto", "--model-ema"]
         stop = [(0, "run.Run.end_step", 41, "before", signal.SIGTERM)]
         self.first = self.train(folder, Terminal(80), argv, 70, stop)
