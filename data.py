@@ -273,7 +273,7 @@ def check_depth(state: dict | None, args: Any, *datasets: Dataset | None) -> Non
     if found and "data" not in parse_allowed(args.allow_change):
         raise UserError(
             f"{found.decode()} has grey samples of more than 8 bits: the version that began this run clipped them to "
-            "white, this one scales them; start anew, or give --allow-change data to resume with other pixels"
+            "white, this one scales them; start again, or give --allow-change data to resume with other pixels"
         )
 
 

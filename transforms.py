@@ -145,7 +145,7 @@ def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor)
 
 
 # Drawn numbers go to the device in one small tensor: plain numbers would be constants of a compiled transform, which
-# torch would compile anew for every batch.
+# torch would recompile for every batch.
 def pack_share(share: float) -> Tensor:
     """Return (2,): the share of the image itself and that of its neighbour, for `RandomMixUp.mix`."""
     return torch.tensor([share, 1.0 - share])

@@ -86,5 +86,5 @@ def _list_folder(path: str, scan: Scan) -> tuple[list[str], list[str]]:
         others = [os.path.join(path, name) for name in set(files) - set(images)]
         dangling = [other for other in others if os.path.islink(other) and not os.path.exists(other)]
         # The link may lead to a disk that is not mounted: its folder could appear later without a change here.
-        scan.doubt = scan.doubt or "".join(f"the link {link} leads nowhere" for link in dangling[:1])
+        scan.doubt = scan.doubt or "".join(f"the link {link} has no target" for link in dangling[:1])
     return sorted(images), sorted(folders)

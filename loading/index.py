@@ -286,7 +286,7 @@ class Scan:
         # change from now on gives the folder or file another time, which a later start notices.
         now_ns = time.time_ns()
         if any(abs(now_ns - time_ns) < RACY_NS for time_ns in (status.st_mtime_ns, status.st_ctime_ns)):
-            self.doubt = self.doubt or f"{path} was changed a moment ago"
+            self.doubt = self.doubt or f"{path} was modified less than two seconds ago"
 
     def add(self, folder: str, label: int, names: Sequence[str], places: numpy.ndarray | None = None) -> None:
         """Add the images of a folder, with (images, 3) int64 places as in `ImageIndex` if files hold several images."""

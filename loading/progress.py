@@ -57,7 +57,7 @@ class Tap:
             setattr(sys, name, self._streams[name][1])
 
     def remove(self) -> None:
-        """Put the streams back, except any that somebody has replaced in the meantime."""
+        """Put the streams back, except those that have been replaced since."""
         for name, (stream, tapped) in self._streams.items():
             if getattr(sys, name) is tapped:
                 setattr(sys, name, stream)
@@ -88,14 +88,14 @@ class LiveLine:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to show the line anew."""
+        """Whether it is time to update the line."""
         return self.is_live and time.monotonic() >= self._due_s
 
     def show(self, *fields: str) -> None:
         """Rewrite the line with as many fields as the terminal has room for now."""
         self._tap = self._tap or Tap(self._note_end, self._clear_way)
         self._due_s = time.monotonic() + _LIVE_S
-        if not self._is_at_start:  # somebody is in the middle of a line
+        if not self._is_at_start:  # other output has not ended its line
             return
         encoding = self.stream.encoding
         fields = [one_line(field).encode(encoding, "backslashreplace").decode(encoding) for field in fields]

@@ -9,7 +9,7 @@ from loading.source import Source, digest
 
 
 class Subset(Source):
-    """Some images of another, opened source, numbered anew in the same order; it keeps all classes of that source."""
+    """Some images of another, opened source, renumbered in the same order; it keeps all classes of that source."""
 
     def __init__(self, whole: Source, numbers: Iterable[int]) -> None:
         super().__init__(whole.root)

@@ -190,13 +190,13 @@ def _checksums(name: str, folder: Path) -> dict[str, str]:
     if state != "complete":
         raise UserError(
             f"{folder} is a pack that is still being written, or was interrupted; run its scripts.pack command again, "
-            "which goes on where it stopped"
+            "which resumes where it stopped"
         )
     return checksums
 
 
 class _Tar:
-    """An open tar, closed once nobody uses it: another thread may still read it when the cache drops it."""
+    """An open tar, closed after its last use: another thread may still read it when the cache drops it."""
 
     def __init__(self, path: str) -> None:
         self.descriptor = open_regular(path, os.O_RDONLY, follows_links=True)
@@ -219,7 +219,7 @@ class _Tar:
 
 @functools.lru_cache(maxsize=128)
 def _open_tar(path: str, mtime_ns: int, size: int) -> _Tar:
-    """Return an open tar, opened anew if its state changes. A thousand class tars would be too many to keep open."""
+    """Return an open tar, reopened if its state changes. A thousand class tars would be too many to keep open."""
     return _Tar(path)
 
 
@@ -246,7 +246,7 @@ def tar_members(
     """Yield the members of the tar that begins at `start` of a file and ends at or before `end`.
 
     Raises:
-        UserError: it is torn, damaged or no tar, or a name in it leads out of a folder.
+        UserError: it is truncated, damaged or no tar, or a name in it points outside its folder.
     """
     place = start
     file.seek(start)
@@ -259,9 +259,7 @@ def tar_members(
             place = member.offset_data
             archive.members.clear()  # the archive would keep a million of them
             if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):
-                raise UserError(
-                    f"{path} holds {member.name!r}, a name that leads out of a folder; such a tar is not read"
-                )
+                raise UserError(f"{path} holds {member.name!r}, which points outside the folder; such a tar is refused")
             yield member
         # tarfile takes an unreadable header, unless it is the first, for the end.
         file.seek(archive.offset)
@@ -278,7 +276,9 @@ def tar_members(
                 f"{path} is compressed, and images are read where they lie in a tar; unpack it: {packer} -dc FILE > TAR"
             ) from error
         reason = str(error) or type(error).__name__
-        raise UserError(f"{path} is torn, damaged, or no {kind} ({reason}, about byte {place}); get it anew") from error
+        raise UserError(
+            f"{path} is truncated, damaged, or no {kind} ({reason}, near byte {place}); download it again"
+        ) from error
 
 
 class _TarReader:
@@ -310,7 +310,7 @@ class _TarReader:
             else:
                 raise UserError(
                     f"{self.path} holds {member.name!r} as a link, a device or a sparse file, which is not read; "
-                    "write the tar anew with --dereference --hard-dereference"
+                    "recreate the tar with --dereference --hard-dereference"
                 )
 
     def scan(self, found: _Found, by_class: _Found, number: int, end: int) -> None:

@@ -78,7 +78,10 @@ CASES = {
     ),
     "no such device": (["--data-path", "{root}/good", "--device", "xpu"], ["--device xpu", "try cpu"]),
     "nothing given": ([], ["--data-path is needed"]),
-    "torn tar": (["--data-path", "{root}/torn_tar"], ["{root}/torn_tar/train.tar", "is torn", "get it anew"]),
+    "torn tar": (
+        ["--data-path", "{root}/torn_tar"],
+        ["{root}/torn_tar/train.tar", "is truncated", "download it again"],
+    ),
 }
 
 

@@ -159,7 +159,7 @@ def test_a_torn_tar_and_a_missing_split_are_problems(images, tmp_path):
     (tars / "train.tar").write_bytes(payload[: len(payload) // 2])
     code, _, found = look(tmp_path, tars, *COUNTS)
     assert code == 1
-    assert "train.tar is torn" in found["set"][0]
+    assert "train.tar is truncated" in found["set"][0]
     (tars / "train.tar").unlink()
     code, _, found = look(tmp_path, tars, *COUNTS)
     assert code == 1

@@ -306,18 +306,18 @@ def damage(official, folder, name, change):
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 
 DAMAGED = {
-    "torn train": (TRAIN, lambda payload: payload[: len(payload) // 2], "is torn"),
-    "torn val": (VAL, lambda payload: payload[: len(payload) // 3], "is torn"),
+    "torn train": (TRAIN, lambda payload: payload[: len(payload) // 2], "is truncated"),
+    "torn val": (VAL, lambda payload: payload[: len(payload) // 3], "is truncated"),
     "cut between members": (
         VAL,
         lambda payload: payload[: payload.index(b"ILSVRC2012_val_00000005")],
         "its end is missing",
     ),
     "no tar": (TRAIN, lambda _: b"<html>" * 1000, "no tar"),
-    "empty": (TRAIN, lambda _: b"", "torn"),
+    "empty": (TRAIN, lambda _: b"", "truncated"),
     "flat train": (TRAIN, lambda _: archives.tar_of({"a.JPEG": b"a"}), "holds no images where"),
-    "leading out": (VAL, lambda _: archives.tar_of({"../a.JPEG": b"a"}), "leads out"),
-    "absolute": (VAL, lambda _: archives.tar_of({"/tmp/a.JPEG": b"a"}), "leads out"),
+    "leading out": (VAL, lambda _: archives.tar_of({"../a.JPEG": b"a"}), "points outside"),
+    "absolute": (VAL, lambda _: archives.tar_of({"/tmp/a.JPEG": b"a"}), "points outside"),
     "bad class": (TRAIN, lambda _: archives.tar_of({"...tar": archives.tar_of({"a.JPEG": b"a"})}), "class '..'"),
     "link": (VAL, lambda _: tar_of_a_link(), "as a link"),
     "unknown image": (VAL, lambda _: archives.tar_of({"ILSVRC2012_val_00000099.JPEG": b"a"}), "no class"),
