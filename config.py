@@ -1,4 +1,4 @@
-"""Resolve command line, recipe, machine and checkpoint into the final record of options; read and write recipes."""
+"""Resolve the options of command line, recipe, machine and checkpoint; read and write recipes."""
 
 import argparse
 import json
@@ -114,13 +114,13 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
 
 
 class Record(argparse.Namespace):
-    """Options that nobody can change; `replaced` returns a changed copy."""
+    """Immutable options; `replaced` returns a changed copy."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"the options are settled; {name} is set by `replaced`, which returns a changed copy")
+        raise AttributeError(f"options are immutable; set {name} by `replaced`, which returns a changed copy")
 
     __delattr__ = None
 
@@ -316,7 +316,7 @@ def _check_data_paths(args: Record) -> None:
     traindir, valdir = split_dirs(args)
     for root in [traindir] if args.minival else [valdir] if args.test_only else [traindir, valdir]:
         split, names = os.path.basename(root), [os.path.basename(root)]
-        with suppress(OSError):  # the loader will say so
+        with suppress(OSError):  # the loader names the reason
             names = os.listdir(path)
         if not any(split in name for name in names):
             hint = "; --minival 0.02 evaluates on training images that it holds out" if root == valdir else ""
@@ -390,7 +390,7 @@ def find_device(args: Record) -> str:
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise UserError(f"--device {device} is no device; give cpu, cuda, cuda:1 ...") from error
+        raise UserError(f"--device {device}: not a device; give cpu, cuda, cuda:1 ...") from error
     if kind not in ("cpu", accelerator):
         raise UserError(f"--device {device}: this machine has none that torch {torch.__version__} can use; try cpu")
     return device
@@ -459,7 +459,7 @@ def _differing(args: Record, trained: dict, names: Sequence[str]) -> dict[str, A
         if name in args.given or is_unknown or value == getattr(args, name):
             continue
         if not BY_NAME[name].is_value(value):
-            raise UserError(f"{BY_NAME[name].flag} {value!r} in the checkpoint is no value of this option")
+            raise UserError(f"{BY_NAME[name].flag} {value!r} in the checkpoint: not a value of this option")
         changes[name] = value
     return changes
 
@@ -482,9 +482,12 @@ def with_shards(args: Record, state: dict | None) -> Record:
 
 def validate(args: Record) -> None:
     """Raise UserError for the first option that cannot be used, as far as that shows before a device is touched."""
-    _validate_texts(args)
     for name, option in BY_NAME.items():
-        option.check(getattr(args, name))
+        value = getattr(args, name)
+        option.check(value)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                _validate_text(option, text)
     _validate_names(args)
     for condition, message in CONTRADICTIONS:
         if found := condition(args):
@@ -499,18 +502,14 @@ def validate(args: Record) -> None:
     parse_allowed(args.allow_change)
 
 
-def _validate_texts(args: Record) -> None:
-    """Refuse names that are not one line of UTF-8: no recipe and no message could repeat them."""
-    for name, value in vars(args).items():
-        texts = value if name == "model_kwargs" and value else [value]
-        if not all(is_printable(text) for text in texts if isinstance(text, str)):
-            raise UserError(
-                f"--{name.replace('_', '-')} {value!a}: expected one line of UTF-8; rename it, or give a link to it"
-            )
-        if value == "" and name in BY_NAME and BY_NAME[name].default is None:
-            raise UserError(f"{BY_NAME[name].flag} is empty; give a value, or leave it out")
-        if isinstance(value, str) and max(map(len, re.split("[/,]", value))) > 255:
-            raise UserError(f"--{name.replace('_', '-')} {value[:20]}...: a name in it has more than 255 characters")
+def _validate_text(option: Option, text: str) -> None:
+    """Refuse empty text, long names, and those that are not one line of UTF-8, which no recipe could repeat."""
+    if not is_printable(text):
+        raise UserError(f"{option.flag} {text!a}: expected one line of UTF-8; rename it, or give a link to it")
+    if not text and option.default is None:
+        raise UserError(f"{option.flag} is empty; give a value, or leave it out")
+    if max(map(len, re.split("[/,]", text))) > 255:
+        raise UserError(f"{option.flag} {text[:20]}...: a name in it has more than 255 characters")
 
 
 def _validate_names(args: Record) -> None:

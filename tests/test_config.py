@@ -438,7 +438,7 @@ def test_an_option_is_one_entry(monkeypatch, capsys, tmp_path):
 
 def test_a_record_is_never_written_to():
     record, _ = config.on_machine(parse())
-    with pytest.raises(AttributeError, match="the options are settled; lr is set by `replaced`"):
+    with pytest.raises(AttributeError, match="options are immutable; set lr by `replaced`"):
         record.lr = 0.5
     with pytest.raises(TypeError):
         del record.lr
