@@ -2,8 +2,10 @@
 
 import json
 import shlex
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,9 @@ class EventFile:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
+        report = threading.excepthook
+        if getattr(report, "func", None) is not _report_thread:
+            threading.excepthook = partial(_report_thread, report)
         self.folder, self.steps_per_epoch, self._shown = folder, steps_per_epoch, set()
         earlier, texts = self._files(), _texts(folder)
         _, start, self._end = hparams({name: _plain(value) for name, value in changed_options(folder).items()}, {})
@@ -113,6 +118,12 @@ class EventFile:
         if is_finished:
             self.writer.file_writer.add_summary(self._end)
         self.writer.close()
+
+
+def _report_thread(report: Callable[[Any], None], failure: Any) -> None:
+    """Report an error that ends a thread, except one of TensorBoard's writer, which its next call raises again."""
+    if type(failure.thread).__name__ != "_AsyncWriterThread":
+        report(failure)
 
 
 def drawn(record: dict) -> dict[str, float]:

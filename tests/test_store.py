@@ -315,7 +315,6 @@ def opened(folder, state):
     return monitor
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
 def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch, capsys):
     def refuse(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
