@@ -29,7 +29,7 @@ def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
 
 def counted(number: int, noun: str, form: str = "") -> str:
     """Return a number and its noun in the right form, such as `1 class` and `2 classes`."""
-    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    plural = f"{noun}es" if noun.endswith(("s", "batch")) else f"{noun}s"
     return f"{number:{form}} {noun if number == 1 else plural}"
 
 
