@@ -102,19 +102,6 @@ def test_noise_is_a_hash_of_seed_and_place_in_any_order_of_memory():
     assert torch.equal(last, noise)
 
 
-def test_noise_is_standard_normal_and_independent():
-    seeds = torch.randint(1 << 31, (64,), generator=torch.Generator().manual_seed(0))
-    noise = transforms.normal_noise(torch.empty(64, 3, 64, 64), seeds).double()
-    assert noise.isfinite().all()
-    flat = noise.flatten(1)
-    for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
-        assert (noise**power).mean().item() == pytest.approx(moment, abs=5 * math.sqrt(105 / flat.numel()))
-    correlations = torch.corrcoef(flat) - torch.eye(64)
-    assert correlations.abs().max() < 5.5 / math.sqrt(flat.shape[1])
-    for shift in ((0, 0, 1), (0, 1, 0), (1, 0, 0)):  # neighbours
-        assert (noise * noise.roll(shift, (1, 2, 3))).mean().abs() < 5 / math.sqrt(flat.numel())
-
-
 @pytest.mark.parametrize("args", one_of_each("random_erase", "random_erase_fill"))
 def test_erasing_has_its_sources_statistics(args):
     """Rate, area, sides, place and fill: torchvision's, or timm's where noise is filled in."""
@@ -145,13 +132,6 @@ def test_erasing_has_its_sources_statistics(args):
     assert abs(num_ours - COUNT * args.random_erase) < ERRORS * math.sqrt(COUNT * args.random_erase)
     for name, values in ours.items():
         assert_same_distribution(values, theirs[name])
-
-
-def test_the_preset_of_peoples_scripts_fills_with_noise_too():
-    preset = ClassificationPresetTrain(crop_size=16, random_erase_prob=1.0, random_erase_fill="pixel")
-    torch.manual_seed(0)
-    image = preset(Image.new("RGB", (16, 16)))
-    assert len(image.unique()) > 20  # black gives one value a channel
 
 
 class Drawn:

@@ -42,12 +42,6 @@ def odd_folder(tmp_path_factory):
     return root
 
 
-def test_classes_order_and_files_are_image_folders(odd_folder):
-    ours, theirs = data.IndexedImageFolder(odd_folder, None), datasets.ImageFolder(odd_folder)
-    assert ours.classes == theirs.classes
-    assert [(ours.index.path(i), ours.index.label(i)) for i in range(len(ours))] == theirs.samples
-
-
 def test_evaluated_images_are_those_of_image_folder(image_folder):
     oracle = transforms.Compose([transforms.Resize(32), transforms.CenterCrop(32), transforms.PILToTensor()])
     theirs = datasets.ImageFolder(image_folder / "val", oracle)

@@ -60,24 +60,6 @@ def test_a_jpeg_is_decoded_no_further_than_the_box():
     assert [shorten(full, read_frame(full), bottom)[1].height for bottom in (20, 24, 25)] == [24, 24, 32]
 
 
-@pytest.mark.parametrize(
-    "payload", [b"", b"\xff\xd8", b"\xff\xd8\xff\xe0", b"GIF89a", FILES["PNG"], b"\xff\xd8" + b"\xff" * 50]
-)
-def test_what_is_no_whole_jpeg_has_no_frame(payload):
-    assert read_frame(payload) is None
-
-
-@pytest.mark.parametrize(
-    "segments",
-    [b"\xff\xc0\0\2\xff\xda\0\0", b"\xff\xc0\0\x0b\10\0\10\0\10\1\1\x11\0\xff\xda\xff\xd9"],
-    ids=["a frame of no bytes", "a scan of no bytes"],
-)
-def test_a_jpeg_that_ends_in_its_headers_is_a_bad_image(segments):
-    for num_more in range(12):
-        with pytest.raises(BadImageError):
-            ImageFile(b"\xff\xd8" + segments + b"\xff\xd9" * num_more, PillowDecoder()).decode(0, 0, 8, 8)
-
-
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("mode", [InterpolationMode.BILINEAR, InterpolationMode.BICUBIC])
 def test_pixels_are_within_one_grey_level_of_pillows(kind, mode):

@@ -60,20 +60,6 @@ def test_each_step_has_the_images_of_torchs_distributed_sampler(world_size, seed
             assert keys == [(index, epoch, 0) for index in expected]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("num_images", [8, 24, 29])
-def test_an_epoch_has_every_image_once_but_for_the_last_of_its_order(world_size, num_images):
-    batches = on_all_ranks(train_sampler(num_images, seed=1), 8, world_size, epoch=2)
-    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(1 + 2)).tolist()
-    assert sorted(images(batches)) == sorted(order[: num_images // 8 * 8])
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_shards_do_not_depend_on_the_world_size(world_size):
-    build = train_sampler(61)
-    assert on_all_ranks(build, 8, world_size, epoch=1) == on_all_ranks(build, 8, 1, epoch=1)
-
-
 def test_change_of_world_size_inside_an_epoch_loses_and_repeats_nothing():
     build = train_sampler(61)
     steps = 61 // 8

@@ -165,19 +165,6 @@ def test_batches_are_normalised_then_erased_then_mixed():
     assert torch.equal(pixels, kept)
 
 
-def test_evaluation_batches_are_only_normalised():
-    pixels, target = pixels_and_target()
-    normalise = transforms.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.1), torch.device("cpu"))
-    image, same_target = transforms.BatchTransform(normalise)(pixels, target, random.Random(0))
-    values = (pixels.double() / 255 - torch.tensor([0.4, 0.5, 0.6]).double().view(3, 1, 1)) / torch.tensor(
-        [0.2, 0.3, 0.1]
-    ).double().view(3, 1, 1)
-    # a few roundings to float32 of numbers up to 6
-    torch.testing.assert_close(image.double(), values, rtol=0, atol=4e-6)
-    assert image.dtype == torch.float32
-    assert same_target is target
-
-
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_it_gives_the_same_bits_and_is_compiled_once_for_each_way_of_mixing(backend, memory_format):
