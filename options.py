@@ -601,8 +601,9 @@ class OneLineParser(argparse.ArgumentParser):
         word = unknown[0].split("=")[0]
         known = [option for action in self._actions for option in action.option_strings]
         is_training = "--recipe" in known  # a tool has neither the same options nor the same former ones
-        if is_training and word.removeprefix("--") in REMOVED:
-            raise UserError(f"{word} was removed; leave it out")
+        if is_training and (name := word.removeprefix("--")) in REMOVED:
+            now = "" if REMOVED[name] is None else f" (it is always {REMOVED[name]} now)"
+            raise UserError(f"{word} was removed{now}; leave it out")
         if is_training and (word in OTHER_NAMES or not word.startswith("-")):
             meant = OTHER_NAMES.get(word, "options begin with --; a folder of images is given by --data-path DIR")
             raise UserError(f"unrecognized argument {unknown[0]}; {meant} (--help lists the options)")
