@@ -50,7 +50,7 @@ def check_name(name: str) -> None:
 
 
 def check_model(args: Any) -> None:
-    """Build the model and let it take images without memory, so that a wrong option ends the run before it loads data.
+    """Build the model and run it on the meta device, so that a wrong option ends the run before data is loaded.
 
     The model of a checkpoint to evaluate is checked when it is built, since its options are not known yet.
 
@@ -362,7 +362,7 @@ def freeze_all_but_classifier(model: nn.Module, num_classes: int) -> None:
 def set_training_mode(model: nn.Module) -> None:
     """Switch a model to training mode, but leave modules whose parameters are all frozen in evaluation mode.
 
-    BatchNorm would otherwise go on updating its statistics there, and dropout would blur frozen features.
+    BatchNorm would otherwise keep updating its statistics there, and dropout would blur frozen features.
     """
     model.train()
     for module in model.modules():
@@ -639,13 +639,13 @@ class ExponentialMovingAverage(AveragedModel):
         self._is_empty, self._version = False, self.n_averaged._version
 
     def reset(self) -> None:
-        """Begin anew: the next update copies the model. torchvision does so throughout the warm-up."""
+        """Reset: the next update copies the model. torchvision does so throughout the warm-up."""
         self.n_averaged.zero_()
         # Whether `n_averaged` is 0, known without reading it while the tensor has this version.
         self._is_empty, self._version = True, self.n_averaged._version
 
     def restart(self, model: nn.Module) -> None:
-        """Begin anew, with a copy of `model`."""
+        """Reset to a copy of `model`."""
         self.reset()
         self.module.load_state_dict(model.state_dict())
 

@@ -1,4 +1,4 @@
-"""Weights by their published name, the weights of `--weights`, and the preprocessing that belongs to weights."""
+"""Published weights, the weights of `--weights`, and the preprocessing that weights are evaluated with."""
 
 import importlib
 import math
@@ -353,5 +353,5 @@ def fetch_published(weights: WeightsEnum, source: str) -> dict[str, Tensor]:
     except Exception as error:  # as of any bad file: see load_checkpoint
         raise UserError(
             f"{source}: the copy of {weights.url} in torch's cache is damaged or contains code and was refused; remove "
-            "it, so that it is fetched anew"
+            "it, so that it is downloaded again"
         ) from error

@@ -36,8 +36,8 @@ All checkpoints must be of one model with the same classes: of one run, or of se
 --last and --best choose from those that are still there.
 
 FILE holds the weights, the model's name, its classes and the options of the first checkpoint. All tools open it, and so
-does train.py --weights FILE; no run goes on from it. BatchNorm's statistics do not fit the averaged weights:
-python -m scripts.reestimate_bn computes them anew.
+does train.py --weights FILE; no run resumes from it. BatchNorm's statistics do not fit the averaged weights:
+python -m scripts.reestimate_bn re-estimates them.
 """
 
 
@@ -135,7 +135,7 @@ def average(options: argparse.Namespace) -> None:
     )
     if any(name.endswith(".running_mean") for name in weights):
         print(
-            "its BatchNorm statistics are means too, which do not fit the mean of the weights; compute them anew: "
+            "its BatchNorm statistics are means too, which do not fit the mean of the weights; re-estimate them: "
             f"python -m scripts.reestimate_bn {shlex.quote(str(options.output))} --data-path DIR --output FILE"
         )
 

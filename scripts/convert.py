@@ -84,7 +84,7 @@ def find_epoch(content: dict, script: str) -> int | None:
 
 
 def find_best(content: dict) -> float | None:
-    """Return the best Acc@1 so far, where the checkpoint says it."""
+    """Return the best Acc@1 so far, where the checkpoint holds it."""
     best = content.get("best")
     if isinstance(best, dict) and best.get("metric") == "val/acc1":
         best = best.get("value")

@@ -364,7 +364,7 @@ def main() -> None:
         "--results", metavar="FILE", type=Path, help="JSON of scripts.evaluate, whose results the model card shows"
     )
     logging.disable(logging.WARNING)  # torch's exporters report each of their passes
-    run(PROG, lambda: export(parser.parse_args()), "interrupted; whole files stay; the same command writes all anew")
+    run(PROG, lambda: export(parser.parse_args()), "interrupted; whole files stay; run the same command again")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Graph(NamedTuple):
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """How images are prepared and who says so, as plain values."""
+        """The preprocessing of images and its origin, as plain values."""
         named = self.description["preprocessing"]
         options = {option: named[key] for key, option in OPTIONS.items()} | {"mean": named["mean"], "std": named["std"]}
         return {**{name: options[name] for name in PREPROCESSING}, "origin": "as in the exported file"}

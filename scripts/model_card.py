@@ -103,7 +103,7 @@ def _data(sets: dict[str, dict]) -> list[str]:
 
 
 def _training(options: dict[str, Any]) -> list[str]:
-    """Return the options that the model was trained with, as a recipe; without paths, which are nobody's business."""
+    """Return the options that the model was trained with, as a recipe; without paths."""
     tables = []
     for group in GROUPS:
         values = {option.name: options.get(option.dest) for option in OPTIONS[group] if option.recipe == ALWAYS}

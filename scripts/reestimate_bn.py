@@ -1,4 +1,4 @@
-"""Compute BatchNorm's statistics anew: `python -m scripts.reestimate_bn CHECKPOINT --data-path DIR --output FILE`."""
+"""Re-estimate BatchNorm's statistics: `python -m scripts.reestimate_bn CHECKPOINT --data-path DIR --output FILE`."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -22,8 +22,8 @@ examples:
   python -m scripts.reestimate_bn averaged.pth --data-path /data/imagenet --output published.pth
   python -m scripts.reestimate_bn best_ema.pth --ema --data-path /data/imagenet --output published.pth --images 50000
 
-The running means and variances in a file of averaged weights were measured with other weights. This tool computes them
-anew, each as the mean of its values in batches of training images, as torch.optim.swa_utils.update_bn does. It reads no
+The running means and variances in a file of averaged weights were measured with other weights. This tool re-estimates
+each as the mean of its values in batches of training images, as torch.optim.swa_utils.update_bn does. It reads no
 labels and no validation images.
 
 The images are prepared as for evaluation, resized and cropped at the centre at the checkpoint's own sizes: random crops
@@ -97,7 +97,7 @@ def work(options: argparse.Namespace) -> None:
     content = as_checkpoint(updated(trained, images.classes), reestimated={"images": len(chosen)})
     write_weights(options.output, content)
     print(
-        f"{options.output}: {trained.kind}, statistics of {counted(len(layers), 'BatchNorm layer')} computed anew on "
+        f"{options.output}: {trained.kind}, statistics of {counted(len(layers), 'BatchNorm layer')} re-estimated on "
         f"{counted(len(chosen), 'training image', ',')}"
     )
 
@@ -124,7 +124,7 @@ def updated(trained: Trained, classes: list[str]) -> Weights:
 def main() -> None:
     """Re-estimate the statistics of the command line's checkpoint."""
     usage = "CHECKPOINT --data-path DIR --output FILE [options]"
-    parser = build_parser(PROG, usage, "Compute BatchNorm's running statistics anew.", EPILOG)
+    parser = build_parser(PROG, usage, "Re-estimate BatchNorm's running statistics.", EPILOG)
     add_options(parser)
     parser.add_argument("--data-path", metavar="DIR", required=True, help="as train.py's; its train/ is read")
     parser.add_argument("--output", metavar="FILE", type=output_file(), required=True, help="the file to write")

@@ -46,7 +46,7 @@ class Trained(NamedTuple):
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """How its images are prepared and who says so, as plain values."""
+        """The preprocessing of its images and its origin, as plain values."""
         return {**{name: getattr(self.args, name) for name in PREPROCESSING}, "origin": self.origin}
 
     def count_classes(self) -> int:

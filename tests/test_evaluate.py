@@ -363,8 +363,7 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
     assert not list(tmp_path.glob("*.tmp*"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("more", [[], ["--json", "-"]])
+@pytest.mark.parametrize(("world_size", "more"), [(2, []), (1, ["--json", "-"])])
 def test_results_that_cannot_be_printed_are_no_success(of_three, images, tmp_path, monkeypatch, world_size, more):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-").write_text("kept")
@@ -378,16 +377,14 @@ def test_results_that_cannot_be_printed_are_no_success(of_three, images, tmp_pat
     assert (tmp_path / "-").read_text() == "kept"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_mistakes_and_bad_images_end_in_one_line(checkpoint, images, tmp_path, world_size):
+def test_mistakes_and_bad_images_end_in_one_line(checkpoint, images, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(images, broken)
     (broken / "class1" / "image002.jpg").write_bytes(b"<html>")
     shutil.copytree(images / "class0", tmp_path / "other" / "dog")
     for folder, code, words in [(broken, 1, "image002.jpg (class class1): "), (tmp_path / "other", 2, "dog is none")]:
-        outcome = run(
-            tmp_path, checkpoint, "--set", f"a={folder}", "--json", tmp_path / "a.json", world_size=world_size
-        )
+        argv = [checkpoint, "--set", f"a={folder}", "--json", tmp_path / "a.json"]
+        outcome = run(tmp_path, *argv, world_size=2)
         lines = [line for line in outcome.output.splitlines() if "error" in line]
         assert len(lines) == 1, outcome.output
         assert words in lines[0]
