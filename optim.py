@@ -134,34 +134,32 @@ def unmatched(args: Any, model: nn.Module) -> list[str]:
 _LAYER = re.compile(r"\d+|.*(layer|block|stage)_?\d+")
 
 
-def layer_numbers(names: Iterable[str]) -> dict[str, int]:
+def layers_of(model: nn.Module) -> dict[str, int]:
     """Return each parameter's layer, from the input: 0 for the stem, then each block, then all layers after the blocks.
 
-    Args:
-        names: the names of the parameters, in the model's order.
+    timm's models group their parameters themselves.
     """
-    names = list(names)
-    blocks = {}
-    for name in names:
-        parts = name.split(".")[:-1]
-        begin = next((index for index, part in enumerate(parts) if _LAYER.fullmatch(part)), None)
-        if begin is not None:
-            end = next((i for i, part in enumerate(parts[begin:], begin) if not _LAYER.fullmatch(part)), len(parts))
-            blocks[name] = ".".join(parts[:end])
+    names = [name for name, _ in model.named_parameters()]
+    if hasattr(model, "group_matcher"):
+        grouped = importlib.import_module("timm.models").group_parameters
+        numbers = grouped(model, model.group_matcher(coarse=False), reverse=True)
+        return {name: numbers.get(name, max(numbers.values())) for name in names}
+    blocks = {name: block for name in names if (block := _block_of(name))}
     order = {block: number for number, block in enumerate(dict.fromkeys(blocks.values()), 1)}
     last = max((index for index, name in enumerate(names) if name in blocks), default=-1)
     ends = {name: 0 if index < last else len(order) + 1 for index, name in enumerate(names)}
     return {name: order[blocks[name]] if name in blocks else ends[name] for name in names}
 
 
-def layers_of(model: nn.Module) -> dict[str, int]:
-    """Return each parameter's layer by name, as `layer_numbers`; timm's models group their parameters themselves."""
-    names = [name for name, _ in model.named_parameters()]
-    if not hasattr(model, "group_matcher"):
-        return layer_numbers(names)
-    grouped = importlib.import_module("timm.models").group_parameters
-    numbers = grouped(model, model.group_matcher(coarse=False), reverse=True)
-    return {name: numbers.get(name, max(numbers.values())) for name in names}
+def _block_of(name: str) -> str:
+    """Return the part of a parameter's name that tells its block, up to the last number in a row; "" if none does."""
+    parts = name.split(".")[:-1]
+    is_number = [bool(_LAYER.fullmatch(part)) for part in parts]
+    if not any(is_number):
+        return ""
+    begin = is_number.index(True)
+    length = [*is_number[begin:], False].index(False)
+    return ".".join(parts[: begin + length])
 
 
 def split_by_layer(model: nn.Module, groups: list[dict], decay: float, lr: float) -> list[dict]:

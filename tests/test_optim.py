@@ -23,6 +23,7 @@ import utils
 from distributed import collectives
 from errors import UserError
 from sampler import TrainSampler, VirtualShards
+from tests.endings import differing, flatten
 from tests.ranks import run_ranks
 from tests.runs import run_of
 
@@ -454,28 +455,9 @@ def through_a_file(path, *parts):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def leaves(value, name=""):
-    """Yield (name, leaf) of nested containers; of a container itself its type."""
-    if isinstance(value, dict | list | tuple):
-        yield name, type(value)
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(item, f"{name}/{key}")
-    else:
-        yield name, value
-
-
 def unlike(one, other):
     """Return the names of values that differ in type, dtype or any bit."""
-    one, other = dict(leaves(one)), dict(leaves(other))
-
-    def is_same(a, b):
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            return a.dtype == b.dtype and torch.equal(a, b)
-        return type(a) is type(b) and a == b
-
-    return sorted(one.keys() ^ other.keys()) + [
-        key for key in one.keys() & other.keys() if not is_same(one[key], other[key])
-    ]
+    return differing(flatten(one), flatten(other))
 
 
 def resume_and_compare(path, opt, **changes):
@@ -486,9 +468,7 @@ def resume_and_compare(path, opt, **changes):
     first, first_optimizer = classifier(opt, **changes)
     train_steps(first, first_optimizer, range(5))
     weights, state = through_a_file(path, first, optim.OptimizerState(first_optimizer))
-    assert {type(leaf) for _, leaf in leaves(state)} <= {
-        dict, list, tuple, type, bool, int, float, str, type(None), torch.Tensor
-    }  # fmt: skip
+    assert {type(leaf) for leaf in flatten(state).values()} <= {bool, int, float, str, type(None), torch.Tensor}
     second, second_optimizer = classifier(opt, seed=9, **changes)
     second.load_state_dict(weights)
     optim.OptimizerState(second_optimizer).load_state_dict(state)
