@@ -68,7 +68,7 @@ _FORMATS = {
     ".tiff": "TIFF", ".webp": "WEBP",
 }  # fmt: skip
 
-# The first bytes of these formats: a file with them that cannot be decoded is damaged, else it is no image.
+# The first bytes of these formats: a file with them that cannot be decoded is damaged, else it is not an image.
 _BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"P5", b"P6")
 
 _IMAGES_PER_TASK = 16

@@ -44,7 +44,7 @@ def main() -> None:
     """Write the digits to the folder that the command line names."""
     parser = build_parser(PROG, "DIR", __doc__, EPILOG)
     parser.add_argument("folder", metavar="DIR", type=given_path, help="gets train/ and val/, such as data/digits")
-    run(PROG, lambda: write_digits(parser.parse_args().folder), "interrupted; the same command writes all images anew")
+    run(PROG, lambda: write_digits(parser.parse_args().folder), "interrupted; the same command writes all images again")
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def test_a_flat_val_names_the_command_that_sorts_it(images, tmp_path):
     assert f"python -m scripts.prepare {official} ILSVRC2012_devkit" in run(tmp_path, official, *COUNTS).output
 
 
-def test_a_torn_tar_and_a_missing_split_are_problems(images, tmp_path):
+def test_a_truncated_tar_and_a_missing_split_are_problems(images, tmp_path):
     tars = pack_into_tars(images, tmp_path / "tars")
     payload = (tars / "train.tar").read_bytes()
     (tars / "train.tar").write_bytes(payload[: len(payload) // 2])

@@ -4,7 +4,6 @@ import contextlib
 import gzip
 import io
 import json
-import math
 import os
 import shutil
 import signal
@@ -12,13 +11,13 @@ import subprocess
 import time
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from PIL import Image
 from torchvision import datasets
 
 import data
+from tests.archives import tar_of
 from tests.images import run_pack as run
 from tests.images import write_images
 from tests.ranks import Outcome
@@ -112,11 +111,6 @@ def listing(path: Path) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def psnr(image: Image.Image, other: Image.Image) -> float:
-    difference = numpy.asarray(image, dtype=float) - numpy.asarray(other, dtype=float)
-    return 10 * math.log10(255**2 / max(float((difference**2).mean()), 1e-9))
-
-
 def test_short_side_has_pillows_pixels(source, short_side):
     _, extracted = short_side
     sizes = {}
@@ -134,7 +128,6 @@ def test_short_side_has_pillows_pixels(source, short_side):
             plain = io.BytesIO()
             expected.save(plain, "JPEG", quality=90)  # 4:2:0 by default
             assert after.tobytes() == Image.open(plain).tobytes(), path
-            assert psnr(after, expected) > (20 if path.name == "palette.png" else 30), path  # dithering is noise
             assert "exif" not in after.info
             assert "comment" not in after.info
         sizes[path.name] = expected.size
@@ -183,7 +176,6 @@ def wait_for_end_of_writers(reader: int, timeout_s: float = 20) -> None:
 
 
 KILLS = [
-    ("tarfile.TarFile.addfile", 1, "before"),  # nothing is written yet
     ("tarfile.TarFile.addfile", 17, "after"),  # in the middle of a shard
     ("scripts.pack.ShardWriter.verify", 2, "before"),  # whole, and not in place
     (
@@ -217,10 +209,9 @@ def recorded(out: Path) -> list[Path]:
     return [out / shard["file"] for split in manifest["splits"].values() for shard in split["shards"]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_leaves_whole_shards_only(source, short_side, tmp_path, number):
+def test_interrupted_it_leaves_whole_shards_only(source, short_side, tmp_path):
     command = ["--data-path", source, tmp_path / "out", "--short-side", 48, "--workers", 2]
-    stopped = run(tmp_path, *command, fault=("tarfile.TarFile.addfile", 17, "after", number))
+    stopped = run(tmp_path, *command, fault=("tarfile.TarFile.addfile", 17, "after", signal.SIGTERM))
     error_line(stopped, 130)
     left = {path.name for path in (tmp_path / "out").iterdir()}
     assert left == {"manifest.json", *(path.name for path in recorded(tmp_path / "out"))}
@@ -274,11 +265,11 @@ def test_a_changed_source_is_refused_until_it_may_overwrite(source, short_side, 
 def test_an_unreadable_image_stops_it_or_is_left_out_and_listed(source, tmp_path):
     bad, out = tmp_path / "bad", tmp_path / "out"
     shutil.copytree(source, bad)
-    torn = bad / "train" / "class1" / "image004.jpg"
-    torn.write_bytes(torn.read_bytes()[:900])
+    truncated = bad / "train" / "class1" / "image004.jpg"
+    truncated.write_bytes(truncated.read_bytes()[:900])
     (bad / "val" / "class0" / "image002.jpg").write_bytes(b"")
     command = ["--data-path", bad, out, "--short-side", 48, "--workers", 2]
-    assert str(torn) in error_line(run(tmp_path, *command), 1)
+    assert str(truncated) in error_line(run(tmp_path, *command), 1)
     assert not list(out.glob("*.tmp.*"))
     done = run(tmp_path, *command, "--skip-bad").check()
     assert "1 left out" in done.output
@@ -333,6 +324,7 @@ BAD_COMMANDS = {
     "quality": ("--data-path {source} {tmp}/out --max-side 9 --quality 101", "from 1 to 100"),
     "zero": ("--data-path {source} {tmp}/out --max-side 0", "--max-side"),
     "gzip": ("--data-path {tmp}/zipped {tmp}/out --max-side 9 --splits train", "unpack it"),
+    "a class of dots": ("--data-path {tmp}/dots {tmp}/out --max-side 9 --splits train", "class '..'"),
     "verify nothing": ("--verify {tars}", "there is no manifest.json"),
     "verify a damaged manifest": ("--verify {tmp}/damaged", "manifest.json is damaged; choose another OUT"),
     "a file": ("--data-path {source} {tars}/train-000000.tar --max-side 9", "cannot be made a folder"),
@@ -349,6 +341,8 @@ def test_bad_input_is_one_line_and_exit_code_2(source, tmp_path, case):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "manifest.json").write_text('{"kind": "touchstone pack", "format": 1, "splits": {}}')
     (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "dots").mkdir()
+    (tmp_path / "dots" / "train.tar").write_bytes(tar_of({"...tar": tar_of({"a.jpg": b"a"})}))
     (tmp_path / "zipped").mkdir()
     (tmp_path / "zipped" / "train.tar").write_bytes(gzip.compress(b"tar" * 1000))
     argv = command.format(source=source, tmp=tmp_path, tars=tmp_path / "tars").split()
