@@ -174,30 +174,18 @@ def require_package(package: str, needed_by: str) -> ModuleType:
 
 
 def require_torchcodec(option: str) -> ModuleType:
-    """Return TorchCodec for an option that needs its image decoder.
-
-    Raises:
-        UserError: it is not installed, cannot be loaded, or is too old to decode images.
-    """
+    """Return TorchCodec for an option that needs its image decoder; UserError if it cannot be used."""
     from importlib import metadata  # see above
 
     try:
         torchcodec = importlib.import_module("torchcodec")
-    except ImportError as error:
-        raise UserError(f"{option} needs TorchCodec, which is not installed: pip install torchcodec") from error
-    try:
-        decoders = importlib.import_module("torchcodec.decoders")
-    except (ImportError, OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        importlib.import_module("torchcodec.decoders").decode_jpeg  # noqa: B018
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
-            f"{option}: TorchCodec {torchcodec.__version__} cannot be loaded ({reason}); install the one that is made "
-            f"for torch {metadata.version('torch')}"
+            f"{option} needs TorchCodec 0.16 or later, made for torch {metadata.version('torch')}: "
+            f"pip install --upgrade torchcodec ({reason})"
         ) from error
-    if not hasattr(decoders, "decode_jpeg"):
-        raise UserError(
-            f"{option}: TorchCodec {torchcodec.__version__} decodes no images; it does from 0.16 on: "
-            "pip install --upgrade torchcodec"
-        )
     return torchcodec
 
 
@@ -262,11 +250,10 @@ def _report(reason: str, error_file: str | None) -> None:
 
 
 def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
-    """End this process for an error: a user's mistake is one line with an exit code, ours a traceback.
+    """End this process for an error: one line and an exit code if it has one, else a traceback and 1.
 
-    A launcher ends the other processes as soon as one has left. All ranks meet the same error, except in loading; so
-    the others wait for rank 0 to print it. If they are still there after ten seconds, rank 0 may not have met it, or
-    nobody ends them: then the first rank of each node prints it too. (torchrun turns any exit code into 1.)
+    Most errors are met by all ranks, so the others wait ten seconds for rank 0 to print it and the launcher to end
+    them; then the first rank of each node prints it too. torchrun turns any exit code into 1.
 
     Args:
         error: the error to report.
@@ -276,7 +263,7 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
     if isinstance(error, SystemExit):  # of the parser
         end_process(error.code or 0)
     if isinstance(error, KeyboardInterrupt):
-        error = UserError("interrupted; --resume auto goes on from the last checkpoint", exit_code=1)
+        error = UserError("interrupted; --resume auto continues from the last checkpoint", exit_code=1)
     error = explain_limit(error) or explain_compiler(error) or error
     exit_code = getattr(error, "exit_code", None)
     reason = str(error) if exit_code is not None else f"{type(error).__name__}: {error}; its traceback stands above"
@@ -288,11 +275,12 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
             traceback.print_exception(error)
         end_process(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that a launcher can end this process now
-    is_silent = False
-    if launch.rank != 0 and not getattr(error, "is_of_one_rank", False):
-        time.sleep(10)
-        is_silent = launch.local_rank != 0 and not isinstance(error, StorageError)  # one rank may meet that alone
-    where = f" on rank {launch.rank}" if launch.rank != 0 else ""
+    is_silent, where = False, ""
+    if launch.rank != 0:
+        where = f" on rank {launch.rank}"
+        if not getattr(error, "is_of_one_rank", False):
+            time.sleep(10)
+            is_silent = launch.local_rank != 0 and not isinstance(error, StorageError)  # one rank may meet that alone
     if not is_silent:  # by `say`, since print is silent on this rank
         say(error_line(f"{prog}: error{where}", reason))
     end_process(exit_code)

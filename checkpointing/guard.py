@@ -155,11 +155,7 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
         )
     if theirs["num_classes"] != num_classes:
         place = args.data_path if args.synthetic is None else f"--synthetic {args.synthetic}"
-        advice = (
-            "pass it to --weights to fine-tune instead"
-            if train is not None
-            else "give images of the checkpoint's classes"
-        )
+        advice = "pass it to --weights to fine-tune instead" if train else "give images of the checkpoint's classes"
         raise UserError(f"{source} {theirs['num_classes']} classes but {place} has {num_classes}; {advice}")
     differences, notes = compare_classes(theirs["classes"], val.classes), []
     if train is not None:

@@ -374,5 +374,5 @@ def test_a_decoder_describes_itself_in_plain_words():
 
 def test_a_missing_torchcodec_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchcodec", None)  # as if it were not installed
-    with pytest.raises(UserError, match="torchcodec needs TorchCodec, which is not installed: pip install torchcodec"):
+    with pytest.raises(UserError, match="--decoder torchcodec needs TorchCodec 0"):
         decode.describe("torchcodec")
