@@ -182,13 +182,13 @@ def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
     if differences and args.test_only:
         _refuse_data(args, f"--weights {args.weights} is of other classes", differences)
     elif differences:
-        print(f"--weights {args.weights}: {differences[0]}; its classifier is trained on for these")
+        print(f"--weights {args.weights}: {differences[0]}; training continues from its classifier for these")
 
 
 def _refuse_data(args: Any, refusal: str, differences: list[str]) -> None:
     """Refuse other data, unless `--allow-change data` is given."""
     if "data" not in parse_allowed(args.allow_change):
-        raise UserError(f"{refusal}: {'; '.join(differences)}; to go on with them, give --allow-change data")
+        raise UserError(f"{refusal}: {'; '.join(differences)}; to continue with them, give --allow-change data")
     _say_if(_ALLOWED, differences)
 
 
@@ -294,7 +294,7 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
     changeable = [name for name in differing if name not in whys]
     if changeable:
         parts.append(
-            f"these change the numbers of the run; to go on all the same, give --allow-change {_dashed(changeable)}"
+            f"these change the numbers of the run; to continue anyway, give --allow-change {_dashed(changeable)}"
         )
     return f"cannot resume (--resume {args.resume}): {'; '.join(parts)}"
 
