@@ -16,7 +16,7 @@ from checkpointing.finder import EVENT_FILES, CheckpointFinder
 from errors import StorageError
 from files import read_bytes, read_json
 from monitoring import pictures
-from options import BY_NAME, FREE, SILENT
+from options import BY_NAME, CURVES, FREE, SILENT
 
 # Fields without a curve: the step, time, images and processes of a measurement.
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
@@ -24,9 +24,8 @@ NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hour
 # The custom scalars tab: charts by their titles, each with patterns of tags; all curves of a chart share its axes.
 LAYOUT = {
     "Training and validation": {
-        "loss": ["train/loss$", "(mini)?val/loss$", "(mini)?val_ema/loss$"],
-        "Acc@1, %": ["train/acc1$", "(mini)?val/acc1$", "(mini)?val_ema/acc1$"],
-        "Acc@5, %": ["train/acc5$", "(mini)?val/acc5$", "(mini)?val_ema/acc5$"],
+        curve["title"]: [f"{kind}/{name}$" for kind in ("train", "(mini)?val", "(mini)?val_ema")]
+        for name, curve in CURVES.items()
     },
     "Optimization": {
         "learning rate": ["train/lr"],

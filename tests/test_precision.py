@@ -1,7 +1,7 @@
 """The step: its precision and speed options change no number beyond their rounding, and no step reads a tensor."""
 
 import copy
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -240,21 +240,12 @@ class Listed(TrainSampler):
         return iter(self.keys)
 
 
-@contextmanager
-def nothing():
-    yield
-
-
-def tiny_model(args):
+def train_without_reads(args, tmp_path, criterion=None):
+    """Run 13 real steps, with the run's hook, forbidding reads but where a line is due; return the steps watched."""
     model = Tiny(10, depth=2)
     if args.grad_checkpointing:
         models.recompute_blocks(model, "Tiny")
-    return model
-
-
-def train_without_reads(args, tmp_path, criterion=None):
-    """Run 13 real steps, with the run's hook, forbidding reads but where a line is due; return the steps watched."""
-    model = models.place_model(tiny_model(args), args, CPU)
+    model = models.place_model(model, args, CPU)
     model_ema = models.build_ema(args, model)
     shards = VirtualShards(args.global_batch_size, args.num_shards)
     sampler = Listed(13 * args.global_batch_size, shards)
@@ -270,21 +261,16 @@ def train_without_reads(args, tmp_path, criterion=None):
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     if "fused" in optimizer.defaults:  # as on a GPU: the others read the loss scaler's verdict, or a step count
         optimizer = type(optimizer)(optim.build_parameter_groups(args, model), lr=args.lr, fused=True)
-    watch = [nothing()]
-    watched = []
+    watch, modes, watched = ExitStack(), [], []
 
     def begin(module, inputs):  # the first thing that a step does with the device
-        if not isinstance(watch[0], NoOperatorReads):
-            watch[:] = [NoOperatorReads(), NoFunctionReads()]
-            for mode in watch:
-                mode.__enter__()
+        if not modes:
+            modes.extend(watch.enter_context(mode) for mode in (NoOperatorReads(), NoFunctionReads()))
         watched.append(run.state.step)
 
     def end():
-        if isinstance(watch[0], NoOperatorReads):
-            for mode in reversed(watch):
-                mode.__exit__(None, None, None)
-            watch[:] = [nothing()]
+        watch.close()
+        modes.clear()
 
     class Watched(Run):
         def end_step(self, metric_logger, grad_norm):
