@@ -298,15 +298,6 @@ def test_what_was_replaced_in_the_batches_that_were_taken_is_reported(damaged_fo
     list(batches)
 
 
-def test_where_nothing_can_be_read_it_stops_all_the_same(tmp_path):
-    root = write_images(tmp_path, {"train": [3]}) / "train"
-    dataset = data.LenientImageFolder(root, ClassificationPresetTrain(crop_size=24))
-    for path in root.rglob("*.jpg"):
-        damage(path, "zero bytes")
-    with pytest.raises(ImageError, match=r"image001.jpg .*the file is empty; nor is any of the next 2 good"):
-        dataset.load(SampleKey(1, 0, 0))
-
-
 @pytest.mark.parametrize("kind", ["unreadable", "vanished", "a folder"])
 @pytest.mark.parametrize("place", [3, 4])
 def test_what_is_not_in_the_bytes_ends_the_run_also_where_bad_images_are_skipped(tmp_path, monkeypatch, kind, place):
@@ -358,14 +349,6 @@ def test_memory_that_is_short_for_a_moment_changes_nothing_and_for_longer_ends_t
         dataset.load(SampleKey(1, 0, 0))
 
 
-def test_a_fault_of_ours_is_no_bad_image_and_says_in_which_it_came_up(tmp_path):
-    root = write_images(tmp_path, {"train": [3]}) / "train"
-    dataset = data.LenientImageFolder(root, Failing([KeyError("ours")]))
-    with pytest.raises(KeyError) as caught:
-        dataset.load(SampleKey(1, 0, 0))
-    assert caught.value.__notes__ == [f"in {root}/class0/image001.jpg"]
-
-
 def test_a_tar_that_changed_is_no_bad_image(image_folder, tmp_path):
     pack_classes(image_folder / "train", tmp_path)
     dataset = data.LenientImageFolder(tmp_path / "train", ClassificationPresetTrain(crop_size=24))
@@ -373,20 +356,6 @@ def test_a_tar_that_changed_is_no_bad_image(image_folder, tmp_path):
     dataset.load(SampleKey(0, 0, 0))
     with pytest.raises(ImageError, match=r"class1\.tar: the tar has changed"):
         dataset.load(SampleKey(12, 0, 0))
-
-
-def test_an_evaluation_needs_no_training_images(image_folder, tmp_path):
-    shutil.copytree(image_folder / "val", tmp_path / "val")
-    args = arguments(tmp_path, "--test-only", "--weights", "DEFAULT")
-    train, val = data.build_datasets(str(tmp_path / "train"), str(tmp_path / "val"), args)
-    assert train is None
-    assert len(val) == 7
-
-
-def test_a_missing_split_is_named(tmp_path):
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    with pytest.raises(UserError, match="has no val/"):
-        data.build_datasets(str(tmp_path / "train"), str(tmp_path / "val"), arguments(tmp_path))
 
 
 def plain_batches(image_folder, folder, *argv):

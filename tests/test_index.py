@@ -6,7 +6,6 @@ import io
 import json
 import lzma
 import os
-import pickle
 import shutil
 import tarfile
 import time
@@ -107,19 +106,6 @@ def add(folder):
     (folder / "a" / "deep" / "er" / "new.jpg").write_bytes(b"new")
 
 
-def remove(folder):
-    (folder / "a" / "deep er" / "z.jpg").unlink()
-
-
-def rename(folder):
-    (folder / "b" / "1.png").rename(folder / "b" / "3.png")
-
-
-def add_class(folder):
-    (folder / "c").mkdir()
-    (folder / "c" / "1.jpg").touch()
-
-
 def rename_class(folder):
     (folder / "b").rename(folder / "0")
 
@@ -130,7 +116,7 @@ def swap_link(folder):
     (folder / "linked").symlink_to(folder.parent / "elsewhere")
 
 
-@pytest.mark.parametrize("change", [add, remove, rename, add_class, rename_class, swap_link])
+@pytest.mark.parametrize("change", [add, rename_class, swap_link])
 def test_a_changed_folder_is_scanned_anew(folder, change):
     elsewhere = folder.parent / "elsewhere"
     elsewhere.mkdir()
@@ -231,8 +217,8 @@ def test_where_the_data_folder_cannot_be_written_the_cache_is_at_home(folder, tm
     assert capsys.readouterr().out.count("is not cached, so every start scans") == 2
 
 
-@pytest.mark.parametrize("time_s", [time.time() + 10**8, 2**33], ids=["in three years", "after 2038"])
-def test_a_time_in_the_future_is_no_reason_to_scan_again(folder, monkeypatch, time_s, capsys):
+def test_a_time_in_the_future_is_no_reason_to_scan_again(folder, monkeypatch, capsys):
+    time_s = 2**33
     monkeypatch.setattr(index, "RACY_NS", 300_000_000)
     for path in [folder, *folder.rglob("*")]:
         os.utime(path, (time_s, time_s))
@@ -245,23 +231,6 @@ def test_a_time_in_the_future_is_no_reason_to_scan_again(folder, monkeypatch, ti
     (folder / "a" / "new.jpg").touch()
     os.utime(folder / "a", (time_s, time_s))  # as it was: the time of the change itself cannot be set
     assert any("new.jpg" in name for name in open_source(folder).names)
-
-
-def test_a_cache_that_is_a_pipe_a_device_or_a_link_is_replaced_and_nothing_beyond_it_written(folder, tmp_path):
-    expected = samples(open_source(folder))
-    cache = index.cache_paths(folder)[0]
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copy(cache, elsewhere)
-    content = elsewhere.read_bytes()
-    links = [lambda path=path: cache.symlink_to(path) for path in (elsewhere, tmp_path / "nowhere", "/dev/zero")]
-    for make in [lambda: os.mkfifo(cache), *links]:
-        cache.unlink()
-        make()
-        assert samples(open_source(folder)) == expected
-        assert cache.is_file()
-        assert not cache.is_symlink()
-    assert elsewhere.read_bytes() == content
-    assert not (tmp_path / "nowhere").exists()
 
 
 def open_rank(root, marker):
@@ -373,11 +342,6 @@ def test_of_members_of_one_name_the_last_counts_as_when_extracted(tmp_path):
     assert samples(open_source(tmp_path / "val")) == [("a/1.jpg", 0, b"newer")]
 
 
-def test_a_class_may_have_the_splits_name(tmp_path):
-    (tmp_path / "val.tar").write_bytes(member("val/1.jpg") + END)
-    assert samples(open_source(tmp_path / "val")) == [("val/1.jpg", 0, b"content")]
-
-
 def test_a_missing_shard_is_named(folder, tmp_path):
     pack_shards(folder, tmp_path / "packed")
     (tmp_path / "packed" / "train-000001.tar").unlink()
@@ -397,7 +361,7 @@ def written_pack(tmp_path_factory):
     return out
 
 
-def test_a_missing_shard_at_the_end_of_a_pack_is_named(written_pack, tmp_path, monkeypatch):
+def test_an_incomplete_pack_is_refused(written_pack, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     out = tmp_path / "pack"
     shutil.copytree(written_pack, out)
@@ -406,38 +370,17 @@ def test_a_missing_shard_at_the_end_of_a_pack_is_named(written_pack, tmp_path, m
     last.unlink()
     with pytest.raises(UserError, match=rf"{last} is missing: 1 of the 2 shards that manifest\.json"):
         open_source(out / "train")
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps({**manifest, "state": "writing"}))
+    with pytest.raises(UserError, match="is still being written, or was interrupted; run its"):
+        open_source(out / "train")
+    (out / "manifest.json").write_text(json.dumps(manifest))
     assert len(open_source(out / "val")) == 4
     # The pack of another split, or another tool's file, says nothing about these.
-    manifest = json.loads((out / "manifest.json").read_text())
     foreign = [{**manifest, "kind": "another"}, {**manifest, "splits": {}}, [], 1, {"kind": manifest["kind"]}]
-    for content in [*(json.dumps(value).encode() for value in foreign), b"no JSON", b"\xff"]:
+    for content in [*(json.dumps(value).encode() for value in foreign), b"no JSON", b"\xff", b"[" * 100_000]:
         (out / "manifest.json").write_bytes(content)
         assert 0 < len(open_source(out / "train")) < 9
-
-
-def test_an_unfinished_pack_is_refused(written_pack, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    out = tmp_path / "pack"
-    shutil.copytree(written_pack, out)
-    manifest = out / "manifest.json"
-    assert manifest.read_text().count('"state": "complete"') == 1
-    manifest.write_text(manifest.read_text().replace('"state": "complete"', '"state": "writing"'))
-    for split in ("train", "val"):
-        with pytest.raises(UserError, match="is still being written, or was interrupted; run its"):
-            open_source(out / split)
-
-
-def test_a_manifest_that_is_a_pipe_or_of_any_depth_ends_in_a_line_or_says_nothing(written_pack, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    out = tmp_path / "pack"
-    shutil.copytree(written_pack, out)
-    manifest = out / "manifest.json"
-    manifest.write_bytes(b"[" * 100_000)
-    assert len(open_source(out / "train")) == 9
-    manifest.unlink()
-    os.mkfifo(manifest)
-    with pytest.raises(UserError, match=r"manifest\.json cannot be read: is not a file"):
-        open_source(out / "train")
 
 
 def test_a_split_says_what_its_files_are_as_far_as_that_is_known(written_pack, folder, tmp_path, monkeypatch):
@@ -537,15 +480,3 @@ def test_nobody_waits_for_a_pipe_or_reads_a_device(tmp_path, monkeypatch):
     for number in range(len(found)):
         with pytest.raises(OSError, match="is not a file"):
             found.read(number)
-
-
-def test_the_folder_that_one_is_in_can_be_given(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    assert samples(open_source(Path())) == samples(open_source(folder))
-    assert not (folder / ".touchstone-index-.npz").exists()
-
-
-def test_an_index_holds_its_names_in_arrays_that_travel_to_other_processes(folder):
-    found = open_source(folder)
-    assert samples(pickle.loads(pickle.dumps(found))) == samples(found)
-    assert all(isinstance(value, numpy.ndarray) for value in found.arrays.values())

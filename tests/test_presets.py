@@ -135,11 +135,6 @@ def test_another_backend_is_refused(build, backend):
         build(crop_size=32, backend=backend)
 
 
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="nonsense"):
-        presets.ClassificationPresetTrain(crop_size=32, auto_augment_policy="nonsense")
-
-
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (20, 300), (300, 20), (1, 1), (3, 2), (224, 224)])
 @pytest.mark.parametrize("scale", [0.08, 0.9])
 def test_boxes_are_torchvisions_for_the_same_state(size, scale):
