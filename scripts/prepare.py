@@ -383,13 +383,9 @@ class Target:
         begun = read_bytes(record).decode(errors="replace") if record.exists() else facts
         there = {path: num_bytes_of(path) for folder in self.images.iterdir() for path in folder.iterdir()}
         if begun != facts:
-            if any(is_image_file(path.name) for path in there):
-                raise UserError(
-                    f"{self.partial} was begun from another source, {begun[:120]}; give that one again, or remove the "
-                    "folder"
-                )
-            shutil.rmtree(self.images)  # it holds nothing, and another source has other classes
-            self.images.mkdir()
+            raise UserError(
+                f"{self.partial} was begun from another source, {begun[:120]}; give that one, or remove the folder"
+            )
         write_atomically(record, lambda file: file.write(facts.encode()))
         if not self.is_linking:
             check_room(self.out, self.final.name, self.source.num_bytes - sum(there.values()))

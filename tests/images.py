@@ -1,7 +1,6 @@
 """Images made up: folders of them, files of every kind, and every form in which a split may be packed."""
 
 import io
-import os
 import resource
 import shutil
 import sys
@@ -134,12 +133,10 @@ FORMS = [
 ]  # fmt: skip
 
 
-def pack_process(argv, fault=None, largest_file=None, fifo=None):
+def pack_process(argv, fault=None, largest_file=None):
     """Run the packer's command line in this process, small tars and all."""
     from scripts import pack
 
-    if fifo:
-        os.open(fifo, os.O_WRONLY)  # open for as long as this process or one that it forked lives
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     if fault:
@@ -150,7 +147,7 @@ def pack_process(argv, fault=None, largest_file=None, fifo=None):
     pack.main()
 
 
-def run_pack(tmp_path: Path, *argv, fault=None, largest_file=None, fifo=None) -> Outcome:
+def run_pack(tmp_path: Path, *argv, fault=None, largest_file=None) -> Outcome:
     """Run the packer in a process of its own, and return what became of it."""
-    arguments = (argv, fault, largest_file, fifo)
+    arguments = (argv, fault, largest_file)
     return run_ranks(pack_process, 1, *arguments, log_folder=tmp_path, timeout_s=60)

@@ -172,14 +172,6 @@ def assert_nothing_is_half_written(out):
             assert path.read_bytes() == images[f"{split}/{path.parent.name}/{path.name}"]
 
 
-def test_interrupted_it_continues(official, tmp_path):
-    fault = ("scripts.prepare.os.replace", 9, "after", signal.SIGTERM)
-    outcome = run(tmp_path, official, tmp_path / "out", "--skip-md5", fault=fault)
-    error_line(outcome, 130)
-    run(tmp_path, official, tmp_path / "out", "--skip-md5").check()
-    assert content(tmp_path / "out") == archives.tree()
-
-
 def test_a_finished_split_is_left_as_it_is(official, tmp_path):
     run(tmp_path, official, tmp_path / "out", "--skip-md5", "--splits", "val").check()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
@@ -210,21 +202,6 @@ def test_a_changed_record_of_the_source_is_one_line(kaggle, tmp_path, record):
     line = error_line(run(tmp_path, source, out, "--splits", "train"))
     assert str(out / "train.partial") in line
     assert list((out / "train.partial").rglob("*.JPEG"))
-
-
-def test_another_source_begins_where_no_image_was_written(official, tmp_path):
-    """After an archive that holds none, under the name of a class that the right one lacks."""
-    junk = tmp_path / "junk"
-    junk.mkdir()
-    (junk / "ILSVRC2012_img_train.tar").write_bytes(b"junk" * 1000)
-    (tmp_path / "out" / "train.partial" / "train" / "n00000000").mkdir(parents=True)
-    (tmp_path / "out" / "train.partial" / "train" / "n00000000" / "a.JPEG.tmp").write_bytes(b"half")
-    command = [tmp_path / "out", "--skip-md5"]
-    assert "ILSVRC2012_img_train.tar" in error_line(run(tmp_path, junk, *command))
-    assert (tmp_path / "out" / "train.partial" / "source.json").exists()
-    run(tmp_path, official, *command).check()
-    assert content(tmp_path / "out") == archives.tree()
-    assert sorted(os.listdir(tmp_path / "out" / "train")) == sorted({name.split("/")[1] for name in archives.tree()})
 
 
 def test_images_are_not_written_among_their_source(kaggle, tmp_path):
