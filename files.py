@@ -255,6 +255,8 @@ def explain_failure(error: OSError, folder: Path, num_bytes: int) -> str:
         return f"no permission to write in {folder}"
     if error.errno == errno.EROFS:
         return f"{mount_point(folder)} can only be read"
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return "a file stands in its place or above it; choose another folder"
     return f"{folder} is gone" if not folder.exists() else f"{error.strerror or error} in {folder}"
 
 

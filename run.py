@@ -17,6 +17,7 @@ import config
 import gradients
 import optim
 from checkpointing.checkpoint import RunState
+from checkpointing.folder import explained
 from checkpointing.guard import run_facts
 from checkpointing.status import MOST_STARTS, StatusFile
 from checkpointing.store import CheckpointManager
@@ -25,7 +26,7 @@ from distributed.decision import CONTINUE, StepDecisions, WatchedLoader
 from distributed.launch import read_launch
 from distributed.watch import FiniteWatch, StallWatchdog
 from errors import PreemptedError, StorageError, UserError, loader_killed
-from files import explain_failure, write_atomically
+from files import write_atomically
 from gradients import ShardedStep
 from metrics import Accuracy, Metric, Tally
 from monitoring.bottleneck import StepClock, as_record, describe_bottleneck, find_shares
@@ -202,25 +203,21 @@ class Run(BareRun):
         """Write status.json, run.json (a description of the run) and recipe.toml (to repeat it). Rank 0 only.
 
         Raises:
-            UserError: a launcher has restarted the run too often from the same step.
-            StorageError: the files cannot be written.
+            UserError: a launcher has restarted the run too often from the same step, or the files cannot be written.
         """
         is_done, launch = self.is_done, read_launch()
-        try:
+        record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
+        description = json.dumps({**record, "launch": launch.agent, **self.state.facts}, indent=2) + "\n"
+        with explained(self.folder):
             self.status.replace("running", start=start)
             if start["count"] > MOST_STARTS and launch.is_restart and not is_done:
                 reason = f"no progress: start number {start['count']} in a row from step {self.state.step}"
                 self.status.replace("failed", reason)
                 raise UserError(f"{reason}; no further restart: look into the log, then start it by hand", exit_code=1)
-            record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
-            description = json.dumps({**record, "launch": launch.agent, **self.state.facts}, indent=2) + "\n"
             for name, text in {"run.json": description, "recipe.toml": config.write_recipe(self.args)}.items():
                 path = self.folder / name
                 if not (is_done and path.exists()):  # a finished run keeps its own
                     write_atomically(path, text.encode())
-        except OSError as error:
-            why = explain_failure(error, self.folder, 0)
-            raise StorageError(f"--output-dir {self.folder}: {why}; no training was done") from error
 
     def finish(self) -> None:
         """Record and print how the run ended. Collective: every rank must call it."""

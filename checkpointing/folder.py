@@ -266,12 +266,8 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(f"--output-dir: {explain_failure(error, folder, 0)}") from error
-        reason = error.strerror or error
-        if isinstance(error, FileExistsError | NotADirectoryError):
-            reason = "a file has its name or that of a folder above it; choose another folder"
-        raise UserError(f"--output-dir {folder} cannot be written: {reason}") from error
+        kind = StorageError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UserError
+        raise kind(f"--output-dir {folder} cannot be written: {explain_failure(error, folder, 0)}") from error
 
 
 def _write(path: Path, payload: bytes) -> None:

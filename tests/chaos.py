@@ -35,11 +35,6 @@ OPTIONS = """
     --model-ema --model-ema-steps 2 --model-ema-decay 0.9 --lr 0.05 --lr-warmup-epochs 1 --clip-grad-norm 1.0
     --epochs 4 --print-freq 2 --lr-scheduler cosineannealinglr --use-deterministic-algorithms --resume auto
 """.split()
-SAVE_POINTS = [
-    (name, when)
-    for name in ("torch.save", "os.fsync", "os.replace", "os.unlink")
-    for when in (("before", "half", "after") if name == "torch.save" else ("before", "after"))
-]
 
 
 class Chaos:
@@ -178,11 +173,6 @@ class Chaos:
         self.campaign("kills", number - number // 3, 1, *step, strike=self.kill_one)
         self.campaign("kills", number // 3, 1, *step, "--workers", "2", strike=self.kill_one)
 
-    def save_kills(self, number: int) -> None:
-        """SIGKILL around each call of the save protocol, its first to fifth time."""
-        points = [(0, name, call, when) for call in range(1, 6) for name, when in SAVE_POINTS][:number]
-        self.campaign("save_kills", len(points), 1, "--checkpoint-steps", "1", fault=lambda struck: points[struck])
-
     def rank_kills(self, number: int, number_of_all: int) -> None:
         """SIGKILL a random one of four ranks; then all of three at once."""
         step = ["--checkpoint-steps", "1"]
@@ -273,7 +263,7 @@ def main() -> None:
     """Run all campaigns and print the one line of counts; exit 1 where one is too small or anything was lost."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
     asked = {
-        "kills": 1000, "save-kills": 45, "rank-kills": 100, "all-rank-kills": 10, "resizes": 20, "signals": 50,
+        "kills": 1000, "rank-kills": 100, "all-rank-kills": 10, "resizes": 20, "signals": 50,
         "rank-signals": 20, "faults": 40, "bitflips": 3000,
     }  # fmt: skip
     for name, number in asked.items():
@@ -292,7 +282,6 @@ def main() -> None:
         rounds = Rounds(most, Path(folder) / "rounds", num_workers=1)
         chaos.bitflips(args.bitflips)
         chaos.hostile()
-        chaos.save_kills(args.save_kills)
         chaos.kills(args.kills)
         more, problems = rounds.finish()
         chaos.counts += more
@@ -302,7 +291,7 @@ def main() -> None:
         chaos.resizes(args.resizes)
         chaos.rank_kills(args.rank_kills, args.all_rank_kills)
         chaos.faults(args.faults)
-    names = ("kills", "save_kills", "rank_kills", "signals", "faults", "bitflips", *most)
+    names = ("kills", "rank_kills", "signals", "faults", "bitflips", *most)
     counts = {name: chaos.counts[name] for name in names}
     counts["rank_kills"] += chaos.counts["resizes"]
     bad = {name: chaos.counts[name] for name in ("lost", "different", "executed")}
@@ -311,7 +300,6 @@ def main() -> None:
     print("chaos: " + " ".join(f"{name}={number}" for name, number in {**counts, **bad}.items()))
     enough = {
         "kills": args.kills,
-        "save_kills": args.save_kills,
         "rank_kills": args.rank_kills + args.all_rank_kills + args.resizes,
         "signals": args.signals + args.rank_signals,
         "faults": args.faults,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.chaos import SAVE_POINTS, Chaos
+from tests.chaos import Chaos
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,6 @@ def chaos(tmp_path_factory):
 # How many faults of a kind strike; the campaigns themselves hold each run against an uninterrupted one.
 ROUNDS = {
     "kills": ("kills", 12),
-    "save_kills": ("save_kills", len(SAVE_POINTS)),
     "rank_kills": ("rank_kills", 4, 2),
     "signals": ("signals", 8, 3),
     "resizes": ("resizes", 4),
