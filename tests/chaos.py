@@ -1,8 +1,8 @@
 """Break runs on purpose and count what is lost: `make chaos`, or `python -m tests.chaos --kills 100`.
 
 The oracle is an uninterrupted run: the folder of a broken and resumed run has to end like its (tests/endings.py).
-Beside random faults in whole runs, every point of a very small one is tried (tests/rounds.py). Everything random is
-seeded; the faults stand in the processes, not in the code.
+Beside random faults in whole runs, and those of the table in tests/faults.py, every point of a very small run is tried
+(tests/rounds.py). Everything random is seeded; the faults are injected into the processes, not into the code.
 """
 
 import argparse
@@ -15,7 +15,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,8 +39,59 @@ OPTIONS = """
 """.split()
 
 
+def kill_one(rng: random.Random, duration_s: float, world_size: int) -> list[tuple]:
+    """Return one SIGKILL to a random rank at a random time, mostly before a resumed run has ended."""
+    return [(rng.uniform(0, 0.6 * duration_s), rng.randrange(world_size), signal.SIGKILL)]
+
+
+def kill_all(rng: random.Random, duration_s: float, world_size: int) -> list[tuple]:
+    """Return a SIGKILL to every rank at one random time."""
+    at_s = rng.uniform(0, duration_s)
+    return [(at_s, rank, signal.SIGKILL) for rank in range(world_size)]
+
+
+def signal_one(rng: random.Random, duration_s: float, world_size: int) -> list[tuple]:
+    """Return a signal that asks for a stop, to a random rank at a random time."""
+    number = rng.choice([signal.SIGTERM, signal.SIGUSR1]) if world_size > 1 else signal.SIGTERM
+    return [(rng.uniform(0, duration_s), rng.randrange(world_size), number)]
+
+
+class Campaign(NamedTuple):
+    """Random faults of a kind against runs of the recipe.
+
+    Args:
+        number: how many faults, by default.
+        strike: returns signals as `run_ranks` takes them, from (random generator, duration of a run, world size).
+        world_sizes: processes of a run; each start takes one of them.
+        options: further options; without `--checkpoint-steps`, a run saves at the ends of epochs only.
+        shards: of the global batch.
+    """
+
+    number: int
+    strike: Callable[[random.Random, float, int], list[tuple]]
+    world_sizes: tuple[int, ...] = (1,)
+    options: tuple[str, ...] = ("--checkpoint-steps", "1")
+    shards: int = 4
+
+    @property
+    def has_same_saves(self) -> bool:
+        """Whether a run saves at every step; if not, one that was told to stop has saved at other steps."""
+        return "--checkpoint-steps" in self.options
+
+
+CAMPAIGNS = {
+    "kills": Campaign(670, kill_one),
+    "loader_kills": Campaign(330, kill_one, options=("--checkpoint-steps", "1", "--workers", "2")),
+    "rank_kills": Campaign(100, kill_one, (4,)),
+    "all_rank_kills": Campaign(10, kill_all, (3,), shards=3),
+    "resizes": Campaign(20, kill_one, (1, 2, 4)),
+    "signals": Campaign(50, signal_one, options=()),
+    "rank_signals": Campaign(20, signal_one, (4,), options=()),
+}
+
+
 class Chaos:
-    """Campaigns of faults against runs of one recipe, and what came of them.
+    """Campaigns of faults against runs of one recipe, and their outcomes.
 
     Args:
         folder: where the runs live; each is removed when it has been compared.
@@ -46,149 +99,80 @@ class Chaos:
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder = folder
-        self.rng = random.Random(seed)
-        self.counts = Counter()
-        self.problems = []
+        self.folder, self.rng = folder, random.Random(seed)
+        self.counts, self.problems = Counter(), []
         self.images = write_images(folder / "images", {"train": [11, 10, 8], "val": [3, 2, 2]})
         self.numbers = itertools.count()
         self.references, self.duration_s = {}, {}
 
-    def train(self, out: Path, world_size: int, *extra: str, shards: int = 4, faults=(), strikes=()):
-        """Run train.py once on `world_size` processes; return what became of them."""
+    def train(self, out: Path, world_size: int, *extra: str, shards: int = 4, strikes=()):
+        """Run train.py once on `world_size` processes; return its outcome."""
         batch = ["--batch-size", str(8 // shards), "--global-batch-size", str(8 // shards * shards)]
         argv = ["--data-path", str(self.images), "--output-dir", str(out), *OPTIONS, *batch, *extra]
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        return run_ranks(train_rank, world_size, argv, list(faults), log_folder=logs, strikes=strikes)
+        return run_ranks(train_rank, world_size, argv, log_folder=logs, strikes=strikes)
 
-    def reference(self, world_size: int, shards: int, extra: tuple[str, ...] = ()) -> None:
-        """Run an uninterrupted run, and take its time on so many processes, if that has not been done."""
-        key = shards, extra
-        if key not in self.references:
-            out = self.folder / f"reference{next(self.numbers)}"
-            self.train(out, 1, *extra, shards=shards).check()
-            self.references[key] = Ending(out, has_same_saves=has_same_saves(extra))
-            if extra:
-                self.reference(1, shards)
-                # How often a run saves, and on how many loader processes, changes nothing that it computes.
-                differences = self.references[key].differences(self.references[shards, ()])
-                self.problems += [text for text in differences if text.startswith(("checkpoint.pth", "metrics", ".:"))]
-            shutil.rmtree(out)
-        if (world_size, *key) not in self.duration_s:
-            out = self.folder / f"timed{next(self.numbers)}"
-            start = time.monotonic()
-            self.train(out, world_size, *extra, shards=shards).check()
-            self.duration_s[world_size, *key] = time.monotonic() - start
-            self.compare(out, shards, f"an undisturbed run on {world_size}", extra)
+    def reference(self, campaign: Campaign) -> None:
+        """Run a campaign's run uninterrupted, and take its time on each number of processes, if that is not done."""
+        key = campaign.shards, campaign.options
+        for size in {1, *campaign.world_sizes}:
+            if (size, *key) in self.duration_s:
+                continue
+            out, start = self.folder / f"reference{next(self.numbers)}", time.monotonic()
+            self.train(out, size, *campaign.options, shards=campaign.shards).check()
+            self.duration_s[size, *key] = time.monotonic() - start
+            self.references.setdefault(key, Ending(out, has_same_saves=campaign.has_same_saves))
+            self.compare(out, campaign, f"an undisturbed run on {size}")
 
-    def compare(self, out: Path, shards: int, what: str, extra: tuple[str, ...] = ()) -> None:
+    def compare(self, out: Path, campaign: Campaign, what: str) -> None:
         """Count a finished run that differs from the uninterrupted one, and remove it."""
-        differences = Ending(out, has_same_saves=has_same_saves(extra)).differences(self.references[shards, extra])
+        expected = self.references[campaign.shards, campaign.options]
+        differences = Ending(out, has_same_saves=campaign.has_same_saves).differences(expected)
         if differences:
             self.counts["different"] += 1
             self.problems.append(f"{what}: {'; '.join(differences)}")
         shutil.rmtree(out)
 
     def note_loss(self, out: Path, before: int) -> int:
-        """Count torn files and steps that went back; return the newest step that is safe."""
+        """Count truncated files and steps that went back; return the newest step that is safe."""
         newest = -1
         for path in out.glob("checkpoint-*.pth"):
             try:
                 newest = max(newest, load_whole(path)["step"])
             except UserError as error:
                 self.counts["lost"] += 1
-                self.problems.append(f"torn under its final name: {error}")
+                self.problems.append(f"damaged under its final name: {error}")
         if newest < before:
             self.counts["lost"] += 1
             self.problems.append(f"step {before} was safe, and then only {newest}")
         return newest
 
-    def campaign(
-        self, kind: str, number: int, world_size: int | tuple, *extra: str, shards: int = 4, **trouble
-    ) -> None:
-        """Break runs until `number` faults of a kind have struck; each run is resumed until it ends, and compared.
-
-        Args:
-            kind: the count.
-            number: how many faults.
-            world_size: processes of a run; or several, of which each start takes one.
-            extra: further options.
-            shards: of the global batch.
-            trouble: `strike(duration_s)` returns signals as `run_ranks` takes them, or `fault(attempt)` a fault.
-        """
-        sizes = world_size if isinstance(world_size, tuple) else (world_size,)
-        for size in sizes:
-            self.reference(size, shards, extra)
-        start, struck, attempts = time.monotonic(), 0, 0
-        while struck < number:
+    def campaign(self, kind: str, number: int) -> None:
+        """Break runs until `number` faults of a kind have struck; each run is resumed until it ends, and compared."""
+        campaign, start, attempts = CAMPAIGNS[kind], time.monotonic(), 0
+        self.reference(campaign)
+        while self.counts[kind] < number:
             out, safe, is_over = self.folder / f"run{next(self.numbers)}", -1, False
             while not is_over:
                 attempts += 1
                 if attempts > 4 * number + 40:
-                    self.problems.append(f"{kind}: only {struck} of {number} faults struck in {attempts} attempts")
+                    self.problems.append(f"{kind}: only {self.counts[kind]} faults struck in {attempts} attempts")
                     return
-                size = self.rng.choice(sizes)
-                duration_s = self.duration_s[size, shards, extra]
-                strikes = trouble["strike"](duration_s) if "strike" in trouble and struck < number else []
-                faults = [trouble["fault"](struck)] if "fault" in trouble and struck < number else []
-                outcome = self.train(out, size, *extra, shards=shards, strikes=strikes, faults=faults)
+                size = self.rng.choice(campaign.world_sizes)
+                duration_s = self.duration_s[size, campaign.shards, campaign.options]
+                is_due = self.counts[kind] < number
+                strikes = campaign.strike(self.rng, duration_s, size) if is_due else []
+                outcome = self.train(out, size, *campaign.options, shards=campaign.shards, strikes=strikes)
                 is_over = status(out).get("state") == "finished" and outcome.codes == [0] * size
-                struck += not is_over
                 self.counts[kind] += not is_over
-                if not is_over and struck % 50 == 0:
-                    print(f"{kind}: {struck} of {number}, {time.monotonic() - start:.0f} s", flush=True)
                 safe = self.note_loss(out, safe)
                 if not is_over and not was_struck(outcome.codes, status(out)):
                     self.counts["lost"] += 1
                     self.problems.append(f"{kind}: ended by itself:\n{outcome.output[-2000:]}")
                     return
-            self.compare(out, shards, kind, extra)
-        print(
-            f"{kind}: {struck} struck in {attempts} starts on {world_size}, {time.monotonic() - start:.0f} s",
-            flush=True,
-        )
-
-    def kill_one(self, duration_s: float, world_size: int = 1) -> list[tuple]:
-        """Return one SIGKILL to a random rank at a random time.
-
-        Mostly before a resumed run, which is shorter than a whole one, has ended; that it gets on all the same is
-        what the campaign's limit of attempts checks.
-        """
-        return [(self.rng.uniform(0, 0.6 * duration_s), self.rng.randrange(world_size), signal.SIGKILL)]
-
-    def kill_all(self, duration_s: float, world_size: int) -> list[tuple]:
-        """Return a SIGKILL to every rank at one random time."""
-        at_s = self.rng.uniform(0, duration_s)
-        return [(at_s, rank, signal.SIGKILL) for rank in range(world_size)]
-
-    def signal_one(self, duration_s: float, world_size: int = 1) -> list[tuple]:
-        """Return a signal that asks for a stop, to a random rank at a random time."""
-        number = self.rng.choice([signal.SIGTERM, signal.SIGUSR1]) if world_size > 1 else signal.SIGTERM
-        return [(self.rng.uniform(0, duration_s), self.rng.randrange(world_size), number)]
-
-    def kills(self, number: int) -> None:
-        """SIGKILL one process at random moments, a third of the time with loader processes."""
-        step = ["--checkpoint-steps", "1"]
-        self.campaign("kills", number - number // 3, 1, *step, strike=self.kill_one)
-        self.campaign("kills", number // 3, 1, *step, "--workers", "2", strike=self.kill_one)
-
-    def rank_kills(self, number: int, number_of_all: int) -> None:
-        """SIGKILL a random one of four ranks; then all of three at once."""
-        step = ["--checkpoint-steps", "1"]
-        self.campaign("rank_kills", number, 4, *step, strike=lambda duration_s: self.kill_one(duration_s, 4))
-        self.campaign(
-            "rank_kills", number_of_all, 3, *step, shards=3, strike=lambda duration_s: self.kill_all(duration_s, 3)
-        )
-
-    def signals(self, number: int, number_of_ranks: int) -> None:
-        """Ask for a stop at random moments, with no saving but that at the ends of epochs: one process, one of four."""
-        self.campaign("signals", number, 1, strike=self.signal_one)
-        self.campaign("signals", number_of_ranks, 4, strike=lambda duration_s: self.signal_one(duration_s, 4))
-
-    def resizes(self, number: int) -> None:
-        """Kill a run at random moments, and go on with it on 1, 2 or 4 processes, in random order."""
-        self.campaign("resizes", number, (1, 2, 4), "--checkpoint-steps", "1", strike=self.kill_one)
+            self.compare(out, campaign, kind)
+        print(f"{kind}: {number} struck in {attempts} starts, {time.monotonic() - start:.0f} s", flush=True)
 
     def bitflips(self, number: int) -> None:
         """Flip single bits of a checkpoint: it must be refused, or hold what it held."""
@@ -248,13 +232,8 @@ def was_struck(codes: list[int], record: dict) -> bool:
     return any(code < 0 for code in codes) or record.get("state") == "preempted"
 
 
-def has_same_saves(extra: tuple[str, ...]) -> bool:
-    """Tell whether a run saves at every step; if not, one that was told to stop has saved at other steps."""
-    return "--checkpoint-steps" in extra
-
-
 def status(out: Path) -> dict:
-    """Return what status.json says; nothing where there is none yet."""
+    """Return the content of status.json, or nothing where there is none yet."""
     path = out / "status.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -262,50 +241,32 @@ def status(out: Path) -> dict:
 def main() -> None:
     """Run all campaigns and print the one line of counts; exit 1 where one is too small or anything was lost."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
-    asked = {
-        "kills": 1000, "rank-kills": 100, "all-rank-kills": 10, "resizes": 20, "signals": 50,
-        "rank-signals": 20, "faults": 40, "bitflips": 3000,
-    }  # fmt: skip
-    for name, number in asked.items():
-        parser.add_argument(f"--{name}", metavar="N", type=int, default=number, help=f"default {number}")
-    for name, number in {"crash-points": 10_000, "failing-calls": 60, "power-loss": 120}.items():
-        parser.add_argument(
-            f"--{name}", metavar="N", type=int, default=number, help=f"of each scenario, at most; default {number}"
-        )
+    asked = {name: campaign.number for name, campaign in CAMPAIGNS.items()} | {"faults": 40, "bitflips": 3000}
+    of_each_scenario = {"crash_points": 10_000, "failing_calls": 60, "power_loss": 120}
+    for name, number in {**asked, **of_each_scenario}.items():
+        more = "of each scenario, at most; " if name in of_each_scenario else ""
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, metavar="N", type=int, default=number, help=f"{more}default {number}")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of all that is random; default 0")
-    args = parser.parse_args()
+    args = vars(parser.parse_args())
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        chaos = Chaos(Path(folder), args.seed)
+        chaos = Chaos(Path(folder), args["seed"])
         # Beside runs of one process, so that two cores have something to do.
-        most = {"crash_points": args.crash_points, "failing_calls": args.failing_calls, "power_loss": args.power_loss}
-        rounds = Rounds(most, Path(folder) / "rounds", num_workers=1)
-        chaos.bitflips(args.bitflips)
+        rounds = Rounds({name: args[name] for name in of_each_scenario}, Path(folder) / "rounds", num_workers=1)
+        chaos.bitflips(args["bitflips"])
         chaos.hostile()
-        chaos.kills(args.kills)
+        for kind in CAMPAIGNS:
+            chaos.campaign(kind, args[kind])
+        chaos.faults(args["faults"])
         more, problems = rounds.finish()
-        chaos.counts += more
-        chaos.counts["different"] += len(problems)
-        chaos.problems += problems
-        chaos.signals(args.signals, args.rank_signals)
-        chaos.resizes(args.resizes)
-        chaos.rank_kills(args.rank_kills, args.all_rank_kills)
-        chaos.faults(args.faults)
-    names = ("kills", "rank_kills", "signals", "faults", "bitflips", *most)
-    counts = {name: chaos.counts[name] for name in names}
-    counts["rank_kills"] += chaos.counts["resizes"]
-    bad = {name: chaos.counts[name] for name in ("lost", "different", "executed")}
-    for problem in chaos.problems:
-        print(problem)
+    counts = {name: (chaos.counts + more)[name] for name in (*asked, *of_each_scenario)}
+    chaos.counts["different"] += len(problems)
+    bad = {name: (chaos.counts + more)[name] for name in ("lost", "different", "executed")}
+    problems += chaos.problems
+    print(*problems, sep="\n")
     print("chaos: " + " ".join(f"{name}={number}" for name, number in {**counts, **bad}.items()))
-    enough = {
-        "kills": args.kills,
-        "rank_kills": args.rank_kills + args.all_rank_kills + args.resizes,
-        "signals": args.signals + args.rank_signals,
-        "faults": args.faults,
-        "bitflips": args.bitflips,
-    }
-    sys.exit(bool(chaos.problems) or any(bad.values()) or any(counts[name] < enough[name] for name in enough))
+    sys.exit(bool(problems) or any(bad.values()) or any(counts[name] < args[name] for name in asked))
 
 
 if __name__ == "__main__":

@@ -209,27 +209,18 @@ def _describe(ours, theirs) -> str:
         keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
         return "; ".join(f"{key} {_describe(ours.get(key), theirs.get(key))}" for key in keys[:3])
     if isinstance(ours, list) and isinstance(theirs, list):
-        more = [item for item in ours if item not in theirs]
-        less = [item for item in theirs if item not in ours]
-        if not more and not less:
-            return f"{len(ours)} entries for {len(theirs)}, or in another order"
+        more, less = ([item for item in each if item not in other] for each, other in ((ours, theirs), (theirs, ours)))
         return f"has {str(more)[:200]} and lacks {str(less)[:200]}"
-    if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
-        return "other values"
-    return f"{str(ours)[:120]} for {str(theirs)[:120]}"
+    is_tensor = isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor)
+    return "other values" if is_tensor else f"{str(ours)[:120]} for {str(theirs)[:120]}"
 
 
 def _summarize(found: list[str]) -> list[str]:
-    """Put what is said of the leaves of one checkpoint into one line."""
+    """Put the differences within one checkpoint into one line, its step first."""
     by_file = {}
     for text in found:
         by_file.setdefault(text.partition("/")[0] if ".pth/" in text else text, []).append(text)
     return [
-        texts[0] if len(texts) == 1 else f"{name} differs in {len(texts)} entries, such as {_most_telling(texts)}"
-        for name, texts in by_file.items()
+        f"{max(texts, key=lambda text: '/step:' in text)}{f', and {len(texts) - 1} more' if texts[1:] else ''}"
+        for texts in by_file.values()
     ]
-
-
-def _most_telling(texts: list[str]) -> str:
-    """Prefer the step to whatever follows from it."""
-    return next((text for text in texts if "/step:" in text), texts[0])

@@ -1,10 +1,8 @@
 """The script from its first line on, as a real process: signals while it imports, closed files, limits."""
 
-import ctypes
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -252,26 +250,6 @@ def test_what_the_machine_does_not_give_the_imports_is_said_in_one_line(started,
     line, extra, words = LIMITS_OF_IMPORTS[limit]
     outcome = shell(started, tmp_path / "out", f'{line}; exec "$@"', *extra)
     check_refused(outcome.returncode, outcome.stdout + outcome.stderr, words)
-
-
-def allow_no_process():
-    """Limit the processes to this one, and be no longer free of the limit, as root and two capabilities make one."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # the layout with 64 bits, and this process
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inherited; then their upper halves
-    assert libc.capget(header, sets) == 0
-    sets[0] &= ~(1 << 21 | 1 << 24)  # CAP_SYS_ADMIN and CAP_SYS_RESOURCE
-    os.setresuid(65534, 0, 0)
-    assert libc.capset(header, sets) == 0
-    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="sets a limit that root is free of")
-def test_no_more_processes_is_said_in_one_line(started, tmp_path):
-    outcome = run_forked(started, tmp_path / "out", prepare=(allow_no_process,), stdout=tmp_path / "stdout")
-    assert outcome.codes == [2], outcome.output
-    assert outcome.output.count("train.py: error: cannot start 2 loader processes") == 1
-    assert "Traceback" not in outcome.output
 
 
 def test_garbage_is_looked_for_again_once_all_is_imported():
