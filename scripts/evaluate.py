@@ -314,14 +314,14 @@ def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int, name: 
     Raises:
         UserError: the model's scores are not finite.
     """
-    loader, first = evaluation.load(place), evaluation.images.firsts[place]
+    loader = evaluation.load(place)
     labels = torch.from_numpy(each.labels)
     rows = [torch.zeros(0, 3 + 2 * k, dtype=torch.float64)]
     progress = Progress(f"evaluating on {name or each.name}", len(loader.loader.sampler), "images")
     with torch.inference_mode(), evaluation.autocast:
         for (image, _), keys in zip(loader, numbers_of(loader), strict=True):
-            ranked = _rank(each.columns, evaluation.model(image), labels[keys - first].to(image.device), k)
-            rows.append(torch.cat([keys[:, None].to(ranked.device) - first, ranked], dim=1))
+            ranked = _rank(each.columns, evaluation.model(image), labels[keys].to(image.device), k)
+            rows.append(torch.cat([keys[:, None].to(ranked.device), ranked], dim=1))
             progress.update(len(keys))
     progress.close()
     gathered = gather(torch.cat([part.cpu() for part in rows])).numpy()

@@ -1,16 +1,13 @@
 """Open a trained model, from a checkpoint or by its published name, and compute with it."""
 
 import argparse
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset, Sampler
+from torch import nn
 
 import config
 import data
@@ -101,34 +98,10 @@ def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = Tr
     return args.replaced(distributed=args.world_size > 1)
 
 
-class _Sets(Dataset):
-    """Several sets, one after the other, so that the same loader processes, started once, serve them all."""
+class _Numbers(list):
+    """Numbers of images in their order, as a sampler."""
 
-    def __init__(self, sets: list[data.IndexedImageFolder]) -> None:
-        self.sets, self.firsts = sets, [0, *accumulate(map(len, sets))]
-        self.current = sets[0]
-
-    def __len__(self) -> int:
-        """Return the number of images of the set that is being evaluated."""
-        return len(self.current)
-
-    def load(self, key: int) -> tuple[Tensor, int]:
-        """Return an image and its class, as its set does."""
-        place = bisect_right(self.firsts, key) - 1
-        return self.sets[place].load(key - self.firsts[place])
-
-
-class _SetSampler(Sampler):
-    """Turn the numbers of images within a set into their numbers among the images of all sets."""
-
-    def __init__(self, numbers: Any, first: int, batch_size: int) -> None:
-        self.numbers, self.first, self.batch_size = numbers, first, batch_size
-
-    def __iter__(self) -> Iterator[int]:
-        return (self.first + number for number in self.numbers)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
+    batch_size: int
 
 
 class Evaluation:
@@ -143,9 +116,9 @@ class Evaluation:
     """
 
     def __init__(self, trained: Trained, args: config.Record, sets: list[data.IndexedImageFolder]) -> None:
-        self.args, self.images = args, _Sets(sets)
+        self.args, self.sets = args, sets
         # Before other threads start, such as the process group's: see `BatchLoader.start`.
-        (self.started,) = data.start_loaders([self.images], args)
+        self.started = data.start_loaders(sets, args)
         collectives.join_processes(args)
         self.device = models.set_up_device(args)
         model = models.place_model(trained.model, args, self.device).eval()
@@ -154,12 +127,12 @@ class Evaluation:
 
     def load(self, place: int, numbers: list[int] | None = None) -> data.DeviceLoader:
         """Return batches of the images of a set that have these numbers; by default of this process's share of all."""
-        args, images = self.args, self.images.sets[place]
-        self.images.current = images
-        if numbers is None:
-            numbers = EvalSampler(len(images), args.batch_size, args.rank, args.world_size)
-        sampler = _SetSampler(numbers, self.images.firsts[place], args.batch_size)
-        return data.build_device_loader(args, self.images, sampler, self.device, len(images.classes), self.started)
+        args, images = self.args, self.sets[place]
+        sampler = EvalSampler(len(images), args.batch_size, args.rank, args.world_size)
+        if numbers is not None:
+            sampler = _Numbers(numbers)
+            sampler.batch_size = args.batch_size
+        return data.build_device_loader(args, images, sampler, self.device, len(images.classes), self.started[place])
 
 
 def open_given(options: argparse.Namespace) -> Trained:
