@@ -187,7 +187,7 @@ def _classes(content: dict) -> list[str] | None:
     """Return the names of the classes, or None if the checkpoint lacks them."""
     described = content.get("data")
     classes = described.get("classes") if isinstance(described, dict) else None
-    is_known = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    is_known = isinstance(classes, list) and all(isinstance(name, str) and len(name) <= 255 for name in classes)
     return classes if is_known else None
 
 
