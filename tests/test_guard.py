@@ -275,12 +275,20 @@ def test_a_permission_that_is_not_needed_is_said(capsys):
     assert capsys.readouterr().out == "--allow-change lr,workers: as in the checkpoint\n"
 
 
-def test_a_removed_option_with_other_pixels_is_refused_and_its_default_is_not():
+@pytest.mark.parametrize(
+    ("name", "value", "is_refused"),
+    [
+        ("decode_device", "cpu", False),
+        ("decode_device", "cuda", True),
+        ("mixup_prob", 0.8, True),
+        ("early_stop", 3, False),
+    ],
+)
+def test_a_removed_option_is_refused_where_the_run_computed_other_numbers_with_it(name, value, is_refused):
     state = state_of(parse())
-    for value in ("cpu", "cuda"):
-        state["args"] = {**state["args"], "decode_device": value}
-        if value == "cpu":
+    state["args"][name] = value
+    if is_refused:
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} {value}, an option that was removed"):
             guard.check_options(state, parse(), "pillow")
-        else:
-            with pytest.raises(UserError, match="--decode-device cuda, an option that was removed"):
-                guard.check_options(state, parse(), "pillow")
+    else:
+        guard.check_options(state, parse(), "pillow")
