@@ -43,8 +43,9 @@ LAYOUT = {
 class EventFile:
     """TensorBoard's view of a run: one file, which replaces those of earlier starts.
 
-    A file for each start and `purge_step` would not do: TensorBoard reads a folder's files in the order of the times in
-    their names, so after a clock was set back it would purge the wrong points, and it stops at a half-written one.
+    A file for each start with `purge_step` would not do: TensorBoard reads files in the order of the times in their
+    names, so after a clock was set back the purge comes first and points are shown twice; and it reads no further than
+    a half-written record.
 
     Args:
         folder: the run's folder.
