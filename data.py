@@ -465,7 +465,6 @@ class DeviceLoader:
         self.transform = transform
         self.seed = seed
         self.replaced = []
-        self._ahead = None, None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -481,15 +480,8 @@ class DeviceLoader:
         for keys in self.loader.batch_sampler:
             yield torch.tensor(keys)
 
-    def load_ahead(self, epoch: int, step: int) -> None:
-        """Begin to load an epoch from a step on; the next pass takes these batches if it begins there."""
-        self.loader.sampler.set_epoch(epoch, step)
-        self._ahead = (epoch, step), iter(self.loader)
-
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        sampler, (place, ahead), self._ahead = self.loader.sampler, self._ahead, (None, None)
-        is_ahead = place is not None and place == (sampler.epoch, sampler.start_step)
-        batches = self._batches(ahead if is_ahead else iter(self.loader))
+        batches = self._batches(iter(self.loader))
         return batches if self.stream is None else self._one_ahead(batches)
 
     def _batches(self, loaded: Iterator[tuple]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -554,24 +546,6 @@ def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: to
         build_device_loader(args, images, sampler, device, num_classes, own)
         for images, sampler, own in zip(datasets, samplers, started, strict=True)
     ]
-
-
-def load_ahead(data_loader: DeviceLoader | None, args: Any, state: dict | None) -> None:
-    """Begin to load the images that a run trains on first, while it builds its model.
-
-    `state` is the checkpoint that the run resumes from, if any.
-    """
-    if data_loader is None:
-        return
-    epoch, step = args.start_epoch, 0
-    if state is not None:
-        epoch, step = state["position"]["epoch"], state["position"]["steps"]
-    if step >= data_loader.loader.sampler.steps_per_epoch:
-        if not state["position"]["is_evaluated"]:  # the processes load the validation images first
-            return
-        epoch, step = epoch + 1, 0
-    if epoch < args.epochs:
-        data_loader.load_ahead(epoch, step)
 
 
 def report_images(data_loader: DeviceLoader, epoch: int) -> None:

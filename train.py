@@ -236,7 +236,6 @@ def main(args):
     check_data(state, args, *datasets)
     data.check_depth(state, args, *datasets)
     data_loader, data_loader_test = data.build_device_loaders(args, datasets, samplers, device, started)
-    data.load_ahead(data_loader, args, state)
     loaders = {config.evaluated_set(args): data_loader_test}
     num_classes = len(datasets[1].classes)
     weights = None if state else start_weights(args, datasets[1])

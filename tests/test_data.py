@@ -4,7 +4,6 @@ import hashlib
 import os
 import shutil
 import struct
-import time
 import zlib
 
 import pytest
@@ -131,49 +130,6 @@ def test_batches_of_a_tar_are_those_of_the_folder(image_folder, tmp_path, form):
     form(image_folder / "train", tmp_path)
     shutil.copytree(image_folder / "val", tmp_path / "val")
     assert epoch_hashes(tmp_path, workers=2) == epoch_hashes(image_folder, workers=0)
-
-
-class Noting(data.IndexedImageFolder):
-    """Writes down the number of each image that any process loads."""
-
-    def load(self, key):
-        with open(self.notes, "a") as file:
-            file.write(f"{int(key)}\n")
-        return super().load(key)
-
-    def read(self):
-        return list(map(int, self.notes.read_text().split())) if self.notes.exists() else []
-
-
-def test_a_run_loads_ahead_where_it_goes_on_and_each_image_once(image_folder, tmp_path):
-    args = arguments(image_folder, "--workers", "2", "--train-crop-size", "24", "--batch-size", "4", "--epochs", "3")
-    dataset = Noting(image_folder / "train", ClassificationPresetTrain(crop_size=24), seed=3)
-    dataset.notes = tmp_path / "notes"
-    sampler = TrainSampler(len(dataset), VirtualShards(8, 2), seed=3)
-    loader = data.build_device_loader(args, dataset, sampler, torch.device("cpu"), num_classes=3)
-
-    def batches(epoch, step):
-        sampler.set_epoch(epoch, step)
-        return [(image.tolist(), target.tolist()) for image, target in loader]
-
-    expected = {place: batches(*place) for place in [(1, 1), (2, 0)]}
-    for place, position in {(1, 1): (1, 1), (2, 0): (1, sampler.steps_per_epoch)}.items():
-        dataset.notes.unlink()
-        data.load_ahead(
-            loader, args, {"position": {**dict(zip(("epoch", "steps"), position, strict=True)), "is_evaluated": True}}
-        )
-        deadline = time.monotonic() + 60
-        while len(dataset.read()) < 4:  # nobody has asked for a batch
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert batches(*place) == expected[place]
-        assert sorted(dataset.read()) == sorted(map(int, sampler))
-    data.load_ahead(loader, args, None)  # the beginning, from where this goes on elsewhere
-    assert batches(1, 1) == expected[1, 1]
-    data.load_ahead(
-        loader, args, {"position": {"epoch": 2, "steps": sampler.steps_per_epoch, "is_evaluated": True}}
-    )  # the end
-    assert batches(2, 0) == expected[2, 0]
 
 
 def test_repetitions_of_an_image_are_augmented_differently(image_folder):
