@@ -47,15 +47,12 @@ examples:
   python -m scripts.benchmark loader --data-path /data/imagenet --pack /data/imagenet-256 --decoder torchcodec
   python -m scripts.benchmark step --model resnet50 --batch-size 256 --amp --channels-last --json step.json
   torchrun --nproc_per_node=2 -m scripts.benchmark ranks --model resnet18 --batch-size 32
-
 All commands also take train.py's options; by default --model resnet18 --batch-size 64. OMP_NUM_THREADS sets the CPU
 threads. The ways run by turns, and a ratio compares two of them within a round: compare ratios, not rates.
 """
 
 NUM_CLASSES, NORMALIZE = 1000, transforms.Normalize(config.IMAGENET_MEAN, config.IMAGENET_STD)
-
-# Options of train.py ahead of the given ones.
-DEFAULTS = (
+DEFAULTS = (  # options of train.py ahead of the given ones
     "--synthetic --model resnet18 --batch-size 64 --workers 0 --epochs 100 --lr 0.01 --lr-warmup-epochs 1 "
     "--lr-scheduler cosineannealinglr --lr-per-step"
 )
@@ -68,8 +65,7 @@ def interleave(ways: dict[str, Callable], rounds: int, clock: Callable = time.pe
         order = [*order[1:], order[0]]
         for name in order:
             start_s = clock()
-            num_images = ways[name]()
-            rates[name].append(num_images / (clock() - start_s))
+            rates[name].append(ways[name]() / (clock() - start_s))
     return {name: values[1:] for name, values in rates.items()}
 
 
@@ -271,11 +267,11 @@ class TorchvisionsLoop(BareStep):
 def benchmark_step(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Compare our training step with the same arithmetic alone, and with torchvision's loop, in this process."""
     args = training_args(argv)
-    # That script has neither of these options, and no accumulation.
+    # torchvision's script has neither of these options, and no accumulation.
     plain = training_args(argv, channels_last=False, compile=None, global_batch_size=args.batch_size)
     ways = {"ours": OurLoop(args, options.steps), "bare": BareStep(args, options.steps)}
     ways["torchvision"] = TorchvisionsLoop(plain, options.steps * args.num_shards)
-    # Other users of the cores do not change the CPU time of one thread; threads and devices have the wall's time.
+    # Other users of the cores do not change the CPU time of one thread.
     is_alone = args.device == "cpu" and not args.workers and torch.get_num_threads() == 1
     rates = interleave(ways, options.rounds, time.process_time if is_alone else time.perf_counter)
     return compare(f"a step, {'CPU' if is_alone else 'wall'} time", rates, ("ours", "bare"), ("ours", "torchvision"))
@@ -313,7 +309,7 @@ def benchmark_saving(options: argparse.Namespace, argv: list[str]) -> dict[str, 
         plain_s = statistics.median(steps_s[every // 2 :])
         firsts.append(steps_s[0] / plain_s)
         costs_s.append(sum(steps_s) - every * plain_s)
-    first, cost_s = statistics.median(firsts), statistics.median(costs_s)
+    first, cost_s = map(statistics.median, (firsts, costs_s))
     print(f"{len(firsts)} saves: a step beside one takes {first:.3f} of another; a save adds {cost_s:.3f} s (medians)")
     return {"first_steps": firsts, "save_costs_s": costs_s}
 
@@ -342,8 +338,7 @@ def measure() -> None:
         raise UserError("loader needs --data-path DIR, and the others make up images")
     figures = COMMANDS[options.command](options, argv)
     if options.json and read_launch().rank == 0:
-        about = {"argv": sys.argv[1:], "torch": str(torch.__version__)}
-        write_output(options.json, as_json(about | figures), "--json")
+        write_output(options.json, as_json({"argv": sys.argv[1:], "torch": torch.__version__, **figures}), "--json")
 
 
 def main() -> None:
