@@ -215,10 +215,6 @@ class Runs:
     def status(self, name):
         return json.loads((self.folder / name / "out" / "status.json").read_text())
 
-    def wait_until_held(self, name):
-        """Wait for the line of step 4, of which the next one is the fifth."""
-        wait_for(lambda: "Epoch: [1]  [0/3]" in self.log(name))
-
     def check_stopped(self, name):
         assert "all 2 ranks stopped after step 5, saved" in self.log(name), self.log(name)
         assert self.status(name)["state"] == "preempted"
@@ -298,28 +294,6 @@ def ended(cluster, tmp_path_factory):
 @pytest.mark.parametrize("name", JOBS)
 def test_the_script_requeues_what_was_preempted_and_nothing_else(runs, ended, name):
     assert ended[name] == JOBS[name][1:]
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_a_job_that_is_preempted_saves_and_goes_on_with_the_same_bits(cluster, runs):
-    runs.submit("preempted", *LOW)
-    runs.wait_until_held("preempted")
-    cluster.preempt()
-    assert cluster.wait_for_end(runs.jobs["preempted"]) == ("COMPLETED", 1, 0), runs.log("preempted")
-    assert "resumed step 5" in runs.log("preempted")
-    runs.check_same("preempted")
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_a_job_that_is_cancelled_saves_and_is_not_requeued(cluster, runs):
-    runs.submit("cancelled")
-    runs.wait_until_held("cancelled")
-    cluster.call("scancel", runs.jobs["cancelled"])
-    state, restarts, _ = cluster.wait_for_end(runs.jobs["cancelled"])
-    assert (state, restarts) == ("CANCELLED", 0)
-    runs.check_stopped("cancelled")
 
 
 @pytest.mark.dist
