@@ -246,7 +246,7 @@ class Run(BareRun):
         return {"step": self.state.step, "epoch": self.state.epoch, "images": images}
 
     def epochs(self) -> Iterator[int]:
-        """Yield the epochs that are left to train or to evaluate; then say how the run ended. Collective."""
+        """Yield the epochs that are left to train or to evaluate; then report how the run ended. Collective."""
         for epoch in range(self.state.epoch, self.args.epochs):
             if cause := self.decisions.decide().stop:
                 self.stop(cause)
@@ -357,7 +357,7 @@ class Run(BareRun):
     # Around an evaluation
 
     def end_epoch(self) -> None:
-        """Save an epoch that has been trained; say what limited it and which images have changed. Collective."""
+        """Save an epoch that has been trained; print its bottleneck. Collective."""
         shares = find_shares(self.clock.gather())
         if shares is not None:
             print(f"Epoch: [{self.state.epoch}] {describe_bottleneck(shares, self.args)}")

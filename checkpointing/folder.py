@@ -152,7 +152,7 @@ class CheckpointFolder(CheckpointFinder):
         elif found is not None:
             _write(path, read_bytes(found))
         else:
-            self.say(f"the best checkpoint so far, of step {record['step']}, is missing: {path.name} starts anew")
+            self.say(f"the best checkpoint, of step {record['step']}, is missing; the next best becomes {path.name}")
             run.bests[name] = None
 
     def put(self, path: Path, payload: bytes) -> None:

@@ -56,7 +56,7 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
     if "RANK" in environ:
         rank = int(environ["RANK"])
         size, local_rank = int(environ.get("WORLD_SIZE", world_size)), int(environ.get("LOCAL_RANK", rank))
-    # A batch script has SLURM_PROCID too, though nobody started its other tasks; only srun sets the step's variables.
+    # A batch script has SLURM_PROCID too, though its other tasks were not started; only srun sets the step's variables.
     elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         rank, size, local_rank = (int(environ[f"SLURM_{name}"]) for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
         if not address.get("MASTER_ADDR"):

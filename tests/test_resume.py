@@ -161,7 +161,7 @@ def test_best_comes_along_into_another_folder(started, tmp_path):
     lone = tmp_path / "lone.pth"
     shutil.copy(started.out / "checkpoint-00000005.pth", lone)
     alone = tmp_path / "alone"
-    assert "best.pth starts anew" in started.go_on(tmp_path, alone, "--resume", lone).check().output
+    assert "the next best becomes best.pth" in started.go_on(tmp_path, alone, "--resume", lone).check().output
     assert (alone / "best.pth").exists()
 
 
