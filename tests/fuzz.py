@@ -553,16 +553,7 @@ def kind_of(number: int) -> Any:
 
 
 # Audit events of what starts a program, and of what changes a file whose path comes first (or second as well).
-STARTS = {
-    "os.exec",
-    "os.fork",
-    "os.forkpty",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.system",
-    "subprocess.Popen",
-    "pty.spawn",
-}
+STARTS = {"os.exec", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen", "pty.spawn"}
 CHANGES = {
     "os.chmod", "os.chown", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate",
     "os.utime", "shutil.copyfile", "shutil.move", "shutil.rmtree",
@@ -583,7 +574,7 @@ class Watch:
         if event in STARTS:
             words = arguments[1] if event == "subprocess.Popen" else arguments
             is_revision = [*words][:2] == ["git", "--no-optional-locks"] and words[2] == "status"
-            if not is_revision and event != "os.fork":
+            if not is_revision:
                 self.found.append(f"started {words}")
         elif event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             self.look(arguments[0])
@@ -613,15 +604,15 @@ def run_case(bench: Bench, number: int, seed: int, watch: Watch, folder: Path) -
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             kind(bench, folder, rng)
-        verdict = "right"
+        outcome = "right"
     except (errors.UserError, errors.ImageError) as error:
         line = errors.one_line(str(error))
-        verdict = "refused" if line and errors.is_printable(line) else f"not one line: {line!a:.300}"
+        outcome = "refused" if line and errors.is_printable(line) else f"not one line: {line!a:.300}"
         if error.exit_code not in (1, 2, 4):
-            verdict = f"exit code {error.exit_code}"
+            outcome = f"exit code {error.exit_code}"
     except BaseException as error:
         frames = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-        verdict = f"{type(error).__name__}: {str(error)!a:.200} at {' '.join(frames[-4:])}"
+        outcome = f"{type(error).__name__}: {str(error)!a:.200} at {' '.join(frames[-4:])}"
         if number == watch.shown:
             traceback.print_exc()
     finally:
@@ -630,9 +621,9 @@ def run_case(bench: Bench, number: int, seed: int, watch: Watch, folder: Path) -
         os.environ.clear()
         os.environ.update(environment)
     if time.monotonic() - start > LIMIT_S:
-        verdict = f"took {time.monotonic() - start:.0f} s: {verdict}"
+        outcome = f"took {time.monotonic() - start:.0f} s: {outcome}"
     shutil.rmtree(folder, ignore_errors=True)
-    return "; ".join(watch.found) or verdict
+    return "; ".join(watch.found) or outcome
 
 
 def _ring(*_: Any) -> None:
@@ -685,7 +676,7 @@ def run_cases(bench: Bench, numbers: list[int], seed: int, folder: Path, num_chi
 
 
 def fuzz(num_cases: int, seed: int = 0, num_children: int = 2) -> dict[int, str]:
-    """Run that many cases; return the verdict of each."""
+    """Run that many cases; return the outcome of each."""
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
     torch.set_num_threads(1)
     collectives.setup_for_distributed(True)
@@ -707,19 +698,19 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="fuzz") as name:
             watch = Watch()
             watch.shown = args.case
-            verdict = run_case(Bench(Path(name)), args.case, args.seed, watch, Path(name) / "case")
-        print(f"case {args.case} {kind_of(args.case).__name__}: {verdict}")
+            outcome = run_case(Bench(Path(name)), args.case, args.seed, watch, Path(name) / "case")
+        print(f"case {args.case} {kind_of(args.case).__name__}: {outcome}")
         return
-    verdicts = fuzz(args.cases, args.seed)
-    wrong = {number: verdict for number, verdict in verdicts.items() if verdict not in ("right", "refused")}
-    for number, verdict in sorted(wrong.items()):
-        print(f"case {number} {kind_of(number).__name__}: {verdict}")
-    kinds = [kind_of(number).__name__.removeprefix("case_") for number in verdicts]
+    outcomes = fuzz(args.cases, args.seed)
+    wrong = {number: outcome for number, outcome in outcomes.items() if outcome not in ("right", "refused")}
+    for number, outcome in sorted(wrong.items()):
+        print(f"case {number} {kind_of(number).__name__}: {outcome}")
+    kinds = [kind_of(number).__name__.removeprefix("case_") for number in outcomes]
     print(", ".join(f"{kind} {kinds.count(kind)}" for kind in sorted(set(kinds))))
-    right, refused = (list(verdicts.values()).count(word) for word in ("right", "refused"))
+    right, refused = (list(outcomes.values()).count(word) for word in ("right", "refused"))
     seconds = time.monotonic() - start
-    print(f"fuzz: cases={len(verdicts)} right={right} refused={refused} wrong={len(wrong)} seconds={seconds:.0f}")
-    sys.exit(bool(wrong) or len(verdicts) < args.cases)
+    print(f"fuzz: cases={len(outcomes)} right={right} refused={refused} wrong={len(wrong)} seconds={seconds:.0f}")
+    sys.exit(bool(wrong) or len(outcomes) < args.cases)
 
 
 if __name__ == "__main__":
