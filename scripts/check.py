@@ -43,7 +43,6 @@ KINDS = {
     "alpha": (False, "transparency, which is dropped when loaded: hidden colours show"),
     "deep": (False, "grey of more than 8 bits; scaled to 8 when loaded"),
     "cmyk": (False, "four colours; converted when loaded"),
-    "misnamed": (False, "of another format than its name says; read by content"),
     "turned": (False, "EXIF says to turn it, and neither train.py nor ImageFolder does"),
 }
 
@@ -62,11 +61,6 @@ The exit code is 0 if the data set is healthy, 1 if it is not and 2 if the comma
 findings:
 {chr(10).join(f"  {kind:<13} {meaning}{'' if bad else ' (no problem)'}" for kind, (bad, meaning) in KINDS.items())}
 """
-
-_FORMATS = {
-    ".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".ppm": "PPM", ".pgm": "PPM", ".bmp": "BMP", ".tif": "TIFF",
-    ".tiff": "TIFF", ".webp": "WEBP",
-}  # fmt: skip
 
 # The first bytes of these formats: a file with them that cannot be decoded is damaged, else it is not an image.
 _BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"P5", b"P6")
@@ -87,18 +81,18 @@ class Look(NamedTuple):
     findings: list[tuple[str, str]]
 
 
-def look_at(name: str, payload: bytes) -> Look:
+def look_at(payload: bytes) -> Look:
     """Decode an image and return its facts and findings."""
     digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big")
     try:
-        found = oddities(name, load_image(payload))
+        found = oddities(load_image(payload))
     except BadImageError as error:
         kind = "damaged" if payload.startswith(_BEGINNINGS) else "not-an-image" if payload else "empty"
         found = [("unscalable" if NO_WHITE in str(error) else kind, str(error))]
     return Look(digest, len(payload), found)
 
 
-def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
+def oddities(image: Image.Image) -> list[tuple[str, str]]:
     """Return the harmless oddities of a decoded image."""
     found = []
     if image.has_transparency_data:
@@ -107,8 +101,6 @@ def oddities(name: str, image: Image.Image) -> list[tuple[str, str]]:
         found.append(("deep", f"{image.info['grey_bits']} bits"))
     if image.mode == "CMYK":
         found.append(("cmyk", "CMYK"))
-    if _FORMATS.get(os.path.splitext(name)[1].lower(), image.format) != image.format:
-        found.append(("misnamed", f"it is {image.format}"))
     orientation = 1
     with suppress(Exception):  # Pillow raises many kinds for damaged metadata, which is not read here
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -123,7 +115,7 @@ def look_at_some(splits: dict[str, Source], images: list[tuple[str, int]]) -> li
     for split, number in images:
         source = splits[split]
         try:
-            looks.append(look_at(source.name(number), with_retries(partial(source.read, number))))
+            looks.append(look_at(with_retries(partial(source.read, number))))
         except (BadImageError, ImageError, MemoryError, OSError) as error:
             kind = "not-an-image" if isinstance(error, BadImageError) else "unreadable"  # the first has too many bytes
             looks.append(Look(0, 0, [(kind, getattr(error, "strerror", None) or str(error) or "no memory")]))

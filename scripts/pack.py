@@ -105,15 +105,12 @@ class Packed(NamedTuple):
     reason: str = ""
 
 
-def shrink(image: Image.Image, *, side: str, px: int, quality: int) -> bytes:
-    """Return an image as a JPEG whose `short-side` or `max-side` is at most `px`.
-
-    The other side is rounded down, as torchvision's Resize does.
-    """
-    longest = (min if side == "short-side" else max)(image.size)
-    size = tuple(max(int(px * length / longest), 1) for length in image.size)
+def shrink(image: Image.Image, *, px: int, quality: int) -> bytes:
+    """Return an image as a JPEG whose shorter side is at most `px`; the other is rounded down, as by torchvision."""
+    shorter = min(image.size)
+    size = tuple(int(px * length / shorter) for length in image.size)
     image = to_rgb(image)
-    if longest > px:
+    if shorter > px:
         image = image.resize(size, Image.Resampling.BICUBIC)
     image.info = {}
     # Pillow's own buffer is too small for some images when it optimizes: it fails with "broken data stream".
@@ -309,9 +306,14 @@ def records_of(manifest: dict) -> dict[str, dict]:
 
 def pack(options: argparse.Namespace) -> None:
     """Write the missing part of the pack, and summarise the whole."""
-    out, side = options.out, "short-side" if options.short_side else "max-side"
-    shape = {"side": side, "px": options.short_side or options.max_side, "quality": options.quality}
-    facts = {**shape, "splits": options.splits, "shard_mib": options.shard_mib, "pillow": pillow_version}
+    out, shape = options.out, {"px": options.short_side, "quality": options.quality}
+    facts = {
+        "side": "short-side",
+        **shape,
+        "splits": options.splits,
+        "shard_mib": options.shard_mib,
+        "pillow": pillow_version,
+    }
     facts["libjpeg of pillow"] = features.version("libjpeg_turbo") or features.version("jpg")
     make_out(out)
     with locked(out / "pack.lock", f"waiting for another process that packs into {out}"):
@@ -373,7 +375,7 @@ def verify(out: Path) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    usage = "--data-path DIR OUT (--short-side PX | --max-side PX) [options]"
+    usage = "--data-path DIR OUT --short-side PX [options]"
     parser = build_parser(PROG, usage, "Write a smaller copy of a data set as tars that load faster.", EPILOG)
     parser.add_argument(
         "out", metavar="OUT", type=given_path, help="folder for the pack: new, empty, or holding one already"
@@ -385,7 +387,6 @@ def get_args_parser() -> argparse.ArgumentParser:
     modes.add_argument(
         "--short-side", metavar="PX", type=positive, help="shrink so that the shorter side is at most PX"
     )
-    modes.add_argument("--max-side", metavar="PX", type=positive, help="shrink so that the longer side is at most PX")
     modes.add_argument("--verify", action="store_true", help="check that every tar in OUT is as it was written")
     parser.add_argument("--quality", metavar="Q", type=positive, default=90, help="quality of the JPEGs (default: 90)")
     words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"

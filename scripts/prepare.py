@@ -43,8 +43,7 @@ KNOWN = (*MD5, TRUTH_CSV)
 EPILOG = f"""\
 sources, as files or as folders that hold them:
   official   {TRAIN_TAR}, {VAL_TAR} and
-             {DEVKIT} (or that archive extracted), which lists the classes of val
-             (needs scipy, as torchvision's ImageNet does: pip install scipy)
+             {DEVKIT}, which lists the classes of val scipy: pip install scipy)
   Kaggle     the unzipped folder: ILSVRC/Data/CLS-LOC/train and val, {TRUTH_CSV}
   parquet    Hugging Face's train-*.parquet and validation-*.parquet (needs pyarrow: pip install pyarrow)
   a folder   with train/ and val/: class folders, or a flat val/ that the devkit or {TRUTH_CSV} sorts
@@ -67,8 +66,8 @@ After an interruption of any kind the same command continues where it stopped.
 # A limit for the small files of the devkit and of Kaggle, the largest of which has 10 MB.
 _SMALL_BYTES = 1 << 26
 
-# Folders to search below each given one: itself, Hugging Face's, Kaggle's and the devkit's.
-_PLACES = ("", "data", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "ILSVRC2012_devkit_t12")
+# Folders to search below each given one: itself, Hugging Face's and Kaggle's.
+_PLACES = ("", "data", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
 
 _PARQUET = re.compile(r"[\w-]+?-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-f]+)?\.parquet")
 
@@ -120,7 +119,7 @@ def checked_class(name: str, where: Any) -> str:
 
 
 def read_devkit(path: Path) -> Truth:
-    """Return the classes that the devkit lists, an archive or a folder.
+    """Return the classes that the devkit's archive lists.
 
     Raises:
         UserError: it is damaged or another file, or scipy is not installed.
@@ -140,10 +139,7 @@ def read_devkit(path: Path) -> Truth:
 
 def devkit_files(path: Path) -> list[bytes]:
     """Return the content of meta.mat and of the ground truth; KeyError if one is missing."""
-    names = ["data/meta.mat", "data/ILSVRC2012_validation_ground_truth.txt"]
-    if path.is_dir():
-        return [read_bytes(path / name, _SMALL_BYTES) for name in names]
-    found = {}
+    names, found = ["data/meta.mat", "data/ILSVRC2012_validation_ground_truth.txt"], {}
     with tarfile.open(path) as tar:
         for member in tar:
             name = "/".join(member.name.split("/")[-2:])
@@ -298,11 +294,10 @@ class Given:
     @functools.cached_property
     def truth(self) -> Truth | None:
         """The classes of a flat val, if a file lists them."""
-        devkits = [path for path in self.folders if (path / "data" / "meta.mat").is_file()]
-        if DEVKIT in self.files and self.has_md5:
-            check_md5(self.files[DEVKIT])  # before its content is parsed
-        if DEVKIT in self.files or devkits:
-            return read_devkit(self.files.get(DEVKIT) or devkits[0])
+        if DEVKIT in self.files:
+            if self.has_md5:
+                check_md5(self.files[DEVKIT])  # before its content is parsed
+            return read_devkit(self.files[DEVKIT])
         return read_kaggle(self.files[TRUTH_CSV]) if TRUTH_CSV in self.files else None
 
     def find(self, split: str) -> Source | None:

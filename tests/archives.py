@@ -70,6 +70,17 @@ def meta_mat(synsets: dict[int, tuple[str, str]], *, is_compressed: bool = True)
     return file.getvalue()
 
 
+def devkit(synsets: dict[int, tuple[str, str]], val_ids: list[int]) -> bytes:
+    """Return the devkit's archive."""
+    root = "ILSVRC2012_devkit_t12"
+    files = {
+        f"{root}/data/meta.mat": meta_mat(synsets),
+        f"{root}/data/ILSVRC2012_validation_ground_truth.txt": "".join(f"{label}\n" for label in val_ids).encode(),
+        f"{root}/readme.txt": b"ImageNet",
+    }
+    return gzip.compress(tar_of(files))
+
+
 def write_official(folder: Path, synsets: dict = SYNSETS, val_ids: list[int] = VAL_IDS) -> Path:
     """Write the three official archives."""
     folder.mkdir(parents=True)
@@ -82,13 +93,7 @@ def write_official(folder: Path, synsets: dict = SYNSETS, val_ids: list[int] = V
     (folder / "ILSVRC2012_img_train.tar").write_bytes(tar_of(class_tars))
     flat = {path.split("/")[2]: payload for path, payload in images.items() if path.startswith("val/")}
     (folder / "ILSVRC2012_img_val.tar").write_bytes(tar_of(dict(sorted(flat.items(), reverse=True))))
-    root = "ILSVRC2012_devkit_t12"
-    devkit = {
-        f"{root}/data/meta.mat": meta_mat(synsets),
-        f"{root}/data/ILSVRC2012_validation_ground_truth.txt": "".join(f"{label}\n" for label in val_ids).encode(),
-        f"{root}/readme.txt": b"ImageNet",
-    }
-    (folder / f"{root}.tar.gz").write_bytes(gzip.compress(tar_of(devkit)))
+    (folder / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(devkit(synsets, val_ids))
     return folder
 
 

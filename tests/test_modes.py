@@ -205,11 +205,11 @@ def test_deep_grey_is_scaled_wherever_a_file_is_read(tmp_path):
     path = tmp_path / "grey.png"
     path.write_bytes(encoded(numpy.full((40, 40), 10537, numpy.uint16), "PNG"))
     assert predict.open_image(path).getpixel((7, 7)) == (41, 41, 41)  # 10537 / 257
-    small = pack.shrink(load_image(path.read_bytes()), side="max-side", px=16, quality=95)
+    small = pack.shrink(load_image(path.read_bytes()), px=16, quality=95)
     assert Image.open(io.BytesIO(small)).getpixel((7, 7)) == (41, 41, 41)
-    assert dict(check.look_at("grey.png", path.read_bytes()).findings) == {"deep": "16 bits"}
+    assert dict(check.look_at(path.read_bytes()).findings) == {"deep": "16 bits"}
     for payload in (encoded(FOUR, "PNG"), encoded(PALETTE, "PNG", "P", transparency=3)):
-        assert [kind for kind, _ in check.look_at("image.png", payload).findings] == ["alpha"]
+        assert [kind for kind, _ in check.look_at(payload).findings] == ["alpha"]
 
 
 def test_a_run_that_took_deep_grey_for_white_is_not_resumed(tmp_path):

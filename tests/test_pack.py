@@ -134,18 +134,6 @@ def test_short_side_has_pillows_pixels(source, short_side):
     assert sizes["ünïcode name.jpg"] == (200, 20)
 
 
-def test_max_side_bounds_the_longer_side(source, tmp_path):
-    command = ["--data-path", source, tmp_path / "out", "--max-side", 64, "--splits", "val", "--quality", 50]
-    run(tmp_path, *command, "--workers", 1).check()
-    extracted = extract(tmp_path / "out", tmp_path / "extracted")
-    sizes = {path.name: Image.open(path).size for path in extracted.rglob("*.*")}
-    assert sizes["progressive.jpg"] == (64, 43)
-    assert sizes["grey.jpg"] == (43, 64)
-    assert sizes["really_png.JPEG"] == (40, 30)
-    assert sizes["ünïcode name.jpg"] == (64, 6)
-    assert max(max(size) for size in sizes.values()) == 64
-
-
 def test_noise_is_not_too_much_for_pillows_buffer(tmp_path):
     noise = torch.randint(0, 2, (300, 300, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)) * 255
     with pytest.raises(OSError, match="broken data stream"):
@@ -222,7 +210,6 @@ def test_a_complete_pack_is_left_alone_and_a_lost_shard_written_again(source, sh
 
 REFUSALS = {
     "px is 49 and was 48": ["--short-side", "49"],
-    "side is max-side and was short-side": ["--max-side", "48"],
     "quality is 91 and was 90": ["--short-side", "48", "--quality", "91"],
     "splits is": ["--short-side", "48", "--splits", "val"],
 }
@@ -293,26 +280,26 @@ def test_a_worker_that_is_killed_is_one_line(source, tmp_path):
 
 
 BAD_COMMANDS = {
-    "foreign folder": ("--data-path {source} {source} --max-side 9", "train is not part of a pack"),
+    "foreign folder": ("--data-path {source} {source} --short-side 9", "train is not part of a pack"),
     "somebody's tars": (
-        "--data-path {source} {tars} --max-side 9 --overwrite",
+        "--data-path {source} {tars} --short-side 9 --overwrite",
         "train-000000.tar is not part of a pack",
     ),
-    "inside": ("--data-path {source} {source}/train/packed --max-side 9", "is inside"),
+    "inside": ("--data-path {source} {source}/train/packed --short-side 9", "is inside"),
     "no mode": ("--data-path {source} {tmp}/out", "one of the arguments --short-side"),
-    "two modes": ("--data-path {source} {tmp}/out --short-side 9 --max-side 9", "not allowed with"),
-    "no data": ("{tmp}/out --max-side 9", "--data-path is needed"),
-    "no folder": ("--data-path {tmp}/nowhere {tmp}/out --max-side 9", "nowhere is not a folder"),
-    "no such split": ("--data-path {source} {tmp}/out --max-side 9 --splits test", "has no test/"),
-    "quality": ("--data-path {source} {tmp}/out --max-side 9 --quality 101", "from 1 to 100"),
-    "zero": ("--data-path {source} {tmp}/out --max-side 0", "--max-side"),
-    "gzip": ("--data-path {tmp}/zipped {tmp}/out --max-side 9 --splits train", "unpack it"),
-    "a class of dots": ("--data-path {tmp}/dots {tmp}/out --max-side 9 --splits train", "class '..'"),
+    "two modes": ("--verify {tmp}/out --short-side 9", "not allowed with"),
+    "no data": ("{tmp}/out --short-side 9", "--data-path is needed"),
+    "no folder": ("--data-path {tmp}/nowhere {tmp}/out --short-side 9", "nowhere is not a folder"),
+    "no such split": ("--data-path {source} {tmp}/out --short-side 9 --splits test", "has no test/"),
+    "quality": ("--data-path {source} {tmp}/out --short-side 9 --quality 101", "from 1 to 100"),
+    "zero": ("--data-path {source} {tmp}/out --short-side 0", "--short-side"),
+    "gzip": ("--data-path {tmp}/zipped {tmp}/out --short-side 9 --splits train", "unpack it"),
+    "a class of dots": ("--data-path {tmp}/dots {tmp}/out --short-side 9 --splits train", "class '..'"),
     "verify nothing": ("--verify {tars}", "there is no manifest.json"),
     "verify a damaged manifest": ("--verify {tmp}/damaged", "manifest.json is damaged; choose another OUT"),
-    "a file": ("--data-path {source} {tars}/train-000000.tar --max-side 9", "cannot be made a folder"),
-    "a circle of links": ("--data-path {source} {tmp}/circle --max-side 9", "cannot be made a folder"),
-    "typing error": ("--data-path {source} {tmp}/out --max-sid 9 --short-side 9", "--max-side"),
+    "a file": ("--data-path {source} {tars}/train-000000.tar --short-side 9", "cannot be made a folder"),
+    "a circle of links": ("--data-path {source} {tmp}/circle --short-side 9", "cannot be made a folder"),
+    "typing error": ("--data-path {source} {tmp}/out --shor-side 9", "--short-side"),
 }
 
 

@@ -115,14 +115,11 @@ def test_alphabetical_synsets_are_the_classes_of_torchvisions_weights(tmp_path):
     lemmas = dict(line.split("\t") for line in (info / "imagenet_synset_to_lemma.txt").read_text().splitlines())
     synsets = (info / "imagenet_synsets.txt").read_text().split()
     random.Random(0).shuffle(synsets)  # as the devkit's numbers are
-    data = tmp_path / "ILSVRC2012_devkit_t12" / "data"  # extracted, as some have it
-    data.mkdir(parents=True)
-    devkit = {number: (synset, lemmas[synset]) for number, synset in enumerate(synsets, 1)}
-    (data / "meta.mat").write_bytes(archives.meta_mat(devkit))
-    (data / "ILSVRC2012_validation_ground_truth.txt").write_text("".join(f"{number}\n" for number in devkit))
-    truth = read_devkit(data.parent)
+    numbered = {number: (synset, lemmas[synset]) for number, synset in enumerate(synsets, 1)}
+    (tmp_path / DEVKIT).write_bytes(archives.devkit(numbered, [*numbered]))
+    truth = read_devkit(tmp_path / DEVKIT)
     classes = sorted({*truth.synset_of.values()})
-    assert [truth.class_of(f"ILSVRC2012_val_{number:08d}.JPEG") for number in devkit] == synsets
+    assert [truth.class_of(f"ILSVRC2012_val_{number:08d}.JPEG") for number in numbered] == synsets
     assert [classes[0], classes[1], classes[-1]] == ["n01440764", "n01443537", "n15075141"]
     assert [_IMAGENET_CATEGORIES[0], _IMAGENET_CATEGORIES[1], _IMAGENET_CATEGORIES[-1]] == [
         "tench", "goldfish", "toilet tissue",
