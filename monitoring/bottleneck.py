@@ -92,14 +92,13 @@ class StepClock:
 
 
 class Shares(NamedTuple):
-    """Shares of the time of some steps, with a sum of 1; the slowest process, and the one that waits for data."""
+    """Shares of the time of some steps, with a sum of 1, and the slowest process."""
 
     data: float
     compute: float
     communication: float
     slowest: float
     rank: int
-    data_rank: int | None  # the process that has nearly all of the wait for data, if one has
     step_s: float
 
     def limit(self) -> str | None:
@@ -125,7 +124,7 @@ def find_shares(steps: Tensor) -> Shares | None:
         return None
     last = wait.argmin(dim=0)
     data_s, wait_s = (values.gather(0, last[None])[0] for values in (data, wait))
-    slowest_s, rank, data_rank = 0.0, 0, None
+    slowest_s, rank = 0.0, 0
     if world_size > 1:
         is_other = torch.arange(world_size) != last[:, None]
         others_data, others_wait = (
@@ -135,13 +134,11 @@ def find_shares(steps: Tensor) -> Shares | None:
         sums = torch.bincount(last, late, world_size)
         rank = int(sums.argmax())
         slowest_s = float(sums[rank] - (sums.sum() - sums[rank]) / (world_size - 1))
-        sums = torch.bincount(last, data_s, world_size)
-        data_rank = int(sums.argmax()) if sums.max() > 0.8 * sums.sum() else None
     all_s = step_s * num_steps
     communication_s = float(wait_s.sum()) if world_size > 1 else 0.0
     data_share, communication, slowest = float(data_s.sum()) / all_s, communication_s / all_s, slowest_s / all_s
     compute = max(1 - data_share - communication - slowest, 0.0)
-    return Shares(data_share, compute, communication, slowest, rank, data_rank, step_s)
+    return Shares(data_share, compute, communication, slowest, rank, step_s)
 
 
 def as_record(shares: Shares) -> dict[str, float | int]:
@@ -153,9 +150,7 @@ def describe_bottleneck(shares: Shares, args: Any) -> str:
     """Return the text about an epoch: its bottleneck, the shares of its time, its rate, and what to change first."""
     names = ["data", "compute"] + (["communication", "slowest"] if args.world_size > 1 else [])
     limit = shares.limit()
-    is_one_rank = limit == "data" and shares.data_rank is not None
-    where = f" (nearly all of it on rank {shares.data_rank})" if is_one_rank else ""
-    labels = {"data": f"waiting for data{where}", "slowest": f"waiting for rank {shares.rank}"}
+    labels = {"data": "waiting for data", "slowest": f"waiting for rank {shares.rank}"}
     parts = ", ".join(f"{labels.get(name, name)} {getattr(shares, name):.0%}" for name in names)
     parts += f"; {args.global_batch_size / shares.step_s:,.4g} images/s"
     if limit is None:

@@ -23,8 +23,8 @@ from monitoring.attempts import Attempts
 from monitoring.records import as_number, read_epochs
 from options import CURVES, split_custom
 
-# Most bytes of text that wait for the folder, or for room on a full disk, and seconds between two tries to write.
-_MAX_WAITING, _RETRY_S = 1 << 16, 10.0
+# Most bytes of text that wait for the folder, or for room on a full disk.
+_MAX_WAITING = 1 << 16
 
 # Formats in which a terminal shows the meters of these names, as single values; a rate has no mean over images.
 _MEANS = {name: curve["live"] for name, curve in CURVES.items() if "live" in curve}
@@ -40,7 +40,7 @@ class LogFile:
     def __init__(self) -> None:
         self._tap, self._folder, self._file = None, None, None
         self._waiting, self._parts = b"", {}
-        self._retry_s, self._attempt = -math.inf, Attempts()
+        self._attempt = Attempts()
 
     def keep(self) -> None:
         """Keep the output from now on."""
@@ -70,10 +70,8 @@ class LogFile:
         """Add lines, which the screen need not show."""
         text = "".join(f"{one_line(without_escapes(line))}\n" for line in lines)
         self._waiting = (self._waiting + text.encode(errors="backslashreplace"))[-_MAX_WAITING:]
-        if self._folder is not None and time.monotonic() >= self._retry_s:
-            self._retry_s = time.monotonic() + _RETRY_S  # also while a warning is printed, which comes back here
-            if self._attempt(f"log.txt in {self._folder} is not written", self._write):
-                self._retry_s = -math.inf
+        if self._folder is not None:  # the warning of a failure comes back here once
+            self._attempt(f"log.txt in {self._folder} is not written", self._write)
 
     def _write(self) -> None:
         if self._file is None:
@@ -91,7 +89,6 @@ class LogFile:
         if self._tap is not None:
             is_known = hasattr(error, "exit_code")
             text = f"{type(error).__name__}: {error}" if is_known else "".join(traceback.format_exception(error))
-            self._retry_s = -math.inf
             self.add(*([] if error is None else text.splitlines()))
             self._tap.remove()
             if self._file is not None:
@@ -143,7 +140,7 @@ class LiveView:
         if not self.line.is_live:
             return
         if self.logger.is_line_due:
-            self.values = self._means() if self.logger.is_share else self._read(_SHOWN, "value")
+            self.values = self._read(_MEANS, "global_avg") if self.logger.is_share else self._read(_SHOWN, "value")
         if self.line.is_due or num_done == self.num_items:
             eta = f"ETA {duration(pace_s * (self.num_items - num_done))}"
             if self.logger.outlook:
@@ -156,9 +153,6 @@ class LiveView:
         meters = self.logger.meters
         return [text.format(getattr(meters[name], kind)) for name, text in formats.items() if name in meters]
 
-    def _means(self) -> list[str]:
-        return self._read(_MEANS, "global_avg")
-
     def _waited(self) -> str:
         """Return words for the share of its time that the loop has waited for data."""
         wait_s = self.logger.wait_s - self.begin_wait_s
@@ -168,7 +162,7 @@ class LiveView:
         """Print the loop's final values, unless another line gives the result."""
         if self.line.is_live and not self.logger.is_share:
             took = f"in {duration(time.monotonic() - self.begin_s)}"
-            print("  ".join([f"{self.label} {took}", *self._means(), self._waited()]))
+            print("  ".join([f"{self.label} {took}", *self._read(_MEANS, "global_avg"), self._waited()]))
 
 
 def first_lines(args: Any, model: nn.Module, steps_per_epoch: int, folder: Path) -> list[str]:

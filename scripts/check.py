@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import os
 import shlex
 from contextlib import suppress
 from functools import partial
@@ -12,7 +11,6 @@ from typing import NamedTuple
 
 import numpy
 from PIL import ExifTags, Image
-from torchvision.datasets.folder import is_image_file
 
 from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
@@ -180,22 +178,10 @@ def open_splits(data_path: Path, names: tuple[str, ...], report: Report) -> dict
         try:
             splits[name] = open_source(data_path / name)
         except UserError as error:
-            hint = advice(data_path, name) or (MINIVAL_HINT if name == "val" and splits else "")
-            report.add("set", name, None, f"{error}{hint}")
-    if not splits and not any(advice(data_path, name) for name in names):
+            report.add("set", name, None, f"{error}{MINIVAL_HINT if name == 'val' and splits else ''}")
+    if not splits:
         raise UserError(report.findings["set"][0]["reason"])
     return splits
-
-
-def advice(data_path: Path, name: str) -> str:
-    """Return the command that sorts images without classes, in a folder or in the official archive; or nothing."""
-    root = data_path / name
-    names = os.listdir(root) if root.is_dir() else []
-    is_archive = not names and name == "val" and (data_path / "ILSVRC2012_img_val.tar").is_file()
-    if not is_archive and not any(map(is_image_file, names)):
-        return ""
-    source = shlex.quote(str(data_path))
-    return f". This sorts it: python -m scripts.prepare {source} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER"
 
 
 def check_minival(source: Source, options: argparse.Namespace, report: Report) -> None:

@@ -237,9 +237,8 @@ def test_the_end_tells_the_time_of_all_starts_and_commands_that_work(on_terminal
     assert step["kind"] == "val_ema"
 
 
-def test_a_log_that_cannot_be_written_is_said_once_and_goes_on_when_it_can(tmp_path, capsys, monkeypatch):
+def test_a_log_that_cannot_be_written_is_said_once_and_goes_on_when_it_can(tmp_path, capsys):
     log = console.LogFile()
-    monkeypatch.setattr(console, "_RETRY_S", 0.0)
     log.keep()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
