@@ -44,6 +44,7 @@ def write_card(job: Any, source: str, *, is_average: bool, results: Any) -> Path
     lines += _accuracy(path, checkpoint, is_average=is_average, results=results)
     lines += _data(_sets(checkpoint))
     lines += _training(job.trained.trained_with)
+    lines += _curves(job, path.parent / "curves.png")
     card = job.folder / f"{job.name}.md"
     write_output(card, "\n".join(lines).rstrip().encode(errors="backslashreplace") + b"\n")
     return card
@@ -116,3 +117,12 @@ def _training(options: dict[str, Any]) -> list[str]:
     if "epochs" not in options or not tables:
         return []
     return ["## Trained with", "", "```toml", "\n\n".join(tables), "```", ""]
+
+
+def _curves(job: Any, picture: Path) -> list[str]:
+    """Copy the picture of a run's curves, if the run has one, and return lines with a link to it."""
+    if not picture.is_file():
+        return []
+    name = f"{job.name}-curves.png"
+    write_output(job.folder / name, picture.read_bytes())
+    return ["## Curves", "", f"![learning curves]({name})", ""]

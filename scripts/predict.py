@@ -1,12 +1,15 @@
 """Name the classes of images: `python -m scripts.predict CHECKPOINT-OR-EXPORTED-FILE IMAGE...`."""
 
 import argparse
+import base64
+import io
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from html import escape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TextIO
@@ -25,7 +28,7 @@ from loading.progress import Progress
 from options import BY_NAME
 from presets import ClassificationPresetEval
 from scripts.exported import Graph, open_graph, own_stdout
-from scripts.tool import as_json, build_parser, positive, run
+from scripts.tool import as_json, build_parser, output_file, positive, run, write_output
 from scripts.trained import Trained, add_options, given_preprocessing, open_given
 
 PROG = "python -m scripts.predict"
@@ -35,7 +38,7 @@ examples:
   python -m scripts.predict runs/a/best.pth cat.jpg
   python -m scripts.predict resnet50.IMAGENET1K_V2 photos --json > predictions.json
   python -m scripts.predict exported/resnet50.onnx photos --csv --topk 3
-  find photos -name '*.jpg' | python -m scripts.predict runs/a/best_ema.pth --ema - --csv
+  find photos -name '*.jpg' | python -m scripts.predict runs/a/best_ema.pth --ema - --html page.html
 
 The first argument is a checkpoint, a file of weights, a file of `python -m scripts.export` in any form, or the name of
 published weights. A .pt2 is a program: give only those that you trust. Images are prepared as in torchvision's
@@ -49,12 +52,24 @@ A path that is not there ends the command before anything is computed, with exit
 named on standard error and left out, the others are predicted, and the exit code is 1.
 """
 
+_THUMBNAIL_PX = 160
+
+_PAGE = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
+content="default-src 'none'; img-src data:; style-src 'unsafe-inline'"><title>{title}</title><style>
+body {{font: 14px system-ui, sans-serif; margin: 2em; color: #222; background: #fff}}
+main {{display: flex; flex-wrap: wrap; gap: 16px}} figure {{margin: 0; width: 180px}}
+img {{max-width: 160px; max-height: 160px}} figcaption {{overflow-wrap: anywhere}}
+ol {{margin: 4px 0; padding-left: 20px}} small {{color: #555}}
+</style></head><body><h1>{title}</h1><p>{kind}</p><main>
+"""
+
 
 class Prediction(NamedTuple):
-    """The likeliest classes of an image and their probabilities."""
+    """The likeliest classes of an image and their probabilities, and a small JPEG of it for --html, else None."""
 
     file: str
     top: list[tuple[str, float]]
+    thumbnail: bytes | None
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of --json."""
@@ -129,12 +144,12 @@ def predict_all(
     opened: Trained | Graph, classes: list[str] | None, paths: list[Path], options: argparse.Namespace
 ) -> Iterator[Prediction | str]:
     """Yield for each image its prediction, or why it cannot be read."""
-    load = partial(_load, opened.preset)
+    load = partial(_load, opened.preset, has_thumbnail=bool(options.html))
     for loaded in load_batches(load, paths, options.batch_size, "predicting"):
         good = [each[1] for each in loaded if not isinstance(each, str)]
         tops = iter(_top(opened.model, classes, torch.stack(good), options) if good else [])
         for each in loaded:
-            yield each if isinstance(each, str) else Prediction(each[0], next(tops))
+            yield each if isinstance(each, str) else Prediction(each[0], next(tops), each[2])
 
 
 def open_image(path: Path) -> Image.Image:
@@ -143,12 +158,23 @@ def open_image(path: Path) -> Image.Image:
         return decode_plainly(file.read())
 
 
-def _load(preset: ClassificationPresetEval, path: Path) -> tuple[str, Tensor] | str:
+def _load(
+    preset: ClassificationPresetEval, path: Path, *, has_thumbnail: bool
+) -> tuple[str, Tensor, bytes | None] | str:
     try:
-        return str(path), preset(open_image(path))
+        image = open_image(path)
+        return str(path), preset(image), _thumbnail(image) if has_thumbnail else None
     except (BadImageError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         return f"{one_line(str(path))} cannot be read: {one_line(str(reason))}"
+
+
+def _thumbnail(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image = image.copy()
+    image.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
+    image.save(stream, "JPEG", quality=85)
+    return stream.getvalue()
 
 
 def _top(
@@ -188,6 +214,18 @@ def show(
             stream.write(f"{one_line(each.file):<{width}}  {words}\n")
 
 
+def write_page(path: Path, predictions: list[Prediction], kind: str) -> None:
+    """Write an HTML page of the images and their classes; it loads nothing from elsewhere."""
+    parts = [_PAGE.format(title=f"Predictions for {counted(len(predictions), 'image')}", kind=escape(kind))]
+    for each in predictions:
+        lines = "".join(f"<li>{escape(name)} <small>{100 * share:.1f}%</small></li>" for name, share in each.top)
+        picture = base64.b64encode(each.thumbnail).decode()
+        caption = f"<figcaption>{escape(each.file)}<ol>{lines}</ol></figcaption>"
+        parts.append(f'<figure><img alt="" src="data:image/jpeg;base64,{picture}">{caption}</figure>\n')
+    page = "".join([*parts, "</main></body></html>\n"])
+    write_output(path, page.encode(errors="backslashreplace"), "--html")
+
+
 def predict(options: argparse.Namespace) -> int:
     """Print the classes of the images, and return the exit code."""
     with own_stdout() as stdout:
@@ -199,6 +237,8 @@ def predict(options: argparse.Namespace) -> int:
         opened = open_model(options)
         results = list(predict_all(opened, names or opened.classes, paths, options))
         predictions = [each for each in results if isinstance(each, Prediction)]
+        if options.html:
+            write_page(options.html, predictions, opened.kind)
         show(predictions, opened.preprocessing, options, stdout)
     unreadable = [each for each in results if isinstance(each, str)]
     for reason in unreadable:
@@ -214,6 +254,8 @@ def main() -> None:
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     forms.add_argument("--csv", action="store_true", help="print comma-separated values")
+    page = output_file(".html", ".htm")
+    parser.add_argument("--html", metavar="FILE", type=page, help="also write a page of the images to FILE")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
     parser.add_argument("--batch-size", metavar="N", type=positive, default=32, help="images at once (default: 32)")
     parser.add_argument("--device", help="where to compute (default: the accelerator, if there is one)")

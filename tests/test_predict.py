@@ -1,9 +1,11 @@
 """scripts/predict.py: what plain torchvision computes, from every form of a model, in every form of output."""
 
+import base64
 import csv
 import io
 import json
 import os
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -100,14 +102,14 @@ def test_published_weights_are_opened_by_name(tmp_path):
     assert prediction["probability"] == pytest.approx(expected.max().item(), abs=TOLERANCE)
 
 
-def test_table_and_csv_say_the_same(made, tmp_path):
+def test_table_csv_and_page_say_the_same(made, tmp_path):
     checkpoint, _, images = made
     hostile = tmp_path / "a <b>&, 'c'.jpg"
     hostile.write_bytes((images / "val" / "class0" / "image000.jpg").read_bytes())
     files = [*paths_of(images), str(hostile)]
     _, output = run_tool(tmp_path, "predict", checkpoint, *files, "--json")
     predictions = json.loads(output)["images"]
-    _, text = run_tool(tmp_path, "predict", checkpoint, *files, "--csv")
+    _, text = run_tool(tmp_path, "predict", checkpoint, *files, "--csv", "--html", tmp_path / "page.html")
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [(row["file"], int(row["rank"]), row["class"], float(row["probability"])) for row in rows] == [
         (each["file"], rank, top["class"], pytest.approx(top["probability"], abs=1e-6))
@@ -118,6 +120,24 @@ def test_table_and_csv_say_the_same(made, tmp_path):
     for line, each in zip(table.splitlines(), predictions, strict=True):
         assert line.startswith(each["file"])
         assert f"{100 * each['probability']:5.1f}% {each['class']}" in line
+    page = (tmp_path / "page.html").read_text()
+    pictures, texts = [], []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            assert tag != "b"  # of a file's or a class's name
+            pictures.extend(value for name, value in attrs if name == "src")
+
+        def handle_data(self, text):
+            texts.append(text)
+
+    Reader().feed(page)
+    assert len(pictures) == len(files)
+    for source in pictures:
+        image = Image.open(io.BytesIO(base64.b64decode(source.removeprefix("data:image/jpeg;base64,"))))
+        assert max(image.size) <= 160
+    assert all(name in texts for name in files)
+    assert "http" not in page.replace("http-equiv", "")
 
 
 def test_classes_are_numbers_where_nothing_names_them_and_can_be_named(made, tmp_path):
