@@ -265,11 +265,6 @@ def test_names_are_taken_with_and_without_dashes():
     assert options.parse_allowed(None) == set()
 
 
-def test_a_permission_without_a_resume_is_refused():
-    with pytest.raises(UserError, match=r"--allow-change has no effect without --resume"):
-        parse("--allow-change", "lr")
-
-
 def test_a_permission_that_is_not_needed_is_said(capsys):
     check(["--lr", 0.3], ["--lr", 0.3, "--allow-change", "lr,workers,data"])
     assert capsys.readouterr().out == "--allow-change lr,workers: as in the checkpoint\n"

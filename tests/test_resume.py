@@ -181,18 +181,6 @@ def test_a_refused_resume_changes_nothing(started, tmp_path):
     assert state_of(out) == before
 
 
-def test_a_damaged_checkpoint_is_named_before_an_option_that_cannot_change(started, tmp_path):
-    out = started.copy(tmp_path / "out")
-    damage_truncated(out / "checkpoint-00000006.pth")
-    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--lr", 0.7)
-    refused(outcome, "--resume auto", "lr", "0.7")
-    lines = outcome.output.splitlines()
-    (damaged,) = [number for number, line in enumerate(lines) if "checkpoint-00000006.pth is damaged" in line]
-    (refusal,) = [number for number, line in enumerate(lines) if line.startswith("train.py: error: ")]
-    assert damaged < refusal
-    assert not list(out.glob("*.corrupt"))
-
-
 def test_test_only_without_a_checkpoint_is_refused(started, tmp_path):
     outcome = started.go_on(tmp_path, tmp_path / "none", "--resume", "auto", "--test-only")
     refused(outcome, "there is no checkpoint", "none")
@@ -228,17 +216,6 @@ def test_the_same_command_with_start_epoch_can_be_given_again(started, tmp_path)
     for faults in ([(0, "checkpointing.store.CheckpointManager.save", 2, "before")], []):
         outcome = started.go_on(tmp_path, out, "--start-epoch", 1, "--resume", "auto", faults=faults)
     assert "resumed step 4 (epoch 1, step 1 of 3 in it)" in outcome.check().output
-
-
-def test_other_threads_are_refused_under_the_flag(started, tmp_path):
-    out = started.copy(tmp_path / "out")
-    for name in ("checkpoint-00000006.pth", "checkpoint.pth"):
-        state = torch.load(out / name, weights_only=True)
-        state["environment"]["threads"] = 2
-        torch.save(state, out / name)
-    refused(
-        started.go_on(tmp_path, out, "--resume", "auto"), "CPU threads (OMP_NUM_THREADS) 2 in the checkpoint, 1 now"
-    )
 
 
 def test_a_missing_path_is_refused(started, tmp_path):
@@ -334,6 +311,3 @@ def test_checkpoints_are_sorted_by_number_and_not_by_name(tmp_path):
         (tmp_path / name).touch()
     found = [path.name for path in CheckpointFolder(tmp_path).numbered()]
     assert found == ["checkpoint-100000000.pth", "checkpoint-99999999.pth"]
-
-
-# Between two renames, through links, from elsewhere

@@ -1,7 +1,6 @@
 """The checkpoints of a folder: how they are written, what stays, what a failing disk does, and who may write."""
 
 import errno
-import io
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from checkpointing.schema import check_schema
 from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
 from errors import StorageError, UserError
-from files import explain_failure, find_os_error
+from files import explain_failure
 from monitoring.monitor import Monitor
 from tests.endings import differing, differing_results, flatten, read_points
 from tests.ranks import run_ranks, torchrun_environment, train_rank
@@ -216,20 +215,6 @@ def test_a_file_that_reads_back_otherwise_gets_no_name(folder, monkeypatch):
 )
 def test_a_failure_is_explained_with_numbers(number, words):
     assert words in explain_failure(OSError(number, os.strerror(number)), Path("/"), 205_000_000)
-
-
-def test_the_cause_is_found_below_what_torch_raises():
-    class Full(io.BytesIO):
-        def write(self, content):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(Exception) as caught:  # noqa: PT011 (which one differs between releases of torch)
-        torch.save(state_at(1), Full())
-    assert find_os_error(caught.value).errno == errno.ENOSPC
-    wrapped = RuntimeError("unexpected pos")
-    wrapped.__context__ = caught.value
-    assert find_os_error(wrapped).errno == errno.ENOSPC
-    assert find_os_error(ValueError()) is None
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])

@@ -1,8 +1,6 @@
 """train.py: exact evaluation, torchvision's names, one writer, and runs from the command line."""
 
 import ast
-import copy
-import inspect
 import itertools
 import json
 import math
@@ -124,40 +122,6 @@ def test_a_set_without_a_length_is_evaluated_and_trained_on():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train.train_one_epoch(model, nn.CrossEntropyLoss(), optimizer, batches, "cpu", 0, args)
     assert train.evaluate(model, nn.CrossEntropyLoss(), batches, "cpu") >= 0
-
-
-def test_torchvisions_names_and_positional_order():
-    def parameters(function):
-        return list(inspect.signature(function).parameters)
-
-    assert parameters(train.train_one_epoch)[:9] == [
-        "model", "criterion", "optimizer", "data_loader", "device", "epoch", "args", "model_ema", "scaler",
-    ]  # fmt: skip
-    assert parameters(train.evaluate) == ["model", "criterion", "data_loader", "device", "print_freq", "log_suffix"]
-    assert parameters(train.load_data) == ["traindir", "valdir", "args"]
-    assert parameters(train.main) == ["args"]
-    assert parameters(train.get_args_parser) == ["add_help"]
-
-
-def test_train_one_epoch_takes_a_plain_loader(capsys):
-    """As somebody would call torchvision's, against the same steps written out."""
-    torch.manual_seed(0)
-    features, labels = torch.randn(12, 6), torch.randint(3, (12,))
-    model = Scorer(3, 0)
-    expected = copy.deepcopy(model)
-    loader = DataLoader(TensorDataset(features, labels), batch_size=4)
-    args = config.parse_args(["--synthetic", "--model", "resnet18", "--print-freq", "1"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train.train_one_epoch(model, nn.CrossEntropyLoss(), optimizer, loader, torch.device("cpu"), 0, args)
-
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for image, target in zip(features.split(4), labels.split(4), strict=True):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(expected(image), target).backward()
-        optimizer.step()
-    for name, value in expected.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    assert "Epoch: [0]  [2/3]" in capsys.readouterr().out
 
 
 def test_only_shard_0_moves_the_buffers():
@@ -297,16 +261,6 @@ def test_every_link_of_the_documents_leads_somewhere():
         assert target.is_file(), (page.name, link)
         assert not anchor or anchor in anchors(target), (page.name, link)
     assert (REPOSITORY / "README.md").stat().st_size <= 8192
-
-
-def test_main_takes_what_the_parser_returns(tmp_path, capsys):
-    """As people's own scripts call torchvision's."""
-    argv = ["--synthetic", "16", *SMALL, "--batch-size", "4", "--epochs", "1", "--output-dir", str(tmp_path / "out")]
-    args = train.get_args_parser().parse_args(argv)
-    before = dict(vars(args))
-    train.main(args)
-    assert vars(args) == before
-    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "finished"
 
 
 def test_a_recipe_that_nobody_read_is_refused():
