@@ -39,13 +39,6 @@ _SAMPLE_KINDS = {2: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
 # Names of files that may hold more than 8 bits a sample.
 DEEP_EXTENSIONS = (b".png", b".ppm", b".pgm", b".tif", b".tiff")
 
-# First bytes of files that Pillow does not read and that often have an image's name.
-_OTHER_KINDS = {
-    b"GIF8": "a GIF", b"%!PS": "PostScript", b"\xc5\xd0\xd3\xc6": "PostScript", b"%PDF": "a PDF",
-    b"PK\3\4": "a zip archive", b"8BPS": "a Photoshop file", b"\0\0\0\x0cjP": "a JPEG 2000", b"\x1f\x8b": "gzip data",
-    b"<": "HTML or XML, such as a server's answer",
-}  # fmt: skip
-
 # Markers of a JPEG. Those of a frame say how it is coded: baseline to progressive are decoded here, other kinds by
 # `decode_plainly`, as are files with segments beside the skipped ones.
 _BASELINE, _PROGRESSIVE, _START_OF_SCAN, _EXIF = 0xC0, 0xC2, 0xDA, 0xE1
@@ -167,19 +160,6 @@ def _check_memory(num_pixels: int) -> None:
         raise MemoryError from error
 
 
-def _say_kind(payload: bytes) -> str:
-    """Return the kind of a file that Pillow does not know, in words."""
-    if not payload:
-        return "the file is empty"
-    for name, begins in (("JPEG", b"\xff\xd8\xff"), ("TIFF", (b"II*", b"MM\0*"))):
-        if payload.startswith(begins):
-            return f"its {name} header is damaged, or of a kind that is not read"
-    kinds = [kind for begin, kind in _OTHER_KINDS.items() if payload[:64].lstrip().startswith(begin)]
-    kinds += ["AVIF, HEIF or a video"] if payload[4:8] == b"ftyp" else []
-    known = "BMP, JPEG, PNG, PPM, TIFF and WebP"
-    return f"it is {kinds[0]}; read are {known}" if kinds else f"it has no valid header of {known.replace('and', 'or')}"
-
-
 def open_image(payload: bytes) -> Image.Image:
     """Return an image of which only the header has been read.
 
@@ -191,7 +171,9 @@ def open_image(payload: bytes) -> Image.Image:
         try:
             image = Image.open(io.BytesIO(payload), formats=FORMATS)
         except UnidentifiedImageError as error:  # its text names only an object in memory
-            raise BadImageError(_say_kind(payload)) from error
+            known = "it is not a valid BMP, JPEG, PNG, PPM, TIFF or WebP"
+            reason = f"{known}; it begins with {payload[:16]!r}" if payload else "the file is empty"
+            raise BadImageError(reason) from error
         except Image.DecompressionBombError as error:  # its text names another limit
             raise BadImageError(f"it claims far more than {MAX_PIXELS:,} pixels, the most that are decoded") from error
     check_num_pixels(image.height, image.width)

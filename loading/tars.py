@@ -14,7 +14,7 @@ import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import ImageError, UserError, one_line
-from files import open_regular, open_to_read
+from files import open_to_read
 from loading.index import ImageIndex, Scan, check_num_bytes
 from loading.progress import Progress
 from loading.source import Source, digest, list_folder
@@ -24,10 +24,6 @@ PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
 
 # More than the manifest of any pack has: some hundred bytes for each shard, and for each image that was left out.
 _MANIFEST_BYTES = 1 << 26
-
-
-# First bytes of compressed files, and the commands that unpack them.
-_PACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 class TarIndex(ImageIndex):
@@ -89,9 +85,10 @@ class TarIndex(ImageIndex):
         mtime_ns, _, tar_size = self.arrays["states"][tar_number].tolist()
         check_num_bytes(size)
         tar = _open_tar(str(self.files[tar_number]), mtime_ns, tar_size)
-        content = tar.read(offset, size)
+        content = _read_at(tar.fileno(), offset, size)
         # Compared after the read, so that the bytes are known to be of the tar that was scanned.
-        if len(content) < size or tar.state() != [mtime_ns, tar_size]:
+        status = os.fstat(tar.fileno())
+        if len(content) < size or (status.st_mtime_ns, status.st_size) != (mtime_ns, tar_size):
             raise ImageError(
                 f"cannot read image {self.path(number)}: the tar has changed since it was scanned; start again"
             )
@@ -195,32 +192,21 @@ def _checksums(name: str, folder: Path) -> dict[str, str]:
     return checksums
 
 
-class _Tar:
-    """An open tar, closed after its last use: another thread may still read it when the cache drops it."""
-
-    def __init__(self, path: str) -> None:
-        self.descriptor = open_regular(path, os.O_RDONLY, follows_links=True)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-    def state(self) -> list[int]:
-        status = os.fstat(self.descriptor)
-        return [status.st_mtime_ns, status.st_size]
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset` on, or fewer where the tar ends before."""
-        content = b""
-        while len(content) < size and (more := os.pread(self.descriptor, size - len(content), offset + len(content))):
-            content += more
-        return content
-
-
 @functools.lru_cache(maxsize=128)
-def _open_tar(path: str, mtime_ns: int, size: int) -> _Tar:
-    """Return an open tar, reopened if its state changes. A thousand class tars would be too many to keep open."""
-    return _Tar(path)
+def _open_tar(path: str, mtime_ns: int, size: int) -> BinaryIO:
+    """Return an open tar, reopened if its state changes. A thousand class tars would be too many to keep open.
+
+    It closes itself after its last use: another thread may still read it when the cache drops it.
+    """
+    return open_to_read(path, buffering=0)
+
+
+def _read_at(descriptor: int, offset: int, size: int) -> bytes:
+    """Return `size` bytes of a file from `offset` on, or fewer where it ends before."""
+    content = b""
+    while len(content) < size and (more := os.pread(descriptor, size - len(content), offset + len(content))):
+        content += more
+    return content
 
 
 # The images that a scan finds in each folder: their names, and the tar, offset and size of each in one flat array.
@@ -268,16 +254,10 @@ def tar_members(
     except UserError:
         raise
     except Exception as error:  # tarfile raises a dozen kinds for a damaged header
-        file.seek(start)
-        head = file.read(6)
-        packer = next((packer for magic, packer in _PACKERS.items() if head.startswith(magic)), None)
-        if packer is not None:
-            raise UserError(
-                f"{path} is compressed, and images are read where they lie in a tar; unpack it: {packer} -dc FILE > TAR"
-            ) from error
         reason = str(error) or type(error).__name__
         raise UserError(
-            f"{path} is truncated, damaged, or no {kind} ({reason}, near byte {place}); download it again"
+            f"{path} is truncated, damaged, or no {kind} ({reason}, near byte {place}); unpack it if it is compressed "
+            "(gzip -dc FILE > TAR), else download it again"
         ) from error
 
 

@@ -30,6 +30,16 @@ def write_images(folder: Path, counts: dict[str, list[int]], size: tuple[int, in
     return folder
 
 
+def write_split(root):
+    """Write files of two classes in nested folders, which are no images, and return the folder."""
+    names = ["b/2.jpg", "b/10.JPEG", "b/1.png", "a/x.webp", "a/deep/er/y.jpg", "a/deep er/z.jpg", "a/notes.txt"]
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(f"{name} holds this".encode() * number)
+    (root / "stray.jpg").touch()
+    return root
+
+
 def picture(width=150, height=110, mode="RGB"):
     """Smooth colours with some noise: a photograph, as far as a JPEG decoder is concerned."""
     generator = numpy.random.default_rng(width)
@@ -69,6 +79,10 @@ FILES = {
     "one bit": encoded(picture(mode="1"), "PNG"),
     "WebP": encoded(picture(), "WEBP"),
     "one row": encoded(picture(40, 1), "JPEG"),
+    "BMP": encoded(picture(), "BMP"),
+    "PPM": encoded(picture(), "PPM"),
+    "TIFF": encoded(picture(), "TIFF"),
+    "MPO": encoded(picture(), "MPO", save_all=True, append_images=[picture()]),
 }
 
 

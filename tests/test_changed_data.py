@@ -80,21 +80,8 @@ def touch(path, seconds=7):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + seconds * 10**9))
 
 
-def add(val):
-    shutil.copy(val / "class0" / "image000.jpg", val / "class0" / "new.jpg")
-
-
-def remove(val):
-    (val / "class1" / "image001.jpg").unlink()
-
-
-def rename(val):
-    (val / "class1" / "image001.jpg").rename(val / "class1" / "other.jpg")
-
-
-@pytest.mark.parametrize("change", [add, remove, rename])
-def test_other_validation_images_are_refused(run, change):
-    change(run.images / "val")
+def test_other_validation_images_are_refused(run):
+    (run.images / "val" / "class1" / "image001.jpg").rename(run.images / "val" / "class1" / "other.jpg")
     refused(run.go_on(), "cannot resume (--resume auto): data of val: ", "give --allow-change data")
     # To evaluate on other images is a choice; it is said.
     evaluated = run.evaluate("--resume", run.checkpoint).check()

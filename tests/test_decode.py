@@ -63,8 +63,9 @@ def test_a_jpeg_is_decoded_no_further_than_the_box():
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("mode", [InterpolationMode.BILINEAR, InterpolationMode.BICUBIC])
 def test_pixels_are_within_one_grey_level_of_pillows(kind, mode):
-    for build in (ClassificationPresetTrain, ClassificationPresetEval):
-        size = {"crop_size": 24} | ({"resize_size": 32} if build is ClassificationPresetEval else {})
+    sizes = [{"crop_size": crop, "resize_size": size} for crop, size in [(24, 32), (32, 32), (20, 64), (41, 40)]]
+    for size in [{"crop_size": 24}, *sizes]:
+        build = ClassificationPresetEval if "resize_size" in size else ClassificationPresetTrain
         fast, exact = (build(interpolation=mode, backend=backend, **size) for backend in (None, "pil"))
         for seed in range(3):
             torch.manual_seed(seed)
@@ -337,32 +338,12 @@ def test_no_warning_of_an_image_that_is_read_well():
     assert torch.equal(found, plain(encoded(transparent, "PNG"))[:, 3:53, 4:64])
 
 
-@pytest.mark.parametrize(
-    ("payload", "message"),
-    [
-        (b"", "the file is empty"),
-        (b"hello", "it has no valid header of BMP, JPEG, PNG, PPM, TIFF or WebP"),
-        (b"\xff\xd8\xff\xc0\0\x02", "its JPEG header is damaged, or of a kind that is not read"),
-        (b"\n<html>404", "it is HTML or XML, such as a server's answer; read are BMP, JPEG, PNG, PPM, TIFF and WebP"),
-        (encoded(picture(), "GIF"), "it is a GIF; read are BMP, JPEG, PNG, PPM, TIFF and WebP"),
-        (encoded(picture(), "EPS"), "it is PostScript; read are BMP, JPEG, PNG, PPM, TIFF and WebP"),
-        (encoded(picture(), "JPEG2000"), "it is a JPEG 2000; read are BMP, JPEG, PNG, PPM, TIFF and WebP"),
-        (encoded(picture(), "AVIF"), "it is AVIF, HEIF or a video; read are BMP, JPEG, PNG, PPM, TIFF and WebP"),
-    ],
-)
 @pytest.mark.parametrize("backend", [None, "pil"])
-def test_what_is_no_image_is_said_without_an_address(payload, message, backend):
-    with pytest.raises(BadImageError, match=f"^{message}$"):
+@pytest.mark.parametrize("kind", ["GIF", "EPS", "JPEG2000", "AVIF"])
+def test_other_kinds_of_files_are_refused_with_the_kinds_that_are_read(kind, backend):
+    payload = encoded(picture(), kind)
+    with pytest.raises(BadImageError, match=r"^it is not a valid BMP, JPEG, PNG, PPM, TIFF or WebP; it begins with b'"):
         ClassificationPresetEval(crop_size=24, backend=backend).load(payload)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "BMP", "PPM", "TIFF", "WEBP"])
-def test_every_kind_that_an_extension_stands_for_is_read(kind):
-    options = {"WEBP": {"lossless": True}, "MPO": {"save_all": True, "append_images": [picture()]}}.get(kind, {})
-    payload = encoded(picture(), kind, **options)
-    whole = ImageFile(payload, PillowDecoder()).decode(0, 0, picture().height, picture().width)
-    assert torch.equal(whole, plain(payload))
-    assert decode.open_image(payload).format == kind
 
 
 def test_a_decoder_describes_itself_in_plain_words():

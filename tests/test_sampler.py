@@ -73,15 +73,6 @@ def test_change_of_world_size_inside_an_epoch_loses_and_repeats_nothing():
     assert len(set(images(seen))) == steps * 8
 
 
-def test_addresses_count_the_steps_of_the_run():
-    sampler = TrainSampler(29, VirtualShards(8, 4, rank=1, world_size=2))
-    sampler.set_epoch(2, start_step=1)
-    # 3 steps an epoch; rank 1 of 2 has shards 2 and 3.
-    assert list(sampler.addresses()) == [(7, 2), (7, 3), (8, 2), (8, 3)]
-    assert [len(batch) for batch in batches_of(sampler)] == [2, 2, 2, 2]
-    assert len(sampler) == 8
-
-
 @pytest.mark.parametrize("build", [TrainSampler, RepeatedSampler])
 def test_a_set_smaller_than_the_global_batch_is_refused(build):
     with pytest.raises(UserError, match=r"7 images, fewer than one global batch of 8; choose a smaller --batch-size"):

@@ -14,11 +14,11 @@ from torchvision import datasets
 import config
 import data
 from errors import UserError
-from loading import forms
+from loading import forms, index
 from loading.decode import decode_plainly
 from loading.source import Source
 from sampler import SampleKey, TrainSampler, VirtualShards
-from tests.images import pack_classes, pack_shards, pack_whole
+from tests.images import FORMS, write_split
 
 
 class ConcatenatedSource(Source):
@@ -66,12 +66,6 @@ def concatenate(root, target):
     (target / root.name / "all.json").write_text(json.dumps(entries))
 
 
-def concatenate_both(images, target):
-    for split in ("train", "val"):
-        concatenate(images / split, target)
-    return target
-
-
 def arguments(folder, *argv):
     return config.parse_args(["--data-path", str(folder), "--device", "cpu", *argv])
 
@@ -93,10 +87,15 @@ def copy_folder(root, target):
     shutil.copytree(root, target / root.name)
 
 
-@pytest.mark.parametrize("write", [copy_folder, pack_whole, pack_shards, pack_classes, concatenate])
-def test_every_form_gives_image_folders_images(image_folder, tmp_path, new_form, write, capsys):
-    write(image_folder / "train", tmp_path)
-    found, theirs = forms.open_source(tmp_path / "train"), datasets.ImageFolder(image_folder / "train")
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("write", [copy_folder, *FORMS, concatenate])
+def test_every_form_gives_image_folders_images(tmp_path, monkeypatch, new_form, write, is_cached, capsys):
+    monkeypatch.setattr(index, "RACY_NS", 0)
+    root = write_split(tmp_path / "images" / "train")
+    write(root, tmp_path)
+    for _ in range(1 + is_cached):
+        found = forms.open_source(tmp_path / "train")
+    theirs = datasets.ImageFolder(root)
     expected = [(str(Path(path).relative_to(theirs.root)), label) for path, label in theirs.samples]
     numbers = range(len(found))
     assert found.classes == theirs.classes
@@ -132,8 +131,10 @@ def test_a_made_up_image_is_the_same_as_pixels_and_as_a_file():
     assert images.identity() == {"form": "synthetic", "path": "", "sizes": None, "times": None, "checksums": None}
 
 
-def test_a_new_form_has_the_folders_batches_whoever_loads_them(image_folder, tmp_path, new_form):
-    concatenate_both(image_folder, tmp_path)
+@pytest.mark.parametrize("write", [concatenate, *FORMS[:2]])
+def test_every_form_has_the_folders_batches_in_any_process(image_folder, tmp_path, new_form, write):
+    write(image_folder / "train", tmp_path)
+    shutil.copytree(image_folder / "val", tmp_path / "val")
     expected = batches_of(image_folder, workers=0)
     assert len(expected) == 6
     for workers in (0, 2):
