@@ -224,7 +224,7 @@ class Run(BareRun):
         collectives.call_on_master(self.status.finish)
         print(self.state.result(self.args.output_dir, self.status.ran_s()))
         if collectives.is_main_process():
-            print(*last_lines(self.args, self.state, self.folder, self.records()), sep="\n")
+            print(*last_lines(self.args, self.state, self.folder), sep="\n")
 
     def records(self) -> list[dict]:
         """Return the records in metrics.jsonl; none if the file cannot be read."""

@@ -8,19 +8,17 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from checkpointing.checkpoint import BEST_NAMES, RunState
+from checkpointing.checkpoint import RunState
 from errors import counted, duration, one_line
 from files import open_regular
-from loading.progress import LiveLine, Tap, aligned, without_escapes
+from loading.progress import LiveLine, Tap, without_escapes
 from monitoring.attempts import Attempts
-from monitoring.records import as_number, read_epochs
 from options import CURVES, split_custom
 
 # Most bytes of text that wait for the folder, or for room on a full disk.
@@ -177,8 +175,8 @@ def first_lines(args: Any, model: nn.Module, steps_per_epoch: int, folder: Path)
     ]
 
 
-def last_lines(args: Any, state: RunState, folder: Path, records: Iterable[dict]) -> list[str]:
-    """Return the lines about a finished run beside its result: its last epochs, and commands to use it."""
+def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
+    """Return the lines about a finished run beside its result: commands to use it."""
     best = next((name for name, best in state.bests.items() if best is not None), "checkpoint")
     data = ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
     data += ["--minival", str(args.minival)] if args.minival and args.synthetic is None else []
@@ -189,8 +187,7 @@ def last_lines(args: Any, state: RunState, folder: Path, records: Iterable[dict]
         "evaluate": [sys.argv[0], "--test-only", "--resume", str(folder / f"{best}.pth"), *data],
     }
     width = max(map(len, commands))
-    lines = [f"{name:<{width}}  {python_command()} {shlex.join(words)}" for name, words in commands.items()]
-    return [*epoch_table(records), *lines]
+    return [f"{name:<{width}}  {python_command()} {shlex.join(words)}" for name, words in commands.items()]
 
 
 def python_command() -> str:
@@ -199,15 +196,3 @@ def python_command() -> str:
         return "python"
     relative = os.path.relpath(sys.executable)
     return shlex.quote(sys.executable if relative.startswith("..") else relative)
-
-
-def epoch_table(records: Iterable[dict], num_rows: int = 5) -> list[str]:
-    """Return a table of the last evaluated epochs: means over the epoch's images, results, and time of training."""
-    rows = []
-    for epoch in read_epochs(records):
-        if result := next((epoch.last[kind] for kind in epoch.last if BEST_NAMES.get(kind) == "best"), None):
-            values = epoch.last.get("epoch", {}).get("loss"), result.get("acc1"), result.get("loss")
-            cells = [f"{value:.3f}" if math.isfinite(value) else "--" for value in map(as_number, values)]
-            rows.append([f"[{epoch.number}]", *cells, duration(epoch.took_s)])
-    head = ["epoch", "loss", "val acc1", "val loss", "time"]
-    return aligned([head, *rows[-num_rows:]], to_left=()) if rows else []

@@ -18,7 +18,7 @@ import pytest
 import errors
 import run
 from loading import progress
-from monitoring import console
+from monitoring import console, records
 from tests.ranks import run_ranks, train_rank
 from tests.started import SMALL_ANYWHERE
 
@@ -26,57 +26,21 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
 class Screen:
-    """What a terminal shows of what is written to it: enough of one for a line that is rewritten, and the rest plain.
+    """The lines of a terminal that is wide enough for what is written to it, which may rewrite the last one."""
 
-    Args:
-        columns: its width.
-        breaks: whether lines that no longer fit are broken when it is made narrower, or kept and cut.
-    """
-
-    def __init__(self, columns, *, breaks):
-        self.columns, self.breaks = columns, breaks
-        self.rows, self.goes_on, self.row, self.column = [""], [False], 0, 0
-
-    def _go_down(self, *, goes_on):
-        self.row, self.column = self.row + 1, 0
-        if self.row == len(self.rows):
-            self.rows.append("")
-            self.goes_on.append(goes_on)
-
-    def write(self, text):
-        for part in re.findall(r"\x1b\[J|\r|\n|[^\x1b\r\n]", text):
+    def __init__(self, text):
+        self.lines, self.column = [""], 0
+        for part in re.findall(r"\x1b\[J|\r|\n|[^\x1b\r\n]+", text):
             if part == "\r":
                 self.column = 0
             elif part == "\n":
-                self._go_down(goes_on=False)
-            elif part == "\x1b[J":
-                self.rows[self.row :] = [self.rows[self.row][: self.column]]
-                self.goes_on[self.row + 1 :] = []
+                self.lines.append("")
+                self.column = 0
             else:
-                if self.column == self.columns:
-                    self._go_down(goes_on=True)
-                row = self.rows[self.row].ljust(self.column)
-                self.rows[self.row] = row[: self.column] + part + row[self.column + 1 :]
-                self.column += 1
-
-    def resize(self, columns):
-        self.columns = columns
-        if self.breaks:
-            assert self.column == 0  # so that it is the place of a line's first character, which stays that
-            before, rows, goes_on = sum(not more for more in self.goes_on[: self.row]), [], []
-            for number, line in enumerate(self.lines):
-                self.row = len(rows) if number == before else self.row
-                rows += [line[at : at + columns] for at in range(0, max(len(line), 1), columns)]
-                goes_on += [bool(at) for at in range(0, max(len(line), 1), columns)]
-            self.rows, self.goes_on = rows, goes_on
-
-    @property
-    def lines(self):
-        """The lines as they were written, wherever they are broken."""
-        lines = []
-        for row, goes_on in zip(self.rows, self.goes_on, strict=True):
-            lines[-1:] = [lines[-1] + row] if goes_on else [*lines[-1:], row]
-        return lines
+                kept = self.lines[-1][: self.column]
+                after = "" if part == "\x1b[J" else part + self.lines[-1][self.column + len(part) :]
+                self.lines[-1] = kept + after
+                self.column += len(after and part)
 
 
 class Terminal:
@@ -119,14 +83,10 @@ class Terminal:
             for line in re.findall(r"\x1b\[J([^\x1b\r\n]+)\r(?!\n)", text)
         ]
 
-    def screens(self):
-        for breaks in (False, True):
-            screen = Screen(self.columns, breaks=breaks)
-            for columns, text in self.written:
-                if columns != screen.columns:
-                    screen.resize(columns)
-                screen.write(text)
-            yield screen
+    @property
+    def lines(self):
+        """The lines that stay; each live line leaves the cursor at its beginning, wherever a terminal breaks it."""
+        return [line.rstrip() for line in Screen("".join(text for _, text in self.written)).lines]
 
 
 # How xterm is asked to be of another width.
@@ -202,13 +162,11 @@ def test_finished_lines_remain_and_nothing_of_the_live_line(on_terminals):
     first[-1] = first[-1].removeprefix("PreemptedError: ") + "; --resume auto continues"
     for terminal, log in [(on_terminals.first, first), (on_terminals.second, second)]:
         said = [line for line in log if not re.match(r"(Epoch|Test):.*( eta: | Total time: )", line)]
-        for screen in terminal.screens():
-            lines = [line.rstrip() for line in screen.lines]
-            assert [line for line in lines if line != "SIGTERM: stopping after this step"] == [*said, ""]
-            assert len(lines) == len(said) + 1 + (terminal is on_terminals.first)
+        assert [line for line in terminal.lines if line != "SIGTERM: stopping after this step"] == [*said, ""]
+        assert len(terminal.lines) == len(said) + 1 + (terminal is on_terminals.first)
     lines = [re.match(r"Epoch: \[(\d)\] in \S+s  loss (\S+)  Acc@1 (\S+)  wait \d+%$", line) for line in first + second]
-    records = [json.loads(line) for line in (on_terminals.out / "metrics.jsonl").read_text().splitlines()]
-    expected = [(str(r["epoch"]), f"{r['loss']:.3f}", f"{r['acc1']:.2f}") for r in records if r["kind"] == "epoch"]
+    written = [json.loads(line) for line in (on_terminals.out / "metrics.jsonl").read_text().splitlines()]
+    expected = [(str(r["epoch"]), f"{r['loss']:.3f}", f"{r['acc1']:.2f}") for r in written if r["kind"] == "epoch"]
     assert [match.groups() for match in lines if match] == expected  # of all steps, also of the interrupted epoch
 
 
@@ -227,7 +185,6 @@ def test_the_end_tells_the_time_of_all_starts_and_commands_that_work(on_terminal
     first_s = on_terminals.status["time"] - on_terminals.status["start"]["began"]
     minutes, seconds = re.fullmatch(r"finished 3 epochs, 90 steps in (\d+m)?(\d+)s; all in .*/runs/a", done).groups()
     assert 60 * int((minutes or "0m")[:-1]) + int(seconds) > first_s
-    assert [line.split()[0] for line in lines if re.match(r" +\[\d\] ", line)] == ["[0]", "[1]", "[2]"]
     words = shlex.split(next(line for line in lines if line.startswith("evaluate")))
     assert words[1] == "python" or os.path.samefile(words[1], sys.executable)
     outcome = run_ranks(train_rank, 1, words[3:], log_folder=tmp_path).check()
@@ -312,28 +269,23 @@ def test_a_scan_says_how_far_it_is_every_few_seconds_or_on_a_live_line(capsys, m
         assert sys.stderr is stream
     terminal.close()
     assert [line for _, line in terminal.live] == ["packing: 1 images, 1.0 GiB of 3.0 GiB ("]
-    for screen in terminal.screens():
-        assert screen.lines[:3] == ["a warning"] * 3
-        assert "".join(screen.lines[3:]) == "packing: 3 images, 3.0 GiB of 3.0 GiB (100.0%), 0:00:00 left"
+    last = "packing: 3 images, 3.0 GiB of 3.0 GiB (100.0%), 0:00:00 left"
+    assert terminal.lines == [*["a warning"] * 3, last, ""]
 
 
-def test_the_table_counts_no_pause_between_starts():
+def test_the_time_of_an_epoch_has_no_pause_between_starts():
     """The second start, at 1000 s by the clock, resumes within epoch 1."""
-    records = [
-        {"kind": kind, "step": step, "epoch": epoch, "time": float(at_s), "hours": s / 3600, "loss": loss, "acc1": acc1}
-        for kind, step, epoch, at_s, s, loss, acc1 in [
-            ("train", 3, 0, 10, 8, 9.0, 1.0), ("epoch", 4, 0, 12, 10, 8.5, 1.0), ("val", 4, 0, 20, 18, 8.0, 10.0),
-            ("train", 5, 1, 30, 28, 4.0, 1.0), ("train", 8, 1, 1030, 58, 2.0, 1.0), ("epoch", 8, 1, 1032, 60, 2.5, 1.0),
-            ("val", 8, 1, 1060, 88, 7.5, 20.0), ("val_ema", 8, 1, 1062, 90, 7.0, 30.0),
-            ("epoch", 12, 2, 1142, 170, None, 1.0), ("val", 12, 2, 1172, 200, 6.0, 40.0),
+    found = records.read_epochs(
+        {"kind": kind, "step": step, "epoch": epoch, "time": float(at_s), "hours": s / 3600}
+        for kind, step, epoch, at_s, s in [
+            ("train", 3, 0, 10, 8), ("epoch", 4, 0, 12, 10), ("val", 4, 0, 20, 18), ("train", 5, 1, 30, 28),
+            ("train", 8, 1, 1030, 58), ("epoch", 8, 1, 1032, 60), ("val", 8, 1, 1060, 88), ("val_ema", 8, 1, 1062, 90),
+            ("epoch", 12, 2, 1142, 170), ("val", 12, 2, 1172, 200),
         ]
-    ]  # fmt: skip
-    head = ["epoch", "loss", "val", "acc1", "val", "loss", "time"]
-    rows = [
-        ["[0]", "8.500", "10.000", "8.000", "18s"],
-        ["[1]", "2.500", "20.000", "7.500", "1m12s"],
-        ["[2]", "--", "40.000", "6.000", "1m50s"],
+    )  # fmt: skip
+    assert [(epoch.number, epoch.step, round(epoch.took_s)) for epoch in found] == [
+        (0, 4, 18),
+        (1, 8, 72),
+        (2, 12, 110),
     ]
-    assert [line.split() for line in console.epoch_table(records)] == [head, *rows]
-    assert [line.split() for line in console.epoch_table(records, num_rows=2)] == [head, *rows[1:]]
-    assert console.epoch_table([]) == []
+    assert {kind: record["hours"] * 3600 for kind, record in found[1].last.items()}["val_ema"] == pytest.approx(90)
