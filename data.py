@@ -214,8 +214,6 @@ class LenientImageFolder(IndexedImageFolder):
 class SyntheticImages(IndexedImageFolder):
     """Made-up uint8 images with sides of `size_px`, for runs without data: see `SyntheticSource`."""
 
-    POOL = SyntheticSource.POOL
-
     def __init__(self, num_images: int, size_px: int, num_classes: int = 1000) -> None:
         source = SyntheticSource(num_images, size_px, num_classes)
         super().__init__(source.root, ClassificationPresetEval(crop_size=size_px), source=source)

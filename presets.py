@@ -21,7 +21,6 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from config import IMAGENET_MEAN, IMAGENET_STD
 from errors import UserError, require_timm
-from loading import decode
 from loading.decode import DECODERS, ImageFile, check_num_pixels, decode_plainly
 from randomness import Draws, TorchDraws, unit
 
@@ -47,11 +46,6 @@ def _as_batch(image: torch.Tensor) -> torch.Tensor:
     """Return (1, 3, H, W), with a first stride by which torch recognises the memory format."""
     strides = image.stride()
     return image.as_strided((1, *image.shape), (image.shape[1] * strides[1], *strides))
-
-
-def _scale(size: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Return the factors of height and width, slightly enlarged lest torch round a side down to a pixel less."""
-    return (resized[0] + 1e-6) / size[0], (resized[1] + 1e-6) / size[1]
 
 
 class CropBox:
@@ -398,7 +392,8 @@ class ClassificationPresetEval(_Preset):
         bottom, top_cut = _span(height, resized[0], self.crop_size, self.fast_mode)
         right, left_cut = _span(width, resized[1], self.crop_size, self.fast_mode)
         pixels = _as_batch(file.decode(0, 0, bottom, right))
-        scale_factor = _scale((height, width), resized)
+        # Slightly enlarged, lest torch round a side down to a pixel less.
+        scale_factor = (resized[0] + 1e-6) / height, (resized[1] + 1e-6) / width
         pixels = F.interpolate(pixels, scale_factor=scale_factor, mode=self.fast_mode, antialias=True)[0]
         return pixels[:, top_cut : top_cut + self.crop_size, left_cut : left_cut + self.crop_size]
 
@@ -441,8 +436,3 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
         sizes = {"smallest": args.train_crop_size_min, "largest": args.train_crop_size}
         train = ProgressivePreset(build_train, **sizes, first=first, last=last)
     return train, ClassificationPresetEval(crop_size=args.val_crop_size, resize_size=args.val_resize_size, **common)
-
-
-def describe_decoder(args: Any) -> str:
-    """Return the image decoder and its version; another one may give other pixels, and so other results."""
-    return " ".join(decode.describe(args.decoder).values())

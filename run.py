@@ -28,6 +28,7 @@ from distributed.watch import FiniteWatch, StallWatchdog
 from errors import PreemptedError, StorageError, UserError, loader_killed
 from files import write_atomically
 from gradients import ShardedStep
+from loading.decode import describe_decoder
 from metrics import Accuracy, Metric, Tally
 from monitoring.bottleneck import StepClock, as_record, describe_bottleneck, find_shares
 from monitoring.console import Outlook, first_lines, last_lines, log
@@ -35,7 +36,6 @@ from monitoring.gauges import Gauges, Pace
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
 from monitoring.profile import StepProfile
-from presets import describe_decoder
 from sampler import TrainSampler, VirtualShards
 
 
@@ -138,7 +138,7 @@ class Run(BareRun):
             **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.window,
             "log_epoch": self.epoch_tally, "scaler": scaler if scaler and scaler.is_enabled() else None,
         }  # fmt: skip
-        facts = run_facts(args, describe_decoder(args), *datasets)
+        facts = run_facts(args, describe_decoder(args.decoder), *datasets)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
         self.begun = self.saved = self.saving = self.position  # nothing to save yet

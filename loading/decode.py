@@ -265,10 +265,9 @@ class PillowDecoder:
         return torch.from_numpy(numpy.array(image if mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
 
     @staticmethod
-    def describe() -> dict[str, str]:
-        """Return the versions that the pixels depend on."""
-        libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
-        return {"name": "pillow", "version": PIL.__version__, "libjpeg": str(libjpeg)}
+    def describe() -> str:
+        """Return the name and the versions that the pixels depend on."""
+        return f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}"
 
 
 class TorchcodecDecoder:
@@ -280,7 +279,7 @@ class TorchcodecDecoder:
 
     def __init__(self) -> None:
         torchcodec = require_torchcodec("--decoder torchcodec")
-        self.decode_jpeg, self.version = torchcodec.decoders.decode_jpeg, str(torchcodec.__version__)
+        self.decode_jpeg, self.version = torchcodec.decoders.decode_jpeg, torchcodec.__version__
 
     def decode(self, payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
         """Decode a box of a JPEG, as `PillowDecoder.decode`; a damaged file raises RuntimeError."""
@@ -293,16 +292,16 @@ class TorchcodecDecoder:
         left, top, right, bottom = box
         return image[:, top:bottom, left:right]
 
-    def describe(self) -> dict[str, str]:
-        """Return the versions that the pixels depend on."""
-        return {"name": "torchcodec", "version": self.version}
+    def describe(self) -> str:
+        """Return the name and the versions that the pixels depend on."""
+        return f"torchcodec {self.version}"
 
 
 # Decoders by their names for `--decoder`.
 DECODERS: dict[str, Callable] = {"pillow": PillowDecoder, "torchcodec": TorchcodecDecoder}
 
 
-def describe(name: str) -> dict[str, str]:
+def describe_decoder(name: str) -> str:
     """Return a decoder's name and versions, on which pixels depend. UserError if it is not installed."""
     return DECODERS[name]().describe()
 

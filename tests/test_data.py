@@ -90,15 +90,16 @@ def test_draws_of_a_key_are_those_of_its_address(image_folder, policy, erase):
     assert ((first == expected) | (first == 0)).all()
 
 
-POLICY = ["--auto-augment", "ta_wide"]
+TWO_SHARDS = VirtualShards(8, 2)
 
 
-def epoch_hashes(folder, workers, start_step=0, sampler_class=TrainSampler, loading=POLICY, argv=(), **options):
+def epoch_hashes(folder, workers, start_step=0, argv=(), shards=TWO_SHARDS, repetitions=1):
     """Return a hash of every batch of an epoch, as the model would get it."""
-    batch = ["--random-erase", "0.5", "--mixup-alpha", "0.2", "--cutmix-alpha", "1.0", "--batch-size", "4"]
-    args = arguments(folder, "--workers", str(workers), "--train-crop-size", "24", *batch, *loading, *argv)
+    mixing = "--random-erase 0.5 --mixup-alpha 0.2 --cutmix-alpha 1.0 --auto-augment ta_wide".split()
+    batch = ["--batch-size", "4", "--workers", str(workers), "--train-crop-size", "24"]
+    args = arguments(folder, *batch, *mixing, *argv)
     dataset, _ = data.build_datasets(str(folder / "train"), str(folder / "val"), args)
-    sampler = sampler_class(len(dataset), VirtualShards(8, 2), seed=3, **options)
+    sampler = RepeatedSampler(len(dataset), shards, 3, repetitions)
     sampler.set_epoch(1, start_step)
     transform, _ = data.build_batch_transforms(args, num_classes=3)
     loader = data.DeviceLoader(data.build_loader(dataset, sampler, args), torch.device("cpu"), transform, seed=3)
@@ -113,6 +114,16 @@ def test_workers_and_the_place_of_a_restart_change_no_pixel(image_folder):
     for workers in [0, 1, 3]:
         assert epoch_hashes(image_folder, workers) == expected
     assert epoch_hashes(image_folder, workers=2, start_step=2) == expected[4:]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_micro_batches_are_the_same_at_any_world_size(image_folder, world_size):
+    expected = epoch_hashes(image_folder, 0, shards=VirtualShards(8, 4), repetitions=2)
+    assert len(set(expected)) == 12  # three steps of four micro-batches
+    for rank in range(world_size):
+        shards = VirtualShards(8, 4, rank, world_size)
+        own = [batch for number, batch in enumerate(expected) if number % 4 in shards.local]
+        assert epoch_hashes(image_folder, 0, shards=shards, repetitions=2) == own
 
 
 def test_the_loader_of_a_rank_yields_its_share_of_the_fixed_batches(image_folder):

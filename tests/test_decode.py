@@ -294,24 +294,15 @@ def test_torchcodec_is_within_one_grey_level_of_pillow(kind):
                 assert difference.max() <= 1
 
 
-class Heights:
-    """Images of one file, each a line higher than the last, and a line on standard error for each."""
-
-    def __init__(self, path):
-        self.file = decode.ImageFile(path.read_bytes(), decode.DECODERS["torchcodec"]())
-
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, number):
-        self.file.decode(0, 0, number + 1, 150)
-        os.write(2, b"seen" + os.linesep.encode())
-        return number
-
-
 def decode_in_a_loader_process(path):
-    loader = DataLoader(Heights(path), batch_size=None, num_workers=1)
-    assert [int(number) for number in loader] == list(range(100))
+    file = ImageFile(path.read_bytes(), decode.DECODERS["torchcodec"]())
+
+    def decode_rows(height):
+        file.decode(0, 0, height, 150)
+        os.write(2, b"seen\n")
+        return height
+
+    assert list(DataLoader(range(1, 101), None, num_workers=1, collate_fn=decode_rows)) == list(range(1, 101))
     ctypes.CDLL(None).perror(b"later")
 
 
@@ -347,13 +338,10 @@ def test_other_kinds_of_files_are_refused_with_the_kinds_that_are_read(kind, bac
 
 
 def test_a_decoder_describes_itself_in_plain_words():
-    facts = decode.describe("pillow")
-    assert facts["name"] == "pillow"
-    assert facts["version"] == Image.__version__
-    assert all(type(value) is str for value in facts.values())
+    assert decode.describe_decoder("pillow").startswith(f"pillow {Image.__version__} ")
 
 
 def test_a_missing_torchcodec_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchcodec", None)  # as if it were not installed
     with pytest.raises(UserError, match="--decoder torchcodec needs TorchCodec 0"):
-        decode.describe("torchcodec")
+        decode.describe_decoder("torchcodec")

@@ -190,16 +190,15 @@ HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, for a /dev/shm of its own")
-def test_batches_take_no_room_in_dev_shm(tmp_path):
-    done = run_ranks(load_with_shared_memory_of, 1, "1m", tmp_path / "stdout", log_folder=tmp_path)
-    assert (done.codes, done.output) == ([0], "")
-    assert (tmp_path / "stdout").read_text().split("\n") == ["[0, 1, 2]", "[3, 4, 5]", "[6]", ""]
-
-
-@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, for a /dev/shm of its own")
-def test_a_dev_shm_without_room_for_a_lock_is_one_line(tmp_path):
-    done = run_ranks(load_with_shared_memory_of, 1, "4k", tmp_path / "stdout", log_folder=tmp_path)
-    assert (done.codes, (tmp_path / "stdout").read_text()) == ([1], "")
-    line = done.output.splitlines()[-1]
-    assert line.startswith("StorageError: cannot start 2 loader processes ([Errno 28] No space left on device)")
-    assert line.endswith("the room in /dev/shm")
+@pytest.mark.parametrize(
+    ("size", "code", "batches", "refusal"),
+    [
+        ("1m", 0, "[0, 1, 2]\n[3, 4, 5]\n[6]\n", ""),  # less than a batch
+        ("4k", 1, "", "StorageError: cannot start 2 loader processes ([Errno 28] No space left on device)"),  # no lock
+    ],
+)
+def test_batches_take_no_room_in_dev_shm_and_a_full_one_is_one_line(tmp_path, size, code, batches, refusal):
+    done = run_ranks(load_with_shared_memory_of, 1, size, tmp_path / "stdout", log_folder=tmp_path)
+    assert (done.codes, (tmp_path / "stdout").read_text()) == ([code], batches)
+    assert refusal in (done.output.splitlines() or [""])[-1]
+    assert bool(done.output) == bool(refusal)

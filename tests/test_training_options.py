@@ -1,7 +1,6 @@
-"""Batches at any world size, progressive crops, timm's policies, and a step of every classifier."""
+"""Progressive crops, timm's policies, and a step of every classifier."""
 
 import copy
-import hashlib
 
 import numpy
 import pytest
@@ -23,33 +22,6 @@ from presets import ClassificationPresetTrain, ProgressivePreset, TimmPolicy
 from randomness import seed_host
 from sampler import RepeatedSampler, VirtualShards
 from tests.endings import differing
-
-MIXING = ["--mixup-alpha", "0.2", "--cutmix-alpha", "1.0", "--random-erase", "0.5", "--auto-augment", "ta_wide"]
-
-
-def batches_of(folder, world_size, *argv):
-    """Return {(step, shard): hash of the batch and its targets} over all ranks of an epoch."""
-    argv = ["--data-path", str(folder), "--device", "cpu", "--workers", "0", "--train-crop-size", "24", *MIXING, *argv]
-    args = config.parse_args(argv)
-    dataset, _ = data.build_datasets(str(folder / "train"), str(folder / "val"), args)
-    transform, _ = data.build_batch_transforms(args, 3)
-    hashes = {}
-    for rank in range(world_size):
-        sampler = RepeatedSampler(len(dataset), VirtualShards(8, 4, rank, world_size), seed=1, repetitions=2)
-        sampler.set_epoch(1)
-        loader = data.DeviceLoader(data.build_loader(dataset, sampler, args), torch.device("cpu"), transform, seed=1)
-        for address, (image, target) in zip(sampler.addresses(), loader, strict=True):
-            content = image.numpy().tobytes() + target.numpy().tobytes()
-            hashes[address] = hashlib.sha256(content).hexdigest()
-    return hashes
-
-
-def test_images_boxes_and_mixing_of_each_shard_are_the_same_at_any_world_size(image_folder):
-    one = batches_of(image_folder, 1)
-    assert len(one) == 12  # three steps of four shards
-    assert len(set(one.values())) == 12
-    assert batches_of(image_folder, 2) == one
-    assert batches_of(image_folder, 4) == one
 
 
 def test_progressive_crops_grow_in_steps_of_32_and_end_at_the_size():
