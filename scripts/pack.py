@@ -180,7 +180,7 @@ class ShardWriter:
     def _leave_out(self, name: str, reason: str) -> None:
         if not self.skip_bad:
             where = self.split.root / name
-            raise ImageError(f"cannot read image {where}: {reason}; replace it, or leave such images out by --skip-bad")
+            raise ImageError(f"cannot read image {where}: {reason}; replace it, or give --skip-bad")
         self.record["skipped"].append({"name": name, "reason": reason})
 
     def verify(self, path: Path) -> None:
@@ -206,11 +206,15 @@ class Pack:
     def resume(self, manifest: dict, *, skip_bad: bool) -> None:
         """Take over the shards of an earlier run; UserError if it had other settings, versions or images."""
         old = manifest.get("facts", {})
-        changes = [f"{key} is {new} and was {old.get(key)}" for key, new in self.facts.items() if old.get(key) != new]
+        changes = [
+            f"{key} is {str(new)[:12]} and was {str(old.get(key))[:12]}"
+            for key, new in self.facts.items()
+            if old.get(key) != new
+        ]
         if changes:
             raise UserError(
-                f"{self.out} holds a pack that was begun differently: {'; '.join(changes[:2])}. To continue, restore "
-                "the old values; else choose another folder, or start over with --overwrite"
+                f"{self.out} holds a pack that was begun differently: {'; '.join(changes[:2])}; restore the old values, "
+                "choose another folder, or start over with --overwrite"
             )
         records = records_of(manifest)
         skipped = [image["name"] for record in records.values() for image in record["skipped"]]
