@@ -213,7 +213,7 @@ class Pack:
         ]
         if changes:
             raise UserError(
-                f"{self.out} holds a pack that was begun differently: {'; '.join(changes[:2])}; restore the old values, "
+                f"{self.out} holds a pack begun differently: {'; '.join(changes[:2])}; restore these values, "
                 "choose another folder, or start over with --overwrite"
             )
         records = records_of(manifest)
