@@ -19,7 +19,7 @@ import metrics
 import models
 import optim
 import train
-from monitoring import estimate, flops, preview
+from monitoring import estimate, flops
 from tests.ranks import REPOSITORY, run_ranks, train_rank
 
 SMALL = ["--model", "resnet18", "--train-crop-size", "64", "--val-crop-size", "64", "--batch-size", "8"]
@@ -98,19 +98,7 @@ def test_operations_are_three_times_those_that_torchvision_documents(model, gflo
 
 @pytest.mark.skipif(sys.platform != "linux", reason="measured on Linux")
 def test_the_host_memory_is_that_of_a_real_run_within_a_fifth(tmp_path):
-    argv = [
-        *SMALL,
-        "--synthetic",
-        "64",
-        "--epochs",
-        "1",
-        "--device",
-        "cpu",
-        "--workers",
-        "0",
-        "--val-resize-size",
-        "64",
-    ]
+    argv = [*SMALL, *"--synthetic 64 --epochs 1 --device cpu --workers 0 --val-resize-size 64".split()]
     command = [sys.executable, "train.py", *argv, "--output-dir", str(tmp_path / "out")]
     said = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
     number, unit = re.search(r"# host memory, an estimate: ([\d.]+) (\wiB) a process", said).groups()
@@ -136,10 +124,6 @@ def test_a_model_that_cannot_be_traced_is_said_and_ends_nothing(monkeypatch):
     monkeypatch.setattr(estimate, "build_without_memory", lambda *_: Reader())
     (line,) = estimate.describe(resolve(*SMALL), CLASSES)
     assert line.startswith("no estimate of memory and work: resnet18 cannot be traced (DataDependentOutputException")
-
-
-def test_a_preview_alone_takes_no_time_for_estimates():
-    assert "estimate" not in preview.preview(config.parse_args(["--synthetic", "--dry-run"]))
 
 
 def starved_rank(argv, num_bytes):

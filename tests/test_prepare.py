@@ -161,21 +161,22 @@ def assert_nothing_is_half_written(out):
     images = archives.tree()
     for split in ("train", "val"):
         if (out / split).exists():
-            whole = {
-                name.removeprefix(f"{split}/"): payload for name, payload in images.items() if name[:3] == split[:3]
-            }
-            assert content(out / split) == whole
+            whole = {name: payload for name, payload in images.items() if name.startswith(split)}
+            assert {f"{split}/{name}": payload for name, payload in content(out / split).items()} == whole
         for path in (out / f"{split}.partial").rglob("*.JPEG"):
             assert path.read_bytes() == images[f"{split}/{path.parent.name}/{path.name}"]
 
 
 def test_a_finished_split_is_left_as_it_is(official, tmp_path):
-    run(tmp_path, official, tmp_path / "out", "--skip-md5", "--splits", "val").check()
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    done = run(tmp_path, official, tmp_path / "out", "--skip-md5").check()
-    assert f"{tmp_path / 'out' / 'val'} is there already" in done.output
+    """Also where the archives lie in the folder that gets the images."""
+    out = shutil.copytree(official, tmp_path / "out")
+    archived = content(out)
+    run(tmp_path, out, out, "--skip-md5", "--splits", "val").check()
+    before = {path: path.stat().st_mtime_ns for path in (out / "val").rglob("*")}
+    done = run(tmp_path, out, out, "--skip-md5").check()
+    assert f"{out / 'val'} is there already" in done.output
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert content(tmp_path / "out") == archives.tree()
+    assert content(out) == {**archives.tree(), **archived}
 
 
 def test_another_source_does_not_go_on_with_a_half(official, kaggle, tmp_path):
@@ -189,18 +190,6 @@ def test_another_source_does_not_go_on_with_a_half(official, kaggle, tmp_path):
     assert content(tmp_path / "out") == archives.tree()
 
 
-@pytest.mark.parametrize(
-    "record", ['{"source": 5}', '{"source": []}', '{"a": 1}', '{"source": [["x", "y"], 3]}', "[1]"]
-)
-def test_a_changed_record_of_the_source_is_one_line(kaggle, tmp_path, record):
-    source, out = kaggle / "ILSVRC/Data/CLS-LOC", tmp_path / "out"
-    run(tmp_path, source, out, "--splits", "train", fault=("scripts.prepare.os.replace", 9, "after"))
-    (out / "train.partial" / "source.json").write_text(record)
-    line = error_line(run(tmp_path, source, out, "--splits", "train"))
-    assert str(out / "train.partial") in line
-    assert list((out / "train.partial").rglob("*.JPEG"))
-
-
 def test_images_are_not_written_among_their_source(kaggle, tmp_path):
     source = shutil.copytree(kaggle / "ILSVRC/Data/CLS-LOC/train", tmp_path / "source" / "train").parent
     before = content(source)
@@ -211,12 +200,6 @@ def test_images_are_not_written_among_their_source(kaggle, tmp_path):
     assert content(source) == before
     assert not (source / "train" / "new").exists()
     assert "is there already" in run(tmp_path, source, source).check().output
-
-
-def test_archives_may_lie_where_the_images_go(official, tmp_path):
-    folder = shutil.copytree(official, tmp_path / "tars")
-    run(tmp_path, folder, folder, "--splits", "val", "--skip-md5").check()
-    assert {f"val/{name}" for name in content(folder / "val")} == {n for n in archives.tree() if n.startswith("val/")}
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
@@ -281,11 +264,10 @@ TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 
 DAMAGED = {
     "truncated train": (TRAIN, lambda payload: payload[: len(payload) // 2], "is truncated"),
-    "truncated val": (VAL, lambda payload: payload[: len(payload) // 3], "is truncated"),
     "cut between members": (
         VAL,
         lambda payload: payload[: payload.index(b"ILSVRC2012_val_00000005")],
-        "its end is missing",
+        "end is missing",
     ),
     "no tar": (TRAIN, lambda _: b"<html>" * 1000, "no tar"),
     "empty": (TRAIN, lambda _: b"", "truncated"),
@@ -378,12 +360,6 @@ def test_what_does_not_fit_is_refused_before_it_is_written(official, tmp_path):
     assert not list((tmp_path / "out").rglob("*.JPEG"))
 
 
-def test_parquet_without_paths_is_refused(tmp_path):
-    pytest.importorskip("pyarrow")
-    source = archives.write_parquet(tmp_path / "data", has_paths=False)
-    assert "names its synset" in error_line(run(tmp_path, source, tmp_path / "out"))
-
-
 def test_odd_parquet_is_refused_in_one_line(tmp_path, parquet):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet as pyarrow_parquet
@@ -395,13 +371,9 @@ def test_odd_parquet_is_refused_in_one_line(tmp_path, parquet):
     payload = (parquet / "train-00000-of-00002.parquet").read_bytes()
     file.write_bytes(payload[: len(payload) // 2])
     assert "not a parquet file" in error_line(run(tmp_path, file, tmp_path / "out"))
+    assert "pip install pyarrow" in error_line(run(tmp_path, file, tmp_path / "out", hidden="pyarrow"))
+    source = archives.write_parquet(tmp_path / "data", has_paths=False)
+    assert "names its synset" in error_line(run(tmp_path, source, tmp_path / "out"))
     line = error_line(run(tmp_path, parquet / "train-00000-of-00002.parquet", tmp_path / "out"))
     assert "train-00001-of-00002.parquet is missing" in line
     assert not (tmp_path / "out" / "train").exists()
-
-
-def test_without_pyarrow_one_line_says_so(tmp_path):
-    (tmp_path / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
-    line = error_line(run(tmp_path, tmp_path, tmp_path / "out", hidden="pyarrow"))
-    assert "pip install pyarrow" in line
-    assert not (tmp_path / "out").exists()

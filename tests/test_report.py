@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import statistics
@@ -54,19 +55,9 @@ def write_run(folder, seed=0, lr=0.1, factor=1.0):
         {"kind": "epoch", "step": step, "epoch": step // 10 - 1, "loss": loss, "time": 1, "hours": step / 8}
         for step, loss in [(10, 30.0), (20, 7.0)]
     ]
-    records += [
-        {
-            "kind": kind,
-            "step": step,
-            "epoch": step // 10 - 1,
-            "loss": 2.0,
-            "acc1": step * factor,
-            "time": 1.0,
-            "hours": step / 8,
-        }
-        for step in (10, 20)
-        for kind in ("val", "val_ema")
-    ]
+    for step, kind in itertools.product((10, 20), ("val", "val_ema")):
+        results = {"loss": 2.0, "acc1": step * factor}
+        records += [{"kind": kind, "step": step, "epoch": step // 10 - 1, **results, "time": 1.0, "hours": step / 8}]
     records.sort(key=lambda record: record["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "recipe.toml").write_text(f'title = "t"\n[optimization]\nlr = {lr}\nseed = {seed}\n')
