@@ -124,18 +124,15 @@ class IndexedImageFolder(Dataset):
         try:
             return self._load(key)
         except BadImageError as error:
-            raise self.error(key, f"{error}; {self._advise(key)}") from error
+            advice = "replace it: an evaluation leaves none out"
+            if isinstance(key, SampleKey):
+                advice = "replace it, or give the same command with --resume auto --bad-images skip, to skip it"
+            raise self.error(key, f"{error}; {advice}") from error
 
     def _preset(self, key: int) -> Any:
         """Return the preset of a key's epoch, or of epoch 0 for a plain number; any other transform unchanged."""
         is_one = not hasattr(self.transform, "at")
         return self.transform if is_one else self.transform.at(key.epoch if isinstance(key, SampleKey) else 0)
-
-    def _advise(self, key: int) -> str:
-        """Return the advice that an error about a bad image ends with."""
-        if not isinstance(key, SampleKey):
-            return "replace it: an evaluation leaves none out"
-        return "replace it, or give the same command with --resume auto --bad-images skip, which leaves out bad images"
 
     def error(self, number: int, reason: str) -> ImageError:
         """Return the error for an image that cannot be read, with the reason."""

@@ -238,11 +238,6 @@ class ProgressivePreset:
         self.smallest, self.largest, self.first, self.last = smallest, largest, first, last
         self._presets = {}
 
-    @property
-    def takes_draws(self) -> bool:
-        """Whether `load` of the presets draws from its argument `draws` alone."""
-        return self.at(0).takes_draws
-
     def size_at(self, epoch: int) -> int:
         """Return the crop size of an epoch, px."""
         progress = min(max((epoch - self.first) / (self.last - self.first), 0.0), 1.0)

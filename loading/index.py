@@ -96,10 +96,6 @@ class ImageIndex(Source):
             OSError: the split cannot be read.
         """
 
-    def class_path(self, name: str) -> str:
-        """Return the words for a class in messages."""
-        return os.path.join(self.root, name)
-
     def open(self) -> "ImageIndex":
         """Take the index from its cache if that is fresh; else scan, and write a cache for the next start.
 
@@ -170,8 +166,8 @@ class ImageIndex(Source):
         if empty:
             more = f" and {counted(len(empty) - 1, 'other class')}" if len(empty) > 1 else ""
             raise UserError(
-                f"{self.class_path(empty[0])}{more} holds no images ({' '.join(IMG_EXTENSIONS)}); "
-                "add some, or remove the folder"
+                f"no images ({' '.join(IMG_EXTENSIONS)}) in class {empty[0]}{more} of {self.where}; "
+                "add some, or remove its folder or tar"
             )
         self._take({"header": self._header(), "classes": encode(classes), **scan.arrays()})
         return scan.doubt

@@ -61,10 +61,6 @@ class TarIndex(ImageIndex):
             return str(self.root / "*.tar")
         return str(self.files[0] if len(self.files) == 1 else self.files[0].with_name(f"{self.root.name}-*.tar"))
 
-    def class_path(self, name: str) -> str:
-        """Return the words for a class in messages."""
-        return os.path.join(self.root if self.form == "class tars" else self.where, name)
-
     def path(self, number: int) -> str:
         """Return the words for an image in messages."""
         return f"{self.name(number)} in {self.files[self.arrays['places'][number, 0]]}"

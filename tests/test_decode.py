@@ -81,12 +81,6 @@ def test_pixels_are_within_one_grey_level_of_pillows(kind, mode):
             assert difference.mean() < 0.05
 
 
-def test_other_interpolations_take_the_plain_path():
-    for mode in (InterpolationMode.NEAREST, InterpolationMode.LANCZOS):
-        fast, exact = (ClassificationPresetEval(crop_size=24, interpolation=mode, backend=b) for b in (None, "pil"))
-        assert torch.equal(fast.load(FILES["4:2:0"]), exact.load(FILES["4:2:0"]))
-
-
 def test_policies_see_the_crop_and_the_flip():
     preset = ClassificationPresetTrain(crop_size=24, auto_augment_policy="ta_wide")
     plain_preset = ClassificationPresetTrain(crop_size=24)

@@ -78,33 +78,23 @@ def test_a_second_start_does_not_scan_and_leaves_the_split_alone(folder, monkeyp
     assert sorted(os.listdir(folder.parent)) == [".touchstone-index-train.npz", "train"]
 
 
-def add(folder):
-    (folder / "a" / "deep" / "er" / "new.jpg").write_bytes(b"new")
-
-
-def rename_class(folder):
-    (folder / "b").rename(folder / "0")
-
-
-def swap_link(folder):
-    (folder / "linked").unlink()
-    (folder.parent / "elsewhere" / "more.jpg").touch()
-    (folder / "linked").symlink_to(folder.parent / "elsewhere")
-
-
-@pytest.mark.parametrize("change", [add, rename_class, swap_link])
-def test_a_changed_folder_is_scanned_anew(folder, change):
+def test_a_changed_folder_is_scanned_anew(folder):
     elsewhere = folder.parent / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "1.jpg").touch()
     (folder / "linked").symlink_to(elsewhere)
-    before = samples(open_source(folder))
-    change(folder)
-    after = open_source(folder)
-    assert samples(after) != before
-    assert [(after.path(number), after.label(number)) for number in range(len(after))] == datasets.ImageFolder(
-        folder
-    ).samples
+    changes = [
+        lambda: (folder / "a" / "deep" / "er" / "new.jpg").write_bytes(b"new"),
+        lambda: (folder / "b").rename(folder / "0"),
+        (elsewhere / "more.jpg").touch,
+    ]
+    for change in changes:
+        before = samples(open_source(folder))
+        change()
+        after = open_source(folder)
+        assert samples(after) != before
+        found = [(after.path(number), after.label(number)) for number in range(len(after))]
+        assert found == datasets.ImageFolder(folder).samples
 
 
 def test_a_changed_or_added_tar_is_scanned_anew(folder, tmp_path):
@@ -273,8 +263,8 @@ BAD_TARS = {
     "device": (GOOD + member("a/2.jpg", tarfile.CHRTYPE, devmajor=1, devminor=5) + END, "--dereference"),
     "flat": (member("1.jpg") + member("2.jpg") + END, "holds 2 images and no class folders; this sorts them"),
     "no images": (member("a/1.txt") + END, "neither images nor class folders"),
-    "empty class": (GOOD + member("b", tarfile.DIRTYPE) + END, r"val\.tar/b holds no images"),
-    "empty class tar": (GOOD + member("b.tar", content=END) + END, r"val\.tar/b holds no images"),
+    "empty class": (GOOD + member("b", tarfile.DIRTYPE) + END, "in class b of "),
+    "empty class tar": (GOOD + member("b.tar", content=END) + END, "in class b of "),
 }
 
 

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, default_collate
 from torchvision import transforms as tv
 from torchvision.transforms import v2
 
@@ -64,16 +63,6 @@ def test_cutmix_targets_count_the_pixels():
         own = (mixed == image).double().mean((1, 2, 3))
         # 280 pixels: their share is rounded to float32 once.
         torch.testing.assert_close(soft.diagonal().double(), own, rtol=0, atol=2**-24)
-
-
-def box_of(mask):
-    """Return (left, top, right, bottom) of the rectangle that a mask shows; anything else is an error."""
-    rows, columns = mask.any(1).nonzero().flatten().tolist(), mask.any(0).nonzero().flatten().tolist()
-    if not rows:
-        return 0, 0, 0, 0
-    left, top, right, bottom = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
-    assert mask.sum() == (right - left) * (bottom - top)
-    return left, top, right, bottom
 
 
 def test_each_image_is_mixed_by_draws_of_its_own():
@@ -181,48 +170,3 @@ def test_compiled_it_gives_the_same_bits_and_is_compiled_once_for_each_way_of_mi
         for transform in (plain, compiled):
             assert transform.apply(pixels, target, boxes, *mixing)[0].is_contiguous(memory_format=memory_format)
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize("build", [transforms.RandomMixUp, transforms.RandomCutMix])
-def test_a_mixing_is_called_as_torchvisions(build):
-    image, target = batch()
-    before = image.clone()
-    plain, one_hot = build(NUM_CLASSES, 0.0)(image, target)
-    assert torch.equal(plain, image)
-    assert torch.equal(one_hot, torch.nn.functional.one_hot(target, NUM_CLASSES).float())
-    torch.manual_seed(3)
-    mixed, soft = build(NUM_CLASSES, 1.0, 0.7)(image, target)
-    assert torch.equal(image, before)
-    if build is transforms.RandomMixUp:
-        own = next(float(row[a]) for row, a, b in zip(soft, target, target.roll(1), strict=True) if a != b)
-        expected = v2_result(v2.MixUp(num_classes=NUM_CLASSES), image, target, lam=own)
-        torch.testing.assert_close((mixed, soft), expected)
-    else:
-        box = box_of((mixed != image).any(1).any(0))
-        left, top, right, bottom = box
-        share = 1.0 - (right - left) * (bottom - top) / (14 * 20)
-        expected = v2_result(v2.CutMix(num_classes=NUM_CLASSES), image, target, box=box, lam_adjusted=share)
-        assert torch.equal(mixed, expected[0])
-        assert torch.equal(soft, expected[1])
-    torch.manual_seed(3)
-    in_place, again = build(NUM_CLASSES, p=1.0, alpha=0.7, inplace=True)(image, target)
-    assert in_place is image
-    assert torch.equal(in_place, mixed)
-    assert torch.equal(again, soft)
-
-
-@pytest.mark.parametrize("use_v2", [False, True])
-def test_mixing_in_a_collate_function_is_torchvisions(use_v2):
-    alphas = {"mixup_alpha": 0.2, "cutmix_alpha": 1.0}
-    mixing = transforms.get_mixup_cutmix(**alphas, num_classes=NUM_CLASSES, use_v2=use_v2)
-    images, labels = batch(8)
-    samples = list(zip(images, labels.tolist(), strict=True))
-    loader = DataLoader(samples, 4, num_workers=1, collate_fn=lambda batch: mixing(*default_collate(batch)))
-    for image, target in loader:
-        assert image.shape == (4, 3, 20, 14)
-        torch.testing.assert_close(target.sum(1), torch.ones(4), rtol=0, atol=2**-23)
-    torch.manual_seed(0)
-    mixed = [mixing(images, labels)[0] for _ in range(200)]
-    ways = [((image == images) | (image == images.roll(1, 0))).all() for image in mixed]
-    assert 60 < sum(ways) < 140  # which are cutmix's: it makes up no pixel
-    assert transforms.get_mixup_cutmix(mixup_alpha=0.0, cutmix_alpha=0.0, num_classes=2, use_v2=use_v2) is None
