@@ -13,7 +13,6 @@ import numpy
 from PIL import Image
 
 from checkpointing.finder import EVENT_FILES, CheckpointFinder
-from errors import StorageError
 from files import read_bytes, read_json
 from monitoring import pictures
 from options import BY_NAME, CURVES, FREE, SILENT
@@ -137,9 +136,8 @@ def drawn(record: dict) -> dict[str, float]:
 
 def changed_options(folder: Path) -> dict[str, Any]:
     """Return the options whose values may make a run's numbers differ from those of a run with the defaults."""
-    args = read_json(folder / "run.json").get("args")
-    args = args if isinstance(args, dict) else {}
-    given = args.get("given") or []
+    args = read_json(folder / "run.json").get("args", {})
+    given = args.get("given", [])
     return {
         name: args[name]
         for name, option in BY_NAME.items()
@@ -155,11 +153,12 @@ def _plain(value: Any) -> bool | float | str:
 
 def _texts(folder: Path) -> dict[str, str]:
     run = read_json(folder / "run.json")
-    with suppress(KeyError, AttributeError):
-        run["data"] = {name: value for name, value in run["data"].items() if name != "classes"}  # a thousand lines
-    texts = {name: json.dumps(run[name], indent=2) for name in ("environment", "data") if name in run}
-    with suppress(KeyError, TypeError):
-        texts["command"] = shlex.join(run["command"])
-    with suppress(OSError, StorageError, ValueError):
+    about = {name: value for name, value in run.get("data", {}).items() if name != "classes"}  # a thousand lines
+    texts = {
+        "environment": json.dumps(run.get("environment"), indent=2),
+        "data": json.dumps(about, indent=2),
+        "command": shlex.join(run.get("command", [])),
+    }
+    with suppress(FileNotFoundError):
         texts["recipe"] = read_bytes(folder / "recipe.toml").decode()
     return texts

@@ -16,7 +16,6 @@ from checkpointing.finder import OWN_FILES
 from loading.forms import open_source
 from monitoring import pictures
 from presets import ClassificationPresetTrain
-from tests.endings import Ending
 from tests.ranks import run_check
 from tests.started import SMALL, run_train
 from transforms import Normalize, RandomCutMix, pack_box
@@ -221,16 +220,6 @@ def test_the_first_batch_is_what_the_model_sees(image_folder, undisturbed):
     captions = [[f"100% class{label}"] for _, label in loaded]
     expected = pictures.draw_grid("first batch of 4 as the model sees it", squares, captions)
     assert Image.open(undisturbed / "picture-first-batch-00000000.png").tobytes() == expected.tobytes()
-
-
-def test_a_killed_run_ends_with_the_same_pictures(image_folder, tmp_path, undisturbed):
-    fault = (0, "monitoring.pictures.count_confusion", 2, "before")
-    killed = run_train(tmp_path, *argv_of(image_folder, tmp_path / "out", "--resume", "auto"), faults=[fault])
-    assert killed.codes == [-9], killed.output
-    run_train(tmp_path, *argv_of(image_folder, tmp_path / "out", "--resume", "auto"), world_size=2).check()
-    expected = Ending(undisturbed)
-    assert sum(name.startswith("picture-") for name in expected.values) == 1 + 3 * 2
-    assert Ending(tmp_path / "out").differences(expected) == []
 
 
 def test_overwrite_removes_the_pictures_and_a_made_up_run_has_none(tmp_path, undisturbed):
