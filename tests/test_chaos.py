@@ -34,12 +34,6 @@ def test_wrong_data_is_accepted_in_no_flipped_bit(chaos):
     assert chaos.problems == []
 
 
-def test_hostile_files_are_refused_and_nothing_in_them_runs(chaos):
-    chaos.hostile()
-    assert chaos.problems == []
-    assert chaos.counts["executed"] == 0
-
-
 def test_the_oracle_sees_each_change(chaos, tmp_path):
     """The negative control: each of these must be counted."""
     plain = CAMPAIGNS["signals"]

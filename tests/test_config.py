@@ -127,9 +127,7 @@ def test_an_unknown_model_is_refused_with_the_nearest(name, words):
     ("argv", "words"),
     [
         (["--batch=8"], "unrecognized argument --batch=8; write --batch-size in full"),
-        (["--weight-dec"], "write --weight-decay in full"),
         (["--bach-size", "8"], "--bach-size; did you mean --batch-size?"),
-        (["--batch_size", "8"], "did you mean --batch-size?"),
         (["--no-ampp"], "did you mean --no-amp?"),
         (["--ep", "8"], "--epochs"),
         (["images"], "unrecognized argument images"),
@@ -158,15 +156,6 @@ def test_a_run_cannot_write_into_its_own_images(tmp_path, monkeypatch):
     assert "inside val/" in refusal("--data-path", "..")
     config.parse_args(["--data-path", "..", "--test-only", "--weights", "DEFAULT"])
     config.parse_args(["--data-path", "..", "--output-dir", str(tmp_path / "trained")])
-
-
-@pytest.mark.parametrize("option", ["--opt", "--lr-scheduler", "--interpolation", "--auto-augment"])
-def test_another_choice_is_refused_with_the_list(option):
-    known = {"--opt": ["adamw", "rmsprop", "sgd"], "--lr-scheduler": ["exponentiallr", "steplr"],
-             "--interpolation": ["bicubic", "nearest"], "--auto-augment": ["augmix", "ra", "ta_wide"]}  # fmt: skip
-    message = refusal(*DATA, option, "nonsense")
-    assert option in message
-    assert all(word in message for word in known[option])
 
 
 OUT_OF_RANGE = [
@@ -279,24 +268,18 @@ def test_the_command_line_wins_wherever_it_stands(recipe):
         ("[optimisation]\nlr = 1.0\n", "unknown table [optimisation]; did you mean optimization?"),
         ("[optimization]\nmomentun = 0.9\n", "unknown option momentun in [optimization]; did you mean momentum?"),
         ("[optimization]\nbatch_size = 3\n", "unknown option batch_size in [optimization]; did you mean batch-size?"),
-        ("[optimization]\nb = 3\n", "unknown option b in [optimization]"),
         ("[data]\nlr = 1.0\n", "unknown option lr in [data]"),
         ("[model]\nno-sync-bn = true\n", "unknown option no-sync-bn in [model]"),
         ("tolerence = 0.1\n", "unknown fact tolerence; did you mean tolerance?"),
-        ("lr = 0.1\n", "unknown fact lr"),
         ('[optimization]\nlr = "0.1"\n', 'lr = "0.1", but lr takes a number'),
-        ("[optimization]\nlr = true\n", "lr = true, but lr takes a number"),
         ("[optimization]\nbatch-size = 3.0\n", "batch-size = 3.0, but batch-size takes an integer"),
-        ("[optimization]\nbatch-size = true\n", "batch-size = true, but batch-size takes an integer"),
         ("[optimization]\nopt = 3\n", "opt = 3, but opt takes a string"),
-        ("[optimization]\nopt = [1, 2]\n", "opt = [1, 2], but opt takes a string"),
         ("[optimization]\nopt = 1979-05-27\n", 'opt = "1979-05-27", but opt takes a string'),
         ("[model]\nsync-bn = 1\n", "sync-bn = 1, but sync-bn takes true or false"),
         ('[model]\nsync-bn = "false"\n', 'sync-bn = "false", but sync-bn takes true or false'),
         ('[optimization]\nopt = "nonsense"\n', "--opt nonsense is no optimizer"),
         ("[optimization]\nlr = -1.0\n", "--lr -1.0: expected 0 or more"),
         ("[optimization\n", "is not valid TOML"),
-        ("lr: 0.1\n", "is not valid TOML"),
         ('title = "a"\ntitle = "b"\n', "is not valid TOML"),
     ],
 )

@@ -98,17 +98,8 @@ def run_train(out, *tracer):
 
 
 def injected(calls, number):
-    return [
-        "strace",
-        "-f",
-        "-qq",
-        "-o",
-        "/dev/null",
-        "-e",
-        f"trace={calls}",
-        "-e",
-        f"inject={calls}:signal=KILL:when={number}",
-    ]
+    options = ["-f", "-qq", "-o", "/dev/null", "-e", f"trace={calls}"]
+    return ["strace", *options, "-e", f"inject={calls}:signal=KILL:when={number}"]
 
 
 @pytest.mark.slow

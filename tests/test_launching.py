@@ -90,14 +90,6 @@ def test_every_shell_block_and_script_is_sound(name, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_page_has_each_way_to_launch():
-    text = "\n".join(BASH)
-    for words in ("--rdzv-backend=c10d", "\nsrun ", "sbatch scripts/slurm.sh", "docker build", "docker run"):
-        assert words in text, words
-    kinds = {part.get("kind") for part in YAML}
-    assert kinds == {"TrainingRuntime", "TrainJob", None}
-
-
 @pytest.mark.parametrize("part", YAML, ids=lambda part: part.get("kind", "SkyPilot"))
 def test_the_manifests_fit_their_schemas(part):
     schema = SCHEMAS[part.get("apiVersion"), part.get("kind")]
@@ -197,16 +189,8 @@ def test_the_image_trains_from_what_it_holds(image_folder, tmp_path):
                 shutil.copy(path, root / target)
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     environment = {"PATH": path, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "OUT": str(tmp_path / "out")}
-    argv = [
-        root / "scripts" / "container.sh",
-        "--data-path",
-        image_folder,
-        *SMALL_PLAIN,
-        "--batch-size",
-        "8",
-        "--epochs",
-        "1",
-    ]
+    argv = [root / "scripts" / "container.sh", "--data-path", image_folder, *SMALL_PLAIN]
+    argv += ["--batch-size", "8", "--epochs", "1"]
     done = subprocess.run(
         list(map(str, argv)), capture_output=True, text=True, timeout=120, check=False, cwd="/",
         env={**environment, "PET_NPROC_PER_NODE": "1", "PET_STANDALONE": "1"},

@@ -376,16 +376,3 @@ def test_the_memory_order_of_restored_momenta_is_the_parameters():
     restored = ours.state[model.weight]["momentum_buffer"]
     assert torch.equal(restored, expected)
     assert restored.stride() == model.weight.stride() != expected.stride()
-
-
-def test_as_many_sizes_are_compiled_as_a_run_may_meet():
-    import torch._dynamo
-
-    before = torch._dynamo.config.recompile_limit
-    try:
-        args = options("--compile", "--train-crop-size", "448")
-        args = args.replaced(train_crop_size_min=96, num_shards=1)  # 96, 128 ... 448 px: 12 sizes, and 4 for evaluation
-        models.compile_model(nn.Linear(1, 1), args)
-        assert torch._dynamo.config.recompile_limit >= 16
-    finally:
-        torch._dynamo.config.recompile_limit = before

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torchvision
 from torch import nn
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialLR, LinearLR, MultiStepLR, StepLR
 from torchvision.transforms import autoaugment
 
 import config
@@ -22,8 +21,7 @@ import optim
 import presets
 from errors import UserError
 from monitoring import flops, preview
-from tests.endings import read_metrics
-from tests.images import pack_shards, write_images
+from tests.images import pack_shards
 from tests.ranks import run_ranks, train_rank
 from transforms import RandomMix
 
@@ -365,33 +363,6 @@ def test_each_parameter_decays_as_the_source_says(name):
     assert found == {name: expected[name] for name in names.values()}
 
 
-def torchs_rates(args):
-    """Yield the rate of each epoch, by torch's schedulers put together as in torchvision's script."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
-    main = {
-        "steplr": lambda: StepLR(optimizer, step_size=args.lr_step_size, gamma=args.lr_gamma),
-        "multisteplr": lambda: MultiStepLR(optimizer, milestones=args.lr_milestones, gamma=args.lr_gamma),
-        "exponentiallr": lambda: ExponentialLR(optimizer, gamma=args.lr_gamma),
-        "cosineannealinglr": lambda: CosineAnnealingLR(
-            optimizer, T_max=args.epochs - args.lr_warmup_epochs, eta_min=args.lr_min
-        ),
-    }
-    first = None
-    if args.lr_warmup_epochs:
-        start = args.lr_warmup_decay or 1e-12  # torch takes no 0
-        kinds = {"linear": (LinearLR, "start_factor"), "constant": (ConstantLR, "factor")}
-        kind, word = kinds[args.lr_warmup_method]
-        first = kind(optimizer, total_iters=args.lr_warmup_epochs, **{word: start})
-    scheduler = main[args.lr_scheduler]() if first is None else None
-    for epoch in range(args.epochs):
-        if epoch == args.lr_warmup_epochs and scheduler is None:
-            optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
-            scheduler = main[args.lr_scheduler]()
-        yield optimizer.param_groups[0]["lr"]
-        optimizer.step()
-        (scheduler or first).step()
-
-
 def timms_rates(args):
     """Yield the rate of each epoch, by timm's schedulers as its script builds them."""
     schedulers = pytest.importorskip("timm.scheduler")
@@ -428,7 +399,17 @@ def rates_of(args):
     return [args.epochs, *(value for name, value in sorted(vars(args).items()) if name.startswith("lr"))]
 
 
-@pytest.mark.parametrize("name", one_of_each(rates_of))
+def is_line(args):
+    return args.lr_scheduler in ("linearlr", "wsd")
+
+
+def is_not_torchs(name):
+    """Those of torch's schedulers, as torchvision puts them together, are compared in test_optim.py."""
+    args = options_by_name(name)
+    return is_line(args) or not args.lr_warmup_prefix
+
+
+@pytest.mark.parametrize("name", one_of_each(rates_of, list(filter(is_not_torchs, RECIPES))))
 def test_learning_rates_are_the_sources(name):
     args = options_by_name(name)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
@@ -437,8 +418,7 @@ def test_learning_rates_are_the_sources(name):
     for part in range(args.epochs * num):
         lr_scheduler.set_position(*divmod(part, num), num)
         rates.append(optimizer.param_groups[0]["lr"])
-    is_line = args.lr_scheduler in ("linearlr", "wsd")
-    reference = sources_rates if is_line else torchs_rates if args.lr_warmup_prefix else timms_rates
+    reference = sources_rates if is_line(args) else timms_rates
     assert "-fast" not in name or args.lr_warmup_epochs == 2
     assert rates == pytest.approx(list(reference(counted_in_parts(args, num))), rel=1e-9, abs=1e-11)
 
@@ -456,13 +436,6 @@ def test_convnexts_rates_are_those_of_its_own_code():
         lr_scheduler.set_position(*divmod(number, per_epoch), per_epoch)
         # Its warm-up reaches the peak one step earlier.
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-9, abs=args.lr / len(warmup))
-
-
-def test_the_stairs_of_efficientnet_are_never_far_from_their_slope():
-    args = options_by_name("efficientnet_b0-ra")
-    for epoch in range(3, 450):
-        rate = optim.lr_at(args, epoch, args.lr)
-        assert 1.0 <= 0.048 * 0.97 ** (epoch // 2.4) / rate * 1.005 <= 1.05
 
 
 def average_of(args):
@@ -549,30 +522,3 @@ def test_fast_crops_grow_as_in_ffcv():
             assert (between[0], between[-1]) == (160, 192)
             # ffcv cuts out 224 / 256 of the shorter side, and resizes that.
             assert round(256 * 256 / 224) == evaluation.resize_size
-
-
-def test_a_second_stage_goes_on_from_the_first_at_a_larger_size(tmp_path):
-    layers = pytest.importorskip("timm.layers")
-    images = write_images(tmp_path / "images", {"train": [4, 4], "val": [1, 1]})
-    shared = ["--data-path", images, "--device", "cpu", "--workers", 0, "--model", "timm/deit3_small_patch16_224"]
-    shared += ["--model-kwargs", "depth=2", "embed_dim=48", "num_heads=2"]
-    first = f"--opt timm/lamb --epochs 1 --eval-every 0 --batch-size 8 --output-dir {tmp_path}/first".split()
-    sizes = ["--train-crop-size", 32, "--val-resize-size", 32, "--val-crop-size", 32]
-    run_ranks(train_rank, 1, list(map(str, [*shared, *first, *sizes])), log_folder=tmp_path).check()
-
-    second = f"--recipe deit3-b-finetune --weights {tmp_path}/first/best.pth --eval-every 0".split()
-    second += f"--batch-size 8 --global-batch-size 8 --no-amp --output-dir {tmp_path}/second".split()
-    sizes = ["--train-crop-size", 48, "--val-resize-size", 48, "--val-crop-size", 48]
-    outcome = run_ranks(train_rank, 1, list(map(str, [*shared, *second, *sizes])), log_folder=tmp_path).check()
-    assert outcome.output.count("made for images of another size; resized pos_embed from (1, 4, 48) to (1, 9, 48)") == 1
-    assert "has no effect" not in outcome.output
-    before, after = (
-        torch.load(tmp_path / stage / "checkpoint.pth", weights_only=True)["model"] for stage in ("first", "second")
-    )
-    resized = layers.resample_abs_pos_embed(before["pos_embed"], [3, 3], num_prefix_tokens=0)
-    for name, value in {**before, "pos_embed": resized}.items():
-        # 20 steps of AdamW, none longer than the rate, which is 1e-5 at most.
-        torch.testing.assert_close(after[name], value, rtol=0.0, atol=2.2e-4, msg=name)
-    assert not torch.equal(after["blocks.1.attn.qkv.weight"], before["blocks.1.attn.qkv.weight"])
-    records = read_metrics(tmp_path / "second" / "metrics.jsonl")
-    assert [record["lr"] for record in records if record["kind"] == "train"][-1] == pytest.approx(1e-5)

@@ -146,15 +146,8 @@ class Cluster:
 
     def submit(self, folder, *options, script=REPOSITORY / "scripts" / "slurm.sh", argv=()):
         """Queue the script, from a folder that stands for the repository's; return the job's number."""
-        command = [
-            "sbatch",
-            "--parsable",
-            "--gpus-per-node=0",
-            "--cpus-per-task=1",
-            "--output=log",
-            f"--chdir={folder}",
-            *options,
-        ]
+        command = ["sbatch", "--parsable", "--gpus-per-node=0", "--cpus-per-task=1", "--output=log"]
+        command += [f"--chdir={folder}", *options]
         environment = {**self.environment, "OUT": str(folder / "out")}
         return subprocess.check_output([*command, str(script), *argv], env=environment, text=True).strip()
 

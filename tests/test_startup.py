@@ -250,10 +250,3 @@ def test_what_the_machine_does_not_give_the_imports_is_said_in_one_line(started,
     line, extra, words = LIMITS_OF_IMPORTS[limit]
     outcome = shell(started, tmp_path / "out", f'{line}; exec "$@"', *extra)
     check_refused(outcome.returncode, outcome.stdout + outcome.stderr, words)
-
-
-def test_garbage_is_looked_for_again_once_all_is_imported():
-    code = "import gc; from distributed import signals; signals.begin_script(); import json; before = gc.isenabled()"
-    code += "; signals.end_imports(); print(before, gc.isenabled(), gc.get_freeze_count() > 1000)"
-    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True)
-    assert outcome.stdout == "False True True\n"

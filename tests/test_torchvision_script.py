@@ -121,17 +121,13 @@ def test_expected_is_torchvisions(images, tmp_path):
         check_step(step, results, EXPECTED)
 
 
-def run_on_two(part, images, tmp_path):
-    """Run a part of the script on two processes; return what each reported."""
-    arguments = (str(REPOSITORY), str(images), str(tmp_path / "out"), part)
-    outcome = run_ranks(torchvision_script.main, 2, *arguments, log_folder=tmp_path)
-    return [read_steps(text) for text in outcome.check().outputs]
-
-
 @pytest.fixture(scope="module")
 def two(images, tmp_path_factory):
     """Results of the script's steps on two processes."""
-    return run_on_two("ranks", images, tmp_path_factory.mktemp("two"))
+    folder = tmp_path_factory.mktemp("two")
+    arguments = (str(REPOSITORY), str(images), str(folder / "out"), "ranks")
+    outcome = run_ranks(torchvision_script.main, 2, *arguments, log_folder=folder)
+    return [read_steps(text) for text in outcome.check().outputs]
 
 
 def test_two_processes_join_print_and_save_as_there(two):
@@ -165,9 +161,3 @@ def test_two_processes_evaluate_each_image_once(two):
 
 def test_two_processes_train_one_model(two):
     assert [results["ranks_train"] for results in two] == [[True, True, ["float", "float"]]] * 2
-
-
-def test_two_processes_run_main(images, tmp_path):
-    results = run_on_two("ranks_main", images, tmp_path)
-    checkpoint = {"keys": ["model", "optimizer", "epoch", "args"], "epoch": 0}
-    assert [each["ranks_main"] for each in results] == [[[["", True]], checkpoint], [[], checkpoint]]

@@ -179,14 +179,3 @@ def test_a_run_whose_first_node_is_lost_goes_on_when_both_are_started_again(node
     nodes.start()
     nodes.finish()
     assert differing_results(nodes.out, undisturbed) == []
-
-
-@pytest.mark.slow
-def test_when_a_process_dies_all_are_started_again_on_both_nodes(nodes, undisturbed):
-    nodes.start()
-    nodes.wait_for_step(4)
-    [rank] = children(nodes.nodes[1].agent.pid)
-    os.kill(rank, signal.SIGKILL)
-    nodes.finish()
-    assert re.search(r"resumed step \d", nodes.logs), nodes.logs
-    assert differing_results(nodes.out, undisturbed) == []

@@ -748,12 +748,6 @@ def ranks_train(place):
     return [is_same, before != sum_of(model), [type(result).__name__ for result in (acc1, acc1_ema)]]
 
 
-def ranks_main(place):
-    _, results, *_ = run_main(place, "run")
-    torch.distributed.barrier()
-    return [results, checkpoint_of(place.out / "run")]
-
-
 PARTS = {
     "one": [
         parser, datasets, plain_loaders, loaders_of_other_kinds, load_data_with_published_weights, evaluate,
@@ -762,7 +756,6 @@ PARTS = {
         mixup_or_cutmix, repeated_augmentation, quantization, main_trains, main_resumes_and_tests_only, main_with_much,
     ],
     "ranks": [ranks_join, ranks_print, ranks_reduce, ranks_save, ranks_sample, ranks_repeat, ranks_train],
-    "ranks_main": [ranks_main],
 }  # fmt: skip
 
 
