@@ -37,14 +37,10 @@ def read_epochs(records: Iterable[dict]) -> list[Epoch]:
     for number, group in itertools.groupby(records, key=lambda record: record["epoch"]):
         last = {record["kind"]: record for record in group}
         *_, record = sorted(last.values(), key=lambda record: record["step"])
-        begin_s, end_s = end_s, 3600 * as_number(record.get("hours"))
+        hours = record.get("hours")
+        begin_s, end_s = end_s, 3600 * hours if isinstance(hours, int | float) else math.nan
         epochs.append(Epoch(number, record["step"], end_s - begin_s, last))
     return epochs
-
-
-def as_number(value: Any) -> float:
-    """Return a value of a record as a float; NaN if it is no number."""
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _parse_record(line: bytes) -> dict | None:

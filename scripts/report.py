@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
-from monitoring.records import as_number, read_epochs, read_records
+from monitoring.records import read_epochs, read_records
 from options import CURVES
 from scripts import tool
 
@@ -24,7 +24,6 @@ PROG = "python -m scripts.report"
 
 EXAMPLES = """examples:
   python -m scripts.report runs/digits                      writes runs/digits/report.html and curves.png
-  python -m scripts.report runs/digits --over hours         with hours of training as the horizontal axis
   python -m scripts.report runs/a runs/b                    compares two runs in comparison.html
   python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed alone are one band
 
@@ -32,7 +31,6 @@ The page of one run has its curves, a table of epochs, confusion and calibration
 and environment. That of several runs has the options that differ, one plot of all runs for each measure, and results
 with their spread. Needs matplotlib.
 """
-AXES = {"step": "step", "epoch": "epochs of training", "hours": "hours of training and evaluation"}
 KINDS = {
     "train": "training", "val": "validation", "val_ema": "validation, averaged weights", "minival": "minival",
     "minival_ema": "minival, averaged weights",
@@ -82,13 +80,6 @@ class LoggedRun:
             return content if len(content) <= _LARGEST else b""
         return b""
 
-    def places(self, steps: list[int], over: str) -> list[float]:
-        """Return the places of steps on one of `AXES`; NaN where no record has the hours of a step."""
-        if over == "epoch":
-            return [step / self.steps_per_epoch for step in steps]
-        known = {record["step"]: as_number(record.get("hours")) for record in self.records}
-        return steps if over == "step" else [known.get(step, math.nan) for step in steps]
-
     def points(self, kind: str, name: str) -> dict[int, float]:
         """Return the values of one curve by their steps."""
         records = [r for r in self.records if r["kind"] == kind and isinstance(r.get(name), float | int)]
@@ -134,18 +125,18 @@ def read_curves(groups: dict[str, list[LoggedRun]], name: str) -> Iterator[Curve
                 yield Curve(plain(title), style, group[0], steps, list(means), list(spreads))
 
 
-def draw_curves(groups: dict[str, list[LoggedRun]], over: str) -> Any:
-    """Return a figure with one plot for each measure, over one of `AXES`; None if there are no curves."""
+def draw_curves(groups: dict[str, list[LoggedRun]]) -> Any:
+    """Return a figure with one plot for each measure over epochs of training; None if there are no curves."""
     panels = {name: curves for name in PANELS if (curves := list(read_curves(groups, name)))}
     if not panels:
         return None
     rows, handles = (len(panels) + 1) // 2, {}
     figure = new_figure(13, 3.2 * rows)
     for place, (name, curves) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(rows, 2, place, title=PANELS[name], xlabel=AXES[over])
+        axis = figure.add_subplot(rows, 2, place, title=PANELS[name], xlabel="epochs of training")
         axis.grid(alpha=0.3)
         for curve in curves:
-            xs = curve.run.places(curve.steps, over)
+            xs = [step / curve.run.steps_per_epoch for step in curve.steps]
             (handles[curve.label],) = axis.plot(xs, curve.means, **curve.style)
             low, high = zip(*((m - s, m + s) for m, s in zip(curve.means, curve.spreads, strict=True)), strict=True)
             axis.fill_between(xs, low, high, color=curve.style["color"], alpha=0.2)
@@ -289,11 +280,11 @@ def compare_runs(groups: dict[str, list[LoggedRun]], figure: Any) -> str:
     )
 
 
-def write_report(folders: list[Path], out: Path | None = None, over: str = "step") -> list[Path]:
+def write_report(folders: list[Path], out: Path | None = None) -> list[Path]:
     """Write the page of one run or of several, and return the paths of all files; UserError as `LoggedRun`."""
     runs = [LoggedRun(folder) for folder in dict.fromkeys(folders)]
     groups = group_seeds(runs)
-    figure, files = draw_curves(groups, over), {}
+    figure, files = draw_curves(groups), {}
     if len(runs) > 1:
         title, path, content = f"{len(runs)} runs", out or Path("comparison.html"), compare_runs(groups, figure)
     else:
@@ -308,18 +299,16 @@ def write_report(folders: list[Path], out: Path | None = None, over: str = "step
 
 def main() -> None:
     """Write the page about the runs that the command line names."""
-    parser = tool.build_parser(PROG, "RUN [RUN ...] [--over AXIS] [--out FILE]", __doc__, EXAMPLES)
+    parser = tool.build_parser(PROG, "RUN [RUN ...] [--out FILE]", __doc__, EXAMPLES)
     parser.add_argument(
         "runs", metavar="RUN", type=tool.given_path, nargs="+", help="output folder of a run, such as runs/digits"
     )
     where = "the page (default: report.html in the run's folder; of several runs, comparison.html in this folder)"
     parser.add_argument("--out", metavar="FILE", type=tool.output_file(".html", ".htm"), help=where)
 
-    parser.add_argument("--over", choices=AXES, default="step", help="horizontal axis of the curves (default: step)")
-
     def work() -> None:
         options = parser.parse_args()
-        print(f"wrote {', '.join(map(str, write_report(options.runs, options.out, options.over)))}")
+        print(f"wrote {', '.join(map(str, write_report(options.runs, options.out)))}")
 
     tool.run(PROG, work, "interrupted; nothing written")
 
