@@ -13,7 +13,7 @@ class Subset(Source):
 
     def __init__(self, whole: Source, numbers: Iterable[int]) -> None:
         super().__init__(whole.root)
-        self.form, self.layout, self.classes = whole.form, whole.layout, whole.classes
+        self.form, self.classes = whole.form, whole.classes
         self.numbers = numpy.unique(numpy.fromiter(numbers, dtype=numpy.int64))
         if isinstance(whole, Subset):
             self.numbers = whole.numbers[self.numbers]

@@ -7,13 +7,12 @@ import multiprocessing
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from errors import ImageError, StorageError, UserError
+from errors import ImageError, UserError
 from loading.loader import BatchLoader, check_workers, collate
 from tests.ranks import run_ranks
 
@@ -163,13 +162,7 @@ class Large(Dataset):
 
 def load_large():
     loader = BatchLoader(Large(), Keys(3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
-    refusal = ""
-    try:
-        loader.start()
-    except StorageError as error:
-        refusal = f"{type(error).__name__}: {error}"
-    if refusal:
-        sys.exit(refusal)  # after torch's complaint of its own half-made object, which is gone by now
+    loader.start()
     for image, label in loader:
         assert torch.equal(image.amax((1, 2, 3)), label.to(torch.uint8))
         print(label.tolist())
@@ -197,8 +190,8 @@ HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(
         ("4k", 1, "", "StorageError: cannot start 2 loader processes ([Errno 28] No space left on device)"),  # no lock
     ],
 )
-def test_batches_take_no_room_in_dev_shm_and_a_full_one_is_one_line(tmp_path, size, code, batches, refusal):
+def test_batches_take_no_room_in_dev_shm_and_a_full_one_is_refused(tmp_path, size, code, batches, refusal):
     done = run_ranks(load_with_shared_memory_of, 1, size, tmp_path / "stdout", log_folder=tmp_path)
     assert (done.codes, (tmp_path / "stdout").read_text()) == ([code], batches)
-    assert refusal in (done.output.splitlines() or [""])[-1]
+    assert refusal in done.output
     assert bool(done.output) == bool(refusal)

@@ -12,6 +12,7 @@ from torchvision.transforms import InterpolationMode, autoaugment
 import presets
 import transforms
 from randomness import Draws, TorchDraws
+from tests.images import encoded
 
 SIZES = [(67, 45), (33, 80), (50, 50), (19, 24)]  # width, height; the last is smaller than the crop
 MODES = ["BILINEAR", "BICUBIC", "NEAREST"]
@@ -126,16 +127,10 @@ def test_boxes_are_torchvisions_for_the_same_state(size, scale):
     assert num_others <= 1  # rounded otherwise: none on most processors, 1 of 300,000 where it was counted
 
 
-def encoded(image, **options):
-    stream = io.BytesIO()
-    image.save(stream, "JPEG", quality=95, **options)
-    return stream.getvalue()
-
-
 def test_what_is_given_is_all_that_is_drawn_from():
     preset = presets.ClassificationPresetTrain(crop_size=32)
     assert preset.takes_draws
-    payload, before = encoded(picture(67, 45)), torch.get_rng_state()
+    payload, before = encoded(picture(67, 45), "JPEG", quality=95), torch.get_rng_state()
     crops = [preset.load(payload, Draws(seed)) for seed in (0, 1, 0)]
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(crops[0], crops[2])
@@ -160,7 +155,7 @@ def files_of_nearly(resize_size):
         options = [{}, {"progressive": True}][number % 2]
         for size in {(short, long), (long, short)}:
             image = Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
-            files.append((size, options, encoded(image, **options)))
+            files.append((size, options, encoded(image, "JPEG", quality=95, **options)))
     return files
 
 
