@@ -77,6 +77,8 @@ def translate_options(weights: Weights, model: str) -> None:
     if weights.script == "timm" and model.startswith("timm/"):
         known = recorded(weights.options)  # all, where `scripts.convert` wrote the file
         own = known if len(known) == len(PREPROCESSING) else {}
+        mode = weights.options.get("crop_mode")
+        weights.origin += _note_on_crop(mode if isinstance(mode, str) and not own else None)
         weights.options |= {**options_of_timm(model, weights.options), **own}
     elif weights.kind == BARE and model.startswith("timm/"):
         if tagged := _find_tag(model, weights.file):
@@ -88,6 +90,20 @@ def translate_options(weights: Weights, model: str) -> None:
         if published is not None:
             weights.options |= {**options_of_weights(published), "weights": str(published)}
             weights.origin = f"as torchvision publishes {published}"
+
+
+def _note_on_crop(mode: str | None) -> str:
+    """Return words about a crop mode of timm's that is not followed."""
+    return "" if mode in (None, "center") else f", but cropped at the centre, not by its crop mode {mode[:20]}"
+
+
+def _note_on_sizes(known: Any) -> str:
+    """Return words about the larger images with which timm's validate.py evaluates weights, if there are such."""
+    if known is None or (known.test_input_size, known.test_crop_pct) == (None, None):
+        return ""
+    crop = (known.test_input_size or known.input_size)[-1]
+    resize = math.floor(crop / (known.test_crop_pct or known.crop_pct))
+    return f", in training; its test sizes are --val-resize-size {resize} --val-crop-size {crop}"
 
 
 def _find_tag(model: str, file: str) -> str | None:
@@ -175,6 +191,11 @@ def settle_preprocessing(
     """
     given = {name: getattr(args, name) for name in PREPROCESSING if name in args.given}
     known = recorded(options)
+    for name in PREPROCESSING:
+        value = options.get(name)
+        if value is not None and value != "" and name not in known and name not in given:
+            flag = BY_NAME[name].flag
+            raise UserError(f"{source} holds {flag} {str(value)[:40]}, which cannot be used; give {flag}")
     origins = {**dict.fromkeys(known, origin), **dict.fromkeys(given, "as given")}
     published = {}
     if len(origins) < len(PREPROCESSING):
@@ -233,9 +254,8 @@ def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[s
     if model.startswith("timm/"):
         known = find_timm_config(model)
         found = {} if known is None else options_of_timm(model, {"img_size": crop})
-        mode = getattr(known, "crop_mode", None) or "center"
-        note = "" if mode == "center" else f", but cropped at the centre, not by its crop mode {mode}"
-        return {name: found[name] for name in PREPROCESSING if name in found}, f"as timm configures {model}{note}"
+        words = f"as timm configures {model}{_note_on_crop(getattr(known, 'crop_mode', None))}{_note_on_sizes(known)}"
+        return {name: found[name] for name in PREPROCESSING if name in found}, words
     published = next(iter(torchvision.models.get_model_weights(model)))
     return options_of_weights(published), f"as torchvision publishes {published}"
 

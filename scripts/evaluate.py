@@ -52,7 +52,8 @@ examples:
 sets:
   NAME=DIR        class folders, tars or a pack, as train.py reads them. A class folder bears the name of a class of
                   the checkpoint, or its number (ImageNetV2). Where the checkpoint knows no names, the folders in
-                  alphabetical order are its classes, or synsets are looked up in a set that has them all or in timm.
+                  alphabetical order are its classes, or synsets are looked up in a set that has them all or in timm;
+                  numbers are taken only if their order is alphabetical too (000, 001 ...).
                   If there are folders of some classes alone (ImageNet-A, -R), the scores of all other classes are
                   left out before anything is computed, as in the papers of these sets.
   NAME=DIR,LIST   images below DIR, and a list of them: one `file label` per line, or CSV with the same two columns.
@@ -245,6 +246,11 @@ class ClassNumbers:
     def _are_numbers(self, words: list[str]) -> bool:
         return all(re.fullmatch("[0-9]{1,9}", word) and int(word) < self.num_classes for word in words)
 
+    def _are_in_order(self, words: list[str]) -> bool:
+        """Tell whether folders with these numbers have the same order as numbers and as text: ImageFolder's."""
+        has_zeros = len(set(map(len, words))) == 1 and any(word.startswith("0") and word != "0" for word in words)
+        return self.num_classes <= 10 or has_zeros
+
     def find(self, each: ImageSet) -> tuple[list[int], str]:
         """Return the numbers of a set's classes, and how they were found; UserError if they are not the model's."""
         words, known, found_by = each.words, self.by_name, "name"
@@ -253,6 +259,11 @@ class ClassNumbers:
                 known, found_by = {word: int(word) for word in words}, "number"
                 if each.is_folder and len(set(known.values())) < len(words):
                     raise UserError(f"{each.given}: two of its class folders are of one number")
+                if each.is_folder and self.names is None and not self._are_in_order(words):
+                    raise UserError(
+                        f"{each.given}: the alphabetical order of its class folders, torchvision's, is not that of "
+                        "their numbers, and the checkpoint holds no names; write leading zeros, or give a list of labels"
+                    )
             elif not self.has_folder_names and each.is_folder and len(words) == self.num_classes:
                 known, found_by = {word: number for number, word in enumerate(words)}, "order"
             elif not self.has_folder_names:

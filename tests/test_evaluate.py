@@ -304,7 +304,13 @@ def test_classes_are_found_by_name_number_order_or_synset():
     numbered = image_set("v2", ["0", "1", "10", "2"])
     own = ClassNumbers(synsets, 4, [whole, part, numbered])
     assert own.find(part) == ([0, 2], "name")
-    assert ClassNumbers(None, 11, [numbered]).find(numbered) == ([0, 1, 10, 2], "number")
+    assert ClassNumbers(synsets * 3, 11, [numbered]).find(numbered) == ([0, 1, 10, 2], "number")
+    # ImageFolder calls folder 10 class 2, and weights without names may be torchvision's.
+    for words in (["0", "1", "10", "2"], ["10", "11"], ["0", "1"]):
+        with pytest.raises(UserError, match="leading zeros"):
+            ClassNumbers(None, 12, [image_set("v2", words)]).find(image_set("v2", words))
+    assert ClassNumbers(None, 12, []).find(image_set("v2", ["00", "02", "10"])) == ([0, 2, 10], "number")
+    assert ClassNumbers(None, 10, []).find(image_set("v2", ["1", "9"])) == ([1, 9], "number")
     for names, is_published in [(None, False), (["crane", "kite", "crane", "tench"], True)]:
         published = ClassNumbers(names, 4, [part, whole], is_published=is_published)
         assert published.find(whole) == ([0, 1, 2, 3], "order")

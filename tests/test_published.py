@@ -12,8 +12,10 @@ from PIL import Image
 from torch.nn import functional as F
 from torchvision import transforms
 
-from checkpointing.published import translate_options
+import config
+from checkpointing.published import published_preprocessing, settle_preprocessing, translate_options
 from checkpointing.weights import BARE, Weights
+from errors import UserError
 from tests import tiny  # noqa: F401
 from tests.exports import refused as refused_tool
 from tests.exports import run_tool
@@ -284,3 +286,17 @@ def test_weights_that_fit_and_mean_something_else_are_refused(made, tmp_path):
         torch.save({"model": state, "args": {"model": TIMMS, **sizes}}, tmp_path / f"{name}.pth")
     pair = [tmp_path / "a.pth", tmp_path / "b.pth", "--output", tmp_path / "mean.pth"]
     assert "preprocessing" in refused_tool(run_tool(tmp_path, "average", *pair, code=2)[0], "average")
+
+
+def test_what_a_file_says_and_cannot_be_used_is_refused_and_what_is_not_followed_is_named():
+    args = config.parse_args(["--model", "resnet18", "--test-only", "--weights", "x.pth", "--synthetic"])
+    for name, value in [("interpolation", "cubic"), ("val_crop_size", "224"), ("mean", 0.5), ("std", [1, 1])]:
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} "):
+            settle_preprocessing(args, "x.pth", {name: value})
+    weights = Weights()
+    weights.script, weights.kind, weights.file = "timm", "the raw weights", "x.pth"
+    weights.options = {"model": "timm/resnet18", "crop_mode": "squash"}
+    translate_options(weights, "timm/resnet18")
+    assert "squash" in weights.origin
+    tested = timm.data.resolve_data_config({}, timm.get_pretrained_cfg("resnet18").to_dict(), use_test_size=True)
+    assert f"--val-crop-size {tested['input_size'][-1]}" in published_preprocessing("timm/resnet18")[1]
