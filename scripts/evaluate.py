@@ -262,7 +262,7 @@ class ClassNumbers:
                 if each.is_folder and self.names is None and not self._are_in_order(words):
                     raise UserError(
                         f"{each.given}: the alphabetical order of its class folders, torchvision's, is not that of "
-                        "their numbers, and the checkpoint holds no names; write leading zeros, or give a list of labels"
+                        "their numbers, and the checkpoint holds no names; write leading zeros, or give a list"
                     )
             elif not self.has_folder_names and each.is_folder and len(words) == self.num_classes:
                 known, found_by = {word: number for number, word in enumerate(words)}, "order"
