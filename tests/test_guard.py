@@ -52,11 +52,6 @@ def test_an_option_younger_than_the_checkpoint_is_refused_where_it_is_used():
         guard.check_options(state, parse("--resume", "auto", "--mixup-alpha", 0.2), "pillow")
 
 
-def test_the_same_options_pass_without_a_word(capsys):
-    check(["--lr", 0.3, "--batch-size", 4], ["--lr", 0.3, "--batch-size", 4])
-    assert capsys.readouterr().out == ""
-
-
 def test_everything_that_differs_is_named_in_one_line_with_what_to_do():
     with pytest.raises(UserError) as caught:
         check([], ["--model", "resnet50", "--lr", 0.5, "--batch-size", 64, "--lr-scheduler", "cosineannealinglr"])

@@ -290,7 +290,7 @@ REFERENCE_OPTIMIZERS = {
 }
 
 
-def random_steps(build, device="cpu"):
+def random_steps(build):
     """Return three parameters after five steps with random gradients, and the optimizer."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(64, 3, 7, 7), (1000,), (17,)]
@@ -326,13 +326,6 @@ def test_betas_and_eps_reach_the_optimizer():
     adamw = optim.build_optimizer(options_of(opt="adamw", opt_betas=[0.8, 0.95], opt_eps=1e-6), one_parameter())
     assert (adamw.defaults["betas"], adamw.defaults["eps"]) == ((0.8, 0.95), 1e-6)
     assert optim.build_optimizer(options_of(opt="rmsprop", opt_eps=1e-3), one_parameter()).defaults["eps"] == 1e-3
-
-
-def test_timms_optimizers_come_from_timm():
-    timm = pytest.importorskip("timm.optim")
-    optimizer = optim.build_optimizer(options_of(opt="timm/lamb", lr=0.005, weight_decay=0.02), one_parameter())
-    assert isinstance(optimizer, timm.Lamb)
-    assert (optimizer.defaults["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.005, 0.02)
 
 
 @pytest.mark.parametrize(("changes", "words"), [

@@ -281,8 +281,6 @@ def dry_run(argv):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--global-batch-size", "100"], ["100", "multiple of --batch-size 128"]),
-        (["--lr-warmup-epochs", "700"], ["leaves nothing of --epochs 600"]),
         (["--train-crop-size-min", "160"], ["needs --crop-ramp-epochs"]),
         (["--train-crop-size-min", "160", "--crop-ramp-epochs", "9", "3"], ["the first before the last"]),
         (["--train-crop-size-min", "300", "--crop-ramp-epochs", "1", "3"], ["is above --train-crop-size"]),
@@ -291,7 +289,6 @@ def dry_run(argv):
         (["--dropout", "0.1"], ["has no dropout layer"]),
         (["--model", "timm/resnet5O"], ["timm has no such model"]),
         (["--auto-augment", "timm/nonsense-m9"], ["timm does not know"]),
-        (["--opt", "timm/nonsense"], ["timm has no such optimizer"]),
     ],
 )
 def test_impossible_combinations_are_one_line(argv, words):
