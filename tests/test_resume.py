@@ -180,6 +180,18 @@ def test_a_refused_resume_changes_nothing(started, tmp_path):
     assert state_of(out) == before
 
 
+def test_a_damaged_checkpoint_is_named_before_an_option_that_cannot_change(started, tmp_path):
+    out = started.copy(tmp_path / "out")
+    damage_truncated(out / "checkpoint-00000006.pth")
+    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--lr", 0.7)
+    refused(outcome, "--resume auto", "lr", "0.7")
+    lines = outcome.output.splitlines()
+    (damaged,) = [number for number, line in enumerate(lines) if "checkpoint-00000006.pth is damaged" in line]
+    (refusal,) = [number for number, line in enumerate(lines) if line.startswith("train.py: error: ")]
+    assert damaged < refusal
+    assert not list(out.glob("*.corrupt"))
+
+
 def test_test_only_without_a_checkpoint_is_refused(started, tmp_path):
     outcome = started.go_on(tmp_path, tmp_path / "none", "--resume", "auto", "--test-only")
     refused(outcome, "there is no checkpoint", "none")
