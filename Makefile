@@ -29,7 +29,7 @@ demo: $(READY)  ## train on real data, on two processes and without a GPU: about
 	@echo 'Next, look at the curves:        $(BIN)/tensorboard --logdir runs/digits'
 	@echo 'and train five epochs more:      $(DIGITS) --resume auto --epochs 15 --allow-change epochs'
 
-format: $(READY)  ## put the code into its one form
+format: $(READY)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -48,7 +48,7 @@ test-dist: $(READY)  ## run the tests that start several processes
 test-slow: $(READY)  ## run the tests that take long
 	$(BIN)/python -m pytest -m slow
 
-chaos: $(READY)  ## break runs on purpose, some 5,700 times, and count what is lost: most of an hour
+chaos: $(READY)  ## inject faults into runs, thousands of times, and compare what they leave: most of an hour
 	$(BIN)/python -m tests.chaos
 
 fuzz: $(READY)  ## mutate what is read from disk, 10,000 times: some ten minutes
