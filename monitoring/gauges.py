@@ -3,6 +3,8 @@
 import resource
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +54,10 @@ def peak_memory_gib() -> float:
     """Return the most memory that this process has used: the GPU's where there is one, else its own."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
+    with suppress(OSError):  # Linux, where getrusage also counts the memory of the process that started this one
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

@@ -106,7 +106,7 @@ def test_the_host_memory_is_that_of_a_real_run_within_a_fifth(tmp_path):
     assert "GFLOP an image, forward and backward" in said
     subprocess.run(command, capture_output=True, check=True, timeout=120, cwd=REPOSITORY)
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    measured = max(record.get("memory_gib", 0) for record in map(json.loads, lines)) * 2**30  # by getrusage
+    measured = max(record.get("memory_gib", 0) for record in map(json.loads, lines)) * 2**30
     assert float(number) * UNITS[unit] == pytest.approx(measured, rel=0.2)
 
 
