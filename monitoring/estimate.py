@@ -22,7 +22,7 @@ from loading.progress import size_text
 from monitoring.flops import build_without_memory, count_flops
 
 # Host memory of a process beside its tensors (Python, torch), and of a loader process; Linux without a GPU.
-PROCESS_BYTES, LOADER_BYTES = 900 << 20, 130 << 20
+PROCESS_BYTES, LOADER_BYTES = 720 << 20, 130 << 20
 
 
 class PeakBytes(TorchDispatchMode):
