@@ -83,7 +83,7 @@ def translate_options(weights: Weights, model: str) -> None:
     elif weights.kind == BARE and model.startswith("timm/"):
         if tagged := _find_tag(model, weights.file):
             weights.options |= options_of_timm(tagged, {})
-            weights.origin = f"as timm configures {tagged}"
+            weights.origin = published_preprocessing(tagged)[1]
     elif weights.kind == BARE and split_custom(model) is None:
         members = torchvision.models.get_model_weights(model)
         published = next((each for each in members if Path(each.url).name == weights.file), None)
