@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.launch import read_launch
-from errors import UserError, counted, did_you_mean, end_by, end_process, is_printable, one_line
+from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, is_printable, one_line
 from options import (
     ALWAYS,
     BY_NAME,
@@ -191,19 +191,18 @@ def list_recipes(word: str = "") -> str:
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     if word in texts:
         return texts[word].rstrip()
-    rows = [("recipe", "Acc@1", "batch", "epochs", "source", "title")]
+    rows = [["recipe", "Acc@1", "batch", "epochs", "source", "title"]]
     for path in paths:
         if word.lower() in f"{path.stem}\n{texts[path.stem]}".lower():
             recipe = read_recipe(path)
             source = "differs" if "differs" in recipe.get("notes", "") else "-"
             epochs = recipe.get("schedule", {}).get("epochs", "-")
             facts = [recipe.get("expected-acc1", "-"), recipe.get("reference-global-batch", "-"), epochs, source]
-            rows.append((path.stem, *map(str, facts), recipe["title"]))
+            rows.append([path.stem, *map(str, facts), recipe["title"]])
     if len(rows) == 1:
         raise UserError(f"--list-recipes {word}: no recipe holds this word{did_you_mean(word, texts)}")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     num_columns = shutil.get_terminal_size().columns
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip()[:num_columns] for row in rows]
+    lines = [line[:num_columns] for line in aligned(rows, range(len(rows[0])))]
     return "\n".join([*lines, "", "--list-recipes NAME prints a whole recipe with its source; --recipe NAME uses it"])
 
 

@@ -8,7 +8,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
@@ -63,6 +63,21 @@ def one_line(text: str) -> str:
     return "".join(shown)
 
 
+def aligned(rows: list[list[str]], to_left: Container[int] = (0,)) -> list[str]:
+    """Return the lines of a table; columns whose numbers are in `to_left` are aligned to the left, others to the right.
+
+    Trailing spaces are left out.
+    """
+    rows = [[one_line(word) for word in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        words = [word.ljust(width) if place in to_left else word.rjust(width) for place, (word, width) in cells]
+        lines.append("  ".join(words).rstrip())
+    return lines
+
+
 def error_line(begin: str, reason: str) -> str:
     """Return `begin: reason` on one line of at most `MOST_LINE` characters.
 
@@ -76,10 +91,9 @@ def error_line(begin: str, reason: str) -> str:
 
 
 def say(line: str) -> None:
-    """Write a line to standard error, over a live line if there is one; safe even in a signal handler."""
+    """Write a line to standard error; safe even in a signal handler."""
     with suppress(OSError):  # the terminal may be gone
-        clear = "\x1b[J" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
-        os.write(2, f"{clear}{line}\n".encode(errors="backslashreplace"))
+        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
 
 
 class UserError(Exception):

@@ -330,7 +330,6 @@ class Curve(NamedTuple):
 
     title: str
     is_lower_better: bool = False
-    live: str | None = None  # format in a terminal's live line; None leaves it out
 
 
 class Metric:
@@ -369,7 +368,7 @@ class Metric:
 class Loss(Metric):
     """The mean loss per image: `loss`. The loop computes it for each batch, and `Tally.update` passes it on."""
 
-    curves: ClassVar = {"loss": Curve(title="loss", is_lower_better=True, live="loss {:.3f}")}
+    curves: ClassVar = {"loss": Curve(title="loss", is_lower_better=True)}
     is_mean = True
     batch_mean: Tensor  # of the batch at hand
 
@@ -388,7 +387,7 @@ class Loss(Metric):
 class Accuracy(Metric):
     """The percentage of images whose target is among the k highest scores, for each k: `acc1`, `acc5`."""
 
-    curves: ClassVar = {"acc1": Curve(title="Acc@1, %", live="Acc@1 {:.2f}"), "acc5": Curve(title="Acc@5, %")}
+    curves: ClassVar = {"acc1": Curve(title="Acc@1, %"), "acc5": Curve(title="Acc@5, %")}
 
     def __init__(self, topk: tuple[int, ...] = (1, 5)) -> None:
         super().__init__(len(topk))

@@ -31,7 +31,7 @@ from gradients import ShardedStep
 from loading.decode import describe_decoder
 from metrics import Accuracy, Metric, Tally
 from monitoring.bottleneck import StepClock, as_record, describe_bottleneck, find_shares
-from monitoring.console import Outlook, first_lines, last_lines, log
+from monitoring.console import first_lines, last_lines, log
 from monitoring.gauges import Gauges, Pace
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
@@ -55,7 +55,6 @@ class BareRun:
         shards = VirtualShards(0, world_size, collectives.get_rank(), world_size)
         self.sharded_step = ShardedStep(model, shards, device=device)
         self.steps_per_epoch = self.number = 0
-        self.outlook = None  # there is no end of a run to foresee
 
     @property
     def local_shards(self) -> range:
@@ -143,7 +142,6 @@ class Run(BareRun):
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
         self.begun = self.saved = self.saving = self.position  # nothing to save yet
         self.resumed_means = self.epoch_tally.peek()  # of the images of a resumed epoch before this start
-        self.outlook = Outlook(self.state, args.epochs)
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
         self.monitor = Monitor(own_folder, self.state, args.log_to)
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
@@ -172,7 +170,8 @@ class Run(BareRun):
     def __enter__(self) -> "Run":
         """Adopt the folder, open the log and the records, start the watchdog. Collective: every rank must call it."""
         self.adopt_folder()
-        log.open(self.folder)
+        if collectives.is_main_process():
+            log.open(self.folder)
         lines = first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder)
         print(*lines, sep="\n")
         with ExitStack() as stack:

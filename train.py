@@ -60,9 +60,7 @@ def train_one_epoch(
     models.set_training_mode(model)
     run = run or BareRun(model, device)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
-    metric_logger = utils.MetricLogger(
-        delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"}, outlook=run.outlook
-    )
+    metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
     batches, numbers = metric_logger.timed(run.watched(data_loader)), numbers_of(data_loader)
     steps = run.steps(len(data_loader))
     autocast = models.autocast(args, device)

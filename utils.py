@@ -1,7 +1,6 @@
 """torchvision's names for processes and meters, for people's own scripts and train.py."""
 
 import datetime
-import math
 import os
 import time
 from collections import defaultdict, deque
@@ -28,7 +27,6 @@ from distributed.collectives import (
 )
 from metrics import count_correct
 from models import ExponentialMovingAverage
-from monitoring.console import LiveView, Outlook, log
 from optim import set_weight_decay
 
 __all__ = [
@@ -138,22 +136,16 @@ class MetricLogger:
     Args:
         delimiter: the text between two meters.
         formats: `fmt` of a `SmoothedValue`, by the meter's name.
-        outlook: the run's epoch and time left, if the loop is one of its epochs.
         is_share: whether the meters cover this process's share alone; another line gives the result of all.
     """
 
     def __init__(
-        self,
-        delimiter: str = "\t",
-        formats: Mapping[str, str] | None = None,
-        *,
-        outlook: Outlook | None = None,
-        is_share: bool = False,
+        self, delimiter: str = "\t", formats: Mapping[str, str] | None = None, *, is_share: bool = False
     ) -> None:
         self.meters = defaultdict(SmoothedValue)
         self.delimiter = delimiter
         self.formats = formats or {}
-        self.outlook, self.is_share = outlook, is_share
+        self.is_share = is_share
         self.wait_s = 0.0  # total time that the loop has waited for data
         self.is_line_due = False  # a line will be printed after the present item
 
@@ -204,9 +196,6 @@ class MetricLogger:
     def log_every(self, iterable: Iterable, print_freq: int, header: str | None = None, start: int = 0) -> Iterator:
         """Yield from a sized `iterable` and print the meters after every `print_freq`-th item and the last.
 
-        On a terminal these lines go to log.txt alone, and one line is rewritten in place, up to five times a second,
-        with the values of the last such line, so that the device is read no more often.
-
         Args:
             iterable: any iterable with a length.
             print_freq: items between two lines.
@@ -219,38 +208,28 @@ class MetricLogger:
         num_items = start + len(iterable)
         width = len(str(num_items))
         iter_time, data_time = SmoothedValue(fmt="{avg:.4f}"), SmoothedValue(fmt="{avg:.4f}")
-        live = LiveView(self, label, num_items, len(getattr(iterable, "dataset", ())))
-        write = log.add if live.line.is_live else print
         begin = end = time.perf_counter()
-        waited, first_s = self.wait_s, 0.0
-        try:
-            for index, item in enumerate(self.timed(iterable), start):
-                self.is_line_due = index % print_freq == 0 or index == num_items - 1
-                yield item
-                data_time.update(self.wait_s - waited)
-                iter_time.update(time.perf_counter() - end)
-                # The first item waits for loaders and compilers.
-                first_s = first_s or iter_time.total
-                pace_s = (iter_time.total - first_s) / (iter_time.count - 1) if iter_time.count > 1 else math.nan
-                if self.is_line_due:
-                    eta_s = (first_s if index == start else pace_s) * (num_items - 1 - index)
-                    fields = [
-                        label,
-                        f"[{index:{width}d}/{num_items}]",
-                        f"eta: {datetime.timedelta(seconds=int(eta_s))}",
-                        *([str(self)] if self.meters else []),
-                        f"time: {iter_time}",
-                        f"data: {data_time}",
-                    ]
-                    if torch.cuda.is_available():
-                        fields.append(f"max mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}")
-                    write(self.delimiter.join(fields))
-                live.show(index + 1, pace_s)
-                end, waited = time.perf_counter(), self.wait_s
-        finally:
-            live.line.close()
-        write(f"{header} Total time: {datetime.timedelta(seconds=int(time.perf_counter() - begin))}")
-        live.leave()
+        waited = self.wait_s
+        for index, item in enumerate(self.timed(iterable), start):
+            self.is_line_due = index % print_freq == 0 or index == num_items - 1
+            yield item
+            data_time.update(self.wait_s - waited)
+            iter_time.update(time.perf_counter() - end)
+            if self.is_line_due:
+                eta_s = iter_time.global_avg * (num_items - 1 - index)
+                fields = [
+                    label,
+                    f"[{index:{width}d}/{num_items}]",
+                    f"eta: {datetime.timedelta(seconds=int(eta_s))}",
+                    *([str(self)] if self.meters else []),
+                    f"time: {iter_time}",
+                    f"data: {data_time}",
+                ]
+                if torch.cuda.is_available():
+                    fields.append(f"max mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}")
+                print(self.delimiter.join(fields))
+            end, waited = time.perf_counter(), self.wait_s
+        print(f"{header} Total time: {datetime.timedelta(seconds=int(time.perf_counter() - begin))}")
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[torch.Tensor]:

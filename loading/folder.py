@@ -53,7 +53,6 @@ class FolderIndex(ImageIndex):
             for folder, names in sorted(_walk(root, name, scan)):
                 scan.add(folder, label, names)
             progress.update()
-        progress.close()
         return classes
 
 

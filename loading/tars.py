@@ -108,7 +108,6 @@ class TarIndex(ImageIndex):
             if reader.ignored:
                 ignored = f"{len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored"
                 print(one_line(f"{path}: {ignored}"))
-        progress.close()
         folders = [folder for folder in plain if folder]
         prefix = f"{self.root.name}/"
         # Members may carry the split's name; a class of that name would not be the only one, or hold no folders.

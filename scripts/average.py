@@ -126,8 +126,6 @@ def average(options: argparse.Namespace) -> None:
         mean = average_checkpoints(paths, look)
     except KeyError as error:
         raise UserError(f"{error.args[0]}; give checkpoints of one model") from error
-    finally:
-        progress.close()
     weights = take_weights(mean, str(paths[0]))
     write_weights(options.output, as_checkpoint(weights, averaged=list(map(str, paths))))
     print(

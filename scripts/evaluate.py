@@ -26,11 +26,11 @@ import data
 import models
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import UserError, counted, end_by, in_one_line, require_timm
+from errors import UserError, aligned, counted, end_by, in_one_line, require_timm
 from files import csv_text, open_to_read, read_bytes
 from loading.forms import find_sources, open_source
 from loading.index import check_num_bytes
-from loading.progress import Progress, aligned
+from loading.progress import Progress
 from loading.source import Source, list_folder
 from loading.subset import labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
@@ -334,7 +334,6 @@ def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int, name: 
             ranked = _rank(each.columns, evaluation.model(image), labels[keys].to(image.device), k)
             rows.append(torch.cat([keys[:, None].to(ranked.device), ranked], dim=1))
             progress.update(len(keys))
-    progress.close()
     gathered = gather(torch.cat([part.cpu() for part in rows])).numpy()
     gathered = gathered[numpy.argsort(gathered[:, 0], kind="stable")]
     assert gathered[:, 0].tolist() == list(range(len(labels)))

@@ -10,8 +10,8 @@ import torchvision
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import RECIPES_DIR, read_recipe
-from errors import UserError, did_you_mean, require_timm
-from loading.progress import Progress, aligned
+from errors import UserError, aligned, did_you_mean, require_timm
+from loading.progress import Progress
 from scripts.tool import as_json, build_parser, run
 
 PROG = "python -m scripts.models"
@@ -90,7 +90,6 @@ def list_facts(word: str, *, is_timm: bool) -> list[dict[str, Any]]:
     for name in names:
         rows.append(timm_facts(name) if is_timm else torchvision_facts(name))
         progress.update()
-    progress.close()
     recipes = recipes_by_model()
     return [{**row, "recipes": recipes.get(row["name"], [])} for row in rows]
 
@@ -117,7 +116,7 @@ def table(rows: list[dict]) -> list[str]:
         ]
         for row in rows
     ]  # fmt: skip
-    return [line.rstrip() for line in aligned([head, *cells], (0, 5, 6))]
+    return aligned([head, *cells], (0, 5, 6))
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -264,7 +264,6 @@ class Pack:
             writer = ShardWriter(shard, results, progress, skip_bad=skip_bad)
             self._write(shard.file, writer.write, writer.verify)
             self.records[shard.file] = writer.record
-        progress.close()
         self.save({split.name: self.fingerprint(split) for split in self.splits})
 
     def fingerprint(self, split: Split) -> str:

@@ -401,7 +401,7 @@ class Target:
             content = image.content if isinstance(image.content, Path) else image.content()
             with self.writing():
                 self._write(content, target)
-        self.progress.update(num_bytes=image.num_bytes, is_skipped=is_there)
+        self.progress.update(num_bytes=image.num_bytes)
 
     def _write(self, content: bytes | Path, target: Path) -> None:
         temporary = target.with_name(f"{target.name}.tmp")

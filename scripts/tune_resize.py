@@ -9,8 +9,7 @@ from typing import Any
 import config
 import models
 from data import IndexedImageFolder
-from errors import UserError
-from loading.progress import aligned
+from errors import UserError, aligned
 from options import BY_NAME
 from presets import build_presets
 from scripts.evaluate import open_folder, score_set
@@ -84,7 +83,7 @@ def table(results: list[dict], best: dict) -> str:
         rows.append(
             [str(resize), *(f"{found[crop]['acc1']:.3f}{marks[crop]}" if crop in found else "- " for crop in crops)]
         )
-    return "\n".join(map(str.rstrip, aligned(rows)))
+    return "\n".join(aligned(rows))
 
 
 def work(options: argparse.Namespace) -> None:
