@@ -1,11 +1,9 @@
-"""Measure speed side by side, as ratios within one run: `python -m scripts.benchmark {loader,step,saving,ranks}`."""
+"""Measure speed side by side, as ratios within one run: `python -m scripts.benchmark {loader,step}`."""
 
 import argparse
 import io
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -30,7 +28,6 @@ from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError
 from loading import decode
-from monitoring.monitor import read_records
 from run import BareRun
 from sampler import SampleKey, TrainSampler, VirtualShards
 from scripts.tool import as_json, build_parser, given_path, output_file, positive, run, write_output
@@ -39,15 +36,14 @@ PROG = "python -m scripts.benchmark"
 
 EPILOG = """\
 loader   images from files and packs, and by torchvision's own preset from the same files: CPU time of one thread
-step     a training step, the same arithmetic with nothing around it, and torchvision's loop
-saving   the steps of a real run beside the save of a checkpoint, and long after it
-ranks    a step on several processes: with nothing sent, with DDP, and with --use-deterministic-algorithms
+step     a training step, the same arithmetic with nothing around it, and torchvision's loop; on several processes the
+         step with DDP, the arithmetic with nothing sent, and the step with --use-deterministic-algorithms
 
 examples:
   python -m scripts.benchmark loader --data-path /data/imagenet --pack /data/imagenet-256 --decoder torchcodec
   python -m scripts.benchmark step --model resnet50 --batch-size 256 --amp --channels-last --json step.json
-  torchrun --nproc_per_node=2 -m scripts.benchmark ranks --model resnet18 --batch-size 32
-All commands also take train.py's options; by default --model resnet18 --batch-size 64. OMP_NUM_THREADS sets the CPU
+  torchrun --nproc_per_node=2 -m scripts.benchmark step --model resnet18 --batch-size 32
+Both commands also take train.py's options; by default --model resnet18 --batch-size 64. OMP_NUM_THREADS sets the CPU
 threads. The ways run by turns, and a ratio compares two of them within a round: compare ratios, not rates.
 """
 
@@ -58,7 +54,7 @@ DEFAULTS = (  # options of train.py ahead of the given ones
 )
 
 
-def interleave(ways: dict[str, Callable], rounds: int, clock: Callable = time.perf_counter) -> dict[str, list[float]]:
+def interleave(ways: dict[str, Callable], rounds: int, clock: Callable) -> dict[str, list[float]]:
     """Run the ways, which return numbers of images, by turns; return images/s of each round, but the first, by way."""
     rates, order = {name: [] for name in ways}, list(ways)
     for _ in range(rounds + 1):
@@ -105,29 +101,25 @@ def load_all(load: Callable[[int], Any], numbers: list[int], split: str) -> int:
     return len(numbers)
 
 
-def compare_loading(options: argparse.Namespace, ours: dict[str, argparse.Namespace], split: str) -> dict[str, Any]:
-    """Compare the CPU time from file to crop, in this thread, on images that are evenly spaced in a split."""
-    theirs = torchvisions_images(options.data_path, split)
-    numbers = list(range(0, len(theirs), max(len(theirs) // options.images, 1)))[: options.images]
-    ways = {"torchvision": partial(load_all, theirs.__getitem__, numbers, split)}
-    for name, args in ours.items():
-        preset = data.build_presets(args)[0 if split == "train" else 1]
-        images = data.IndexedImageFolder(Path(args.data_path, split), preset)
-        if len(images) != len(theirs):
-            raise UserError(f"{name} has {len(images)} images in {split}, and --data-path has {len(theirs)}")
-        ways[name] = partial(load_all, images.load, numbers, split)
-    rates = interleave(ways, options.rounds, time.process_time)
-    return compare(f"{split} images, one thread, CPU time", rates, *((name, "torchvision") for name in ours))
-
-
 def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Compare loading from files and packs with torchvision's own preset on the files: CPU time of one thread."""
+    """Compare loading evenly spaced images from files and packs with torchvision's preset on the files."""
     torch.set_num_threads(1)
     decode.silence_libjpeg()
-    ours = {}
-    for folder in (options.data_path, *options.pack):
-        ours[str(folder)] = config.parse_args(["--data-path", str(folder), "--device", "cpu", *argv])
-    return {split: compare_loading(options, ours, split) for split in ("train", "val")}
+    figures = {}
+    for place, split in enumerate(("train", "val")):
+        theirs = torchvisions_images(options.data_path, split)
+        numbers = list(range(0, len(theirs), max(len(theirs) // options.images, 1)))[: options.images]
+        ways = {"torchvision": partial(load_all, theirs.__getitem__, numbers, split)}
+        for folder in (options.data_path, *options.pack):
+            args = config.parse_args(["--data-path", str(folder), "--device", "cpu", *argv])
+            images = data.IndexedImageFolder(folder / split, data.build_presets(args)[place])
+            if len(images) != len(theirs):
+                raise UserError(f"{folder} has {len(images)} images in {split}, and --data-path has {len(theirs)}")
+            ways[str(folder)] = partial(load_all, images.load, numbers, split)
+        rates = interleave(ways, options.rounds, time.process_time)
+        pairs = [(name, "torchvision") for name in list(ways)[1:]]
+        figures[split] = compare(f"{split} images, one thread, CPU time", rates, *pairs)
+    return figures
 
 
 def training_args(argv: list[str], **changes: Any) -> argparse.Namespace:
@@ -142,8 +134,11 @@ def training_args(argv: list[str], **changes: Any) -> argparse.Namespace:
     return args
 
 
-class Way:
-    """One model with everything that its step needs, built as train.py builds it; a subclass trains in `_run_steps`."""
+class BareStep:
+    """A model and its training as train.py builds them; a step on one batch on the device, with nothing around it.
+
+    Nothing is loaded, counted, seeded, scheduled, sent or read.
+    """
 
     def __init__(self, args: argparse.Namespace, num_steps: int) -> None:
         self.args, self.device, self.num_steps = args, models.set_up_device(args), num_steps
@@ -153,16 +148,30 @@ class Way:
         self.optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, self.model))
         self.scaler = models.build_scaler(args, self.device)
         self.shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
+        image = torch.randn(args.batch_size, 3, args.train_crop_size, args.train_crop_size, device=self.device)
+        self.image = image.to(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+        self.target = torch.arange(args.batch_size, device=self.device) % NUM_CLASSES
 
     def __call__(self) -> int:
         """Train, beginning on all processes at once; return the number of this process's images."""
         models.set_up_device(self.args)
         if dist.is_initialized():
             dist.barrier()
-        self._run_steps()
+        self.run_steps()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return self.num_steps * self.args.batch_size * self.shards.num_local
+
+    def run_steps(self) -> None:
+        """Train for `num_steps` steps."""
+        self.model.train()
+        for number in range(self.num_steps):
+            self.optimizer.zero_grad()
+            for _ in self.shards.local:
+                with models.autocast(self.args, self.device):
+                    loss = self.criterion(self.model(self.image), self.target)
+                self.scaler.scale(loss / self.shards.num_local).backward()
+            self.update(number)
 
     def update(self, number: int) -> None:
         """Clip, update the weights, and average them when it is time."""
@@ -178,7 +187,7 @@ class Way:
 class LoggedRun(BareRun):
     """A run's part in a step: learning rates of a schedule, and metrics that are read when a line is due."""
 
-    def __init__(self, way: Way, model: nn.Module) -> None:
+    def __init__(self, way: BareStep, model: nn.Module) -> None:
         super().__init__(model, way.device)
         self.sharded_step = gradients.build_sharded_step(way.args, model, way.shards, way.device)
         self.scheduler = optim.LRScheduler(way.args, way.optimizer)
@@ -200,7 +209,7 @@ class LoggedRun(BareRun):
             metric_logger.show(*self.tally.read())
 
 
-class OurLoop(Way):
+class OurLoop(BareStep):
     """The real `train_one_epoch` from the real loader."""
 
     def __init__(self, args: argparse.Namespace, num_steps: int) -> None:
@@ -211,30 +220,11 @@ class OurLoop(Way):
         self.wrapped = gradients.wrap_model(self.model, args)
         self.run = LoggedRun(self, self.wrapped)
 
-    def _run_steps(self) -> None:
+    def run_steps(self) -> None:
+        """Train for one epoch of the loader."""
         parts = self.wrapped, self.criterion, self.optimizer, self.loader, self.device
         with redirect_stdout(io.StringIO()):
             train.train_one_epoch(*parts, 0, self.args, self.model_ema, self.scaler, self.run)
-
-
-class BareStep(Way):
-    """The same arithmetic on one batch on the device; nothing is loaded, counted, seeded, scheduled, sent or read."""
-
-    def __init__(self, args: argparse.Namespace, num_steps: int) -> None:
-        super().__init__(args, num_steps)
-        image = torch.randn(args.batch_size, 3, args.train_crop_size, args.train_crop_size, device=self.device)
-        self.image = image.to(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
-        self.target = torch.arange(args.batch_size, device=self.device) % NUM_CLASSES
-
-    def _run_steps(self) -> None:
-        self.model.train()
-        for number in range(self.num_steps):
-            self.optimizer.zero_grad()
-            for _ in self.shards.local:
-                with models.autocast(self.args, self.device):
-                    loss = self.criterion(self.model(self.image), self.target)
-                self.scaler.scale(loss / self.shards.num_local).backward()
-            self.update(number)
 
 
 class TorchvisionsLoop(BareStep):
@@ -249,7 +239,8 @@ class TorchvisionsLoop(BareStep):
             group.update({name: None for name in ("foreach", "fused") if name in group})
         self.optimizer._step_supports_amp_scaling = False
 
-    def _run_steps(self) -> None:
+    def run_steps(self) -> None:
+        """Train, and read three numbers in each step."""
         self.model.train()
         logger = utils.MetricLogger()
         for number in range(self.num_steps):
@@ -265,65 +256,38 @@ class TorchvisionsLoop(BareStep):
 
 
 def benchmark_step(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Compare our training step with the same arithmetic alone, and with torchvision's loop, in this process."""
-    args = training_args(argv)
-    # torchvision's script has neither of these options, and no accumulation.
-    plain = training_args(argv, channels_last=False, compile=None, global_batch_size=args.batch_size)
-    ways = {"ours": OurLoop(args, options.steps), "bare": BareStep(args, options.steps)}
-    ways["torchvision"] = TorchvisionsLoop(plain, options.steps * args.num_shards)
-    # Other users of the cores do not change the CPU time of one thread.
-    is_alone = args.device == "cpu" and not args.workers and torch.get_num_threads() == 1
-    rates = interleave(ways, options.rounds, time.process_time if is_alone else time.perf_counter)
-    return compare(f"a step, {'CPU' if is_alone else 'wall'} time", rates, ("ours", "bare"), ("ours", "torchvision"))
-
-
-def benchmark_ranks(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Compare a step on the processes of torchrun with one that sends nothing, and with one of the same bits."""
-    if read_launch().world_size < 2:
-        raise UserError("ranks needs several processes: torchrun --nproc_per_node=2 -m scripts.benchmark ranks")
+    """Compare our training step with the same arithmetic alone, and with torchvision's loop or the same-bits one."""
     utils.init_distributed_mode(argparse.Namespace(**vars(config.parse_args([*DEFAULTS.split(), *argv]))))
     args = training_args(argv)
-    alone = training_args(argv, world_size=1, rank=0, global_batch_size=args.batch_size)
-    ways = {"alone": BareStep(alone, options.steps), "ddp": OurLoop(args, options.steps)}
-    ways["same bits"] = OurLoop(training_args([*argv, "--use-deterministic-algorithms"]), options.steps)
-    figures = compare("a step", interleave(ways, options.rounds), ("ddp", "alone"), ("same bits", "ddp"))
+    own_batch = args.global_batch_size // args.world_size
+    alone = training_args(argv, world_size=1, rank=0, global_batch_size=own_batch)
+    ways = {"ours": OurLoop(args, options.steps), "bare": BareStep(alone, options.steps)}
+    if args.distributed:
+        ways["same bits"] = OurLoop(training_args([*argv, "--use-deterministic-algorithms"]), options.steps)
+        pair = "same bits", "ours"
+    else:
+        # torchvision's script has neither of these options, and no accumulation.
+        plain = training_args(argv, channels_last=False, compile=None, global_batch_size=args.batch_size)
+        ways["torchvision"] = TorchvisionsLoop(plain, options.steps * args.num_shards)
+        pair = "ours", "torchvision"
+    # Other users of the cores do not change the CPU time of one thread.
+    is_alone = args.device == "cpu" and not args.distributed and not args.workers and torch.get_num_threads() == 1
+    rates = interleave(ways, options.rounds, time.process_time if is_alone else time.perf_counter)
+    figures = compare(f"a step, {'CPU' if is_alone else 'wall'} time", rates, ("ours", "bare"), pair)
     collectives.shut_down()
     return figures
 
 
-def benchmark_saving(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Compare the steps of a real run after each save begins with those long after it, by the run's own records."""
-    every, num_steps = options.steps, (options.rounds + 2) * options.steps
-    if every < 4:  # the last half of the steps is the measure
-        raise UserError(f"--steps {every}: expected 4 or more steps between two saves")
-    num_images = num_steps * training_args(argv).global_batch_size
-    more = f"--synthetic {num_images} --epochs 1 --lr-warmup-epochs 0 --checkpoint-steps {every} --print-freq 1".split()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "train.py", *DEFAULTS.split(), *argv, *more, "--output-dir", folder]
-        if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
-            raise UserError("the measured run failed; see above")
-        times = {row["step"]: row["time"] for row in read_records(Path(folder)) if row["kind"] == "train"}
-    firsts, costs_s = [], []
-    for save in range(2 * every, num_steps, every):  # the first save allocates its memory
-        steps_s = [times[step + 1] - times[step] for step in range(save, save + every)]
-        plain_s = statistics.median(steps_s[every // 2 :])
-        firsts.append(steps_s[0] / plain_s)
-        costs_s.append(sum(steps_s) - every * plain_s)
-    first, cost_s = map(statistics.median, (firsts, costs_s))
-    print(f"{len(firsts)} saves: a step beside one takes {first:.3f} of another; a save adds {cost_s:.3f} s (medians)")
-    return {"first_steps": firsts, "save_costs_s": costs_s}
-
-
-COMMANDS = {"loader": benchmark_loader, "step": benchmark_step, "saving": benchmark_saving, "ranks": benchmark_ranks}
+COMMANDS = {"loader": benchmark_loader, "step": benchmark_step}
 
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of the command and of the options that are not train.py's."""
     parser = build_parser(PROG, "COMMAND [options]", "Measure speed side by side.", EPILOG)
     add = parser.add_argument
-    add("command", metavar="COMMAND", choices=COMMANDS, help="loader, step, saving or ranks")
-    add("--rounds", metavar="N", type=positive, default=9, help="rounds or saves (default: 9); one more warms up")
-    add("--steps", metavar="N", type=positive, default=10, help="steps in a turn, or between saves (default: 10)")
+    add("command", metavar="COMMAND", choices=COMMANDS, help="loader or step")
+    add("--rounds", metavar="N", type=positive, default=9, help="rounds (default: 9); one more warms up")
+    add("--steps", metavar="N", type=positive, default=10, help="step: steps in a turn (default: 10)")
     add("--images", metavar="N", type=positive, default=400, help="loader: images of each split (default: 400)")
     add("--data-path", metavar="DIR", type=given_path, help="loader: class folders in train/ and val/")
     add("--pack", metavar="DIR", type=given_path, nargs="+", default=[], help="loader: packs of them, to measure too")
@@ -332,17 +296,17 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def measure() -> None:
-    """Measure as the command line says."""
+    """Run the benchmark that the command line names."""
     options, argv = get_args_parser().parse_known_args()
     if (options.data_path is None) == (options.command == "loader"):
-        raise UserError("loader needs --data-path DIR, and the others make up images")
+        raise UserError("loader needs --data-path DIR, and step makes up images")
     figures = COMMANDS[options.command](options, argv)
     if options.json and read_launch().rank == 0:
         write_output(options.json, as_json({"argv": sys.argv[1:], "torch": torch.__version__, **figures}), "--json")
 
 
 def main() -> None:
-    """Run the benchmark that the command line names."""
+    """Run the command line."""
     run(PROG, measure, "interrupted; nothing was written")
 
 

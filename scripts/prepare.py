@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import errno
 import functools
 import hashlib
 import io
@@ -11,10 +10,8 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -22,10 +19,10 @@ import numpy
 from torchvision.datasets.folder import is_image_file
 
 from errors import StorageError, UserError, counted, in_one_line, one_line, require_package
-from files import explain_failure, locked, open_to_read, read_bytes, sync_folder, write_atomically
-from loading.progress import Progress
+from files import explain_failure, free_bytes, locked, open_to_read, read_bytes, sync_folder, write_atomically
+from loading.progress import Progress, size_text
 from loading.tars import tar_members
-from scripts.tool import build_parser, check_outside, check_room, given_path, make_out, run
+from scripts.tool import build_parser, check_outside, given_path, make_out, run
 
 PROG = "python -m scripts.prepare"
 
@@ -43,7 +40,7 @@ KNOWN = (*MD5, TRUTH_CSV)
 EPILOG = f"""\
 sources, as files or as folders that hold them:
   official   {TRAIN_TAR}, {VAL_TAR} and
-             {DEVKIT}, which lists the classes of val scipy: pip install scipy)
+             {DEVKIT}, which lists the classes of val (needs scipy: pip install scipy)
   Kaggle     the unzipped folder: ILSVRC/Data/CLS-LOC/train and val, {TRUTH_CSV}
   parquet    Hugging Face's train-*.parquet and validation-*.parquet (needs pyarrow: pip install pyarrow)
   a folder   with train/ and val/: class folders, or a flat val/ that the devkit or {TRUTH_CSV} sorts
@@ -51,7 +48,6 @@ sources, as files or as folders that hold them:
 examples:
   python -m scripts.prepare ~/Downloads /data/imagenet
   python -m scripts.prepare ~/kaggle/imagenet /data/imagenet
-  python -m scripts.prepare ~/huggingface/imagenet-1k/data /data/imagenet
   python -m scripts.prepare /data/flat {DEVKIT} /data/imagenet   # sort a flat /data/flat/val
   python -m scripts.prepare /data/tars /data/tars --splits val   # --data-path reads the training tar as it is
 
@@ -63,13 +59,8 @@ disk, and copied otherwise. A split is built in OUT/train.partial and gets its n
 After an interruption of any kind the same command continues where it stopped.
 """
 
-# A limit for the small files of the devkit and of Kaggle, the largest of which has 10 MB.
-_SMALL_BYTES = 1 << 26
-
 # Folders to search below each given one: itself, Hugging Face's and Kaggle's.
 _PLACES = ("", "data", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
-
-_PARQUET = re.compile(r"[\w-]+?-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-f]+)?\.parquet")
 
 # Hugging Face's name of an image of ImageNet: the official name, followed by the synset.
 _SYNSET_NAME = re.compile(r"(?P<stem>[\w-]+)_(?P<synset>n\d{8})\.(?P<ending>JPEG|jpe?g|png)")
@@ -91,31 +82,12 @@ class Source(NamedTuple):
     num_bytes: int  # size of the images; of archives and parquet files, theirs
     images: Callable[[], Iterator[Image]]  # in the same order each time
 
-    def describe(self) -> str:
-        """Return facts, as JSON, that another run must find unchanged to continue with this one's images."""
-        facts = [[path.name, path.stat().st_size] if path.is_file() else [str(path.resolve())] for path in self.files]
-        return json.dumps({"source": facts})
 
+class Truth(dict[str, str]):
+    """The synset of each image of val by its name without the ending, as a file of the devkit or of Kaggle lists it."""
 
-class Truth(NamedTuple):
-    """The synset of each image of val, as a file of the devkit or of Kaggle lists them."""
-
-    where: Path
-    synset_of: dict[str, str]
-
-    def class_of(self, file: str) -> str:
-        """Return the class of an image of a flat val; UserError if it is not listed."""
-        synset = self.synset_of.get(file.rpartition(".")[0])
-        if synset is None:
-            raise UserError(f"{self.where} has no class of {file}; give the one that belongs to these images")
-        return synset
-
-
-def checked_class(name: str, where: Any) -> str:
-    """Return the name of a class; UserError if no folder can have it."""
-    if not name or "/" in name or "\0" in name or name.startswith("."):
-        raise UserError(f"{where} names a class {name!r}, which cannot be a folder; download it again")
-    return name
+    def __missing__(self, stem: str) -> str:
+        raise UserError(f"the given {DEVKIT} or {TRUTH_CSV} has no class of {stem}; give the one of these images")
 
 
 def read_devkit(path: Path) -> Truth:
@@ -125,42 +97,29 @@ def read_devkit(path: Path) -> Truth:
         UserError: it is damaged or another file, or scipy is not installed.
     """
     loadmat = require_package("scipy.io", str(path)).loadmat
-    with in_one_line(f"{path} is not a readable {DEVKIT}; download it again"):
-        meta, truth = devkit_files(path)
+    with in_one_line(f"{path} is not a readable {DEVKIT}; download it again"), tarfile.open(path) as tar:
+        folder = "ILSVRC2012_devkit_t12/data"
+        meta = tar.extractfile(f"{folder}/meta.mat").read()
+        truth = tar.extractfile(f"{folder}/ILSVRC2012_validation_ground_truth.txt").read()
         rows = numpy.atleast_1d(loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
         # Those with children are WordNet's nodes above the classes.
         synsets = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in rows if not row["num_children"]}
-        classes = [checked_class(synsets[int(line)], path) for line in truth.split()]
-        if not classes:
-            raise ValueError("its ground truth is empty")
-    truths = {f"ILSVRC2012_val_{number:08d}": synset for number, synset in enumerate(classes, 1)}
-    return Truth(path, truths)
-
-
-def devkit_files(path: Path) -> list[bytes]:
-    """Return the content of meta.mat and of the ground truth; KeyError if one is missing."""
-    names, found = ["data/meta.mat", "data/ILSVRC2012_validation_ground_truth.txt"], {}
-    with tarfile.open(path) as tar:
-        for member in tar:
-            name = "/".join(member.name.split("/")[-2:])
-            if name in names and member.isreg():
-                found[name] = tar.extractfile(member).read(_SMALL_BYTES)
-    return [found[name] for name in names]
+        lines = enumerate(truth.split(), 1)
+        return Truth({f"ILSVRC2012_val_{number:08d}": synsets[int(line)] for number, line in lines})
 
 
 def read_kaggle(path: Path) -> Truth:
     """Return the classes that Kaggle's table lists; UserError if it is another table."""
     with in_one_line(f"{path} is not a {TRUTH_CSV} of the columns ImageId and PredictionString; download it again"):
-        rows = csv.DictReader(read_bytes(path, _SMALL_BYTES).decode().splitlines())
-        truths = {row["ImageId"]: checked_class(row["PredictionString"].split()[0], path) for row in rows}
-    return Truth(path, truths)
+        rows = csv.DictReader(read_bytes(path).decode().splitlines())
+        return Truth({row["ImageId"]: row["PredictionString"].split()[0] for row in rows})
 
 
 def tar_files(path: Path, file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, offset and size of each file in the tar from `start` to `end`; UserError as `tar_members`."""
+    """Yield the name, begin and end of each file in the tar from `start` to `end`; UserError as `tar_members`."""
     for member in tar_members(path, file, start, end, kind="tar"):
         if member.isreg() and not member.issparse():
-            yield member.name.rpartition("/")[2], member.offset_data, member.size
+            yield member.name.rpartition("/")[2], member.offset_data, member.offset_data + member.size
         elif not member.isdir():
             raise UserError(f"{path} holds {member.name!r} as a link, a device or a sparse file, which is not read")
 
@@ -168,79 +127,58 @@ def tar_files(path: Path, file: BinaryIO, start: int, end: int) -> Iterator[tupl
 def tar_images(path: Path, truth: Truth | None) -> Iterator[Image]:
     """Yield the images of an official tar: of the class tars in it or, with the truth, of a flat one."""
     with open_to_read(path) as file:
-
-        def read(offset: int, num_bytes: int) -> bytes:
-            file.seek(offset)
-            content = file.read(num_bytes)
-            if len(content) < num_bytes:
-                raise StorageError(f"{path} has changed while it was read; start again when it is whole")
-            return content
-
-        classes = [("", 0, os.fstat(file.fileno()).st_size)]
+        tars = [("", 0, os.fstat(file.fileno()).st_size)]
         if truth is None:
-            members = tar_files(path, file, *classes[0][1:])
-            classes = ((name, start, start + size) for name, start, size in members if name.endswith(".tar"))
-        for class_tar, start, end in classes:
-            for name, offset, size in tar_files(path, file, start, end):
+            tars = [tar for tar in tar_files(path, file, *tars[0][1:]) if tar[0].endswith(".tar")]
+        for tar, *bounds in tars:
+            for name, start, end in tar_files(path, file, *bounds):
                 if is_image_file(name):
-                    synset = checked_class(class_tar[: -len(".tar")], path) if truth is None else truth.class_of(name)
-                    yield Image(synset, name, size, functools.partial(read, offset, size))
+                    synset = tar.removesuffix(".tar") if truth is None else truth[Path(name).stem]
+                    content = functools.partial(os.pread, file.fileno(), end - start, start)
+                    yield Image(synset, name, end - start, content)
 
 
 def folder_images(root: Path, truth: Truth | None) -> Iterator[Image]:
     """Yield the images of class folders or, with the truth, of a flat folder."""
-    for folder in [root] if truth else sorted(path for path in root.iterdir() if path.is_dir()):
-        for name in sorted(filter(is_image_file, os.listdir(folder))):
-            synset = truth.class_of(name) if truth else folder.name
-            yield Image(synset, name, num_bytes_of(folder / name), folder / name)
-
-
-def num_bytes_of(path: Path) -> int:
-    """Return the size of an image's file; UserError if it is a folder, a pipe, a link to nothing or the like."""
-    with suppress(FileNotFoundError):
-        about = path.stat()
-        if stat.S_ISREG(about.st_mode):
-            return about.st_size
-    raise UserError(f"{path} is not a file, and an image is expected there; move it away")
+    for folder in [root] if truth is not None else sorted(path for path in root.iterdir() if path.is_dir()):
+        for path in sorted(folder / name for name in os.listdir(folder) if is_image_file(name)):
+            if not path.is_file():
+                raise UserError(f"{path} is not a file, and an image is expected there; move it away")
+            synset = folder.name if truth is None else truth[path.stem]
+            yield Image(synset, path.name, path.stat().st_size, path)
 
 
 def open_parquet(path: Path) -> Any:
     """Open a parquet file of Hugging Face's form; UserError if it is damaged or another, or pyarrow is missing."""
     parquet = require_package("pyarrow.parquet", str(path))
-    with in_one_line(f"{path} is truncated, or not a parquet file; download it again"):
+    with in_one_line(f"{path} is truncated, or not a parquet file with a column `image` of bytes and path"):
         table = parquet.ParquetFile(path)
-        columns = {field.name: str(field.type) for field in table.schema_arrow}
-    if not columns.get("image", "").startswith("struct<"):
-        found = ", ".join(f"{name} ({kind[:60]})" for name, kind in columns.items())
-        raise UserError(f"{path} has the columns {found}; it needs image, a struct of bytes and path")
+        table.schema_arrow.field("image").type.field("bytes")  # KeyError if there is none
     return table
 
 
 def check_parquet(files: list[Path]) -> None:
     """Open each file of a set, before hours are spent on those before a damaged one; UserError if one is missing."""
-    found = [match for match in (_PARQUET.fullmatch(path.name) for path in files) if match]
-    numbers = {int(match["number"]) for match in found}
-    missing = set(range(max((int(match["count"]) for match in found), default=0))) - numbers
-    if missing:
-        name = re.sub(r"-\d{5}-of", f"-{min(missing):05d}-of", found[0].string)
-        raise UserError(f"{files[0].with_name(name)} is missing; all {found[0]['count']} files of the set are needed")
+    count = re.search(r"-of-(\d{5})", files[0].name)
+    for number in range(int(count[1]) if count else 0):
+        if not any(f"-{number:05d}-of-" in path.name for path in files):
+            missing = re.sub(r"-\d{5}-of", f"-{number:05d}-of", str(files[0]))
+            raise UserError(f"{missing} is missing; all {int(count[1])} files of the set are needed")
     for path in files:
         open_parquet(path)
 
 
 def parquet_images(files: list[Path]) -> Iterator[Image]:
     """Yield the images of Hugging Face's files of a split, under the names that they have in the official archives."""
-    number = 0
     for path in files:
         with in_one_line(f"{path} cannot be used"):
             for batch in open_parquet(path).iter_batches(64, columns=["image"]):
-                for image in batch.to_pydict()["image"]:
+                for image in batch.column(0).to_pylist():
                     name = _SYNSET_NAME.fullmatch(os.path.basename(image["path"] or ""))
                     if not image["bytes"] or not name:
-                        raise UserError(f"row {number:,} has no image, or no path that names its synset")
+                        raise UserError("a row has no image, or no path that names its synset")
                     file = f"{name['stem']}.{name['ending']}"
                     yield Image(name["synset"], file, len(image["bytes"]), functools.partial(bytes, image["bytes"]))
-                    number += 1
 
 
 def has_class_folders(root: Path) -> bool:
@@ -281,49 +219,44 @@ class Given:
         self.files: dict[str, Path] = {}
         self.folders: list[Path] = []
         for path in paths:
-            if not path.exists():
-                raise UserError(f"{path} is not there; give archives, or folders that hold them (--help lists them)")
-            if path.is_file() and not is_known(path):
-                raise UserError(f"{path} is none of {', '.join(KNOWN)} or a parquet file")
+            if not path.is_dir() and not is_known(path):
+                raise UserError(f"{path} is no folder, none of {', '.join(KNOWN)} and no parquet file")
             folders = [path / name for name in _PLACES if (path / name).is_dir()]
             self.folders += folders
-            for file in [path] if path.is_file() else [file for folder in folders for file in sorted(folder.iterdir())]:
+            for file in [path, *(file for folder in folders for file in sorted(folder.iterdir()))]:
                 if is_known(file):
                     self.files.setdefault(file.name, file)
 
     @functools.cached_property
-    def truth(self) -> Truth | None:
-        """The classes of a flat val, if a file lists them."""
+    def truth(self) -> Truth:
+        """The classes of a flat val; UserError if no file lists them."""
         if DEVKIT in self.files:
             if self.has_md5:
                 check_md5(self.files[DEVKIT])  # before its content is parsed
             return read_devkit(self.files[DEVKIT])
-        return read_kaggle(self.files[TRUTH_CSV]) if TRUTH_CSV in self.files else None
+        if TRUTH_CSV in self.files:
+            return read_kaggle(self.files[TRUTH_CSV])
+        raise UserError(f"val does not name the classes of its images; give also {DEVKIT} or {TRUTH_CSV}")
 
     def find(self, split: str) -> Source | None:
         """Return the source of a split, if there is one: an archive, parquet files, or a folder."""
         tar = self.files.get(TRAIN_TAR if split == "train" else VAL_TAR)
-        if tar is not None:
-            images = functools.partial(tar_images, tar, self._truth_for(tar) if split == "val" else None)
-            return Source([tar], tar.stat().st_size, images)
         prefixes = ("train-",) if split == "train" else ("validation-", "val-")
-        files = [path for name, path in sorted(self.files.items()) if name.startswith(prefixes)]
-        if files:
-            check_parquet(files)
-            num_bytes = sum(path.stat().st_size for path in files)
-            return Source(files, num_bytes, functools.partial(parquet_images, files))
+        tables = [path for name, path in sorted(self.files.items()) if name.startswith(prefixes)]
         folders = [folder / split for folder in self.folders if (folder / split).is_dir()]
         folders += [folder for folder in self.folders if folder.name == split]
-        if not folders:
+        if tar is not None:
+            files, images = [tar], functools.partial(tar_images, tar, None if split == "train" else self.truth)
+        elif tables:
+            check_parquet(tables)
+            files, images = tables, functools.partial(parquet_images, tables)
+        elif folders:
+            truth = None if has_class_folders(folders[0]) else self.truth
+            files, images = folders[:1], functools.partial(folder_images, folders[0], truth)
+        else:
             return None
-        truth = None if has_class_folders(folders[0]) else self._truth_for(folders[0])
-        images = functools.partial(folder_images, folders[0], truth)
-        return Source(folders[:1], sum(image.num_bytes for image in images()), images)
-
-    def _truth_for(self, flat: Path) -> Truth:
-        if self.truth is None:
-            raise UserError(f"{flat} does not name the classes of its images; give also {DEVKIT} or {TRUTH_CSV}")
-        return self.truth
+        sizes = [path.stat().st_size for path in files if path.is_file()] or [each.num_bytes for each in images()]
+        return Source(files, sum(sizes), images)
 
 
 class Target:
@@ -341,88 +274,80 @@ class Target:
         self.names: dict[str, set[str]] = {}
         self.progress = Progress(split, unit="images", total_bytes=source.num_bytes)
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Turn a failed write into one line: UserError where the disk cannot hold it, else StorageError."""
-        try:
-            yield
-        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
-            path = error.filename2 or error.filename
-            raise UserError(f"{path}: {error.strerror}; move the file or folder that is in the way") from error
-        except OSError as error:
-            is_given = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG)
-            left = max(self.source.num_bytes - self.progress.bytes, 0)
-            raise (UserError if is_given else StorageError)(
-                f"cannot write {self.final.name} from {self.source.files[0]}: "
-                f"{explain_failure(error, self.out, left)}; the same command continues"
-            ) from error
-
     def build(self) -> None:
-        """Write the images that are missing, and give the split its name."""
+        """Write the images that are missing, and give the split its name.
+
+        Raises:
+            UserError: the source is damaged, or another one than before.
+            StorageError: a disk failed or is full.
+            OSError: a file or folder is in the way.
+        """
         print(one_line(f"{self.final}: from {self.source.files[0]}"), flush=True)
-        with self.writing():
+        try:
             self._begin()
-        for image in self.source.images():
-            self._put(image)
-        if not self.names:
-            raise UserError(f"{self.source.files[0]} holds no images where they are expected; give another source")
-        with self.writing():
+            for image in self.source.images():
+                self._put(image)
+            if not self.names:
+                raise UserError(f"{self.source.files[0]} holds no images where they are expected; give another source")
             self._finish()
+        except (FileExistsError, IsADirectoryError, NotADirectoryError):
+            raise
+        except OSError as error:
+            reason = explain_failure(error, self.out, max(self.source.num_bytes - self.progress.bytes, 0))
+            begin = f"cannot write {self.final.name} from {self.source.files[0]}"
+            raise StorageError(f"{begin}: {reason}; the same command continues") from error
         self.progress.finish()
         amounts = counted(sum(map(len, self.names.values())), "image", ","), counted(len(self.names), "class", ",")
         print(one_line(f"{self.final}: {' of '.join(amounts)}"), flush=True)
 
     def _begin(self) -> None:
+        """Make the folder, or find that an interrupted run has begun it from the same source."""
         self.images.mkdir(parents=True, exist_ok=True)
-        record, facts = self.partial / "source.json", self.source.describe()
+        record = self.partial / "source.json"
+        facts = json.dumps([*(str(path.resolve()) for path in self.source.files), self.source.num_bytes])
         begun = read_bytes(record).decode(errors="replace") if record.exists() else facts
-        there = {path: num_bytes_of(path) for folder in self.images.iterdir() for path in folder.iterdir()}
         if begun != facts:
             raise UserError(
                 f"{self.partial} was begun from another source, {begun[:120]}; give that one, or remove the folder"
             )
-        write_atomically(record, lambda file: file.write(facts.encode()))
-        if not self.is_linking:
-            check_room(self.out, self.final.name, self.source.num_bytes - sum(there.values()))
+        write_atomically(record, facts.encode())
+        needed = self.source.num_bytes - sum(path.stat().st_size for path in self.images.glob("*/*"))
+        if not self.is_linking and needed > (free := free_bytes(self.out)):
+            raise UserError(f"{self.out} has {size_text(free)} free, and {self.final.name} needs {size_text(needed)}")
 
     def _put(self, image: Image) -> None:
-        target = self.images / image.synset / image.file
-        if image.synset not in self.names:
-            self.names[image.synset] = set()
-            with self.writing():
-                target.parent.mkdir(exist_ok=True)
-        if image.file in self.names[image.synset]:
-            raise UserError(f"{self.source.files[0]} holds {image.synset}/{image.file} twice; download it again")
-        if not image.num_bytes:
-            raise UserError(f"{image.synset}/{image.file} of {self.source.files[0]} is empty; download it again")
-        self.names[image.synset].add(image.file)
-        is_there = target.is_file() and target.stat().st_size == image.num_bytes
-        if not is_there:
-            content = image.content if isinstance(image.content, Path) else image.content()
-            with self.writing():
-                self._write(content, target)
+        """Write an image that is not there yet, under its name when it is whole."""
+        source, folder = self.source.files[0], self.images / image.synset
+        names = self.names.setdefault(image.synset, set())
+        if not names:
+            if not re.fullmatch(r"[^./\0][^/\0]*", image.synset):
+                raise UserError(f"{source} has a class {image.synset!r}, which cannot be a folder; download it again")
+            folder.mkdir(exist_ok=True)
+        if image.file in names:
+            raise UserError(f"{source} holds {image.synset}/{image.file} twice; download it again")
+        names.add(image.file)
+        target, temporary = folder / image.file, folder / f"{image.file}.tmp"
+        if not target.is_file() or target.stat().st_size != image.num_bytes:
+            temporary.unlink(missing_ok=True)
+            self._write(image.content, temporary)
+            if temporary.stat().st_size != image.num_bytes:
+                raise StorageError(f"{source} has changed while it was read; start again when it is whole")
+            os.replace(temporary, target)
         self.progress.update(num_bytes=image.num_bytes)
 
-    def _write(self, content: bytes | Path, target: Path) -> None:
-        temporary = target.with_name(f"{target.name}.tmp")
-        temporary.unlink(missing_ok=True)
-        try:
-            if isinstance(content, bytes):
-                temporary.write_bytes(content)
-            elif self.is_linking:
-                os.link(os.path.realpath(content), temporary)
-            else:
-                shutil.copyfile(content, temporary)
-            os.replace(temporary, target)
-        except BaseException:
-            with suppress(OSError):  # half a file keeps a full disk full
-                temporary.unlink(missing_ok=True)
-            raise
+    def _write(self, content: Callable[[], bytes] | Path, path: Path) -> None:
+        if not isinstance(content, Path):
+            path.write_bytes(content())
+        elif self.is_linking:
+            os.link(os.path.realpath(content), path)
+        else:
+            shutil.copyfile(content, path)
 
     def _finish(self) -> None:
+        """Remove what an interrupted run left, make all durable, and give the split its name."""
         for folder in self.images.iterdir():
             for name in {*os.listdir(folder)} - self.names.get(folder.name, set()):
-                (folder / name).unlink()  # of a run that ended in the middle of a file
+                (folder / name).unlink()
         os.sync()  # once: a call for each of a million files would take an hour
         os.rename(self.images, self.final)
         sync_folder(self.out)
@@ -432,13 +357,12 @@ class Target:
 def find_sources(given: Given, splits: list[str] | None) -> dict[str, Source]:
     """Return the sources of these splits, each of which must have one; by default of all splits that have one."""
     found = {split: given.find(split) for split in splits or ("train", "val")}
-    sources = {split: source for split, source in found.items() if source is not None}
-    missing = [split for split in found if split not in sources]
-    if missing and (splits or not sources):
+    missing = [split for split, source in found.items() if source is None]
+    if missing and (splits or len(missing) == len(found)):
         raise UserError(f"there is no {' and no '.join(missing)} in the given sources (--help lists the known ones)")
     for split in missing:
         print(f"{split}: left out, for the given sources have none")
-    return sources
+    return {split: source for split, source in found.items() if source is not None}
 
 
 def is_finished(out: Path, split: str) -> bool:
@@ -469,11 +393,8 @@ def prepare(options: argparse.Namespace) -> None:
         for split, source in sources.items():
             Target(out, split, source, is_copying=options.copy).build()
     folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-256")
-    line = (
-        f"next: python -m scripts.check {folder}, then python train.py --data-path {folder}; or, as tars that load "
-        f"faster, python -m scripts.pack --data-path {folder} {packed} --short-side 256"
-    )
-    print(one_line(line))
+    print(one_line(f"next: python -m scripts.check {folder}, then python train.py --data-path {folder}"))
+    print(one_line(f"or, to load faster, python -m scripts.pack --data-path {folder} {packed} --short-side 256"))
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -493,12 +414,8 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Prepare the splits that the command line names."""
-    run(
-        PROG,
-        lambda: prepare(get_args_parser().parse_args()),
-        "interrupted; the same command continues it",
-    )
+    """Run the command line."""
+    run(PROG, lambda: prepare(get_args_parser().parse_args()), "interrupted; the same command continues it")
 
 
 if __name__ == "__main__":

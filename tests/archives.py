@@ -19,9 +19,6 @@ SYNSETS = {
 }
 VAL_IDS = [490, 1, 449, 444, 2, 3, 3, 490, 444, 1, 2, 449]
 
-# A node of WordNet above the classes, which has children and is no class.
-PARENT = (1001, "n02083346", "canine, canid")
-
 
 def jpeg(seed: int) -> bytes:
     """Return a small JPEG, another one for each seed."""
@@ -31,13 +28,13 @@ def jpeg(seed: int) -> bytes:
     return file.getvalue()
 
 
-def tree(val_ids: list[int] = VAL_IDS) -> dict[str, bytes]:
+def tree() -> dict[str, bytes]:
     """Return the images by the path that each has when all is done."""
     images = {}
     for number, (synset, _) in enumerate(SYNSETS.values()):
         for image in range(3 + number % 3):
             images[f"train/{synset}/{synset}_{7 * image + 2}.JPEG"] = jpeg(100 * number + image)
-    for number, label in enumerate(val_ids, 1):
+    for number, label in enumerate(VAL_IDS, 1):
         images[f"val/{SYNSETS[label][0]}/ILSVRC2012_val_{number:08d}.JPEG"] = jpeg(1000 + number)
     return images
 
@@ -53,47 +50,35 @@ def tar_of(files: dict[str, bytes]) -> bytes:
     return content.getvalue()
 
 
-def meta_mat(synsets: dict[int, tuple[str, str]], *, is_compressed: bool = True) -> bytes:
-    """Return a meta.mat, written by scipy: a (1 + N, 1) array of structs, as the official one."""
+def devkit(synsets: dict[int, tuple[str, str]], val_ids: list[int]) -> bytes:
+    """Return the devkit's archive, with a meta.mat by scipy: a (1 + N, 1) array of structs, as the official one."""
     from scipy import io as scipy_io
 
-    rows = [(number, *names, 0) for number, names in synsets.items()] + [(*PARENT, 2)]
+    rows = [(number, *names, 0) for number, names in synsets.items()]
+    rows += [(1001, "n02083346", "canine, canid", 2)]  # a node of WordNet above the classes, and no class
     names = ["ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children"]
-    table = numpy.empty((len(rows), 1), dtype=[(name, object) for name in [*names, "wordnet_height"]])
-    for row, (number, synset, words, num_children) in zip(table[:, 0], rows, strict=True):
-        for name, value in zip(names, (float(number), synset, words, "", float(num_children), []), strict=False):
-            row[name] = value
-        row["children"] = numpy.array([[1.0, 2.0]]) if num_children else numpy.zeros((1, 0))
-        row["wordnet_height"] = numpy.uint8(3)
-    file = io.BytesIO()
-    scipy_io.savemat(file, {"synsets": table}, do_compression=is_compressed)
-    return file.getvalue()
+    table = numpy.empty((len(rows), 1), dtype=[(name, object) for name in names])
+    for place, (number, synset, words, num_children) in enumerate(rows):
+        table[place, 0] = float(number), synset, words, "", float(num_children), numpy.ones((1, num_children))
+    meta = io.BytesIO()
+    scipy_io.savemat(meta, {"synsets": table}, do_compression=True)
+    truth = "".join(f"{label}\n" for label in val_ids).encode()
+    files = {"meta.mat": meta.getvalue(), "ILSVRC2012_validation_ground_truth.txt": truth}
+    return gzip.compress(tar_of({f"ILSVRC2012_devkit_t12/data/{name}": payload for name, payload in files.items()}))
 
 
-def devkit(synsets: dict[int, tuple[str, str]], val_ids: list[int]) -> bytes:
-    """Return the devkit's archive."""
-    root = "ILSVRC2012_devkit_t12"
-    files = {
-        f"{root}/data/meta.mat": meta_mat(synsets),
-        f"{root}/data/ILSVRC2012_validation_ground_truth.txt": "".join(f"{label}\n" for label in val_ids).encode(),
-        f"{root}/readme.txt": b"ImageNet",
-    }
-    return gzip.compress(tar_of(files))
-
-
-def write_official(folder: Path, synsets: dict = SYNSETS, val_ids: list[int] = VAL_IDS) -> Path:
-    """Write the three official archives."""
+def write_official(folder: Path) -> Path:
+    """Write the three official archives; the order in them is another one than that of the names."""
     folder.mkdir(parents=True)
-    images = tree(val_ids)
-    class_tars = {}
-    for synset, _ in sorted(synsets.values(), reverse=True):
-        prefix = f"train/{synset}/"
-        files = {path.removeprefix(prefix): payload for path, payload in images.items() if path.startswith(prefix)}
-        class_tars |= {f"{synset}.tar": tar_of(files)} if files else {}
+    class_tars, flat = {}, {}
+    for path, payload in sorted(tree().items(), reverse=True):
+        split, synset, file = path.split("/")
+        images = flat if split == "val" else class_tars.setdefault(f"{synset}.tar", {})
+        images[file] = payload
+    class_tars = {name: tar_of(images) for name, images in class_tars.items()}
     (folder / "ILSVRC2012_img_train.tar").write_bytes(tar_of(class_tars))
-    flat = {path.split("/")[2]: payload for path, payload in images.items() if path.startswith("val/")}
-    (folder / "ILSVRC2012_img_val.tar").write_bytes(tar_of(dict(sorted(flat.items(), reverse=True))))
-    (folder / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(devkit(synsets, val_ids))
+    (folder / "ILSVRC2012_img_val.tar").write_bytes(tar_of(flat))
+    (folder / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(devkit(SYNSETS, VAL_IDS))
     return folder
 
 
@@ -108,9 +93,6 @@ def write_kaggle(folder: Path) -> Path:
         if split == "val":
             rows.insert(1, f"{file.removesuffix('.JPEG')},{synset} 85 1 499 272 {synset} 5 6 7 8 ")
     (folder / "LOC_val_solution.csv").write_text("\n".join(rows) + "\n")
-    (folder / "LOC_synset_mapping.txt").write_text(
-        "".join(f"{synset} {words}\n" for synset, words in sorted(SYNSETS.values()))
-    )
     return folder
 
 
@@ -120,19 +102,14 @@ def write_parquet(folder: Path, *, has_paths: bool = True) -> Path:
     from pyarrow import parquet
 
     folder.mkdir(parents=True)
-    labels = {synset: label for label, synset in enumerate(sorted(synset for synset, _ in SYNSETS.values()))}
     rows = {"train": [], "validation": []}
     for path, payload in sorted(tree().items(), key=lambda item: item[1][-40:]):
         split, synset, file = path.split("/")
         name = f"{file.removesuffix('.JPEG')}_{synset}.JPEG" if has_paths else None
-        rows["train" if split == "train" else "validation"].append(
-            {"image": {"bytes": payload, "path": name}, "label": labels[synset]}
-        )
+        rows["train" if split == "train" else "validation"].append({"image": {"bytes": payload, "path": name}})
     kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
     for split, images in rows.items():
         for number in range(2):
-            table = pyarrow.Table.from_pylist(
-                images[number::2], schema=pyarrow.schema([("image", kind), ("label", pyarrow.int64())])
-            )
+            table = pyarrow.Table.from_pylist(images[number::2], schema=pyarrow.schema([("image", kind)]))
             parquet.write_table(table, folder / f"{split}-{number:05d}-of-00002.parquet")
     return folder
