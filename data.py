@@ -22,14 +22,11 @@ from checkpointing.published import is_stored, take_published_options
 from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import read_bytes
-from loading.decode import DEEP_EXTENSIONS, decode_plainly, grey_bits, open_image
+from loading.decode import decode_plainly
 from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
-from loading.source import Source
-from loading.subset import Subset, first_of_each_class, minival_numbers, without
-from loading.synthetic import SyntheticSource
-from options import parse_allowed
+from loading.source import Source, Subset, first_of_each_class, minival_numbers, without
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, RepeatedSampler, SampleKey, TrainSampler, VirtualShards
@@ -208,6 +205,39 @@ class LenientImageFolder(IndexedImageFolder):
         raise self.error(key, f"{reason}; nor is any of the next {num_tries - 1} good: are these the images?")
 
 
+class SyntheticSource(Source):
+    """Images from a fixed pool of noise, so that loading costs next to nothing; labels cycle through the classes."""
+
+    POOL = 64
+    form = "synthetic"
+
+    def __init__(self, num_images: int, size_px: int, num_classes: int) -> None:
+        super().__init__(Path())
+        self.num_images, self.classes = num_images, [f"class{label:04d}" for label in range(num_classes)]
+        generator = torch.Generator().manual_seed(0)
+        pool = torch.randint(0, 256, (self.POOL, 3, size_px, size_px), dtype=torch.uint8, generator=generator)
+        self.pool = pool.contiguous(memory_format=torch.channels_last)  # the order of a batch, into which it is copied
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def label(self, number: int) -> int:
+        """Return the class of an image: always the same for the same pixels."""
+        return number % self.POOL % len(self.classes)
+
+    def name(self, number: int) -> str:
+        """Return a name such as a file of the image could have."""
+        return f"{self.classes[self.label(number)]}/{number:09d}.png"
+
+    def fingerprint(self) -> str:
+        """Return the words that stand for these images in a checkpoint."""
+        return f"synthetic-{self.num_images}-{len(self.classes)}"
+
+    def identity(self) -> dict[str, str | None]:
+        """Return the format; there are no files."""
+        return {**super().identity(), "path": ""}
+
+
 class SyntheticImages(IndexedImageFolder):
     """Made-up uint8 images with sides of `size_px`, for runs without data: see `SyntheticSource`."""
 
@@ -217,7 +247,7 @@ class SyntheticImages(IndexedImageFolder):
 
     def load(self, key: int) -> tuple[Tensor, int]:
         """Return one image as (3, size_px, size_px) uint8, and its class; equal pixels have equal classes."""
-        return self.index.pixels(key), self.index.label(key)
+        return self.index.pool[key % self.index.POOL], self.index.label(key)
 
 
 def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple[Dataset | None, Dataset]:
@@ -251,35 +281,6 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
             "both need one folder for each class"
         )
     return dataset, dataset_test
-
-
-def check_depth(state: dict | None, args: Any, *datasets: Dataset | None) -> None:
-    """Refuse to resume a run of a version that clipped grey samples of 16 bits to white, if its sets have any.
-
-    Only files whose names end as those of formats that can hold such samples are read. Collective: every rank must
-    call it.
-
-    Raises:
-        UserError: there is such an image, and `--allow-change data` is not given.
-    """
-    if state is None or args.test_only or "grey" in state["environment"] or args.synthetic is not None:
-        return
-    found = collectives.call_on_master(lambda: next(filter(None, map(_find_deep, datasets)), None))
-    if found and "data" not in parse_allowed(args.allow_change):
-        raise UserError(
-            f"{found.decode()} has grey samples of more than 8 bits: the version that began this run clipped them to "
-            "white, this one scales them; start again, or give --allow-change data to resume with other pixels"
-        )
-
-
-def _find_deep(dataset: IndexedImageFolder) -> bytes | None:
-    """Return the path of the first image of a set with grey samples of more than 8 bits, in UTF-8."""
-    for number, name in enumerate(dataset.index.names_in_bytes()):
-        if name.lower().endswith(DEEP_EXTENSIONS):
-            with suppress(BadImageError, MemoryError, OSError):  # training names it
-                if grey_bits(open_image(with_retries(partial(dataset.index.read, number)))):
-                    return dataset.index.path(number).encode("utf-8", "backslashreplace")
-    return None
 
 
 def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | None]:

@@ -233,7 +233,6 @@ def main(args):
     _, datasets, started = loading = data.start_loading(args, loading)
     samplers = data.build_samplers(*datasets, args)
     check_data(state, args, *datasets)
-    data.check_depth(state, args, *datasets)
     data_loader, data_loader_test = data.build_device_loaders(args, datasets, samplers, device, started)
     loaders = {config.evaluated_set(args): data_loader_test}
     num_classes = len(datasets[1].classes)

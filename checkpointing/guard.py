@@ -48,7 +48,7 @@ def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
         "decoder": decoder,
-        "grey": "scaled from 16 bits",  # without it the run trained on such images as white: see data.check_depth
+        "grey": "scaled from 16 bits",  # runs of older versions, which made such images white, have no entry
         "python": platform.python_version(),
         "pillow": PIL.__version__,
     }
@@ -137,6 +137,7 @@ def check_options(state: dict, args: Any, decoder: str) -> None:
         if name in there and name not in ("threads", "world_size") and there[name] != here[name]
     ]
     versions += ["another kind of device"] if "device" in differing else []
+    versions += [] if "grey" in there else ["grey images of more than 8 bits, white in this run so far, are scaled now"]
     _say_if("", versions, ": equal bits not promised" if is_deterministic else "")
 
 

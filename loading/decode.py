@@ -36,9 +36,6 @@ NO_WHITE = "cannot be scaled to 8 bits without guessing its white"
 # SampleFormat of TIFF, but for unsigned numbers and undefined ones.
 _SAMPLE_KINDS = {2: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
 
-# Names of files that may hold more than 8 bits a sample.
-DEEP_EXTENSIONS = (b".png", b".ppm", b".pgm", b".tif", b".tiff")
-
 # Markers of a JPEG. Those of a frame say how it is coded: baseline to progressive are decoded here, other kinds by
 # `decode_plainly`, as are files with segments beside the skipped ones.
 _BASELINE, _PROGRESSIVE, _START_OF_SCAN, _EXIF = 0xC0, 0xC2, 0xDA, 0xE1

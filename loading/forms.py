@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from errors import UserError, one_line
-from loading.folder import FolderIndex
+from loading.index import FolderIndex
 from loading.source import Source, list_folder
 from loading.tars import TarIndex
 

@@ -1,26 +1,33 @@
-"""The interface of a source of images, through which the datasets read every form of data."""
+"""The interface through which the datasets read every format of images, and subsets of such a source."""
 
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-from errors import UserError
+import numpy
+
+from errors import BadImageError, UserError
+from files import open_to_read
+
+# 12 bytes for each of `decode.MAX_PIXELS`: a larger file can be no image, and would fill memory.
+_MAX_BYTES = 1 << 30
 
 
 class Source(ABC):
-    """The images of one split in one form. A new form is a subclass, and an entry in `forms.FORMS`.
+    """The images of one split in one format: a file for each image, `root`/`name`, unless a subclass says otherwise.
 
-    It defines `find`, `classes`, `__len__`, `label`, `name` and `read`; everything else has a default. Loader processes
-    are forked from the process that opened a source, and share its arrays.
+    A new format is a subclass, and an entry in `forms.FORMS`. Loader processes are forked from the process that opened
+    a source, and share its arrays.
 
     Args:
         root: the data path and the split's name; there need not be such a folder.
+        where: the path, or pattern of paths, of its files, for messages; by default the root.
 
     Attributes:
-        form: the form's name in checkpoints and messages.
-        layout: the files that the form needs in the data path, for a message to a user who has none.
+        form: the format's name in checkpoints and messages.
+        layout: the files that the format needs in the data path, for a message to a user who has none.
         classes: names of the classes, in the order of the labels.
     """
 
@@ -28,23 +35,13 @@ class Source(ABC):
     layout = ""
     classes: list[str]
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, where: Path | None = None) -> None:
+        self.root, self.where = root, str(where or root)
 
     @classmethod
     def find(cls, root: Path) -> list["Source"]:
-        """Return the sources of this form at a root, in order of preference; none of them is opened yet."""
+        """Return the sources of this format at a root, in order of preference; none of them is opened yet."""
         return []
-
-    @property
-    def whole(self) -> "Source":
-        """The source that this one is a part of and that reads its files; or this one itself."""
-        return self
-
-    @property
-    def where(self) -> str:
-        """The path, or pattern of paths, of its files, for messages."""
-        return str(self.root)
 
     def open(self) -> "Source":
         """Find the images, and return the source itself."""
@@ -60,14 +57,16 @@ class Source(ABC):
 
     @abstractmethod
     def name(self, number: int) -> str:
-        """Return an image's name, class/file: the same in every form, and unique in the split."""
+        """Return an image's name, class/file: the same in every format, and unique in the split."""
 
-    def names_in_bytes(self) -> Iterator[bytes]:
-        """Yield the names of all images, in order."""
-        for number in range(len(self)):
-            yield self.name(number).encode("utf-8", "surrogateescape")
+    def path(self, number: int) -> str:
+        """Return the path of an image, for messages."""
+        return os.path.join(self.root, self.name(number))
 
-    @abstractmethod
+    def size(self, number: int) -> int:
+        """Return the bytes of an image's file."""
+        return len(self.read(number))
+
     def read(self, number: int) -> bytes:
         """Return the bytes of an image's file. The caller tries again after a failure of the system (`with_retries`).
 
@@ -77,36 +76,120 @@ class Source(ABC):
             OSError: the file cannot be read.
             ImageError: the files are damaged, or have changed since the source was opened.
         """
-
-    def size(self, number: int) -> int:
-        """Return the bytes of an image's file."""
-        return len(self.read(number))
-
-    def path(self, number: int) -> str:
-        """Return the words for an image in messages."""
-        return f"{self.name(number)} in {self.where}"
-
-    def lines(self) -> Iterator[bytes]:
-        """Yield the lines of the fingerprint, of one image or of several at a time."""
-        for number in range(len(self)):
-            yield line_of(self.name(number), self.label(number))
+        with open_to_read(self.path(number), buffering=0) as file:
+            check_num_bytes(os.fstat(file.fileno()).st_size)
+            return file.read()
 
     def fingerprint(self) -> str:
-        """Return a hash of the names and labels of all images, the same in every form."""
-        return digest(self.lines())
+        """Return a hash of the names and labels of all images, the same in every format."""
+        return digest(line_of(self.name(number), self.label(number)) for number in range(len(self)))
 
     def identity(self) -> dict[str, str | None]:
         """Return facts that tell a split from another with the same names, without a look at each file.
 
-        They are its form and path, and hashes of the images' sizes, its files' times and their checksums, or None.
+        They are its format and path, and hashes of the images' sizes, its files' times and their checksums, or None.
         """
         path = os.path.abspath(self.root)
         return {"form": self.form, "path": path, "sizes": None, "times": None, "checksums": None}
 
 
+class Subset(Source):
+    """Some images of another, opened source, renumbered in the same order; it keeps all classes of that source."""
+
+    def __init__(self, whole: Source, numbers: Iterable[int]) -> None:
+        super().__init__(whole.root, whole.where)
+        self.form, self.classes, self.whole = whole.form, whole.classes, whole
+        self.numbers = numpy.unique(numpy.fromiter(numbers, dtype=numpy.int64))
+        if isinstance(whole, Subset):
+            self.numbers, self.whole = whole.numbers[self.numbers], whole.whole
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def label(self, number: int) -> int:
+        """Return the class of an image."""
+        return self.whole.label(int(self.numbers[number]))
+
+    def name(self, number: int) -> str:
+        """Return an image's name."""
+        return self.whole.name(int(self.numbers[number]))
+
+    def path(self, number: int) -> str:
+        """Return the path of an image, for messages."""
+        return self.whole.path(int(self.numbers[number]))
+
+    def size(self, number: int) -> int:
+        """Return the bytes of an image's file."""
+        return self.whole.size(int(self.numbers[number]))
+
+    def read(self, number: int) -> bytes:
+        """Return the bytes of an image's file; raises as `Source.read`."""
+        return self.whole.read(int(self.numbers[number]))
+
+    def fingerprint(self) -> str:
+        """Return a hash of the whole source's fingerprint and the numbers: faster than one of a million names."""
+        return digest([self.whole.fingerprint().encode(), self.numbers.astype("<i8").tobytes()])
+
+    def identity(self) -> dict[str, str | None]:
+        """Return the identity of the whole source."""
+        return self.whole.identity()
+
+
+def labels_of(source: Source) -> numpy.ndarray:
+    """Return (images,) int64: the class of each image."""
+    return numpy.fromiter(map(source.label, range(len(source))), dtype=numpy.int64, count=len(source))
+
+
+def minival_numbers(source: Source, fraction: float) -> list[int]:
+    """Return the images of a training set that `--minival` holds out, in order.
+
+    Of each class they are the images whose names, class/file, have the smallest SHA-256 hashes: the given fraction of
+    the class, rounded (halves up), but at least one, and none of a class of one image. So they depend on names and
+    fraction alone, and a smaller fraction, above 0, holds out some of the same images.
+    """
+    labels = labels_of(source)
+    hashes = [hashlib.sha256(_encoded(source.name(number))).digest() for number in range(len(source))]
+    by_hash = numpy.array(sorted(range(len(hashes)), key=hashes.__getitem__), dtype=numpy.int64)
+    counts = numpy.bincount(labels, minlength=len(source.classes))
+    held = numpy.minimum(numpy.maximum((counts * fraction + 0.5).astype(int), 1), counts - 1)
+    return numpy.flatnonzero(_ranks(labels, by_hash) < held[labels]).tolist()
+
+
+def without(source: Source, numbers: Iterable[int]) -> Subset:
+    """Return all images of a source but some."""
+    return Subset(source, numpy.setdiff1d(numpy.arange(len(source)), numpy.fromiter(numbers, dtype=numpy.int64)))
+
+
+def first_of_each_class(source: Source, num_images: int) -> list[int]:
+    """Return `num_images` images, evenly over the classes: the first of each, then the second of each, and so on."""
+    labels = labels_of(source)
+    ranks = _ranks(labels, numpy.arange(len(labels)))
+    return numpy.sort(numpy.lexsort((labels, ranks))[:num_images]).tolist()
+
+
+def _ranks(labels: numpy.ndarray, order: numpy.ndarray) -> numpy.ndarray:
+    """Return, for each image, the number of images of its class before it in `order`, an order of all images."""
+    counts = numpy.bincount(labels)
+    ranks = numpy.empty_like(labels)
+    by_class = order[numpy.argsort(labels[order], kind="stable")]
+    ranks[by_class] = numpy.arange(len(labels)) - numpy.repeat(counts.cumsum() - counts, counts)
+    return ranks
+
+
+def check_num_bytes(num_bytes: int) -> None:
+    """Raise BadImageError if a file is too large for an image."""
+    if num_bytes > _MAX_BYTES:
+        raise BadImageError(f"it has {num_bytes:,} bytes; an image has at most {_MAX_BYTES:,}")
+
+
 def line_of(name: str, label: int) -> bytes:
     """Return an image's line of the fingerprint, which checkpoints hold."""
-    return f"{name} {label}\n".encode("utf-8", "surrogateescape")
+    return _encoded(f"{name} {label}\n")
+
+
+def _encoded(text: str) -> bytes:
+    """Return text in UTF-8; names that are not UTF-8 keep their bytes."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def digest(pieces: Iterable[bytes]) -> str:

@@ -1,23 +1,22 @@
 """Read images in uncompressed tars: shards, packs, a tar of class folders or of class tars, or a tar for each class."""
 
+import errno
 import functools
 import json
 import os
 import re
 import tarfile
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import ImageError, UserError, one_line
 from files import open_to_read
-from loading.index import ImageIndex, Scan, check_num_bytes
+from loading.index import ImageIndex, Scan
 from loading.progress import Progress
-from loading.source import Source, digest, list_folder
+from loading.source import Source, check_num_bytes, digest, list_folder
 
 # The manifest that scripts/pack.py writes beside its shards, and the values by which it is recognised.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -38,7 +37,8 @@ class TarIndex(ImageIndex):
     layout = "{split}.tar, or shards from {split}-000000.tar on"
 
     def __init__(self, root: Path, files: list[Path], form: str = "tars") -> None:
-        super().__init__(root, files)
+        where = files[0] if len(files) == 1 else files[0].with_name(f"{root.name}-*.tar")
+        super().__init__(root, root / "*.tar" if form == "class tars" else where, files)
         self.form = form
 
     @classmethod
@@ -53,13 +53,6 @@ class TarIndex(ImageIndex):
         sets = [_shards(root.name, beside)]
         sets += [[tar] for name in (f"{root.name}.tar", official) for tar in beside if tar.name == name]
         return found + [cls(root, tars) for tars in sets if tars]
-
-    @property
-    def where(self) -> str:
-        """The path of the tar, or a pattern that matches all tars."""
-        if self.form == "class tars":
-            return str(self.root / "*.tar")
-        return str(self.files[0] if len(self.files) == 1 else self.files[0].with_name(f"{self.root.name}-*.tar"))
 
     def path(self, number: int) -> str:
         """Return the words for an image in messages."""
@@ -81,46 +74,44 @@ class TarIndex(ImageIndex):
         mtime_ns, _, tar_size = self.arrays["states"][tar_number].tolist()
         check_num_bytes(size)
         tar = _open_tar(str(self.files[tar_number]), mtime_ns, tar_size)
-        content = _read_at(tar.fileno(), offset, size)
+        content = os.pread(tar.fileno(), size, offset)
         # Compared after the read, so that the bytes are known to be of the tar that was scanned.
         status = os.fstat(tar.fileno())
-        if len(content) < size or (status.st_mtime_ns, status.st_size) != (mtime_ns, tar_size):
+        if (status.st_mtime_ns, status.st_size) != (mtime_ns, tar_size):
             raise ImageError(
                 f"cannot read image {self.path(number)}: the tar has changed since it was scanned; start again"
             )
+        if len(content) < size:
+            raise OSError(errno.EIO, f"read {len(content)} of {size} bytes")
         return content
 
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of the folder that the tars would be extracted to, and return the classes."""
         num_bytes = sum(tar.stat().st_size for tar in self.files)
         progress = Progress(f"scanning {self.where}", total_bytes=num_bytes)
-        plain, by_class = {}, {}
+        reader = _TarReader(self.root.name, progress)
         for number, path in enumerate(self.files):
             with open_to_read(path) as file:
                 status = os.fstat(file.fileno())
                 scan.watch(str(path), status)
-                reader = _TarReader(path, file, self.root.name, progress)
+                reader.begin(path, file, number)
                 if self.form == "class tars":
-                    reader.scan_class(by_class, path.stem, number, 0, status.st_size)
+                    reader.scan_class(path.stem, 0, status.st_size)
                 else:
-                    reader.scan(plain, by_class, number, status.st_size)
+                    reader.scan(status.st_size)
             progress.update(num_bytes=status.st_size - reader.num_read)
             if reader.ignored:
                 ignored = f"{len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored"
                 print(one_line(f"{path}: {ignored}"))
-        folders = [folder for folder in plain if folder]
-        prefix = f"{self.root.name}/"
-        # Members may carry the split's name; a class of that name would not be the only one, or hold no folders.
-        has_prefix = all(f"{folder}/".startswith(prefix) for folder in folders) and any("/" in name for name in folders)
-        for folder, (names, places) in plain.items():
-            without = f"{folder}/".removeprefix(prefix if has_prefix else "").rstrip("/")
-            _add(by_class, without, names, places)
-        ordered = sorted((folder.split("/")[0], folder) for folder in by_class if folder)
+        found = reader.folders()
+        ordered = sorted((folder.split("/")[0], folder) for folder in found if folder)
         classes = sorted({name for name, _ in ordered})
-        self.check_classes(classes, len(by_class.get("", ([],))[0]))
+        self.check_classes(classes, len(found.get("", ())))
         labels = {name: label for label, name in enumerate(classes)}
         for name, folder in ordered:
-            scan.add(folder, labels[name], *_ordered(*by_class[folder]))
+            places = found[folder]
+            names = sorted(places)
+            scan.add(folder, labels[name], names, [places[each] for each in names])
         return classes
 
 
@@ -196,29 +187,9 @@ def _open_tar(path: str, mtime_ns: int, size: int) -> BinaryIO:
     return open_to_read(path, buffering=0)
 
 
-def _read_at(descriptor: int, offset: int, size: int) -> bytes:
-    """Return `size` bytes of a file from `offset` on, or fewer where it ends before."""
-    content = b""
-    while len(content) < size and (more := os.pread(descriptor, size - len(content), offset + len(content))):
-        content += more
-    return content
-
-
-# The images that a scan finds in each folder: their names, and the tar, offset and size of each in one flat array.
-_Found = dict[str, tuple[list[str], array]]
-
-
-def _add(found: _Found, folder: str, names: Iterable[str] = (), places: Iterable[int] = ()) -> None:
-    known = found.setdefault(folder, ([], array("q")))
-    known[0].extend(names)
-    known[1].extend(places)
-
-
-def _ordered(names: list[str], places: array) -> tuple[list[str], numpy.ndarray]:
-    """Return names in order, and their places; of images with one name the last counts, as when a tar is extracted."""
-    last = {name: number for number, name in enumerate(names)}
-    names = sorted(last)
-    return names, numpy.array(places, dtype=numpy.int64).reshape(-1, 3)[[last[name] for name in names]]
+# The images that a scan finds in each folder: the tar, offset and size of each by its name. Of images with one name the
+# last counts, as when a tar is extracted.
+_Found = dict[str, dict[str, tuple[int, int, int]]]
 
 
 def tar_members(
@@ -257,14 +228,20 @@ def tar_members(
 
 
 class _TarReader:
-    """Reads the headers of one open tar: those of images, class tars and folders.
+    """Finds the images of tars, one tar after the other, by their headers alone.
 
-    Names of members may begin with the folder `split_name`.
+    Names of members may begin with the folder `split_name`, those of class tars also with the class's name.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, split_name: str, progress: Progress) -> None:
-        self.path, self.file, self.split_name, self.progress = path, file, split_name, progress
-        self.ignored, self.num_read = [], 0
+    def __init__(self, split_name: str, progress: Progress) -> None:
+        self.split_name, self.progress = split_name, progress
+        self.plain: _Found = {}  # by the names of members
+        self.by_class: _Found = {}  # by the names of class tars
+
+    def begin(self, path: Path, file: BinaryIO, number: int) -> None:
+        """Read this tar from now on; `number` is its place among the tars."""
+        self.path, self.file, self.number = path, file, number
+        self.num_read, self.ignored = 0, []
 
     def _entries(self, start: int, end: int) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
         """Yield the folder, the name and the member of each image and class tar; for a folder, no name.
@@ -288,24 +265,35 @@ class _TarReader:
                     "recreate the tar with --dereference --hard-dereference"
                 )
 
-    def scan(self, found: _Found, by_class: _Found, number: int, end: int) -> None:
-        """Add a tar's images to `found`, and those of the class tars in it to `by_class`."""
+    def scan(self, end: int) -> None:
+        """Find a tar's images, and those of the class tars in it."""
         for folder, name, member in self._entries(0, end):
-            if not name:
-                _add(found, folder)
-            elif not name.lower().endswith(".tar"):
-                _add(found, folder, [name], (number, member.offset_data, member.size))
-            elif folder in ("", self.split_name):
-                start = member.offset_data
-                self.scan_class(by_class, name[: -len(".tar")], number, start, start + member.size)
+            if name.lower().endswith(".tar"):
+                if folder in ("", self.split_name):
+                    self.scan_class(name[: -len(".tar")], member.offset_data, member.offset_data + member.size)
+                continue
+            images = self.plain.setdefault(folder, {})
+            if name:
+                images[name] = (self.number, member.offset_data, member.size)
 
-    def scan_class(self, by_class: _Found, class_name: str, number: int, start: int, end: int) -> None:
-        """Add the images of a tar of one class; names of its members may begin with the class's name."""
+    def scan_class(self, class_name: str, start: int, end: int) -> None:
+        """Find the images of a tar of one class, which begins at `start` of the file."""
         if class_name in (".", ".."):
             raise UserError(f"{self.path} holds a tar of the class {class_name!r}, which cannot be a folder")
-        _add(by_class, class_name)
+        self.by_class.setdefault(class_name, {})
         for folder, name, member in self._entries(start, end):
             if name.lower().endswith(IMG_EXTENSIONS):
                 inner = f"{folder}/".removeprefix(f"{self.split_name}/{class_name}/").removeprefix(f"{class_name}/")
-                place = (number, member.offset_data, member.size)
-                _add(by_class, f"{class_name}/{inner}".rstrip("/"), [name], place)
+                images = self.by_class.setdefault(f"{class_name}/{inner}".rstrip("/"), {})
+                images[name] = (self.number, member.offset_data, member.size)
+
+    def folders(self) -> _Found:
+        """Return the images of all folders, which begin with the class; those of none have the folder ""."""
+        names = [folder for folder in self.plain if folder]
+        prefix = f"{self.split_name}/"
+        # Members may carry the split's name; a class of that name would not be the only one, or hold no folders.
+        has_prefix = all(f"{name}/".startswith(prefix) for name in names) and any("/" in name for name in names)
+        for folder, images in self.plain.items():
+            without = f"{folder}/".removeprefix(prefix if has_prefix else "").rstrip("/")
+            self.by_class.setdefault(without, {}).update(images)
+        return self.by_class

@@ -16,7 +16,7 @@ from distributed.launch import read_launch
 from errors import UserError
 from loading.forms import find_sources, open_source
 from loading.loader import check_memory
-from loading.subset import minival_numbers
+from loading.source import minival_numbers
 from monitoring import estimate
 from monitoring.flops import build_without_memory
 from monitoring.mirrors import check_mirrors

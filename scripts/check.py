@@ -19,8 +19,7 @@ from loading.forms import open_source
 from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
-from loading.source import Source
-from loading.subset import minival_numbers
+from loading.source import Source, minival_numbers
 from scripts.tool import as_json, build_parser, given_path, in_order, output_file, positive, run, write_output
 
 PROG = "python -m scripts.check"

@@ -27,12 +27,10 @@ import models
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError, aligned, counted, end_by, in_one_line, require_timm
-from files import csv_text, open_to_read, read_bytes
+from files import csv_text, read_bytes
 from loading.forms import find_sources, open_source
-from loading.index import check_num_bytes
 from loading.progress import Progress
-from loading.source import Source, list_folder
-from loading.subset import labels_of
+from loading.source import Source, labels_of, list_folder
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
 from presets import build_presets
 from scripts.check import NUM_VAL
@@ -110,16 +108,6 @@ class ListedImages(Source):
     def name(self, number: int) -> str:
         """Return an image's path below the folder."""
         return self.names[number]
-
-    def path(self, number: int) -> str:
-        """Return the path of an image."""
-        return os.path.join(self.root, self.names[number])
-
-    def read(self, number: int) -> bytes:
-        """Return the bytes of an image's file; raises as `Source.read`."""
-        with open_to_read(self.path(number), buffering=0) as file:
-            check_num_bytes(os.fstat(file.fileno()).st_size)
-            return file.read()
 
 
 class ImageSet:

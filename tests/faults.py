@@ -81,9 +81,9 @@ def hang_in_read(index, number) -> None:
 
 def hang_loaders() -> None:
     """Have reading an image never end."""
-    from loading import folder
+    from loading.source import Source
 
-    folder.FolderIndex.read = hang_in_read
+    Source.read = hang_in_read
 
 
 def kill_a_loader() -> None:

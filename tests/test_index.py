@@ -1,15 +1,15 @@
-"""index.py: ImageFolder's images in its order, from folders and from tars, and a cache that is never stale."""
+"""Sources of images: ImageFolder's images in its order, from every format, and a cache that is never stale."""
 
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import shutil
 import tarfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -17,10 +17,11 @@ from torchvision import datasets
 
 import data
 from errors import BadImageError, ImageError, UserError
-from loading import index
+from loading import forms, index
 from loading.forms import open_source
-from tests.images import pack, pack_shards, pack_whole, write_images, write_split
-from tests.ranks import module_rank, run_ranks
+from loading.source import Source
+from tests.images import FORMS, pack, pack_shards, pack_whole, write_split
+from tests.ranks import run_ranks
 
 
 @pytest.fixture
@@ -65,6 +66,93 @@ def test_a_link_to_a_folder_above_is_refused(folder):
     (folder / "a" / "deep" / "up").symlink_to(folder / "a")
     with pytest.raises(UserError, match="deep/up is a link to a folder that holds it"):
         open_source(folder)
+
+
+class ConcatenatedSource(Source):
+    """A format of one file of images, one after the other, and a list of their names and sizes."""
+
+    form = "concatenated"
+    layout = "{split}/all.images with {split}/all.json"
+
+    @classmethod
+    def find(cls, root):
+        return [cls(root, root / "all.images")] if (root / "all.images").is_file() else []
+
+    def open(self):
+        entries = json.loads((self.root / "all.json").read_bytes())
+        self.names = [name for name, _ in entries]
+        self.places = [*itertools.accumulate((size for _, size in entries), initial=0)]
+        self.classes = sorted({name.split("/")[0] for name in self.names})
+        return self
+
+    def __len__(self):
+        return len(self.names)
+
+    def label(self, number):
+        return self.classes.index(self.name(number).split("/")[0])
+
+    def name(self, number):
+        return self.names[number]
+
+    def read(self, number):
+        with open(self.where, "rb") as file:
+            file.seek(self.places[number])
+            return file.read(self.places[number + 1] - self.places[number])
+
+
+def concatenate(root, target):
+    """Write a folder of class folders in that format."""
+    (target / root.name).mkdir(parents=True)
+    paths = [Path(path) for path, _ in datasets.ImageFolder(root).samples]
+    (target / root.name / "all.images").write_bytes(b"".join(path.read_bytes() for path in paths))
+    entries = [(str(path.relative_to(root)), path.stat().st_size) for path in paths]
+    (target / root.name / "all.json").write_text(json.dumps(entries))
+
+
+@pytest.fixture
+def new_format(monkeypatch):
+    monkeypatch.setattr(forms, "FORMS", [*forms.FORMS, ConcatenatedSource])
+
+
+def copy_folder(root, target):
+    shutil.copytree(root, target / root.name)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("write", [copy_folder, *FORMS, concatenate])
+def test_every_format_gives_image_folders_images(folder, tmp_path, new_format, write, is_cached, capsys):
+    write(folder, tmp_path)
+    for _ in range(1 + is_cached):
+        found = open_source(tmp_path / "train")
+    theirs = datasets.ImageFolder(folder)
+    expected = [(str(Path(path).relative_to(theirs.root)), label) for path, label in theirs.samples]
+    numbers = range(len(found))
+    assert found.classes == theirs.classes
+    assert [(found.name(number), found.label(number)) for number in numbers] == expected
+    contents = [Path(path).read_bytes() for path, _ in theirs.samples]
+    assert [found.read(number) for number in numbers] == contents
+    assert [found.size(number) for number in numbers] == [len(content) for content in contents]
+    assert all(found.name(number) in found.path(number) for number in numbers)
+    lines = "".join(f"{name} {label}\n" for name, label in expected)
+    assert found.fingerprint() == hashlib.sha256(lines.encode()).hexdigest()[:16]
+    assert found.identity()["path"] == str(tmp_path / "train")
+    assert found.identity().keys() == {"form", "path", "sizes", "times", "checksums"}
+    assert "is used, and not" not in capsys.readouterr().out
+
+
+def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
+    """Checkpoints of any age hold such a value."""
+    for name in ("cat/1.jpg", "dög/in/2.JPEG"):
+        (tmp_path / "train" / name).parent.mkdir(parents=True)
+        (tmp_path / "train" / name).touch()
+    assert open_source(tmp_path / "train").fingerprint() == "95f6fa071d4a7826"
+
+
+def test_made_up_images_have_words_for_a_fingerprint():
+    images = data.SyntheticImages(130, 8, 10)
+    assert len({images.index.name(number) for number in range(130)}) == 130
+    assert images.fingerprint() == "synthetic-130-10"
+    assert images.identity() == {"form": "synthetic", "path": "", "sizes": None, "times": None, "checksums": None}
 
 
 def test_a_second_start_does_not_scan_and_leaves_the_split_alone(folder, monkeypatch):
@@ -160,7 +248,7 @@ def test_a_damaged_foreign_or_hostile_cache_is_scanned_anew(folder, tmp_path, mo
         damaged[place] ^= 1 << place % 8
         check(bytes(damaged))
     assert check(good) == 0
-    monkeypatch.setattr(index, "_FORMAT", "touchstone image index 3")
+    monkeypatch.setattr(index, "_FORMAT", "touchstone image index 0")
     assert check(good) == 1
 
 
@@ -181,22 +269,6 @@ def test_where_the_data_folder_cannot_be_written_the_cache_is_at_home(folder, tm
     open_source(folder)
     assert len(done) == 3
     assert capsys.readouterr().out.count("is not cached, so every start scans") == 2
-
-
-def test_a_time_in_the_future_is_no_reason_to_scan_again(folder, monkeypatch, capsys):
-    time_s = 2**33
-    monkeypatch.setattr(index, "RACY_NS", 300_000_000)
-    for path in [folder, *folder.rglob("*")]:
-        os.utime(path, (time_s, time_s))
-    time.sleep(0.4)
-    done = scans(monkeypatch)
-    open_source(folder)
-    open_source(folder)
-    assert len(done) == 1
-    assert capsys.readouterr().out == ""
-    (folder / "a" / "new.jpg").touch()
-    os.utime(folder / "a", (time_s, time_s))  # as it was: the time of the change itself cannot be set
-    assert any("new.jpg" in name for name in open_source(folder).names)
 
 
 def open_rank(root, marker):
@@ -220,13 +292,6 @@ def test_two_processes_that_start_together_scan_once(folder, tmp_path):
     assert outcome.output.count("waiting for another process") == 1
     assert marker.read_text() == "scan\n"
     assert sorted(os.listdir(folder.parent)) == [".touchstone-index-train.npz", "train"]
-
-
-def test_a_folder_is_used_before_tars_and_said(folder, capsys):
-    pack_whole(folder, folder.parent)
-    (folder / "b" / "2.jpg").unlink()
-    assert len(open_source(folder)) == 5
-    assert f"{folder} is used, and not {folder.parent / 'train.tar'}" in capsys.readouterr().out
 
 
 def member(name, kind=tarfile.REGTYPE, content=b"content", **fields):
@@ -278,60 +343,37 @@ def test_a_bad_tar_is_one_line_that_names_it(tmp_path, case):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_devices_and_links_that_are_no_images_are_ignored_and_said(tmp_path, capsys):
+def test_of_members_of_one_name_the_last_counts_and_links_that_are_no_images_are_ignored(tmp_path, capsys):
     links = member("a/x", tarfile.SYMTYPE, linkname="/etc") + member("a/y", tarfile.CHRTYPE) + member("a/notes.txt")
-    (tmp_path / "val.tar").write_bytes(links + GOOD + END)
-    assert samples(open_source(tmp_path / "val")) == [("a/1.jpg", 0, b"content")]
+    (tmp_path / "val.tar").write_bytes(links + GOOD + member("./a/1.jpg", content=b"newer") + END)
+    assert samples(open_source(tmp_path / "val")) == [("a/1.jpg", 0, b"newer")]
     assert "2 links and devices, such as 'a/x', are ignored" in capsys.readouterr().out
 
 
-def test_of_members_of_one_name_the_last_counts_as_when_extracted(tmp_path):
-    (tmp_path / "val.tar").write_bytes(GOOD + member("./a/1.jpg", content=b"newer") + END)
-    assert samples(open_source(tmp_path / "val")) == [("a/1.jpg", 0, b"newer")]
-
-
-def test_a_missing_shard_is_named(folder, tmp_path):
-    pack_shards(folder, tmp_path / "packed")
-    (tmp_path / "packed" / "train-000001.tar").unlink()
-    with pytest.raises(UserError, match=r"train-000001\.tar is missing, but train-000002\.tar is there"):
-        open_source(tmp_path / "packed" / "train")
-
-
-@pytest.fixture(scope="module")
-def written_pack(tmp_path_factory):
-    """Two shards of train and one of val, with their manifest, as the packer writes them."""
-    source, out = (tmp_path_factory.mktemp(name) for name in ("source", "pack"))
-    write_images(source, {"train": [5, 4], "val": [2, 2]})
-    for path in source.rglob("*.jpg"):
-        os.truncate(path, 200_000)  # what follows the end of an image counts when files are divided into shards
-    argv = ["--data-path", str(source), str(out), "--short-side", "32", "--shard-mib", "1", "--workers", "1"]
-    run_ranks(module_rank, 1, "scripts.pack", argv, log_folder=source).check()
-    return out
-
-
-def test_an_incomplete_pack_is_refused(written_pack, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    out = tmp_path / "pack"
-    shutil.copytree(written_pack, out)
-    *_, last = sorted(out.glob("train-*.tar"))
-    whole = open_source(out / "train")
-    assert len(whole) == 9
-    manifest = json.loads((out / "manifest.json").read_text())
-    sums = "".join(shard["sha256"] for shard in manifest["splits"]["train"]["shards"])
+def test_an_incomplete_set_of_shards_or_pack_is_refused(folder, tmp_path):
+    pack_shards(folder, tmp_path)
+    shards = [{"file": f"train-00000{number}.tar", "sha256": str(number) * 64} for number in range(3)]
+    manifest = {"kind": "touchstone pack", "format": 1, "state": "complete", "splits": {"train": {"shards": shards}}}
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(manifest))
+    sums = "".join(shard["sha256"] for shard in shards)
+    whole = open_source(tmp_path / "train")
     assert whole.identity()["checksums"] == hashlib.sha256(sums.encode()).hexdigest()[:16]
-    last.unlink()
-    with pytest.raises(UserError, match=rf"{last} is missing: 1 of the 2 shards that manifest\.json"):
-        open_source(out / "train")
-    (out / "manifest.json").write_text(json.dumps({**manifest, "state": "writing"}))
+    (tmp_path / "train-000002.tar").unlink()
+    with pytest.raises(UserError, match=r"train-000002\.tar is missing: 1 of the 3 shards that manifest\.json"):
+        open_source(tmp_path / "train")
+    path.write_text(json.dumps({**manifest, "state": "writing"}))
     with pytest.raises(UserError, match="is still being written, or was interrupted; run its"):
-        open_source(out / "train")
-    (out / "manifest.json").write_text(json.dumps(manifest))
-    assert len(open_source(out / "val")) == 4
+        open_source(tmp_path / "train")
     # The pack of another split, or another tool's file, says nothing about these.
     foreign = [{**manifest, "kind": "another"}, {**manifest, "splits": {}}, [], 1, {"kind": manifest["kind"]}]
     for content in [*(json.dumps(value).encode() for value in foreign), b"no JSON", b"\xff", b"[" * 100_000]:
-        (out / "manifest.json").write_bytes(content)
-        assert 0 < len(open_source(out / "train")) < 9
+        path.write_bytes(content)
+        assert 0 < len(open_source(tmp_path / "train")) < len(whole)
+    path.unlink()
+    (tmp_path / "train-000000.tar").unlink()
+    with pytest.raises(UserError, match=r"train-000000\.tar is missing, but train-000001\.tar is there"):
+        open_source(tmp_path / "train")
 
 
 def test_a_thousand_class_tars_need_few_descriptors(tmp_path):
@@ -345,49 +387,37 @@ def test_a_thousand_class_tars_need_few_descriptors(tmp_path):
         assert len(os.listdir("/proc/self/fd")) - before <= 128
 
 
-def test_a_read_that_fails_is_tried_again(folder, monkeypatch):
-    dataset = data.IndexedImageFolder(folder, SimpleNamespace(load=lambda payload, draws: payload))
-    monkeypatch.setattr(index, "RETRY_WAITS_S", (0, 0, 0))
-    original, failures = dataset.index.read, [OSError(5, "Input/output error")] * 3
-
-    def flaky(number):
-        if failures:
-            raise failures.pop()
-        return original(number)
-
-    dataset.index.read = flaky
-    assert dataset.load(1) == (original(1), dataset.index.label(1))
-    failures += [OSError(5, "Input/output error")] * 4
-    with pytest.raises(ImageError, match=r"Input/output error \(tried 4 times\)"):
-        dataset.load(1)
-    failures[:] = [FileNotFoundError(2, "No such file"), MemoryError(), PermissionError(13, "Permission denied")]
-    assert dataset.load(1) == (original(1), dataset.index.label(1))
-
-
-@pytest.mark.parametrize("form", ["folder", "tar"])
-def test_a_file_that_would_fill_memory_is_not_read(tmp_path, monkeypatch, form):
-    monkeypatch.setattr(index, "RETRY_WAITS_S", (0, 0, 0))
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    if form == "tar":
-        header = tarfile.TarInfo("a/1.jpg")
-        header.size = 200 << 30
-        with open(tmp_path / "train" / "a.tar", "wb") as file:
-            file.write(header.tobuf())
-            file.truncate((200 << 30) + 10240)
-        (tmp_path / "train" / "a").rmdir()
-    else:
-        (tmp_path / "train" / "a" / "1.jpg").touch()
-        os.truncate(tmp_path / "train" / "a" / "1.jpg", 200 << 30)
-    with pytest.raises(BadImageError, match="it has 214,748,364,800 bytes; an image has at most 1,073,741,824"):
-        open_source(tmp_path / "train").read(0)
-
-
-def test_nobody_waits_for_a_pipe_or_reads_a_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "RETRY_WAITS_S", (0, 0, 0))
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    os.mkfifo(tmp_path / "train" / "a" / "1.jpg")
-    (tmp_path / "train" / "a" / "2.jpg").symlink_to("/dev/zero")
-    found = open_source(tmp_path / "train")
-    for number in range(len(found)):
+def test_a_file_that_would_fill_memory_or_is_no_file_is_not_read(tmp_path):
+    folder = tmp_path / "train" / "a"
+    folder.mkdir(parents=True)
+    header = tarfile.TarInfo("a/1.jpg")
+    header.size = 200 << 30
+    with open(tmp_path / "val.tar", "wb") as file:
+        file.write(header.tobuf())
+        file.truncate((200 << 30) + 10240)
+    (folder / "1.jpg").touch()
+    os.truncate(folder / "1.jpg", 200 << 30)
+    os.mkfifo(folder / "2.jpg")
+    (folder / "3.jpg").symlink_to("/dev/zero")
+    for split in ("train", "val"):
+        with pytest.raises(BadImageError, match="it has 214,748,364,800 bytes; an image has at most 1,073,741,824"):
+            open_source(tmp_path / split).read(0)
+    for number in (1, 2):
         with pytest.raises(OSError, match="is not a file"):
-            found.read(number)
+            open_source(tmp_path / "train").read(number)
+
+
+def test_what_is_missing_and_which_of_several_is_used_is_said(tmp_path, new_format, capsys):
+    with pytest.raises(UserError) as caught:
+        forms.check_source(tmp_path / "val")
+    assert all(words in str(caught.value) for words in ("has no val/", "or val.tar", "or val/all.images"))
+    with pytest.raises(UserError, match=f"--data-path {tmp_path / 'nowhere'} is not a folder"):
+        forms.check_source(tmp_path / "nowhere" / "val")
+    (tmp_path / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=f"python -m scripts.prepare {tmp_path} NEW_FOLDER"):
+        forms.check_source(tmp_path / "train")
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "1.jpg").touch()
+    pack_whole(tmp_path / "train", tmp_path)
+    assert open_source(tmp_path / "train").form == "folder"
+    assert f"train is used, and not {tmp_path / 'train.tar'}" in capsys.readouterr().out

@@ -9,8 +9,7 @@ import config
 import data
 from errors import UserError
 from loading.forms import open_source
-from loading.source import Source
-from loading.subset import Subset, first_of_each_class, minival_numbers, without
+from loading.source import Source, Subset, first_of_each_class, minival_numbers, without
 from monitoring import preview
 from tests.images import write_images
 
