@@ -13,7 +13,7 @@ import torch
 
 from checkpointing.schema import MOST_PICKLE_BYTES, check_schema, unfold
 from errors import StorageError, UserError
-from files import memory_bytes, read_bytes, retry_read
+from files import memory_bytes, open_to_read, retry_read
 
 # Bytes of a file that is no archive which are searched for the reason.
 _MOST_OLD_BYTES = 1 << 20
@@ -35,18 +35,18 @@ def read_checkpoint(path: Path, name: str) -> Found:
         StorageError: the disk does not answer, or memory is short.
     """
 
-    def check() -> None:
-        with open(path, "rb") as file:
+    def read() -> bytes:
+        with open_to_read(path) as file:
             check_size(file, name)
-            if not zipfile.is_zipfile(file):
+            if zipfile.is_zipfile(file):
                 file.seek(0)
-                load_checkpoint(file.read(_MOST_OLD_BYTES), name)
-                raise UserError(f"{name} is no checkpoint of this script, but one that torch wrote before version 1.6")
+                return file.read()
+            file.seek(0)
+            load_checkpoint(file.read(_MOST_OLD_BYTES), name)
+            raise UserError(f"{name} is no checkpoint of this script, but one that torch wrote before version 1.6")
 
-    if path.is_file():  # anything else is refused by `read_bytes`
-        retry_read(check, path)
     try:
-        payload = read_bytes(path)
+        payload = retry_read(read, path)
         return Found(path, payload, check_schema(load_checkpoint(payload, name), name))
     except MemoryError as error:
         raise StorageError(f"{name} does not fit into the memory that is free now") from error

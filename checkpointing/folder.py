@@ -1,8 +1,8 @@
-"""The output folder of a run: its lock, the adoption of a resumed checkpoint, and atomic saves."""
+"""The output folder of a run: its lock, the search for a checkpoint to resume, its adoption, and atomic saves."""
 
 import errno
+import filecmp
 import os
-import re
 import socket
 import time
 import zipfile
@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_iter
 
-from checkpointing.archive import Found, find_bad_record
+from checkpointing.archive import Found, find_bad_record, read_checkpoint
 from checkpointing.checkpoint import RunState
-from checkpointing.finder import BEST_FILES, CheckpointFinder, step_in, step_of
+from checkpointing.finder import BEST_FILES, LEFTOVERS, NUMBERED, STATE_FILES, numbered, own_files, step_in, step_of
 from distributed.launch import read_launch
-from errors import StorageError, UserError
+from errors import StorageError, UserError, counted
 from files import (
     explain_failure,
     find_os_error,
@@ -27,9 +27,6 @@ from files import (
     sync_folder,
     write_atomically,
 )
-
-# Files that a killed process left half done.
-LEFTOVERS = re.compile(r".*\.tmp\.\d+|\.node-\d+-[0-9a-f]+")
 
 # Seconds to wait for the run that holds a folder: it may have lost its launcher, or be saving before it ends.
 LOCK_WAIT_S = 60.0
@@ -41,19 +38,30 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EINVAL}
 
 
-class CheckpointFolder(CheckpointFinder):
-    """The checkpoints in one folder, as one process writes them.
+class CheckpointFolder:
+    """The checkpoints in one folder, as one process reads and writes them.
+
+    `checkpoint-00012510.pth` is the state after that many steps; `checkpoint.pth` is the newest, `best.pth` the one
+    with the best weights and `best_ema.pth` the one with the best average, all hard links. The folder's own listing is
+    the only record of them.
 
     Args:
+        folder: the folder.
         keep_last: how many numbered files to keep, at least 2, so that the one that a run was resumed from stays until
             two newer ones are there.
+        say: prints a line.
     """
 
     def __init__(self, folder: Path, *, keep_last: int = 3, say: Callable[[str], None] = print) -> None:
-        super().__init__(folder, say=say)
-        self.keep_last = keep_last
-        self._is_warned = set()
+        self.folder, self.keep_last, self.say = folder, keep_last, say
+        self._damaged = []  # (path, reason) of each file that `read` passed over
         self._owed = {}  # {second name that is still to be given: its file}
+
+    def path_of(self, step: int) -> Path:
+        """Return the numbered file of a step."""
+        return self.folder / f"checkpoint-{step:08d}.pth"
+
+    # A start
 
     def acquire(self) -> None:
         """Create the folder and lock it against other runs until this process ends; print a line if it has no locks.
@@ -67,22 +75,17 @@ class CheckpointFolder(CheckpointFinder):
         """
         path = self.folder / ".lock"
 
-        def holder() -> str:
-            return path.read_text(errors="replace")[:1000].strip() or "unknown"
-
         def notice() -> str:
-            return f"{self.folder} is in use ({holder()}); waiting up to {LOCK_WAIT_S:.0f} s for it to end"
+            holder = path.read_text(errors="replace")[:1000].strip() or "unknown"
+            return f"--output-dir {self.folder} is in use by another run ({holder})"
 
         with explained(self.folder):
             make_folder(self.folder)
             try:
-                descriptor = lock_file(path, notice, LOCK_WAIT_S)
+                wait = f"; waiting up to {LOCK_WAIT_S:.0f} s for it to end"
+                descriptor = lock_file(path, lambda: notice() + wait, LOCK_WAIT_S)
             except BlockingIOError as error:
-                raise UserError(
-                    f"--output-dir {self.folder} is in use by another run ({holder()}); stop it, "
-                    "or choose another folder",
-                    exit_code=6,
-                ) from error
+                raise UserError(f"{notice()}; stop it, or choose another folder", exit_code=6) from error
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
@@ -94,6 +97,78 @@ class CheckpointFolder(CheckpointFinder):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{me}started {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
 
+    def read(self, resume: str) -> Found | None:
+        """Return the checkpoint that `--resume` means, verified, or None for a fresh start.
+
+        Raises:
+            UserError: the named file is missing or is no good checkpoint.
+            UserError: `auto` found damaged ones only.
+            StorageError: the disk does not answer.
+        """
+        if resume in ("", "auto"):
+            return self._read_newest() if resume else None
+        try:
+            return read_checkpoint(Path(resume), resume)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise UserError(
+                f"--resume {resume} is not a file; give a checkpoint, or auto for the newest in --output-dir"
+            ) from error
+
+    def _read_newest(self) -> Found | None:
+        self._damaged = []
+        # The linked names last, in case the numbered files are gone.
+        for path in [*numbered(self.folder), *(self.folder / name for name in ("checkpoint.pth", *BEST_FILES))]:
+            try:
+                return read_checkpoint(path, str(path))
+            except StorageError:
+                raise
+            except (UserError, IsADirectoryError) as error:
+                why = str(error) if isinstance(error, UserError) else f"{path} is not a file"
+                self._damaged.append((path, why))
+            except FileNotFoundError:  # or a link to nothing
+                continue
+        unusable = own_files(self.folder, STATE_FILES)
+        if unusable:
+            reasons = [why for _, why in self._damaged[:3]] + ["more"] * (len(self._damaged) > 3)
+            raise UserError(
+                f"{counted(len(unusable), 'checkpoint')} in {self.folder}, none usable: "
+                f"{'; '.join(reasons) or 'all set aside'}. Not starting over: use --overwrite to begin again",
+                exit_code=4,
+            )
+        return None
+
+    def report_damaged(self, found: Found) -> None:
+        """Name each damaged file and the checkpoint that is used in its place."""
+        for path, why in self._damaged:
+            lost = step_in(path) - found.state["step"] if NUMBERED.fullmatch(path.name) else 0
+            earlier = f", {counted(lost, 'step')} earlier" if lost > 0 else ""
+            self.say(f"checkpoint {why}; resuming from {found.path.name}{earlier}")
+
+    def check(self, resume: str, *, overwrite: bool) -> None:
+        """Raise UserError unless the options say whether to resume or to remove a run in the folder."""
+        is_here = bool(resume) and not self._is_elsewhere(resume)
+        if overwrite and is_here:
+            raise UserError(f"--overwrite would remove {resume} itself, which --resume is to read; give one of them")
+        if not overwrite and not is_here and self._holds_other_run(resume):
+            raise UserError(
+                f"--output-dir {self.folder} holds a run already; give --resume auto to resume it, --overwrite to "
+                "remove it, or another folder"
+            )
+
+    def _is_elsewhere(self, resume: str) -> bool:
+        """Tell whether `--resume` names a file outside this folder."""
+        real = os.path.realpath  # which a circle of links does not disturb
+        return resume not in ("", "auto") and os.path.dirname(real(resume)) != real(self.folder)
+
+    def _holds_other_run(self, resume: str) -> bool:
+        """Tell whether the folder holds checkpoints other than copies of those that `--resume` names elsewhere."""
+        origins = [Path(resume), *(Path(resume).with_name(name) for name in BEST_FILES)] if resume else []
+        origins = [path for path in origins if path.is_file()]
+        return not all(
+            path.is_file() and any(filecmp.cmp(path, origin, shallow=False) for origin in origins)
+            for path in own_files(self.folder, STATE_FILES)
+        )
+
     def adopt(self, resume: str, found: Found | None, run: RunState) -> None:
         """Make the folder that of a run, new or restored from `found`; `check` comes first, and nothing can fail after.
 
@@ -101,73 +176,79 @@ class CheckpointFolder(CheckpointFinder):
             UserError: the folder cannot be written.
         """
         with explained(self.folder):
-            for path in self.own_files(LEFTOVERS):
+            for path in own_files(self.folder, LEFTOVERS):
                 with suppress(IsADirectoryError):
                     path.unlink(missing_ok=True)
-            if found is None or self.is_elsewhere(resume):
+            if found is None or self._is_elsewhere(resume):
                 self._erase()
-            if found is not None:
-                self._adopt(found, run, resume)
-                self._delete_old()  # a kill may have kept the last save from it
+            if found is None:
+                return
+            for path, _ in self._damaged:
+                self._move_aside(path, suffix=".corrupt")
+            for path in numbered(self.folder):
+                if step_in(path) > run.step:
+                    self._move_aside(path, prefix="superseded-")
+            path = self.path_of(run.step)
+            if not path.exists():
+                _write(path, found.payload)
+            self._link(path, "checkpoint.pth")
+            for name in run.bests:
+                self._adopt_best(name, run, resume)
+            self._delete_old()  # a kill may have kept the last save from it
 
-    def _adopt(self, found: Found, run: RunState, resume: str) -> None:
-        """Make the resumed checkpoint the newest of this folder, under all its names."""
-        for path, _ in self.damaged:
-            if os.path.lexists(path):
-                self.say(f"damaged {path.name} is kept as {_move_aside(path, suffix='.corrupt')}")
-        for path in self.numbered():
-            if step_in(path) > run.step:
-                self._supersede(path)
-        path = self.path_of(run.step)
-        if not path.exists():
-            _write(path, found.payload)
-        self.link(path, "checkpoint.pth")
-        for name in run.bests:
-            self._adopt_best(name, run, resume)
-
-    def _supersede(self, path: Path) -> None:
-        """Keep a checkpoint that is newer than the resumed one under another name, so that `auto` passes it over."""
-        self.say(f"{path.name} is newer than the resumed checkpoint; kept as {_move_aside(path, prefix='superseded-')}")
+    def _erase(self) -> None:
+        """Remove a run's files, and no others; checkpoints first, newest first: a kill leaves none to resume."""
+        linked = [self.folder / name for name in ("checkpoint.pth", *BEST_FILES)]
+        for path in [*numbered(self.folder), *linked, *own_files(self.folder)]:
+            if not path.is_dir() and path.name != ".lock":
+                path.unlink(missing_ok=True)
 
     def _adopt_best(self, name: str, run: RunState, resume: str) -> None:
         """Make a best checkpoint the one that the resumed state names, or have the state name none."""
         path, record = self.folder / f"{name}.pth", run.bests[name]
-        if os.path.lexists(path):
-            # A hard link to the checkpoint that this start has verified need not be read again.
-            is_verified = self.verified is not None and path.exists() and path.samefile(self.verified)
-            step = run.step if is_verified else step_of(path)
-            if record is not None and step == record["step"]:
-                return
-            if step is None:
-                _move_aside(path, suffix=".corrupt")
-            elif step > run.step:
-                self._supersede(path)
+        step = step_of(path)
+        if record is not None and step == record["step"]:
+            return
+        if step is None:
+            self._move_aside(path, suffix=".corrupt")
+        elif step > run.step:
+            self._move_aside(path, prefix="superseded-")
         if record is None:
             return
         # The files of this folder may be another run's.
-        source = Path(resume).with_name(path.name) if self.is_elsewhere(resume) else path
+        source = Path(resume).with_name(path.name) if self._is_elsewhere(resume) else path
         found = self.find_step(source, record["step"])
         if found == self.path_of(record["step"]):
-            self.link(found, path.name)
+            self._link(found, path.name)
         elif found is not None:
             _write(path, read_bytes(found))
         else:
             self.say(f"the best checkpoint, of step {record['step']}, is missing; the next best becomes {path.name}")
             run.bests[name] = None
 
+    def find_step(self, path: Path, step: int) -> Path | None:
+        """Return a file that holds a step: the given one, or the numbered one; None if neither is good."""
+        return next((each for each in (path, self.path_of(step)) if step_of(each) == step), None)
+
     def put(self, path: Path, payload: bytes) -> None:
         """Write the copy of another node's checkpoint, and keep a damaged file of that name under another one."""
         with explained(self.folder):
-            if os.path.lexists(path):
-                _move_aside(path, suffix=".corrupt")
+            self._move_aside(path, suffix=".corrupt")
             _write(path, payload)
 
-    def _erase(self) -> None:
-        """Remove a run's files, and no others; checkpoints first, newest first: a kill leaves none to resume."""
-        linked = [self.folder / name for name in ("checkpoint.pth", *BEST_FILES)]
-        for path in [*self.numbered(), *linked, *self.own_files()]:
-            if not path.is_dir() and path.name != ".lock":
-                path.unlink(missing_ok=True)
+    def _move_aside(self, path: Path, prefix: str = "", suffix: str = "") -> None:
+        """Rename a file, if it is there, so that `auto` passes it over; replace none that was renamed before."""
+        if not os.path.lexists(path):
+            return
+        name, number = f"{prefix}{path.name}{suffix}", 1
+        while os.path.lexists(self.folder / name):
+            number += 1
+            name = f"{prefix}{number}-{path.name}" if prefix else f"{path.name}{suffix}-{number}"
+        os.replace(path, self.folder / name)
+        why = "newer than the resumed checkpoint" if prefix else "damaged"
+        self.say(f"{path.name} is {why}; kept as {name}")
+
+    # Saves
 
     def save(self, state: dict, best_now: Iterable[str] = (), records: int | None = None) -> str | None:
         """Write a state, read it back, and only then give it its names and delete checkpoints that are too old.
@@ -184,7 +265,7 @@ class CheckpointFolder(CheckpointFinder):
             try:
                 os.fsync(records)
             except OSError as error:
-                self._warn_once("records", f"metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
+                self.say(f"warning: metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
         num_bytes = sum(tensor.nbytes for tensor in filter(torch.is_tensor, tree_iter(state)))  # nearly the file's size
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
         return self._commit(state["step"], lambda file: torch.save(state, file), num_bytes, best_now)
@@ -201,7 +282,7 @@ class CheckpointFolder(CheckpointFinder):
             # Also the names that an earlier save could not give: the next best may be far away.
             self._owed |= {f"{name}.pth": path for name in ("checkpoint", *best_now)}
             for name in list(self._owed):
-                self.link(self._owed[name], name)
+                self._link(self._owed[name], name)
                 del self._owed[name]
         except Exception as error:
             cause = find_os_error(error)
@@ -216,24 +297,19 @@ class CheckpointFolder(CheckpointFinder):
 
     def _name_newest(self) -> str:
         try:
-            return self.numbered()[0].name
+            return numbered(self.folder)[0].name
         except (IndexError, StorageError):
             return "nothing in this folder"
 
     def _delete_old(self) -> None:
         """Delete the numbered checkpoints beyond `keep_last`; a failure is a warning."""
         try:
-            for path in self.numbered()[self.keep_last :]:
+            for path in numbered(self.folder)[self.keep_last :]:
                 path.unlink(missing_ok=True)
         except (OSError, StorageError) as error:
-            self._warn_once("delete", f"old checkpoints cannot be deleted and will fill the disk: {error}")
+            self.say(f"warning: old checkpoints cannot be deleted and will fill the disk: {error}")
 
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._is_warned:
-            self._is_warned.add(kind)
-            self.say(f"warning: {text}")
-
-    def link(self, path: Path, name: str) -> None:
+    def _link(self, path: Path, name: str) -> None:
         """Give a checkpoint a second name, in place of the file that bears it now."""
         target, temporary = self.folder / name, self.folder / f"{name}.tmp.{os.getpid()}"
         if target.exists() and os.path.samefile(path, target):
@@ -282,13 +358,3 @@ def _verify_archive(path: Path) -> None:
         bad = str(error)
     if bad is not None:
         raise OSError(f"{path.name} does not read back as it was written ({bad})")
-
-
-def _move_aside(path: Path, prefix: str = "", suffix: str = "") -> str:
-    """Rename a file, without replacing one that was moved aside before; return its new name."""
-    name, number = f"{prefix}{path.name}{suffix}", 1
-    while os.path.lexists(path.with_name(name)):
-        number += 1
-        name = f"{prefix}{number}-{path.name}" if prefix else f"{path.name}{suffix}-{number}"
-    os.replace(path, path.with_name(name))
-    return name

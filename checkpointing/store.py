@@ -1,19 +1,22 @@
 """The checkpoints of a run on any number of processes: found, restored, adopted and saved by all ranks together."""
 
+import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import distributed as dist
+
 from checkpointing.archive import Found, load_checkpoint
 from checkpointing.checkpoint import HostCopy, RunState
-from checkpointing.copies import NodeCopies
-from checkpointing.folder import CheckpointFolder
+from checkpointing.finder import BEST_FILES, numbered
+from checkpointing.folder import CheckpointFolder, explained
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import StorageError
-from files import read_json
+from errors import StorageError, UserError
+from files import read_bytes, read_json
 
 
 class CheckpointManager:
@@ -29,58 +32,46 @@ class CheckpointManager:
         save_per_node: let the first rank of each node keep a copy in its own `folder`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_last: int = 3,
-        minutes: float = 0.0,
-        save_per_node: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, *, keep_last: int = 3, minutes: float = 0.0, save_per_node: bool = False) -> None:
         rank = collectives.get_rank()
         # `print` is silent on the other ranks.
         say = print if rank == 0 else lambda text: print(f"rank {rank}: {text}", force=True)
         self.folder, self.save_per_node = folder, save_per_node
-        self.files = CheckpointFolder(folder, keep_last=keep_last, say=say)
-        self.copies, self._memory = NodeCopies(self.files), HostCopy()
-        self._thread = ThreadPoolExecutor(1, "checkpoint writer")
+        self._files, self._memory = CheckpointFolder(folder, keep_last=keep_last, say=say), HostCopy()
+        self._writers, self._group = [0], None  # ranks that write checkpoints, and their group if there are several
+        self._thread, self._saving, self._copying = ThreadPoolExecutor(1, "checkpoint writer"), None, None
         self._period_s, self._last_s = 60 * minutes, time.monotonic()
-        self._found = self._saving = None
+        self._found = None
         self._num_failures = 0  # in a row
 
     @classmethod
     def of_options(cls, args: Any) -> "CheckpointManager":
         """Return the manager that the options describe. Not collective."""
-        return cls(
-            Path(args.output_dir),
-            keep_last=args.keep_last,
-            minutes=args.checkpoint_minutes,
-            save_per_node=args.save_per_node,
-        )
+        about = {"keep_last": args.keep_last, "minutes": args.checkpoint_minutes, "save_per_node": args.save_per_node}
+        return cls(Path(args.output_dir), **about)
 
     # A start: find the checkpoint, and adopt it once the run has restored it
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends, as `CheckpointFolder.acquire`."""
         if self.save_per_node:
-            self.copies.find_writers()
-        collectives.call_on(self.copies.ranks, self.files.acquire)
+            self._find_writers()
+        collectives.call_on(self._writers, self._files.acquire)
 
     def is_restarted(self) -> bool:
         """Tell whether torchrun has restarted this run, by the torchrun that run.json names, and it has saved."""
 
-        def has_saved() -> bytes | None:
+        def has_saved() -> bool:
             launched = read_json(self.folder / "run.json").get("launch")
-            is_ours = launched not in (None, "") and launched == read_launch().agent
-            return b"yes" if is_ours and self.files.numbered() else None
+            return launched not in (None, "") and launched == read_launch().agent and bool(numbered(self.folder))
 
-        return collectives.call_on_master(has_saved) is not None
+        return collectives.call_on_master(has_saved)
 
     def read(self, resume: str) -> dict | None:
-        """Return the checkpoint that `--resume` names, or None, as `CheckpointFinder.read`; print damaged ones."""
-        if resume == "auto":
-            self.copies.level()
-        found = collectives.call_on(self.copies.ranks if resume == "auto" else [0], self.files.read, resume)
+        """Return the checkpoint that `--resume` names, or None, as `CheckpointFolder.read`; print damaged ones."""
+        if resume == "auto" and self._group is not None:
+            self._level()
+        found = collectives.call_on(self._writers if resume == "auto" else [0], self._files.read, resume)
         if collectives.gather_plain(found is None)[0]:
             if resume == "auto":
                 print(f"--resume auto: no checkpoint in {self.folder} yet, starting a new run")
@@ -88,18 +79,18 @@ class CheckpointManager:
         payload = collectives.broadcast_bytes(found and found.payload)
         if found is None:
             found = Found(Path(resume), payload, load_checkpoint(payload, resume))
-        if collectives.get_rank() in self.copies.ranks:
+        if collectives.get_rank() in self._writers:
             self._found = found
-            self.files.report_damaged(found)
+            self._files.report_damaged(found)
         return found.state
 
     def check(self, resume: str, *, overwrite: bool) -> None:
-        """Check that the folder may be written to, as `CheckpointFinder.check`."""
-        collectives.call_on(self.copies.ranks, partial(self.files.check, resume, overwrite=overwrite))
+        """Check that the folder may be written to, as `CheckpointFolder.check`."""
+        collectives.call_on(self._writers, partial(self._files.check, resume, overwrite=overwrite))
 
     def adopt(self, resume: str, run: RunState) -> None:
         """Make the folder that of the restored run, as `CheckpointFolder.adopt`."""
-        collectives.call_on(self.copies.ranks, self.files.adopt, resume, self._found, run)
+        collectives.call_on(self._writers, self._files.adopt, resume, self._found, run)
         run.bests = collectives.gather_plain(run.bests)[0]
         self._found = None
         self._last_s = time.monotonic()
@@ -141,7 +132,7 @@ class CheckpointManager:
 
     def _write(self, state: dict, best_now: list[str], records: int | None) -> str | None:
         self._memory.wait()
-        return self.files.save(state, best_now, records)
+        return self._files.save(state, best_now, records)
 
     def settle(self, *, is_last: bool = False) -> bool:
         """Wait for the save in progress, if there is one; return whether it is made.
@@ -158,9 +149,10 @@ class CheckpointManager:
         failure = collectives.gather_plain(saving.result())[0]
         if failure is None:
             self._num_failures = 0
-            self.copies.send(self._step, self._best_now)
+            if self._group is not None and collectives.get_rank() in self._writers:
+                self._send()
             if is_last:
-                self.copies.finish()
+                self._finish_copy()
             return True
         self._num_failures += 1
         if is_last or self._num_failures > 1:
@@ -175,4 +167,85 @@ class CheckpointManager:
         failure = None if saving is None else saving.result()
         if failure is not None:
             print(f"warning: {failure}")
-        self.copies.finish()
+        self._finish_copy()
+
+    # `--save-per-node`: one writer for each folder that the nodes see, and a copy of each checkpoint in every one
+
+    def _find_writers(self) -> None:
+        """Choose each node's first rank, and one of them for a shared folder."""
+        rank, is_first = collectives.get_rank(), read_launch().local_rank == 0
+        firsts = [number for number, is_one in enumerate(collectives.gather_plain(is_first)) if is_one]
+        token = collectives.gather_plain(secrets.token_hex(8))[0]
+        marks = {number: self.folder / f".node-{number}-{token}" for number in firsts}
+        collectives.call_on(firsts, _touch, marks.get(rank))
+        # Look for each mark by its name: a network file system may answer a listing from its cache.
+        lowest = collectives.gather_plain(min([number for number in firsts if marks[number].exists()] + [rank]))
+        if is_first:
+            marks[rank].unlink(missing_ok=True)
+        self._writers = [number for number in firsts if lowest[number] == number]
+        if len(self._writers) < len(firsts):
+            print(f"--save-per-node: {len(firsts)} nodes see {len(self._writers)} folders; one writer in each")
+        if len(self._writers) > 1:
+            self._group = dist.new_group(self._writers, backend="gloo")
+
+    def _level(self) -> None:
+        """Put the newest checkpoint of all folders, and the best ones that it names, into each."""
+        found = collectives.call_on(self._writers, self._find_newest)
+        steps = collectives.gather_plain(found and found.state["step"])
+        newest = max((step for step in steps if step is not None), default=None)
+        if newest is None:
+            return
+        source = steps.index(newest)
+        bests = found and {name: found.state[name.removesuffix(".pth")] for name in BEST_FILES}
+        bests = collectives.gather_plain(bests)[source]
+        wanted = {self._files.path_of(newest): newest}
+        wanted |= {self.folder / name: best["step"] for name, best in bests.items() if best}
+        for path, step in wanted.items():
+            have = collectives.gather_plain(self._files.find_step(path, step) is not None)
+            collectives.call_on(self._writers, self._fetch, path, step, [rank for rank in self._writers if have[rank]])
+        if source != 0:
+            print(f"the newest checkpoint is the copy of rank {source}")
+
+    def _find_newest(self) -> Found | None:
+        try:
+            return self._files.read("auto")
+        except UserError as error:
+            if error.exit_code != 4:  # none is usable here, and another node may have a good one
+                raise
+        return None
+
+    def _fetch(self, path: Path, step: int, sources: list[int]) -> None:
+        """Write a file that another writer has, if this one lacks it. All writers must call it."""
+        if not sources or len(sources) == len(self._writers):
+            return
+        has_it = collectives.get_rank() in sources
+        payload = read_bytes(self._files.find_step(path, step)) if collectives.get_rank() == sources[0] else None
+        payload = collectives.broadcast_bytes(payload, sources[0], self._group)
+        if not has_it:
+            self._files.put(path, payload)
+
+    def _send(self) -> None:
+        """Send rank 0's newest checkpoint to the other writers, which write it in a thread. All writers call it."""
+        payload = b""
+        if collectives.is_main_process():
+            try:
+                payload = read_bytes(self._files.path_of(self._step))
+            except StorageError as error:
+                print(f"warning: the other nodes get no copy of this checkpoint: {error}")
+        payload = collectives.broadcast_bytes(payload, 0, self._group)
+        if payload and not collectives.is_main_process():
+            self._finish_copy()
+            self._copying = self._thread.submit(self._files.save_copy, payload, self._step, self._best_now)
+
+    def _finish_copy(self) -> None:
+        """Wait for this node's copy; a failure is a warning. Not collective."""
+        copying, self._copying = self._copying, None
+        failure = None if copying is None else copying.result()
+        if failure is not None:
+            self._files.say(f"warning: the copy on this node: {failure}")
+
+
+def _touch(path: Path) -> None:
+    with explained(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 from PIL import Image
 
-from checkpointing.finder import EVENT_FILES, CheckpointFinder
+from checkpointing.finder import EVENT_FILES, own_files
 from files import read_bytes, read_json
 from monitoring import pictures
 from options import BY_NAME, CURVES, FREE, SILENT
@@ -87,7 +87,7 @@ class EventFile:
                 path.unlink()
 
     def _files(self) -> set[Path]:
-        return {path for path in CheckpointFinder(self.folder).own_files(EVENT_FILES) if path.is_file()}
+        return {path for path in own_files(self.folder, EVENT_FILES) if path.is_file()}
 
     def add(self, record: dict) -> None:
         """Add the points of one more record; after an OSError the file is of no use."""

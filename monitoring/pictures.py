@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from checkpointing.checkpoint import BEST_NAMES, RunState
-from checkpointing.finder import PICTURES, CheckpointFinder
+from checkpointing.finder import PICTURES, own_files
 from distributed.collectives import all_gather
 from distributed.decision import LoaderAround
 from files import write_atomically
@@ -252,6 +252,6 @@ class Pictures:
 
 def list(folder: Path) -> list[tuple[str, int, Path]]:
     """Return (tag, step, path) of each picture of a run, sorted by tag and step."""
-    paths = CheckpointFinder(folder).own_files(PICTURES)
+    paths = own_files(folder, PICTURES)
     named = [(PICTURES.fullmatch(path.name), path) for path in paths]
     return sorted((match["tag"], int(match["step"]), path) for match, path in named if path.is_file())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.checkpoint import BEST_NAMES
-from checkpointing.finder import CheckpointFinder, step_in, step_of
+from checkpointing.finder import numbered, step_in, step_of
 from checkpointing.published import recorded
 from checkpointing.weights import (
     as_checkpoint,
@@ -54,7 +54,7 @@ def choose(sources: list[Path], last: int | None, best: int | None, metric: str)
         return sources
     if len(sources) > 1 or (last is None) == (best is None):
         raise UserError(f"{folders[0]} is a folder; give it alone, with either --last N or --best N, or give files")
-    found = CheckpointFinder(folders[0]).numbered()
+    found = numbered(folders[0])
     if best:
         return find_best(folders[0], found, best, metric)
     if len(found) < last:
@@ -72,7 +72,7 @@ def check_different(paths: list[Path]) -> None:
             raise UserError(f"{path} is the same file as {other}, which would count twice; give it once")
 
 
-def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> list[Path]:
+def find_best(folder: Path, found: list[Path], number: int, metric: str) -> list[Path]:
     """Return the checkpoints with the best results among those that a run still has, the best first."""
     try:
         records = [record for record in read_records(folder) if BEST_NAMES.get(record["kind"]) == "best"]
@@ -82,7 +82,7 @@ def find_best(folder: Path, numbered: list[Path], number: int, metric: str) -> l
     if not values:
         names = {name for record in records for name in record if isinstance(record[name], float)} - {"time"}
         raise UserError(f"--metric {metric}: {folder} has only these results: {', '.join(sorted(names)) or 'none'}")
-    paths = {step_in(path): path for path in numbered}
+    paths = {step_in(path): path for path in found}
     linked = folder / "best.pth"  # whose numbered file may be gone
     if linked.is_file():
         paths.setdefault(step_of(linked), linked)

@@ -5,15 +5,19 @@ import json
 import os
 import re
 import shutil
+import signal
 import struct
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from checkpointing import folder as folders
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import RunState
+from checkpointing.finder import numbered
 from checkpointing.folder import CheckpointFolder
 from checkpointing.schema import check_schema
 from checkpointing.status import StatusFile
@@ -23,7 +27,7 @@ from monitoring.monitor import Monitor
 from tests.endings import differing, differing_results, flatten, read_points
 from tests.ranks import run_ranks, torchrun_environment, train_rank
 from tests.runs import FixedRun, state_at
-from tests.started import damage_flipped, state_of
+from tests.started import damage_flipped, refused, state_of
 
 
 @pytest.fixture
@@ -34,14 +38,8 @@ def folder(tmp_path):
     return files
 
 
-def save(manager, run):
-    """Save, and wait for it."""
-    manager.save(run)
-    return manager.settle()
-
-
 def numbered_steps(folder):
-    return [int(path.name[11:19]) for path in reversed(folder.numbered())]
+    return [int(path.name[11:19]) for path in reversed(numbered(folder.folder))]
 
 
 # Retention
@@ -64,24 +62,20 @@ def test_what_is_resumed_from_stays_until_two_newer_are_there(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=2)
     folder.acquire()
     folder.adopt("auto", folder.read("auto"), FixedRun(6))
-    folder.save(state_at(7))
-    assert numbered_steps(folder) == [6, 7]
-    folder.save(state_at(8))
-    assert numbered_steps(folder) == [7, 8]
+    for step, kept in [(7, [6, 7]), (8, [7, 8])]:
+        folder.save(state_at(step))
+        assert numbered_steps(folder) == kept
 
 
-def test_going_back_twice_keeps_what_was_superseded_first(tmp_path):
+def test_going_back_twice_keeps_what_was_superseded_first(folder):
+    older = folder.path_of(1)
     for value in (1.0, 2.0, 3.0):
-        folder = CheckpointFolder(tmp_path)
-        folder.acquire()
-        if folder.numbered():
-            older = tmp_path / "checkpoint-00000001.pth"
-            folder.acquire()
+        if older.exists():
             folder.adopt(str(older), folder.read(str(older)), FixedRun(1))
-        folder.save(state_at(1, 0.0))
+        folder.save(state_at(1))
         folder.save(state_at(2, value))
     kept = ["superseded-checkpoint-00000002.pth", "superseded-2-checkpoint-00000002.pth", "checkpoint-00000002.pth"]
-    values = [load_checkpoint(tmp_path / name, name)["model"]["weight"][0].item() for name in kept]
+    values = [load_checkpoint(folder.folder / name, name)["model"]["weight"][0].item() for name in kept]
     assert values == [1.0, 2.0, 3.0]
 
 
@@ -96,43 +90,41 @@ def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save(tmp_path
         return manager.is_due()
 
     assert not is_due(never, 1e9)
-    assert not is_due(never, 1000.0)
     manager.lock()
     manager.adopt("", FixedRun(0))
     assert [is_due(manager, now_s) for now_s in (1000.0, 1119.0, 1120.0, 1500.0)] == [False, False, True, True]
-    save(manager, FixedRun(1))
+    manager.save(FixedRun(1))
+    assert manager.settle()
     assert [is_due(manager, now_s) for now_s in (1500.0, 1619.0, 1620.0)] == [False, False, True]
 
 
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
-    ("metric", "values", "expected"),
+    ("results", "step"),
     [
-        ("acc1", [10.0, 30.0, 20.0], 30.0),
-        ("loss", [3.0, 1.0, 2.0], 1.0),
-        ("loss", [float("nan"), 5.0, 6.0], 5.0),
-        ("loss", [float("inf"), 5.0], 5.0),
+        ([("acc1", 10.0, 3.0), ("acc1", 30.0, 3.0), ("acc1", 20.0, 3.0)], 1),
+        ([("loss", 3.0, 3.0), ("loss", 1.0, 1.0), ("loss", 2.0, 2.0)], 1),
+        ([("loss", NAN, NAN), ("loss", 5.0, 5.0), ("loss", 6.0, 6.0)], 1),
+        ([("loss", INF, INF), ("loss", 5.0, 5.0)], 1),
+        # Of equal results the one of lower loss, then the earlier.
+        ([("acc1", 36.0, 11.5), ("acc1", 36.0, 2.78)], 1),
+        ([("acc1", 36.0, 2.78), ("acc1", 36.0, 11.5)], 0),
+        ([("acc1", 36.0, 2.78), ("acc1", 36.0, 2.78)], 0),
+        ([("acc1", 36.0, NAN), ("acc1", 36.0, 2.78)], 1),
+        ([("acc1", 36.0, 2.78), ("acc1", 36.0, NAN)], 0),
+        # Another metric begins a best of its own.
+        ([("acc1", 99.0, 1.0), ("loss", 3.0, 3.0)], 1),
     ],
 )
 @pytest.mark.parametrize(("kind", "name"), [("val", "best"), ("val_ema", "best_ema")])
-def test_best_is_the_highest_but_of_a_loss_the_lowest(kind, name, metric, values, expected):
+def test_best_is_the_highest_but_of_a_loss_the_lowest(kind, name, results, step):
     run = RunState(1, {}, {})
-    for epoch, value in enumerate(values):
+    for epoch, (metric, value, loss) in enumerate(results):
         run.start_epoch(epoch)
-        run.note_results({kind: {metric: value}}, metric)
-    assert run.bests[name]["value"] == expected
-    assert run.bests[name]["step"] == values.index(expected)
-
-
-@pytest.mark.parametrize(
-    ("losses", "step"),
-    [([11.55, 2.78], 1), ([2.78, 11.55], 0), ([2.78, 2.78], 0), ([float("nan"), 2.78], 1), ([2.78, float("nan")], 0)],
-)
-def test_of_two_equal_results_the_one_of_lower_loss_is_best_then_the_earlier(losses, step):
-    run = RunState(1, {}, {})
-    for epoch, loss in enumerate(losses):
-        run.start_epoch(epoch)
-        run.note_results({"val": {"acc1": 36.29, "loss": loss}}, "acc1")
-    assert run.bests["best"]["step"] == step
+        run.note_results({kind: {metric: value, "loss": loss}}, metric)
+    assert (run.bests[name]["step"], run.bests[name]["metric"]) == (step, f"{kind}/{results[step][0]}")
 
 
 def test_a_best_that_an_earlier_version_saved_without_its_loss_stays_best_in_a_tie():
@@ -142,14 +134,6 @@ def test_a_best_that_an_earlier_version_saved_without_its_loss_stays_best_in_a_t
     run.note_results({"val": {"acc1": 36.29, "loss": 2.78}}, "acc1")
     assert run.bests["best"]["step"] == 0
     check_schema(state_at(1, best=run.bests["best"]), "it")
-
-
-def test_another_metric_begins_a_best_of_its_own():
-    run = RunState(1, {}, {})
-    run.note_results({"val": {"acc1": 99.0}}, "acc1")
-    run.start_epoch(1)
-    run.note_results({"val": {"acc1": 98.0, "loss": 3.0}}, "loss")
-    assert run.bests == {"best": {"metric": "val/loss", "value": 3.0, "loss": 3.0, "step": 1}, "best_ema": None}
 
 
 def test_the_raw_weights_and_their_average_have_a_best_each(tmp_path):
@@ -324,16 +308,18 @@ class Nodes:
         return {path.name: path.read_bytes() for path in (self.tmp_path / f"out{rank}").glob("*.pth")}
 
 
+KILLED = [(0, "checkpointing.store.CheckpointManager.save", 6, "before")]  # when the one before is made
+
+
 @pytest.mark.dist
 def test_each_node_keeps_a_copy_and_the_newest_of_all_is_resumed(started, tmp_path):
     nodes = Nodes(started, tmp_path)
-    kill = [(0, "checkpointing.store.CheckpointManager.save", 6, "before")]  # when the one before is made
-    assert nodes.run(faults=kill).codes[0] == -9
+    assert nodes.run(faults=KILLED).codes[0] == -9
     assert nodes.contents(0) == nodes.contents(1)
     assert sorted(nodes.contents(0)) == [
         "best.pth", *(f"checkpoint-{step:08d}.pth" for step in (2, 3, 4)), "checkpoint.pth",
     ]  # fmt: skip
-    # The first node loses its newest files, and its best; the other node's newest is damaged: a copy of each is left.
+    # The first node loses its newest files, and its best: a copy of each is left.
     for name in ("checkpoint-00000004.pth", "checkpoint.pth", "best.pth", "checkpoint-00000003.pth"):
         (tmp_path / "out0" / name).unlink()
     outcome = nodes.run("--resume", "auto").check()
@@ -349,17 +335,17 @@ def test_each_node_keeps_a_copy_and_the_newest_of_all_is_resumed(started, tmp_pa
 
 
 @pytest.mark.dist
-def test_a_node_that_lost_everything_gets_it_back(started, tmp_path):
+def test_a_node_that_lost_everything_gets_it_back_beside_a_damaged_copy(started, tmp_path):
     nodes = Nodes(started, tmp_path)
-    assert nodes.run(faults=[(0, "checkpointing.store.CheckpointManager.save", 6, "before")]).codes[0] == -9
+    assert nodes.run(faults=KILLED).codes[0] == -9
     shutil.rmtree(tmp_path / "out0")
     damage_flipped(tmp_path / "out1" / "checkpoint-00000004.pth")
     (tmp_path / "out1" / "checkpoint.pth").unlink()
     outcome = nodes.run("--resume", "auto").check()
     assert "resumed step 3 " in outcome.output
     assert "rank 1: checkpoint" in outcome.output
-    assert "kept as checkpoint-00000004.pth.corrupt" in outcome.output
     assert nodes.contents(0) == nodes.contents(1)
+    assert list((tmp_path / "out1").glob("*.corrupt"))
     assert not list((tmp_path / "out0").glob("*.corrupt"))
 
 
@@ -370,6 +356,51 @@ def test_nodes_that_share_a_folder_have_one_writer(started, tmp_path):
     assert "2 nodes see 1 folders; one writer in each" in outcome.output
     assert [name for name in os.listdir(tmp_path / "shared") if name.startswith(".")] == [".lock"]
     assert load_checkpoint(tmp_path / "shared" / "checkpoint.pth", "it")["step"] == 3
+
+
+# The lock
+
+
+def hold(out):
+    """Hold the lock of a folder, as a run does, until this process is killed."""
+    CheckpointFolder(Path(out)).acquire()
+    time.sleep(60)
+
+
+def hasty_rank(argv, wait_s):
+    folders.LOCK_WAIT_S = wait_s
+    train_rank(argv)
+
+
+def test_a_second_run_is_refused_by_the_name_of_the_first_or_waits_for_its_end(started, tmp_path):
+    out, logs = started.copy(tmp_path / "out"), tmp_path / "holder"
+    logs.mkdir()
+    (out / ".lock").unlink()
+    thread = threading.Thread(target=run_ranks, args=(hold, 1, str(out)), kwargs={"log_folder": logs})
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not (out / ".lock").exists() or "started" not in (out / ".lock").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pid = int(re.search(r"pid (\d+)", (out / ".lock").read_text())[1])
+    before, argv = state_of(out), list(map(str, [*started.argv, "--output-dir", out, "--epochs", 3]))
+    for extra in (["--resume", "auto"], ["--overwrite"], []):
+        outcome = run_ranks(hasty_rank, 1, [*argv, *extra], 0.3, log_folder=tmp_path)
+        refused(outcome, f"pid {pid},", "host ", "started ", code=6)
+    assert state_of(out) == before
+    threading.Timer(3.0, os.kill, (pid, signal.SIGKILL)).start()
+    outcome = run_ranks(hasty_rank, 1, [*argv, "--resume", "auto"], 60.0, log_folder=tmp_path).check()
+    assert "resumed step 6 " in outcome.output
+    thread.join()
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    CheckpointFolder(tmp_path).acquire()
+    assert "this file system has no locks" in capsys.readouterr().out
 
 
 # Bits
