@@ -539,8 +539,8 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 def find_non_finite(
     model: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer | None = None
-) -> bytes | None:
-    """Return the name, as bytes, of the first part of a run's state that is not finite, or None."""
+) -> str | None:
+    """Return the name of the first part of a run's state that is not finite, or None."""
     numbers = [] if optimizer is None else tree_iter([*optimizer.state.values(), *optimizer.param_groups])
     parts = {
         "weights": model.parameters(),
@@ -548,10 +548,10 @@ def find_non_finite(
         "averaged weights": [] if average is None else [*average.parameters(), *average.buffers()],
         "optimizer's numbers": filter(torch.is_tensor, numbers),
     }
-    return next((name.encode() for name, tensors in parts.items() if not all_finite(tensors)), None)
+    return next((name for name, tensors in parts.items() if not all_finite(tensors)), None)
 
 
 def check_finite(model: nn.Module, average: nn.Module | None) -> None:
     """Raise UserError if a model that is to be evaluated, or its average, has numbers that are not finite."""
     if (bad := find_non_finite(model, average)) is not None:
-        raise UserError(f"the {bad.decode()} of the model are not finite; evaluate another checkpoint", exit_code=5)
+        raise UserError(f"the {bad} of the model are not finite; evaluate another checkpoint", exit_code=5)

@@ -163,7 +163,7 @@ class Run(BareRun):
 
         A finished run's folder is completed too: a kill may have interrupted its last save.
         """
-        start = self.status.count_start(self.records()[-1:] if self.state.is_resumed else [])
+        start = self.status.count_start()
         self.manager.adopt(self.args.resume, self.state)
         collectives.call_on_master(self.write_description, start)
 
@@ -221,7 +221,9 @@ class Run(BareRun):
     def finish(self) -> None:
         """Record and print how the run ended. Collective: every rank must call it."""
         collectives.call_on_master(self.status.finish)
-        print(self.state.result(self.args.output_dir, self.status.ran_s()))
+        hours = [record.get("hours") for record in self.records()[-1:]]  # of all starts
+        ran_s = 3600 * hours[0] if hours and isinstance(hours[0], float) else None
+        print(self.state.result(self.args.output_dir, ran_s))
         if collectives.is_main_process():
             print(*last_lines(self.args, self.state, self.folder), sep="\n")
 
@@ -427,7 +429,7 @@ class Run(BareRun):
         average, optimizer = self.state.parts.get("model_ema"), self.state.parts["optimizer"].optimizer
         bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
         if bad is not None:
-            raise UserError(f"the {bad.decode()} after step {self.state.step} are not finite; {self.kept}", exit_code=5)
+            raise UserError(f"the {bad} after step {self.state.step} are not finite; {self.kept}", exit_code=5)
         scaler = self.state.parts.get("scaler")
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
             raise UserError(

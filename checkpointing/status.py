@@ -23,25 +23,22 @@ class StatusFile:
     def __init__(self, folder: Path | None, state: RunState) -> None:
         self.folder, self.state = folder, state
 
-    def _read(self) -> dict:
-        return read_json(self.folder / "status.json") if self.folder else {}
+    def _read_start(self) -> dict:
+        """Return the record of the last start; an empty one if there is none with the right types and range."""
+        start = read_json(self.folder / "status.json").get("start") if self.folder else None
+        is_right = (
+            isinstance(start, dict)
+            and type(start.get("count")) is int
+            and 0 < start["count"] < 1 << 53
+            and isinstance(start.get("position"), list)
+            and [type(item) for item in start["position"]] == [int, bool]
+        )
+        return start if is_right else {}
 
-    def count_start(self, records: list[dict]) -> dict:
-        """Return a record of this start: its position, the number of consecutive starts there, and its time.
-
-        Its `ran_s` is how long earlier starts ran, by the last of their `records`; None if unknown.
-        """
-        position, status = [self.state.step, self.state.is_evaluated], self._read()
-        before = status.get("start") if is_start(status.get("start")) else {}
-        count = before["count"] + 1 if before.get("position") == position else 1
-        last_s = [record["time"] for record in records[-1:]] + [status.get("time")]
-        ran_s = time_run_s(before, last_s) if self.state.is_resumed else 0.0
-        return {"position": position, "count": count, "began": time.time(), "ran_s": ran_s}
-
-    def ran_s(self) -> float | None:
-        """Return how long all starts of the run have run; None if unknown."""
-        start = self._read().get("start")
-        return time_run_s(start, [time.time()]) if is_start(start) else None
+    def count_start(self) -> dict:
+        """Return a record of this start: its position, and the number of consecutive starts there."""
+        position, before = [self.state.step, self.state.is_evaluated], self._read_start()
+        return {"position": position, "count": before["count"] + 1 if before.get("position") == position else 1}
 
     def replace(self, state: str, reason: str = "", start: dict | None = None) -> None:
         """Replace the file.
@@ -56,17 +53,11 @@ class StatusFile:
         Raises:
             OSError: the file cannot be written.
         """
-        step, before = self.state.step, self._read().get("start")
-        start = start or (before if is_start(before) else {"position": [step, False], "count": 1})
+        step = self.state.step
+        start = start or self._read_start() or {"position": [step, False], "count": 1}
         is_stuck = start["position"][0] == step and start["count"] >= MOST_STARTS
-        status = {
-            "state": state,
-            "reason": reason,
-            "step": step,
-            "requeue": state == "preempted" and not is_stuck,
-            "start": start,
-            "time": round(time.time(), 3),
-        }
+        status: dict[str, Any] = {"state": state, "reason": reason, "step": step}
+        status |= {"requeue": state == "preempted" and not is_stuck, "start": start, "time": round(time.time(), 3)}
         write_json(self.folder / "status.json", status)
 
     def write(self, state: str, reason: str = "") -> None:
@@ -90,26 +81,3 @@ class StatusFile:
             raise StorageError(
                 f"all is saved, but status.json was not written: {why}; give the same command again to finish"
             ) from error
-
-
-def is_start(value: Any) -> bool:
-    """Tell whether the start in a status.json has the right types and range."""
-    return (
-        isinstance(value, dict)
-        and type(value.get("count")) is int
-        and 0 < value["count"] < 1 << 53
-        and isinstance(value.get("position"), list)
-        and [type(item) for item in value["position"]] == [int, bool]
-    )
-
-
-def time_run_s(start: dict, seen_s: list) -> float | None:
-    """Return the seconds that a run had run when its start was last seen running; None if the records do not tell.
-
-    Args:
-        start: the record in a status.json.
-        seen_s: times at which the start was running; values of other types or ranges are ignored.
-    """
-    began_s, earlier_s = start.get("began"), start.get("ran_s")
-    known_s = [time_s for time_s in [*seen_s, began_s, earlier_s] if type(time_s) is float and 0 <= time_s < 1e11]
-    return None if began_s not in known_s or earlier_s not in known_s else earlier_s + max(known_s) - began_s

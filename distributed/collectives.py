@@ -128,15 +128,13 @@ def gather_plain(value: Any) -> list:
     return [json.loads(part.numpy().tobytes()) for part in all_gather(text)]
 
 
-def call_on_master(function: Callable[..., bytes | None], *args: Any) -> bytes | None:
-    """Call a function on rank 0 alone and give its result to every rank. Collective: every rank must call it.
+def call_on_master(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on rank 0 alone and give its result, anything that JSON can hold, to every rank. Collective.
 
     Raises:
         UserError: as `call_on`.
     """
-    payload = call_on([0], function, *args)
-    is_none = gather_plain(payload is None)[0]
-    return None if is_none else broadcast_bytes(payload)
+    return gather_plain(call_on([0], function, *args))[0]
 
 
 def call_on(ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
@@ -235,9 +233,10 @@ def join_processes(args: Any) -> None:
     try:
         store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
     except dist.DistError as error:
+        address = "{MASTER_ADDR}:{MASTER_PORT}".format(**launch.address) if url == "env://" else url
         raise UserError(
-            f"rank {args.rank} does not reach rank 0 at {_address(launch, args.dist_url)}; check that it has started "
-            "and that the port is open, or give a longer --dist-timeout"
+            f"rank {args.rank} does not reach rank 0 at {address}; check that it has started and that the port is "
+            "open, or give a longer --dist-timeout"
         ) from error
     # torchrun's store outlives a restart and keeps the addresses of dead processes, so each attempt has its own keys.
     # Not on several nodes: each torchrun counts its own restarts there, so the numbers may differ.
@@ -245,19 +244,10 @@ def join_processes(args: Any) -> None:
         store = dist.PrefixStore(f"attempt{launch.attempt}", store)
     _place = store, args.rank, args.world_size
     store.delete_key(f"end/{args.rank}")  # of an earlier attempt
-    dist.init_process_group(
-        backend=choose_backend(args.device),
-        store=store,
-        world_size=args.world_size,
-        rank=args.rank,
-        timeout=timeout,
-    )
+    place = {"world_size": args.world_size, "rank": args.rank}
+    dist.init_process_group(choose_backend(args.device), store=store, timeout=timeout, **place)
     _patient_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
     dist.barrier()
-
-
-def _address(launch: Launch, dist_url: str) -> str:
-    return "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**launch.address) if "MASTER_ADDR" in launch.address else dist_url
 
 
 def explain(error: BaseException) -> BaseException:
@@ -268,52 +258,41 @@ def explain(error: BaseException) -> BaseException:
     global _place
     if _place is None or isinstance(error, PreemptedError | SystemExit):
         return error
-    place, _place = _place, None
-    text, reports = str(error), {}
-    is_lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
+    (store, rank, world_size), _place = _place, None
+    is_lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    ends = {rank: b"lost" if is_lost else b"error"}
     # In a thread, since a store whose network is gone does not answer.
-    arguments = (*place, b"lost" if is_lost else b"error", reports)
-    reporter = threading.Thread(target=_exchange_ends, args=arguments, daemon=True)
-    reporter.start()
-    reporter.join(2 * _REPORT_S)
+    exchange = threading.Thread(target=_exchange_ends, args=(store, rank, world_size, ends), daemon=True)
+    exchange.start()
+    exchange.join(2 * _REPORT_S)
     if not is_lost:
         return error
-    _, rank, world_size = place
-    others = {*range(world_size)} - {rank}
-    failed = {each for each in others if reports.get(each) == b"error"}
-    silent = others - reports.keys()
-    cause = "timed out (--dist-timeout)" if re.search("[Tt]imed? ?out", text) else "connection lost"
-    lost = UserError(f"{cause}: {_describe_lost(failed, silent, others)}", exit_code=1)
-    lost.is_of_one_rank = rank == min({*range(world_size)} - failed - silent)
+    failed = sorted(other for other, end in ends.items() if end == b"error")
+    silent = sorted({*range(world_size)} - ends.keys())
+    if failed:
+        why = f"rank {', '.join(map(str, failed))} ended by an error, which its own output shows"
+    elif silent:
+        why = (
+            f"no answer from rank {', '.join(map(str, silent))}: stopped, killed, hanging, or its network is gone; "
+            "look at its output, `py-spy dump` and the system's log (out of memory?); --resume auto continues"
+        )
+    else:
+        why = "the ranks do not reach each other; look at the network between the machines"
+    cause = "timed out (--dist-timeout)" if re.search("[Tt]imed? ?out", str(error)) else "connection lost"
+    lost = UserError(f"{cause}: {why}", exit_code=1)
+    lost.is_of_one_rank = rank == min(ends.keys() - {*failed})
     return lost
 
 
-def _exchange_ends(store: dist.Store, rank: int, world_size: int, word: bytes, reports: dict[int, bytes]) -> None:
-    """Tell the other ranks how this one ends; if it lost one, note their words by rank."""
+def _exchange_ends(store: dist.Store, rank: int, world_size: int, ends: dict[int, bytes]) -> None:
+    """Tell the other ranks how this one ends; if it has lost one, note how they end."""
     end_s = time.monotonic() + _REPORT_S
     with suppress(RuntimeError):  # the store's host is gone
-        store.set(f"end/{rank}", word)
-        while word == b"lost" and time.monotonic() < end_s and len(reports) < world_size:
-            ended = [each for each in range(world_size) if each not in reports and store.check([f"end/{each}"])]
-            reports |= {each: store.get(f"end/{each}") for each in ended}
+        store.set(f"end/{rank}", ends[rank])
+        while ends[rank] == b"lost" and time.monotonic() < end_s and len(ends) < world_size:
+            ended = [each for each in range(world_size) if each not in ends and store.check([f"end/{each}"])]
+            ends |= {each: store.get(f"end/{each}") for each in ended}
             time.sleep(0.05)
-
-
-def _describe_lost(failed: set[int], silent: set[int], others: set[int]) -> str:
-    """Return why ranks may be lost, and what to look at."""
-    if failed:
-        return f"{_ranks(failed)} ended by an error, which its own output shows"
-    if not silent or (silent == others and len(others) > 1):
-        return "the ranks do not reach each other; look whether all machines are there, and at the network between them"
-    return (
-        f"no answer from {_ranks(silent)}: stopped, killed, hanging, or its network is gone; look at its output, "
-        "`py-spy dump` and the system's log (out of memory?); --resume auto continues"
-    )
-
-
-def _ranks(ranks: set[int]) -> str:
-    names = ", ".join(map(str, sorted(ranks)[:8])) + ", ..." * (len(ranks) > 8)
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 def shut_down() -> None:

@@ -529,10 +529,10 @@ def test_a_number_that_is_not_finite_is_found_by_name(bad):
     assert optim.find_non_finite(model, average, optimizer) is None
     bias = optimizer.state[model[4].bias]
     for name, tensor in [
-        (b"optimizer's numbers", bias["exp_avg_sq"]),
-        (b"averaged weights", average[0].running_mean),
-        (b"running statistics", model[1].running_var),
-        (b"weights", model[0].weight.data),
+        ("optimizer's numbers", bias["exp_avg_sq"]),
+        ("averaged weights", average[0].running_mean),
+        ("running statistics", model[1].running_var),
+        ("weights", model[0].weight.data),
     ]:
         tensor.view(-1)[1] = bad
         assert optim.find_non_finite(model, average, optimizer) == name
