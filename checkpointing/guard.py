@@ -11,7 +11,7 @@ import PIL
 import torch
 import torchvision
 
-from errors import UserError, counted, one_line
+from errors import UserError, one_line
 from options import (
     BY_NAME,
     FREE,
@@ -23,8 +23,6 @@ from options import (
     is_same_model,
     parse_allowed,
 )
-
-_ALLOWED = "changed as --allow-change says: "
 
 # Set by the script, not by the user.
 _DERIVED = {
@@ -115,30 +113,19 @@ def check_options(state: dict, args: Any, decoder: str) -> None:
             differing[name] = (there[name], here[name])
     allowed = parse_allowed(args.allow_change)
     free = [name for name in differing if _is_free(name, args)]
-    refused = [name for name in differing if name not in allowed and name not in free]
+    refused = {name: values for name, values in differing.items() if name not in allowed and name not in free}
     if refused:
-        raise UserError(_refusal(args, {name: differing[name] for name in refused}))
+        raise UserError(_refusal(args, refused))
 
     shown = {name: _difference(name, *values) for name, values in differing.items()}
-    _say_if(_ALLOWED, [text for name, text in shown.items() if name in allowed])
-    idle = sorted(allowed - differing.keys() - {"data"})
-    if idle:
-        print(f"--allow-change {_dashed(idle)}: as in the checkpoint")
-    is_silent = {name for name in free if name in BY_NAME and BY_NAME[name].resume == SILENT}
-    _say_if("options that changed: ", [shown[name] for name in free if name not in is_silent])
-    if "world_size" in differing:
-        same = "same bits" if is_deterministic else "rounding may differ"
-        print(
-            f"{there['world_size']} -> {counted(here['world_size'], 'process')}: same samples and augmentation; {same}"
-        )
-    versions = [
-        f"{name} {there[name]} wrote this checkpoint, this is {here[name]}"
-        for name in here
-        if name in there and name not in ("threads", "world_size") and there[name] != here[name]
-    ]
-    versions += ["another kind of device"] if "device" in differing else []
+    _print_joined("changed as --allow-change says: ", [text for name, text in shown.items() if name in allowed])
+    loud = [name for name in free if name == "world_size" or BY_NAME[name].resume != SILENT]
+    _print_joined("options that changed: ", [shown[name] for name in loud])
+    names = [name for name in here if name in there and name not in ("threads", "world_size")]
+    versions = [_difference(name, there[name], here[name]) for name in names if there[name] != here[name]]
+    versions += [shown[name] for name in differing if name == "device"]
     versions += [] if "grey" in there else ["grey images of more than 8 bits, white in this run so far, are scaled now"]
-    _say_if("", versions, ": equal bits not promised" if is_deterministic else "")
+    _print_joined("versions that changed: ", versions, "; equal bits are not promised" if is_deterministic else "")
 
 
 def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> None:
@@ -158,20 +145,20 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
         place = args.data_path if args.synthetic is None else f"--synthetic {args.synthetic}"
         advice = "pass it to --weights to fine-tune instead" if train else "give images of the checkpoint's classes"
         raise UserError(f"{source} {theirs['num_classes']} classes but {place} has {num_classes}; {advice}")
-    differences, notes = compare_classes(theirs["classes"], val.classes), []
+    refused, notes = compare_classes(theirs["classes"], val.classes), []
     if train is not None:
         if theirs["num_images"] != len(train):
             raise UserError(
-                f"cannot resume (--resume {args.resume}): data num_images {theirs['num_images']} in the checkpoint, "
-                f"{len(train)} now; a position is counted in steps of all images, so this cannot be changed"
+                f"cannot resume (--resume {args.resume}): {_difference('num_images', theirs['num_images'], len(train))}"
+                "; a position is counted in steps of all images, so this cannot be changed"
             )
-        differences += _compare_sets("train", theirs, _describe_set(train), notes)
-    matters = notes if train is None else differences
+        refused += _compare_sets("train", theirs, _describe_set(train), notes)
     if state["args"].get("minival") == args.minival:
-        matters += _compare_sets("val", theirs["val"], _describe_set(val), notes)
-    if differences:
-        _refuse_data(args, f"cannot {'evaluate' if train is None else 'resume'} (--resume {args.resume})", differences)
-    _say_if("", notes)
+        differing = _compare_sets("val", theirs["val"], _describe_set(val), notes)
+        (notes if train is None else refused).extend(differing)
+    if refused:
+        _refuse_data(args, f"cannot {'evaluate' if train is None else 'resume'} (--resume {args.resume})", refused)
+    _print_joined("", notes)
 
 
 def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
@@ -190,12 +177,7 @@ def _refuse_data(args: Any, refusal: str, differences: list[str]) -> None:
     """Refuse other data, unless `--allow-change data` is given."""
     if "data" not in parse_allowed(args.allow_change):
         raise UserError(f"{refusal}: {'; '.join(differences)}; to continue with them, give --allow-change data")
-    _say_if(_ALLOWED, differences)
-
-
-def _say_if(begin: str, texts: list[str], end: str = "") -> None:
-    if texts:
-        print(one_line(begin + "; ".join(texts) + end))
+    _print_joined("changed as --allow-change says: ", differences)
 
 
 def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
@@ -203,11 +185,8 @@ def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
     labels = [label for label, names in enumerate(zip(theirs, ours, strict=True)) if names[0] != names[1]]
     if not labels:
         return []
-    first = labels[0]
-    return [
-        f"{len(labels)} of {len(ours)} classes have other names: class {first} is {one_line(theirs[first])} in the "
-        f"checkpoint, {one_line(ours[first])} now"
-    ]
+    first = _difference(f"class {labels[0]} is", one_line(theirs[labels[0]]), one_line(ours[labels[0]]))
+    return [f"{len(labels)} of {len(ours)} classes have other names: {first}"]
 
 
 def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list[str]:
@@ -221,15 +200,9 @@ def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list
         meanings |= {"sizes": "images have other sizes", "checksums": "it is another pack"}
     # Sizes and checksums are not always known.
     differing = [key for key in meanings if theirs[key] != ours[key] and None not in (theirs[key], ours[key])]
-    is_same_place = is_same_form and theirs["path"] == ours["path"]
-    if not differing and is_same_place and theirs["times"] != ours["times"]:
-        kind = "class folders" if ours["form"] == "folder" else ours["form"]
-        notes.append(
-            f"data of {name}: {ours['path']}: the {kind} have changed since the checkpoint, but no name in them"
-        )
-    return [
-        f"data of {name}: {key} {theirs[key]} in the checkpoint, {ours[key]} now: {meanings[key]}" for key in differing
-    ]
+    if not differing and is_same_form and theirs["path"] == ours["path"] and theirs["times"] != ours["times"]:
+        notes.append(f"data of {name}: {ours['path']} has changed since the checkpoint, but no name in it")
+    return [f"{_difference(f'data of {name}: {key}', theirs[key], ours[key])}: {meanings[key]}" for key in differing]
 
 
 def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
@@ -273,31 +246,35 @@ def _why_epochs_matter(args: Any) -> str | None:
     return "the decay of --model-ema follows from the epochs" if args.model_ema else None
 
 
-def _difference(name: str, theirs: Any, ours: Any) -> str:
-    label = {"threads": "CPU threads (OMP_NUM_THREADS)", "world_size": "world-size"}.get(name, name.replace("_", "-"))
-    notes = {
-        "bad_images": " (from here on; good images give the same numbers)",
-        "weights": " (not read: the checkpoint has the run's own)",
-    }
-    return f"{label} {theirs} in the checkpoint, {ours} now{notes.get(name, '')}"
-
-
 def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
     """Return one line with all refused differences and the remedies."""
-    whys = {name: BY_NAME[name].why_fixed for name in differing if name in BY_NAME and BY_NAME[name].why_fixed}
-    reasons = {"epochs": _why_epochs_matter(args), **whys}
-    parts = [
-        _difference(name, *values) + (f" ({reasons[name]})" if reasons.get(name) else "")
-        for name, values in differing.items()
-    ]
-    if whys:
-        parts.append(f"{_dashed(list(whys)).replace(',', ', ')} cannot be changed: give the checkpoint's")
-    changeable = [name for name in differing if name not in whys]
+    parts = [_difference(name, *values) for name, values in differing.items()]
+    parts += [_why_epochs_matter(args)] if "epochs" in differing else []
+    fixed = [name for name in differing if name in BY_NAME and BY_NAME[name].why_fixed]
+    if fixed:
+        parts.append(f"{_dashed(fixed).replace(',', ', ')} cannot be changed: give the checkpoint's")
+    changeable = [name for name in differing if name not in fixed]
     if changeable:
         parts.append(
             f"these change the numbers of the run; to continue anyway, give --allow-change {_dashed(changeable)}"
         )
     return f"cannot resume (--resume {args.resume}): {'; '.join(parts)}"
+
+
+def _difference(name: str, theirs: Any, ours: Any) -> str:
+    notes = {
+        "bad_images": " (from here on; good images give the same numbers)",
+        "threads": " (CPU threads: OMP_NUM_THREADS)",
+        "weights": " (not read: the checkpoint has the run's own)",
+        "world_size": " (the same samples and augmentation; sums may be rounded otherwise without "
+        "--use-deterministic-algorithms)",
+    }
+    return f"{_dashed([name])} {theirs} in the checkpoint, {ours} now{notes.get(name, '')}"
+
+
+def _print_joined(begin: str, texts: list[str], end: str = "") -> None:
+    if texts:
+        print(one_line(begin + "; ".join(texts) + end))
 
 
 def _dashed(names: list[str]) -> str:
