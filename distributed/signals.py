@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 from distributed.launch import read_launch
 from errors import UserError, say
@@ -64,13 +64,12 @@ _early: Signals | None = None
 
 
 def begin_script() -> None:
-    """Handle signals, reopen closed standard files, and report a failing import in one line."""
+    """Handle signals, and reopen closed standard files."""
     global _early  # noqa: PLW0603
     _early = Signals()
     _early.install()
     open_closed_files()
     _unbuffer_output()
-    sys.excepthook = _report_failed_import
     gc.disable()  # collecting garbage among objects that stay would take a quarter of the imports' time
 
 
@@ -161,17 +160,3 @@ def _unbuffer_output() -> None:
         # not be written, try to write it again, and end the run.
         unbuffered = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
         setattr(sys, name, io.TextIOWrapper(unbuffered, stream.encoding, errors, line_buffering=True))
-
-
-def _report_failed_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report a failed import in one line, once per machine, and any other error with a traceback."""
-    if not issubclass(kind, ImportError | OSError | MemoryError):
-        sys.__excepthook__(kind, error, trace)
-        return
-    if read_launch().local_rank == 0:
-        reason = " ".join(str(error).split()) or "out of memory"
-        say(
-            f"train.py: error: an import failed ({reason}); install the packages of requirements.txt, and check that "
-            "`ulimit -n` and `ulimit -v` allow enough files and memory"
-        )
-    os._exit(2)

@@ -1,4 +1,4 @@
-"""docs/launching.md, as far as one machine can try it: shells, options, schemas, and the image's steps by hand."""
+"""docs/launching.md, as far as one machine can try it: shells, options, and the image's steps by hand."""
 
 import os
 import re
@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import time
-import tomllib
 
 import pytest
 import yaml  # timm and huggingface_hub bring it
@@ -29,54 +28,6 @@ SCRIPTS = {
 }
 DOCKERFILE = (REPOSITORY / "scripts" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
 
-# Kinds and the types of fields, from the APIs' own definitions: kubeflow/trainer, pkg/apis/trainer/v1alpha1
-# (trainjob_types.go, trainingruntime_types.go); SkyPilot, docs/source/reference/yaml-spec.rst. Others are unknown.
-CONTAINER = {
-    "name!": str, "image!": str, "command": [str], "args": [str], "env": [{"name!": str, "value!": str}],
-    "resources": {"limits": dict}, "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool}],
-}  # fmt: skip
-VOLUME = {"name!": str, "persistentVolumeClaim": {"claimName!": str, "readOnly": bool}, "emptyDir": {"medium": str}}
-POD = {"spec!": {"terminationGracePeriodSeconds!": int, "containers!": [CONTAINER], "volumes": [VOLUME]}}
-JOB = {"metadata": {"labels!": {"trainer.kubeflow.org/trainjob-ancestor-step!": str}}, "spec!": {"template!": POD}}
-SCHEMAS = {
-    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): {
-        "mlPolicy": {"numNodes": int, "torch": {}},
-        "template!": {
-            "spec!": {"failurePolicy": {"maxRestarts": int}, "replicatedJobs!": [{"name!": str, "template!": JOB}]}
-        },
-    },
-    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): {
-        "runtimeRef!": {"apiGroup": str, "kind": str, "name!": str},
-        "trainer": {
-            "numNodes": int, "numProcPerNode": int, "image": str, "command": [str], "args": [str],
-            "env": CONTAINER["env"], "resourcesPerNode": {"limits": dict},
-        },
-    },
-    (None, None): {
-        "name": str, "workdir": str, "num_nodes": int, "setup": str, "run": str,
-        "resources": {"accelerators": str, "use_spot": bool, "job_recovery": {"max_restarts_on_errors": int}},
-        "file_mounts": {"/data": {"source!": str, "mode": str}, "/runs": {"source!": str, "mode": str}},
-    },
-}  # fmt: skip
-
-
-def problems(value, schema, where="spec"):
-    """Return where a value does not fit: a missing field (`!`), an unknown one, or one of another type."""
-    if isinstance(schema, list):
-        if not isinstance(value, list):
-            return [where]
-        return [found for index, item in enumerate(value) for found in problems(item, schema[0], f"{where}[{index}]")]
-    if not isinstance(schema, dict):
-        return [] if type(value) is schema else [where]
-    if not isinstance(value, dict):
-        return [where]
-    fields = {name.rstrip("!"): inner for name, inner in schema.items()}
-    found = [f"{where}.{name[:-1]} missing" for name in schema if name.endswith("!") and name[:-1] not in value]
-    found += [f"{where}.{name} unknown" for name in value if name not in fields]
-    return found + [
-        inner for name in value.keys() & fields for inner in problems(value[name], fields[name], f"{where}.{name}")
-    ]
-
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_shell_block_and_script_is_sound(name, tmp_path):
@@ -90,37 +41,11 @@ def test_every_shell_block_and_script_is_sound(name, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("part", YAML, ids=lambda part: part.get("kind", "SkyPilot"))
-def test_the_manifests_fit_their_schemas(part):
-    schema = SCHEMAS[part.get("apiVersion"), part.get("kind")]
-    assert problems(part["spec"] if "kind" in part else part, schema) == []
-    if "kind" in part:  # what may be a name in Kubernetes
-        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", part["metadata"]["name"])
-
-
-def test_the_schemas_notice_what_is_wrong():
-    job = next(part for part in YAML if part.get("kind") == "TrainJob")["spec"]
-    schema = SCHEMAS["trainer.kubeflow.org/v1alpha1", "TrainJob"]
-    assert problems({**job, "runtimeRef": {}}, schema) == ["spec.runtimeRef.name missing"]
-    assert problems({**job, "podTemplateOverrides": []}, schema) == ["spec.podTemplateOverrides unknown"]
-    wrong = {"numNodes": "2", "args": ["--epochs", 5]}
-    assert sorted(problems({**job, "trainer": wrong}, schema)) == ["spec.trainer.args[1]", "spec.trainer.numNodes"]
-
-
-def pods():
-    """Return the pods of the manifests."""
-    runtimes = [part["spec"] for part in YAML if part.get("kind") == "TrainingRuntime"]
-    jobs = [job for spec in runtimes for job in spec["template"]["spec"]["replicatedJobs"]]
-    return [job["template"]["spec"]["template"]["spec"] for job in jobs]
-
-
-def test_pods_mount_what_they_name_and_are_given_longer_than_torchrun_waits():
+def test_pods_and_containers_are_given_longer_than_torchrun_waits():
     wait_s = int(re.search(r"SHUTDOWN_TIMEOUT:-(\d+)", SCRIPTS["container.sh"])[1])
-    for pod in pods():
-        mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
-        assert mounts == {volume["name"] for volume in pod["volumes"]}
-        assert pod["terminationGracePeriodSeconds"] > wait_s
-    assert all(int(number) > wait_s for number in re.findall(r"--stop-timeout (\d+)", PAGE))
+    found = re.findall(r"(?:terminationGracePeriodSeconds:|--stop-timeout) (\d+)", PAGE)
+    assert len(found) == 2
+    assert all(int(number) > wait_s for number in found)
 
 
 def container_commands():
@@ -161,19 +86,6 @@ def test_the_image_holds_every_module_and_package_and_nothing_else():
     ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignored if line.startswith("!")} == sources
     assert "*" in ignored
-
-
-def test_the_image_is_slim_recent_and_not_root():
-    starts = [line.split(maxsplit=1) for line in DOCKERFILE if re.match(r"[A-Z]+ ", line)]
-    said = dict(starts)
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    version = re.fullmatch(r"python:(3\.\d+)-slim", said["FROM"])[1]
-    assert tuple(map(int, version.split("."))) >= tuple(map(int, re.findall(r"\d+", project["requires-python"])))
-    assert any("pip install" in rest and "requirements.txt" in rest for name, rest in starts if name == "RUN")
-    assert said["USER"] not in ("0", "root")
-    assert [name for name, _ in starts].index("USER") > max(i for i, (name, _) in enumerate(starts) if name == "RUN")
-    entry = REPOSITORY / yaml.safe_load(said["ENTRYPOINT"])[0]
-    assert entry.stat().st_mode & stat.S_IXOTH
 
 
 @pytest.mark.dist

@@ -1,4 +1,4 @@
-"""The script from its first line on, as a real process: signals while it imports, closed files, limits."""
+"""The script from its first line on, as a real process: signals while it imports, closed files, mistakes."""
 
 import json
 import os
@@ -177,16 +177,11 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(argv, code, wor
     assert words in (said[0] if code else outcome.stdout)
 
 
-def shell(started, out, line, *extra):
-    """Run the script from a shell line, in which "$@" is the command."""
-    words = ["bash", "-c", line, "bash", *command(started, out, *extra)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
-
-
 def test_closed_standard_files_are_no_reason_to_fail(started, tmp_path):
     """In a Python of its own: what it opens while it starts and imports would get their numbers."""
     out = started.copy(tmp_path / "out")
-    outcome = shell(started, out, 'exec "$@" <&- >&- 2>&-', "--resume", "auto")
+    words = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command(started, out, "--resume", "auto")]
+    outcome = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
     assert outcome.returncode == 0, outcome.stderr
     assert read_status(out)["state"] == "finished"
     assert outcome.stderr == ""
@@ -228,25 +223,3 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_otherwise(started, tmp_pa
 
 def speak_ascii():
     os.environ["PYTHONIOENCODING"] = "ascii"
-
-
-def check_refused(code, output, words):
-    assert code == 2, output
-    (error,) = [text for text in output.splitlines() if "error" in text]
-    assert error.startswith("train.py: error: ")
-    assert words in error
-    assert "Traceback" not in output
-
-
-# What bash sets, the options, and what the one line says.
-LIMITS_OF_IMPORTS = {
-    "files": ("ulimit -n 32", ["--workers", 16], "Too many open files"),
-    "memory": ("ulimit -v 2000000", [], "an import failed"),
-}
-
-
-@pytest.mark.parametrize("limit", LIMITS_OF_IMPORTS)
-def test_what_the_machine_does_not_give_the_imports_is_said_in_one_line(started, tmp_path, limit):
-    line, extra, words = LIMITS_OF_IMPORTS[limit]
-    outcome = shell(started, tmp_path / "out", f'{line}; exec "$@"', *extra)
-    check_refused(outcome.returncode, outcome.stdout + outcome.stderr, words)
