@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from errors import UserError, did_you_mean, require_timm
+from errors import UserError, did_you_mean, in_one_line, require_timm
 from options import BY_NAME
 
 # torch's and torchvision's normalisation layers, whose weights and biases `--norm-weight-decay` governs.
@@ -102,26 +102,19 @@ def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def unmatched(args: Any, model: nn.Module) -> list[str]:
     """Return a line about each option of decay, layers or optimizer that has no effect with this model."""
-    parameters = dict(model.named_parameters())
-    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    last = {name.rpartition(".")[2] for name in trained}
-    norms = [module for module in model.modules() if isinstance(module, _NORM_CLASSES)]
-    norms = [module for module in norms if any(parameter.requires_grad for parameter in module.parameters())]
-    layers = set() if args.layer_decay is None else set(layers_of(model).values())
-    is_batch_norm = [isinstance(module, nn.modules.batchnorm._BatchNorm) for module in norms]
-    reasons = {
-        "norm_weight_decay": "" if norms else "has no trainable normalisation layers",
-        "bias_weight_decay": "" if "bias" in last else "has no trainable biases",
-        "transformer_embedding_decay": "" if last & set(_EMBEDDINGS) else f"has none of {', '.join(_EMBEDDINGS)}",
-        "sync_bn": "" if any(is_batch_norm) else "has no trainable BatchNorm",
-        "layer_decay": "has one layer" if len(layers) == 1 else "",
-        "freeze": "" if len(trained) < len(parameters) else "is a classifier alone",
-        "clip_agc": "" if set(trained) & set(list(parameters)[:-2]) else "trains its last layer alone, never clipped",
+    trained = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    norms = [each for each in model.modules() if isinstance(each, _NORM_CLASSES)]
+    norms = [each for each in norms if any(parameter.requires_grad for parameter in each.parameters())]
+    parts = {
+        "norm_weight_decay": (norms, "normalisation layers"),
+        "bias_weight_decay": (trained & {"bias"}, "biases"),
+        "transformer_embedding_decay": (trained & {*_EMBEDDINGS}, " or ".join(_EMBEDDINGS)),
+        "sync_bn": ([each for each in norms if isinstance(each, nn.modules.batchnorm._BatchNorm)], "BatchNorm"),
     }
     lines = [
-        f"{BY_NAME[name].flag} has no effect: {args.model} {reason}"
-        for name, reason in reasons.items()
-        if reason and getattr(args, name) is not None and getattr(args, name) is not False  # 0.0 is a decay
+        f"{BY_NAME[name].flag} has no effect: {args.model} has no trainable {words}"
+        for name, (found, words) in parts.items()
+        if not found and getattr(args, name) is not None and getattr(args, name) is not False  # 0.0 is a decay
     ]
     if not args.decay_1d and len(exempt_from_decay(model, args.weight_decay)) == 1:
         lines.append(f"--no-decay-1d has no effect: all parameters of {args.model} decay, or none")
@@ -247,11 +240,11 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     if not parameters:
         raise UserError(f"--model {args.model} has no trainable parameters; see its requires_grad")
     entry, options = find_optimizer(args), {"lr": scaled_lr(args), "weight_decay": args.weight_decay}
-    given = {"momentum": args.momentum, "betas": args.opt_betas and tuple(args.opt_betas), "eps": args.opt_eps}
-    for name, option in {"momentum": "momentum", "betas": "opt_betas", "eps": "opt_eps"}.items():
-        if option in entry.options and given[name] is not None:
-            options[name] = given[name]
-        elif option != "momentum" and given[name] is not None:  # torchvision's commands may give that one in vain
+    for option in ("momentum", "opt_betas", "opt_eps"):
+        value = getattr(args, option)
+        if option in entry.options and value is not None:
+            options[option.removeprefix("opt_")] = tuple(value) if isinstance(value, list) else value
+        elif option != "momentum" and value is not None:  # torchvision's commands may give that one in vain
             raise UserError(f"{BY_NAME[option].flag}: --opt {args.opt} has no such option; leave it out")
     if entry.moments:
         # A fused kernel skips steps with overflows by itself, so the host need not wait to read them from the GPU. On
@@ -259,11 +252,9 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
         is_cuda = parameters[0]["params"][0].device.type == "cuda"
         kernel = "fused" if is_cuda and "fused" in inspect.signature(entry.kind).parameters else "foreach"
         options[kernel] = True
-    try:
+    # Bad options, a missing package or a missing GPU:
+    with in_one_line(f"--opt {args.opt} cannot be built with these options on this machine"):
         optimizer = entry.kind(parameters, **entry.constants | options)
-    except Exception as error:  # bad options, a missing package or a missing GPU
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--opt {args.opt} cannot be built with these options on this machine: {reason}") from error
     if getattr(optimizer, "is_second_order", False):
         raise UserError(f"--opt {args.opt} needs second derivatives, which are not computed here; use another")
     if hasattr(optimizer, "deterministic"):
@@ -289,14 +280,15 @@ def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
         if moments and moments.keys() != set(expected):
             raise UserError(f"for parameter {number} it holds {', '.join(moments)}, not {', '.join(expected)}")
         for name, value in moments.items():
-            shape = () if name == "step" else parameter.shape
-            if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
-                raise UserError(f"{name} of parameter {number} is not a tensor of shape {tuple(shape)}")
+            like = torch.zeros(()) if name == "step" else parameter
+            if not isinstance(value, Tensor) or (value.shape, value.dtype) != (like.shape, like.dtype):
+                raise UserError(f"{name} of parameter {number} is no tensor of {like.dtype} {tuple(like.shape)}")
             if name == "step" and not 0 <= value < 1 << 53:
                 raise UserError(f"step of parameter {number} is {value.item()}, expected a number of steps")
-            if name != "step" and value.dtype != parameter.dtype:
-                raise UserError(f"{name} of parameter {number} is {value.dtype}, expected {parameter.dtype}")
 
+
+# What a checkpoint may hold.
+_PLAIN = dict | list | tuple | str | bool | int | float | None | Tensor
 
 # Keys of a group that options and the schedule set; they are never restored from a checkpoint.
 _SET_BY_OPTIONS = {"betas", "eps", "lr", "lr_scale", "momentum", "name", "weight_decay"}
@@ -322,7 +314,7 @@ class OptimizerState:
         groups = state.pop("param_groups")
         kept = [{name: value for name, value in group.items() if self._is_state(name, value)} for group in groups]
         # Options that are no plain values, such as a dtype, are left out: the next optimizer has its own.
-        plain = [{name: value for name, value in group.items() if _is_plain(value)} for group in groups]
+        plain = [{name: value for name, value in group.items() if isinstance(value, _PLAIN)} for group in groups]
         return to_plain({**state, "param_groups": plain, "group_state": kept})
 
     def load_state_dict(self, state: dict) -> None:
@@ -359,11 +351,7 @@ class OptimizerState:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as the plain data that a checkpoint may hold: dict, list, tuple, string, number, None, tensor.
-
-    Raises:
-        UserError: the value is of another type; numpy's numbers become Python's.
-    """
+    """Return a value as plain data, numpy's numbers as Python's; UserError if a checkpoint cannot hold it."""
     if isinstance(value, Tensor) or type(value) in (bool, int, float, str, type(None)):
         return value
     if isinstance(value, dict):
@@ -373,14 +361,6 @@ def to_plain(value: Any) -> Any:
     if getattr(value, "ndim", None) == 0:
         return value.item()
     raise UserError(f"--opt: this optimizer keeps a {type(value).__name__}, which no checkpoint can hold; use another")
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        to_plain(value)
-    except UserError:
-        return False
-    return True
 
 
 def _as_saved(loaded: Any, saved: Any, parameter: Tensor) -> Any:
