@@ -1,6 +1,5 @@
 """Losses, distillation from a teacher, and the metrics that training lines and evaluations show."""
 
-import copy
 import itertools
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset
 import config
 import models
 from checkpointing.guard import compare_classes
-from checkpointing.published import fetch_by_name, settle_preprocessing, translate_options
+from checkpointing.published import complete_options, fetch_by_name, settle_preprocessing
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from distributed.collectives import all_gather, interleave
 from errors import UserError, find_timm_config, in_one_line, one_line
@@ -181,11 +180,19 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
         UserError: the teacher is not found, or takes other classes or sizes of images.
     """
     source, size = f"--teacher {args.teacher}", args.train_crop_size
-    name, weights, is_typed = _find_teacher(args, source)
+    weights = _load_teacher(args.teacher, source)
+    name = weights.options.get("model")
+    if name is None:
+        raise UserError(f"{source} does not say of which model it is; scripts.convert writes a checkpoint that does")
+    is_custom = split_custom(name) is not None
+    if is_custom and not is_same_model(name, args.trusted_model or ""):
+        raise UserError(f"{source} is of {name}, {WHY_TYPED}")
+    name = args.trusted_model if is_custom else name
     with in_one_line(source):
         given = {"val_crop_size": size, "val_resize_size": size}
-        model, own, _ = build_evaluated(args.teacher, name, weights, given, is_typed=is_typed)
-    num_classes = model(torch.zeros(2, 3, size, size)).shape[1]
+        model, own, _ = build_evaluated(args.teacher, name, weights, given, is_typed=is_custom)
+        for side in (args.train_crop_size_min or size, size):
+            num_classes = model(torch.zeros(2, 3, side, side)).shape[1]
     if num_classes != len(classes):
         raise UserError(
             f"{source} scores {num_classes} classes and the images are of {len(classes)}; give a teacher of these"
@@ -194,9 +201,6 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
     is_file = Path(args.teacher).is_file() and weights.classes is not None
     if is_file and (differences := compare_classes(weights.classes, classes)):
         raise UserError(f"{source} is of other classes: {differences[0]}; give a teacher of these")
-    smallest = args.train_crop_size_min or size
-    if obstacle := models.find_obstacle(model, (2, 3, smallest, smallest)):
-        raise UserError(f"{source} cannot take --train-crop-size-min {smallest}: {obstacle}; leave that out")
     print(f"{source}: {weights.kind}")
     if (own.mean, own.std) != (args.mean, args.std):
         print(f"{source}: its images are normalised by its own mean {own.mean} and std {own.std}")
@@ -204,25 +208,19 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def _find_teacher(args: config.Record, source: str) -> tuple[str, Weights, bool]:
-    """Return a teacher's model name, its weights, and whether the command line names the model's own file."""
-    if args.teacher.startswith("timm/"):
-        found = find_timm_config(args.teacher)
+def _load_teacher(name: str, source: str) -> Weights:
+    """Return the weights of a file, of timm's tag on the Hugging Face hub, or of torchvision's name."""
+    if name.startswith("timm/"):
+        found = find_timm_config(name)
         if found is None or not found.hf_hub_id:
             raise UserError(f"{source}: timm knows no weights of that name; give timm/NAME.TAG, or a checkpoint")
-        path = fetch_from_hub(f"{HUB}{found.hf_hub_id}", source)
-        return args.teacher, load_weights(path, name=source), False
-    if not Path(args.teacher).is_file():
-        with in_one_line("--teacher"):
-            weights = fetch_by_name(args.teacher)
-        return weights.options["model"], weights, False
-    weights = load_weights(Path(args.teacher), name=source)
-    name = weights.options.get("model")
-    if name is None:
-        raise UserError(f"{source} does not say of which model it is; scripts.convert writes a checkpoint that does")
-    if split_custom(name) and not is_same_model(name, args.trusted_model or ""):
-        raise UserError(f"{source} is of {name}, {WHY_TYPED}")
-    return (args.trusted_model, weights, True) if split_custom(name) else (name, weights, False)
+        weights = load_weights(fetch_from_hub(f"{HUB}{found.hf_hub_id}", source), name=source)
+        weights.options["model"] = name
+        return weights
+    if Path(name).is_file():
+        return load_weights(Path(name), name=source)
+    with in_one_line("--teacher"):
+        return fetch_by_name(name)
 
 
 def build_evaluated(
@@ -238,8 +236,10 @@ def build_evaluated(
         is_typed: the command line names the model, so its own file may be run.
     """
     models.check_name(name)
-    translate_options(weights, name)
-    options = {key: value for key, value in weights.options.items() if _is_value(key, value)}
+    complete_options(weights, name)
+    # Those of another script may have other values than ours.
+    known = {key: value for key, value in weights.options.items() if key in BY_NAME}
+    options = {key: value for key, value in known.items() if value is None or BY_NAME[key].is_value(value)}
     typed = ["model"] if is_typed else []
     chosen = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1, **given)
     with in_one_line(source):
@@ -250,11 +250,6 @@ def build_evaluated(
     args = args.replaced(distributed=False)
     num_classes = len(weights.classes or ()) or models.count_classes(models.build_model(args, 1000), weights, 1000)
     return models.build_model(args, num_classes, weights, source).eval().requires_grad_(False), args, origin
-
-
-def _is_value(name: str, value: Any) -> bool:
-    """Tell whether an option of a checkpoint, perhaps another script's, is one of ours with a value that it takes."""
-    return name in BY_NAME and (value is None or BY_NAME[name].is_value(value))
 
 
 def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tuple[int, ...] = (1,)) -> list[Tensor]:
@@ -333,21 +328,15 @@ class Curve(NamedTuple):
 
 
 class Metric:
-    """A metric computed from `num_sums` sums over images; a subclass has `update`, `compute` and `curves`."""
+    """A metric computed from sums over images; it keeps nothing of them itself."""
 
     # By name; other values of `compute` are logged too. options.py reads this table from the source text of a subclass,
     # so its keywords are literals.
     curves: ClassVar[dict[str, Curve]]
-    is_mean = False  # True: `update` adds means over a batch, which `Tally` multiplies by the number of images
+    num_sums = 1
 
-    def __init__(self, num_sums: int) -> None:
-        self.num_sums = num_sums
-        self.sums = [0.0] * num_sums  # for `compute`, over all images
-        self.count = 0  # of these images, or 1 if there are none
-        self.unread = []
-
-    def update(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
-        """Call `add` with the sums over a batch, without waiting for the device.
+    def batch_sums(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> list[Tensor]:
+        """Return the sums over a batch without waiting for the device: () tensors for one each, (n,) for n of them.
 
         Args:
             output: (B, num_classes) scores, or a tuple that begins with them.
@@ -356,32 +345,24 @@ class Metric:
         """
         raise NotImplementedError
 
-    def add(self, *sums: Tensor) -> None:
-        """Add a batch's sums, `num_sums` in all, on any device: () tensors for one each, (n,) for n."""
-        self.unread.append(sums)
+    def compute(self, sums: list[float], count: int) -> dict[str, float | list[float]]:
+        """Return values by name. Logs take any name.
 
-    def compute(self) -> dict[str, float | list[float]]:
-        """Return values by name, computed from `sums` and `count`. Logs take any name."""
+        Args:
+            sums: the `num_sums` sums over all images.
+            count: the number of these images, or 1 if there are none.
+        """
         raise NotImplementedError
 
 
 class Loss(Metric):
-    """The mean loss per image: `loss`. The loop computes it for each batch, and `Tally.update` passes it on."""
+    """The mean loss per image: `loss`. `Tally` forms its sum from the mean losses of batches."""
 
     curves: ClassVar = {"loss": Curve(title="loss", is_lower_better=True)}
-    is_mean = True
-    batch_mean: Tensor  # of the batch at hand
 
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    def update(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
-        """Add the batch's mean."""
-        self.add(self.batch_mean)
-
-    def compute(self) -> dict[str, float]:
+    def compute(self, sums: list[float], count: int) -> dict[str, float]:
         """Return the mean over all images."""
-        return {"loss": self.sums[0] / self.count}
+        return {"loss": sums[0] / count}
 
 
 class Accuracy(Metric):
@@ -390,16 +371,15 @@ class Accuracy(Metric):
     curves: ClassVar = {"acc1": Curve(title="Acc@1, %"), "acc5": Curve(title="Acc@5, %")}
 
     def __init__(self, topk: tuple[int, ...] = (1, 5)) -> None:
-        super().__init__(len(topk))
-        self.topk = topk
+        self.topk, self.num_sums = topk, len(topk)
 
-    def update(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
-        """Count the batch's hits."""
-        self.add(*count_correct(output, target, self.topk))
+    def batch_sums(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> list[Tensor]:
+        """Return the number of hits for each k."""
+        return count_correct(output, target, self.topk)
 
-    def compute(self) -> dict[str, float]:
+    def compute(self, sums: list[float], count: int) -> dict[str, float]:
         """Return the percentage for each k."""
-        return {f"acc{k}": 100 * hits / self.count for k, hits in zip(self.topk, self.sums, strict=True)}
+        return {f"acc{k}": 100 * hits / count for k, hits in zip(self.topk, sums, strict=True)}
 
 
 def build_metrics(num_classes: int) -> list[Metric]:
@@ -418,47 +398,39 @@ class Tally:
     size and, since a checkpoint holds the sums, after any restart.
 
     Args:
-        metrics: the metrics other than the loss; the tally copies them.
+        metrics: the metrics other than the loss.
         num_local_shards: number of batches that this process adds per step; 1 in an evaluation.
     """
 
     def __init__(self, metrics: Iterable[Metric], num_local_shards: int = 1) -> None:
-        self.loss = Loss()
-        self.metrics = [self.loss, *copy.deepcopy(list(metrics))]
+        self.metrics = [Loss(), *metrics]
         self.num_local_shards = num_local_shards
         self._width = sum(metric.num_sums for metric in self.metrics) + 1  # the last column is the number of images
-        self._counts = []  # number of images of each batch that is not read yet
+        self.unread = []  # of each batch: number of images, mean loss, and the sums of the metrics on the device
         self._local = []  # read but not gathered yet: (batches, width) each
         self._sums = torch.zeros(self._width, dtype=torch.float64)
 
     def update(self, loss: Tensor, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
-        """Add a batch without waiting for the device: its mean loss, and the arguments of `Metric.update`."""
-        self.loss.batch_mean = loss.detach()
-        self._counts.append(len(target))
+        """Add a batch without waiting for the device: its mean loss, and the arguments of `Metric.batch_sums`."""
         with torch.inference_mode():
-            for metric in self.metrics:
-                metric.update(output, target, index)
+            sums = [each for metric in self.metrics[1:] for each in metric.batch_sums(output, target, index)]
+        self.unread.append((len(target), loss.detach(), *sums))
 
     def _read(self) -> Tensor:
         """Return (batches, width) float64: the sums of each batch since the last call; wait for the device."""
-        if not self._counts:
+        if not self.unread:
             return torch.zeros(0, self._width, dtype=torch.float64)
-        counts = torch.tensor(self._counts, dtype=torch.float64)[:, None]
-        columns = []
-        for metric in self.metrics:
-            parts = [torch.stack(part).cpu().double() for part in zip(*metric.unread, strict=True)]
-            block = torch.cat([part.view(len(counts), -1) for part in parts], dim=1)
-            columns.append(block * counts if metric.is_mean else block)
-            metric.unread.clear()
-        self._counts.clear()
-        return torch.cat([*columns, counts], dim=1)
+        counts, *columns = zip(*self.unread, strict=True)
+        counts = torch.tensor(counts, dtype=torch.float64)[:, None]
+        losses, *sums = (torch.stack(column).cpu().double().view(len(counts), -1) for column in columns)
+        self.unread = []
+        return torch.cat([losses * counts, *sums, counts], dim=1)
 
     def _compute(self, sums: Tensor) -> tuple[dict[str, Any], int]:
         *sums, count = sums.tolist()
         values, rest = {}, iter(sums)
         for metric in self.metrics:
-            metric.sums, metric.count = list(itertools.islice(rest, metric.num_sums)), max(int(count), 1)
-            values |= metric.compute()
+            values |= metric.compute(list(itertools.islice(rest, metric.num_sums)), max(int(count), 1))
         return values, int(count)
 
     def read_local(self) -> tuple[dict[str, Any], int]:

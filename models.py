@@ -89,8 +89,7 @@ def build_model(
     # Every rank and every start draws the same first weights, whatever was drawn before.
     torch.manual_seed(args.seed)
     check_name(args.model)
-    kind = _build_timm if args.model.startswith("timm/") else _build_torchvision
-    build = partial(_build_custom if split_custom(args.model) else kind, args)
+    build = partial(_build_custom if split_custom(args.model) else _build_library, args)
     model = build(num_classes)
     if weights is not None:
         source = source or f"--weights {args.weights}"
@@ -128,32 +127,65 @@ _NOT_FOR_KWARGS = {
 }  # fmt: skip
 
 
-def _call_builder(args: Any, build: Callable[..., nn.Module], options: Mapping[str, Any]) -> nn.Module:
-    """Build a library's model from our options and the keyword arguments of `--model-kwargs`."""
+def _build_library(args: Any, num_classes: int) -> nn.Module:
+    """Build a model of torchvision's or timm's from our options and the keyword arguments of `--model-kwargs`."""
     given = parse_kwargs(args.model_kwargs)
     for key in given.keys() & _NOT_FOR_KWARGS.keys():
         raise UserError(f"--model-kwargs {key}: {_NOT_FOR_KWARGS[key]} sets that; leave it out")
+    is_timms = args.model.startswith("timm/")
+    build, options = _find_timm(args) if is_timms else _find_torchvision(args)
     try:
-        return build(**{**options, **given})
+        model = build(num_classes=num_classes, **{**options, **given})
     except Exception as error:
         # Some models compute while they are built, and cannot without memory.
-        if not given or (isinstance(error, RuntimeError) and torch.get_default_device().type == "meta"):
+        if isinstance(error, RuntimeError) and (not given or torch.get_default_device().type == "meta"):
             raise
-        with in_one_line(f"--model-kwargs {' '.join(args.model_kwargs)}: {args.model} cannot be built with that"):
+        words = f" --model-kwargs {' '.join(args.model_kwargs)}" if given else ""
+        with in_one_line(f"--model {args.model} cannot be built with --val-crop-size {args.val_crop_size}{words}"):
             raise
+    if not is_timms:
+        _set_rates(model, args)
+    return model
+
+
+def _find_torchvision(args: Any) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+    """Return the function that builds a model of torchvision's, and its keyword arguments by our options."""
+    options = {}
+    if args.model in AUXILIARY_WEIGHTS:
+        # Naming the default avoids a FutureWarning. Published weights expect inputs scaled to [-1, 1].
+        published = torchvision.models.get_model_weights(args.model).__members__
+        is_published = bool(args.weights) and args.weights.rpartition(".")[2] in published
+        options = {"init_weights": True, "aux_logits": True, "transform_input": is_published}
+    elif args.model.startswith("vit_"):
+        options = {"image_size": args.val_crop_size}
+    return partial(torchvision.models.get_model, args.model, weights=None), options
+
+
+def _find_timm(args: Any) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+    """Return the function that builds a model of timm's, and its keyword arguments by our options."""
+    timm = require_timm("--model", args.model)
+    name = args.model.removeprefix("timm/")
+    if "." in name or not timm.is_model(name):
+        # A name may end in the tag of its weights, whose config then gives mean and size.
+        known = timm.list_models() + (timm.list_pretrained(f"{name.partition('.')[0]}.*") if "." in name else [])
+        if name not in known:
+            hint = did_you_mean(name, known, prefix="timm/")
+            raise UserError(f"--model {args.model}: timm has no such model{hint}")
+    options = {"drop_path_rate": args.stochastic_depth, "drop_rate": args.dropout}
+    config = find_timm_config(args.model)
+    if config is not None and config.fixed_input_size and config.input_size[-1] != args.val_crop_size:
+        options["img_size"] = args.val_crop_size
+    given = {option: value for option, value in options.items() if value is not None}
+    return partial(timm.create_model, name), given
 
 
 def _build_custom(args: Any, num_classes: int) -> nn.Module:
     """Call the user's own function; an error in it keeps its traceback, for the user to read."""
     function = load_custom(args)
     given = parse_kwargs(args.model_kwargs)
-    try:
-        inspect.signature(function).bind(num_classes=num_classes, **given)
-    except TypeError as error:
-        raise UserError(
-            f"--model {args.model} takes {inspect.signature(function)}, and is given num_classes"
-            f"{''.join(f', {key}' for key in given)}: {error}"
-        ) from error
+    signature = inspect.signature(function)
+    with in_one_line(f"--model {args.model} takes {signature}, and is given {', '.join(['num_classes', *given])}"):
+        signature.bind(num_classes=num_classes, **given)
     model = function(num_classes=num_classes, **given)
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {args.model} returned a {type(model).__name__}, expected a torch.nn.Module")
@@ -188,34 +220,10 @@ def _run_file(path: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        line = frames[-1].lineno if frames else getattr(error, "lineno", None)
-        where = path if line is None else f"{path}, line {line}"
-        raise UserError(f"--model {path} cannot be run ({where}): {type(error).__name__}: {error}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error's own
+        raise UserError(f"--model {path} cannot be run (line {line}): {type(error).__name__}: {error}") from error
     return module
-
-
-def _build_torchvision(args: Any, num_classes: int) -> nn.Module:
-    options = {}
-    if args.model in AUXILIARY_WEIGHTS:
-        # Naming the default avoids a FutureWarning. Published weights expect inputs scaled to [-1, 1].
-        published = torchvision.models.get_model_weights(args.model).__members__
-        is_published = bool(args.weights) and args.weights.rpartition(".")[2] in published
-        options = {"init_weights": True, "aux_logits": True, "transform_input": is_published}
-    elif args.model.startswith("vit_"):
-        options = {"image_size": args.val_crop_size}
-    try:
-        build = partial(torchvision.models.get_model, args.model, weights=None, num_classes=num_classes)
-        model = _call_builder(args, build, options)
-    except AssertionError as error:  # raised by the ViTs
-        patch_px = int(args.model.rpartition("_")[2])
-        fitting = max(round(args.val_crop_size / patch_px), 1) * patch_px
-        raise UserError(
-            f"--model {args.model} takes no --val-crop-size {args.val_crop_size}: its patches have {patch_px} "
-            f"pixels; give a multiple, such as --train-crop-size {fitting} --val-crop-size {fitting}"
-        ) from error
-    _set_rates(model, args)
-    return model
 
 
 def _set_rates(model: nn.Module, args: Any) -> None:
@@ -235,34 +243,6 @@ def _set_rates(model: nn.Module, args: Any) -> None:
             layer.p = args.dropout
 
 
-def _build_timm(args: Any, num_classes: int) -> nn.Module:
-    timm = require_timm("--model", args.model)
-    name = args.model.removeprefix("timm/")
-    if "." in name or not timm.is_model(name):
-        # A name may end in the tag of its weights, whose config then gives mean and size.
-        known = timm.list_models() + (timm.list_pretrained(f"{name.partition('.')[0]}.*") if "." in name else [])
-        if name not in known:
-            hint = did_you_mean(name, known, prefix="timm/")
-            raise UserError(f"--model {args.model}: timm has no such model{hint}")
-    config = find_timm_config(args.model)
-    is_other = config is not None and config.fixed_input_size and config.input_size[-1] != args.val_crop_size
-    wanted = {
-        "drop_path_rate": args.stochastic_depth, "drop_rate": args.dropout,
-        "img_size": args.val_crop_size if is_other else None,
-    }  # fmt: skip
-    given = {option: value for option, value in wanted.items() if value is not None}
-    try:
-        return _call_builder(args, partial(timm.create_model, name, num_classes=num_classes), given)
-    except (AssertionError, TypeError, ValueError) as error:
-        if is_other:
-            native = config.input_size[-1]
-            raise UserError(
-                f"--model {args.model} takes no --val-crop-size {args.val_crop_size}; it is made for {native}: give "
-                f"--train-crop-size {native} --val-crop-size {native}"
-            ) from error
-        raise UserError(f"--model {args.model} takes no such option: {error}") from error
-
-
 def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> None:
     """Check that a model takes images of the sizes that the options give and, for a number of classes, its scores.
 
@@ -271,48 +251,44 @@ def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> 
     Raises:
         UserError: it does not take a size, or returns no scores; the message names the option.
     """
-    smallest = args.train_crop_size if args.train_crop_size_min is None else args.train_crop_size_min
+    smallest = args.train_crop_size_min or args.train_crop_size
     between = range(smallest // 32 * 32 + 32, args.train_crop_size, 32)
     training = [] if args.test_only else sorted({smallest, *between, args.train_crop_size})
-    for split, size in [*(("train", size) for size in training), ("val", args.val_crop_size)]:
+    for split, side in [*(("train", side) for side in training), ("val", args.val_crop_size)]:
         set_training_mode(model) if split == "train" else model.eval()
         num_images = min(args.batch_size, 2) if split == "train" else 2
-        obstacle = find_obstacle(model, (num_images, 3, size, size), num_classes)
-        if obstacle is not None:
-            batch = "--batch-size 1 and " if num_images == 1 else ""
-            raise UserError(f"--model {args.model} cannot take {batch}--{split}-crop-size {size}: {obstacle}")
+        with in_one_line(
+            f"--model {args.model} cannot take --{split}-crop-size {side} at --batch-size {args.batch_size}"
+        ):
+            output = _score_zeros(model, (num_images, 3, side, side))
+            if num_classes is not None:
+                _check_scores(output, (num_images, num_classes))
     model.train()
 
 
-def find_obstacle(model: nn.Module, shape: tuple[int, ...], num_classes: int | None = None) -> str | None:
-    """Return the reason, in one line, why a model cannot take images of a shape (B, 3, H, W), or None if it can.
-
-    Its output is only looked at for a number of classes, whose scores it must be.
-    """
+def _score_zeros(model: nn.Module, shape: tuple[int, ...]) -> Any:
+    """Return a model's output for black images, without memory where it can run so; its state stays as it is."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    obstacle, is_on_meta = None, any(tensor.is_meta for tensor in state.values())
-    for device in ("meta",) if is_on_meta else ("meta", "cpu"):  # a few models can only run with memory
-        try:
-            own = {name: tensor.detach().to(device, copy=True) for name, tensor in state.items()}
-            with torch.no_grad(), torch.random.fork_rng([]):
-                output = torch.func.functional_call(model, own, torch.zeros(shape, device=device))
-        except Exception as error:  # each kind of layer raises another error
-            obstacle = obstacle or (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        else:
-            return num_classes and _misfit(output, (shape[0], num_classes))
-    stem = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if stem is not None and stem.in_channels * stem.groups != 3 and "channel" in obstacle:
-        return f"its first convolution takes images of {counted(stem.in_channels, 'channel')}, and images here are RGB"
-    return f"{obstacle}; give a size that it is made for"
+
+    def score(device: str) -> Any:
+        own = {name: tensor.detach().to(device, copy=True) for name, tensor in state.items()}
+        with torch.no_grad(), torch.random.fork_rng([]):
+            return torch.func.functional_call(model, own, torch.zeros(shape, device=device))
+
+    try:
+        return score("meta")
+    except Exception:  # each kind of layer raises another error
+        if any(tensor.is_meta for tensor in state.values()):
+            raise
+        return score("cpu")  # a few models can only run with memory
 
 
-def _misfit(output: Any, shape: tuple[int, int]) -> str | None:
-    """Return why a model's output is no tensor of float32 scores of a shape, or None if it is."""
-    if isinstance(output, Tensor) and output.dtype == torch.float32 and output.shape == shape:
-        return None
+def _check_scores(output: Any, shape: tuple[int, int]) -> None:
+    """Raise UserError if a model's output is no tensor of float32 scores of a shape."""
     is_tensor = isinstance(output, Tensor)
-    found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
-    return f"its output for {counted(shape[0], 'image')} is {found}, expected float32 scores of {shape}"
+    if not is_tensor or output.dtype != torch.float32 or output.shape != shape:
+        found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
+        raise UserError(f"its output for {counted(shape[0], 'image')} is {found}, expected float32 scores of {shape}")
 
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
@@ -408,15 +384,8 @@ def load_matching(
     theirs = count_classes(model, weights, num_classes)
     reader = model if theirs == num_classes else build(theirs)
     kind = getattr(weights, "kind", "a state dict")
-    misfit = f"{source} belongs to another model, check --model: it holds {kind}"
-    with in_one_line(misfit):  # shapes differ
-        weights, resized = resize_positions(reader, weights)
-        missing, unexpected = reader.load_state_dict(weights, strict=False)
-    for verb, names in (("lacks", missing), ("has", unexpected)):
-        misfit += f"; it {verb} {', '.join(names[:3])} ({len(names)} in all)" if names else ""
-    if missing or unexpected:
-        raise UserError(misfit)
-    _say_resized(source, resized)
+    with in_one_line(f"{source} belongs to another model, check --model: it holds {kind}"):
+        load_resized(reader, weights, source)
     if reader is model:
         return
     if needs_classifier:
@@ -432,44 +401,31 @@ def load_matching(
     )
 
 
-def resize_positions(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], list[str]]:
-    """Resize position embeddings and relative position biases to the image size of a model.
+def load_resized(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Load a state dict, perhaps for images of another size, and print a line if it is.
 
-    torchvision's and timm's own functions resize them.
+    torchvision's and timm's own functions resize its position embeddings and relative position biases.
 
-    Args:
-        model: the model that the weights are to fit.
-        weights: a state dict of the same model, perhaps for images of another size.
-
-    Returns:
-        The resized state dict, or the given one if it fits, and words about the tensors resized from each shape.
+    Raises:
+        RuntimeError: names or shapes are not the model's.
     """
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     words = ("pos_embed", "relative_position", "rel_pos")
-    positions = [name for name in weights if any(word in name for word in words)]
-    others = [name for name in positions if weights[name].shape != shapes.get(name, weights[name].shape)]
-    home = importlib.import_module(type(model).__module__)
+    positions = [name for name in weights if name in shapes and any(word in name for word in words)]
+    others = [name for name in positions if weights[name].shape != shapes[name]]
+    home, found = importlib.import_module(type(model).__module__), weights
     if others and home.__name__.startswith("timm.") and hasattr(home, "checkpoint_filter_fn"):
         found = OrderedDict(home.checkpoint_filter_fn(dict(weights), model))
     elif others and isinstance(model, torchvision.models.VisionTransformer):
         resize = torchvision.models.vision_transformer.interpolate_embeddings
         found = resize(model.image_size, model.patch_size, OrderedDict(weights))
-    else:
-        return weights, []
-    found._metadata = getattr(weights, "_metadata", {})
-    groups = {}
-    for name in others:
-        if name in found and found[name].shape != weights[name].shape:
-            groups.setdefault((tuple(weights[name].shape), tuple(found[name].shape)), []).append(name)
-    return found, [
-        f"{names[0]}{f' and {len(names) - 1} like it' if names[1:] else ''} from {before} to {after}"
-        for (before, after), names in groups.items()
-    ]
-
-
-def _say_resized(source: str, resized: list[str]) -> None:
-    if resized:
-        print(f"{source}: made for images of another size; resized {'; '.join(resized)}")
+    if found is not weights:
+        found._metadata = getattr(weights, "_metadata", {})
+    model.load_state_dict(found)
+    if others := [name for name in others if name in found]:
+        more = f" and {len(others) - 1} like it" if others[1:] else ""
+        sizes = f"{tuple(weights[others[0]].shape)} to {tuple(shapes[others[0]])}"
+        print(f"{source}: made for images of another size; resized {others[0]}{more} from {sizes}")
 
 
 def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) -> None:
@@ -668,13 +624,10 @@ def ema_decay(args: Any) -> float:
 
 def describe_ema(args: Any) -> str:
     """Return a line with the decay of `--model-ema`, its origin, and whether the average is a copy of the weights."""
-    decay, given = ema_decay(args), f"--model-ema-decay {args.model_ema_decay}"
+    decay = ema_decay(args)
     line = f"--model-ema: decay {decay:.6g} every {counted(args.model_ema_steps, 'step')}"
     if args.model_ema_adjust:
-        line += (
-            f", {given} adjusted to global batch {args.global_batch_size} and --epochs {args.epochs} as in "
-            "torchvision; --no-model-ema-adjust takes it as it is, as timm does"
-        )
+        line += f", --model-ema-decay {args.model_ema_decay} adjusted to global batch and --epochs as in torchvision"
     is_copy = decay == 0 or args.lr_warmup_epochs >= args.epochs
     return f"{line}; the average is a copy of the weights" if is_copy else line
 
@@ -696,16 +649,15 @@ def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> Exponenti
     """
     if state is None:
         return None
-    with in_one_line(f"the checkpoint of --resume {args.resume} does not fit --model {args.model}"):
-        weights, resized = resize_positions(model, state["model"])
-        model.load_state_dict(weights)
-    _say_resized(f"--resume {args.resume}", resized)
+    source, misfit = f"--resume {args.resume}", f"does not fit --model {args.model}"
+    with in_one_line(f"the checkpoint of {source} {misfit}"):
+        load_resized(model, state["model"], source)
     if "model_ema" not in state:
         return None
     model_ema = ExponentialMovingAverage(model, decay=0.0, device=None)
     averaged = {name.removeprefix("module."): each for name, each in state["model_ema"].items() if name != "n_averaged"}
-    with in_one_line(f"the average in the checkpoint of --resume {args.resume} does not fit --model {args.model}"):
-        model_ema.module.load_state_dict(resize_positions(model, averaged)[0])
+    with in_one_line(f"the average in the checkpoint of {source} {misfit}"):
+        load_resized(model_ema.module, averaged, f"the average of {source}")
     compile_model(model_ema.module, args)
     return model_ema
 

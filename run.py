@@ -88,7 +88,7 @@ class BareRun:
         self.sharded_step.finish_gradients()
 
     def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
-        """Take a shard's mean loss and the arguments of `metrics.Metric.update`; read nothing from the device."""
+        """Take a shard's mean loss and the arguments of `metrics.Metric.batch_sums`; read nothing from the device."""
         self.tally.update(loss, output, target, index)
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
@@ -306,7 +306,7 @@ class Run(BareRun):
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
-        self.finite.note(self.state.step, [loss for (loss,) in self.tally.loss.unread[-len(self.local_shards) :]])
+        self.finite.note(self.state.step, [loss for _, loss, *_ in self.tally.unread[-len(self.local_shards) :]])
         self.state.advance()
         self.watchdog.beat()
         start_s = time.perf_counter()

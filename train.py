@@ -110,7 +110,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
         print_freq: batches between two lines.
         log_suffix: name of the model in the result line, such as EMA.
         metrics: the metrics beside the loss; by default Acc@1 and Acc@5.
-        observe: called with the arguments of `Metric.update` for each batch, or None.
+        observe: called with the arguments of `Metric.batch_sums` for each batch, or None.
 
     Returns:
         The metrics' values by their names, the mean loss of an image, and n, the number of images.

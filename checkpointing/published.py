@@ -61,61 +61,6 @@ def read_weights(name: str, *, is_average: bool) -> Weights:
     return weights
 
 
-def weights_without_memory(args: Any) -> Weights | None:
-    """Return the state dict in the file of `--weights` on the meta device: names and shapes; None without a file."""
-    if args.weights is None or not Path(args.weights).is_file():
-        return None
-    weights = read_weights(args.weights, is_average=args.ema)
-    read_weights.cache_clear()
-    shapes = Weights((name, tensor.to("meta")) for name, tensor in weights.items())
-    vars(shapes).update(vars(weights))
-    return shapes
-
-
-def translate_options(weights: Weights, model: str) -> None:
-    """Fill in what the options of weights of a model mean to timm's script, or to the library that published them."""
-    if weights.script == "timm" and model.startswith("timm/"):
-        known = recorded(weights.options)  # all, where `scripts.convert` wrote the file
-        own = known if len(known) == len(PREPROCESSING) else {}
-        mode = weights.options.get("crop_mode")
-        weights.origin += _note_on_crop(mode if isinstance(mode, str) and not own else None)
-        weights.options |= {**options_of_timm(model, weights.options), **own}
-    elif weights.kind == BARE and model.startswith("timm/"):
-        if tagged := _find_tag(model, weights.file):
-            weights.options |= options_of_timm(tagged, {})
-            weights.origin = published_preprocessing(tagged)[1]
-    elif weights.kind == BARE and split_custom(model) is None:
-        members = torchvision.models.get_model_weights(model)
-        published = next((each for each in members if Path(each.url).name == weights.file), None)
-        if published is not None:
-            weights.options |= {**options_of_weights(published), "weights": str(published)}
-            weights.origin = f"as torchvision publishes {published}"
-
-
-def _note_on_crop(mode: str | None) -> str:
-    """Return words about a crop mode of timm's that is not followed."""
-    return "" if mode in (None, "center") else f", but cropped at the centre, not by its crop mode {mode[:20]}"
-
-
-def _note_on_sizes(known: Any) -> str:
-    """Return words about the larger images with which timm's validate.py evaluates weights, if there are such."""
-    if known is None or (known.test_input_size, known.test_crop_pct) == (None, None):
-        return ""
-    crop = (known.test_input_size or known.input_size)[-1]
-    resize = math.floor(crop / (known.test_crop_pct or known.crop_pct))
-    return f", in training; its test sizes are --val-resize-size {resize} --val-crop-size {crop}"
-
-
-def _find_tag(model: str, file: str) -> str | None:
-    """Return timm's name, with its tag, of the weights that it publishes in a file or a repository of the hub."""
-    name = model.removeprefix("timm/").partition(".")[0]
-    for tagged in require_timm("--model", model).list_pretrained(f"{name}.*"):
-        found = find_timm_config(f"timm/{tagged}")
-        if file in (Path(found.url or "").name, f"{HUB}{found.hf_hub_id}"):
-            return f"timm/{tagged}"
-    return None
-
-
 def take_published_options(args: Any) -> tuple[Any, list[str]]:
     """Return the options with the preprocessing that belongs to the model or to its weights, and a line about it.
 
@@ -127,46 +72,66 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
         UserError: `--weights` names neither a file nor published weights of the model, or nothing is known of the
             preprocessing of a model to evaluate.
     """
-    is_known = args.model.startswith("timm/") or args.model in torchvision.models.list_models(module=torchvision.models)
-    if not is_known and split_custom(args.model) is None:
-        return args, []  # `models.check_model` refuses it
-    if args.test_only and args.resume:
+    is_timms, source = args.model.startswith("timm/"), f"--weights {args.weights}"
+    is_known = is_timms or args.model in torchvision.models.list_models(module=torchvision.models)
+    if (args.test_only and args.resume) or not (is_known or split_custom(args.model)):  # for `models.check_model`
         return args, []
-    published = args.weights and not is_stored(args.weights) and resolve_weights(args)
-    if args.test_only:
-        source = f"--weights {args.weights}"
-        if published:
-            options, words = options_of_weights(published), f"as torchvision publishes {published}"
-        else:
-            weights = read_weights(args.weights, is_average=args.ema)
-            translate_options(weights, args.model)
-            options, words = weights.options, weights.origin
-            args = _as_built(args, options, source)
-        args, origin = settle_preprocessing(args, source, options, words)
-        return args, [preprocessing_line(args, origin)]
-    is_given = {*PREPROCESSING} <= {*args.given}
-    if is_given or not args.model.startswith("timm/") or find_timm_config(args.model) is None:
+    published = resolve_weights(args) if args.weights and not is_stored(args.weights) else None
+    if args.test_only and published:
+        args, origin = settle_preprocessing(args, source, *describe_published(published))
+    elif args.test_only:
+        weights = read_weights(args.weights, is_average=args.ema)
+        complete_options(weights, args.model)
+        args, origin = settle_preprocessing(_as_built(args, weights, source), source, weights.options, weights.origin)
+    elif {*PREPROCESSING} <= {*args.given} or not is_timms or find_timm_config(args.model) is None:
         return args, []
-    args, origin = settle_preprocessing(args, f"--model {args.model}")
-    if not {"train_crop_size", "val_crop_size"} & {*args.given}:
-        args = args.replaced(train_crop_size=args.val_crop_size)
-        origin += f"; --train-crop-size {args.train_crop_size} likewise"
+    else:
+        args, origin = settle_preprocessing(args, f"--model {args.model}")
+        if not {"train_crop_size", "val_crop_size"} & {*args.given}:
+            args = args.replaced(train_crop_size=args.val_crop_size)
+            origin += f"; --train-crop-size {args.train_crop_size} likewise"
     return args, [preprocessing_line(args, origin)]
 
 
-def _as_built(args: Any, options: Mapping[str, Any], source: str) -> Any:
-    """Return the options with the keyword arguments that a checkpoint's model was built with; refuse another model.
+def _as_built(args: Any, weights: Weights, source: str) -> Any:
+    """Return the options with the keyword arguments that the model of weights was built with; refuse another model.
 
     Models of other names, or with another activation, may have weights of the same names and shapes.
     """
-    theirs = options.get("model")
-    if theirs is not None and not is_same_model(*(name.partition(".")[0] if "timm/" in name else name
-                                                  for name in (theirs, args.model))):  # fmt: skip
+    theirs, kwargs = weights.options.get("model"), weights.options.get("model_kwargs")
+    pair = theirs or args.model, args.model
+    names = [name.partition(".")[0] if name.startswith("timm/") else name for name in pair]  # without their tags
+    if not is_same_model(*names):
         raise UserError(f"{source} is of {theirs}, and --model is {args.model}; give --model {theirs}")
-    kwargs = options.get("model_kwargs")
-    if "model_kwargs" in args.given or not kwargs or not BY_NAME["model_kwargs"].is_value(kwargs):
-        return args
-    return args.replaced(model_kwargs=kwargs)
+    is_taken = "model_kwargs" not in args.given and kwargs and BY_NAME["model_kwargs"].is_value(kwargs)
+    return args.replaced(model_kwargs=kwargs) if is_taken else args
+
+
+def complete_options(weights: Weights, model: str) -> None:
+    """Add to the options of weights those that timm's script implies, or that are published with a bare state dict.
+
+    A bare state dict is known by the name of its file, or of its repository on the Hugging Face hub.
+    """
+    is_timms = model.startswith("timm/")
+    if weights.script == "timm" and is_timms:
+        own = recorded(weights.options)
+        if len(own) < len(PREPROCESSING):  # else `scripts.convert` wrote the file
+            own, weights.origin = {}, weights.origin + _note_on_crop(weights.options.get("crop_mode"))
+        weights.options |= {**options_of_timm(model, weights.options), **own}
+    elif weights.kind == BARE and is_timms:
+        name = model.removeprefix("timm/").partition(".")[0]
+        for tagged in require_timm("--model", model).list_pretrained(f"{name}.*"):
+            config = find_timm_config(f"timm/{tagged}")
+            if weights.file in (Path(config.url or "").name, f"{HUB}{config.hf_hub_id}"):
+                options, weights.origin = published_preprocessing(f"timm/{tagged}")
+                weights.options |= options
+                break
+    elif weights.kind == BARE and split_custom(model) is None:
+        for published in torchvision.models.get_model_weights(model):
+            if Path(published.url).name == weights.file:
+                options, weights.origin = describe_published(published)
+                weights.options |= options
+                break
 
 
 def settle_preprocessing(
@@ -196,13 +161,14 @@ def settle_preprocessing(
         if value is not None and value != "" and name not in known and name not in given:
             flag = BY_NAME[name].flag
             raise UserError(f"{source} holds {flag} {str(value)[:40]}, which cannot be used; give {flag}")
-    origins = {**dict.fromkeys(known, origin), **dict.fromkeys(given, "as given")}
-    published = {}
-    if len(origins) < len(PREPROCESSING):
-        published, words = published_preprocessing(args.model, given.get("val_crop_size"))
-        origins = {**dict.fromkeys(published, words), **origins}
-    missing = [BY_NAME[name].flag for name in PREPROCESSING if name not in origins]
-    if missing:
+    found = [(known, origin), (given, "as given")]
+    if len(known | given) < len(PREPROCESSING):
+        found = [published_preprocessing(args.model, given.get("val_crop_size")), *found]
+    values, origins = {}, {}
+    for part, words in found:
+        values |= part
+        origins |= dict.fromkeys(part, words)
+    if missing := [BY_NAME[name].flag for name in PREPROCESSING if name not in values]:
         raise UserError(
             f"{source} does not say how its images are prepared, and nothing is published about {args.model}; give "
             f"{', '.join(missing)}"
@@ -211,7 +177,7 @@ def settle_preprocessing(
     for name in PREPROCESSING:
         groups.setdefault(origins[name], []).append(BY_NAME[name].flag)
     words = [f"{each} ({', '.join(flags)})" if len(groups) > 1 else each for each, flags in groups.items()]
-    return args.replaced(**{**published, **known, **given}), "; ".join(words)
+    return args.replaced(**{name: values[name] for name in PREPROCESSING}), "; ".join(words)
 
 
 def preprocessing_line(values: Any, origin: str) -> str:
@@ -243,7 +209,7 @@ def _text(value: Any) -> str:
 
 
 def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[str, Any], str]:
-    """Return the preprocessing that torchvision or timm publish for a model, and words about it; {} where none is.
+    """Return the options that torchvision or timm publish with a model, and words about them; {} where none are.
 
     Args:
         model: the model's name; of torchvision's weights the first ones count, mostly IMAGENET1K_V1.
@@ -251,13 +217,17 @@ def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[s
     """
     if split_custom(model) is not None:
         return {}, ""
-    if model.startswith("timm/"):
-        known = find_timm_config(model)
-        found = {} if known is None else options_of_timm(model, {"img_size": crop})
-        words = f"as timm configures {model}{_note_on_crop(getattr(known, 'crop_mode', None))}{_note_on_sizes(known)}"
-        return {name: found[name] for name in PREPROCESSING if name in found}, words
-    published = next(iter(torchvision.models.get_model_weights(model)))
-    return options_of_weights(published), f"as torchvision publishes {published}"
+    if not model.startswith("timm/"):
+        return describe_published(next(iter(torchvision.models.get_model_weights(model))))
+    config = find_timm_config(model)
+    if config is None:
+        return {}, ""
+    return options_of_timm(model, {"img_size": crop}), f"as timm configures {model}{_note_on_crop(config.crop_mode)}"
+
+
+def _note_on_crop(mode: Any) -> str:
+    """Return words about a crop mode of timm's that is not followed."""
+    return "" if mode in (None, "center") else f", but cropped at the centre, not by its crop mode {str(mode)[:20]}"
 
 
 def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,68 +260,53 @@ def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def fetch_by_name(source: str) -> Weights:
-    """Return the weights for a name of torchvision's published weights; their options hold the model's name.
+def describe_published(weights: WeightsEnum) -> tuple[dict[str, Any], str]:
+    """Return the options that torchvision's weights are evaluated with, and words about them."""
+    preset = weights.transforms()
+    options = {"mean": list(preset.mean), "std": list(preset.std), "interpolation": preset.interpolation.value}
+    options |= {"val_resize_size": preset.resize_size[0], "val_crop_size": preset.crop_size[0]}
+    return {**options, "weights": str(weights)}, f"as torchvision publishes {weights}"
+
+
+def find_published(name: str, source: str) -> tuple[str, WeightsEnum]:
+    """Return the model and the weights of torchvision's that a name means; UserError if there are none.
 
     Args:
-        source: `resnet50` for its default weights, `resnet50.IMAGENET1K_V1` or
-            `ResNet50_Weights.IMAGENET1K_V1`.
-
-    Raises:
-        UserError: there are no such weights, or they cannot be fetched.
+        name: `resnet50` for its default weights, `resnet50.IMAGENET1K_V1` or `ResNet50_Weights.IMAGENET1K_V1`.
+        source: the weights' name in messages.
     """
     names = torchvision.models.list_models(module=torchvision.models)
     enums = {name: torchvision.models.get_model_weights(name) for name in names}
-    owner, _, member = source.rpartition(".")
-    found = [
-        (name, enum[member])
-        for name, enum in enums.items()
-        if owner in (name, enum.__name__) and member in enum.__members__
-    ]
-    if source in enums:
-        found = [(source, enums[source].DEFAULT)]
-    if not found:
-        raise UserError(
-            f"{source}: no such file, and no weights of torchvision's{did_you_mean(source, enums)}; give a checkpoint, "
-            "or a name such as resnet50.IMAGENET1K_V2"
-        )
-    name, published = found[0]
-    weights = Weights(fetch_published(published, source))
-    weights.kind, weights.classes = f"the published weights {published}", published.meta["categories"]
-    weights.options = {**options_of_weights(published), "weights": str(published), "model": name}
-    weights.origin = f"as torchvision publishes {published}"
-    return weights
+    owner, _, member = name.partition(".")
+    for model, enum in enums.items():
+        if owner in (model, enum.__name__) and (member or "DEFAULT") in enum.__members__:
+            return model, enum[member or "DEFAULT"]
+    known = [f"{model}.{each}" for model, enum in enums.items() for each in enum.__members__] if member else enums
+    raise UserError(
+        f"{source}: no such file, and no weights of torchvision's{did_you_mean(name, known)}; give a checkpoint, or a "
+        "name such as resnet50.IMAGENET1K_V2"
+    )
 
 
-def options_of_weights(weights: WeightsEnum) -> dict[str, Any]:
-    """Return the options that published weights are evaluated with."""
-    preset = weights.transforms()
-    return {
-        "mean": list(preset.mean),
-        "std": list(preset.std),
-        "val_resize_size": preset.resize_size[0],
-        "val_crop_size": preset.crop_size[0],
-        "interpolation": preset.interpolation.value,
-    }
-
-
-def resolve_weights(args: Any) -> Any:
-    """Return the member of torchvision's weights enumeration that `args.weights` names.
-
-    Raises:
-        UserError: the model has no weights of that name.
-    """
+def resolve_weights(args: Any) -> WeightsEnum:
+    """Return the torchvision weights that `args.weights` names; UserError if the model has none of that name."""
     if args.model.startswith("timm/") or split_custom(args.model) is not None:
         raise UserError(f"--weights {args.weights} is not a file; for {args.model}, give a file with a state dict")
-    enum = torchvision.models.get_model_weights(args.model)
-    owner, _, name = args.weights.rpartition(".")
-    if owner not in ("", enum.__name__) or name not in enum.__members__:
-        known = ", ".join(enum.__members__)
-        hint = did_you_mean(name, enum.__members__)
-        raise UserError(
-            f"--weights {args.weights}: neither a file nor weights of {args.model}{hint} (there are {known})"
-        )
-    return enum[name]
+    source, name = f"--weights {args.weights}", args.weights if "." in args.weights else f"{args.model}.{args.weights}"
+    model, published = find_published(name, source)
+    if model != args.model:
+        raise UserError(f"{source} is of {model}, and --model is {args.model}")
+    return published
+
+
+def fetch_by_name(source: str) -> Weights:
+    """Return published weights by a name as of `find_published`; their options hold the model's name."""
+    name, published = find_published(source, source)
+    weights = Weights(fetch_published(published, source))
+    weights.kind, weights.classes = f"the published weights {published}", published.meta["categories"]
+    weights.options, weights.origin = describe_published(published)
+    weights.options["model"] = name
+    return weights
 
 
 def fetch_published(weights: WeightsEnum, source: str) -> dict[str, Tensor]:

@@ -54,13 +54,12 @@ def load_weights(path: Path, *, is_average: bool = False, name: str | None = Non
     Raises:
         UserError: there is no such state dict.
     """
-    name = name or f"--weights {path}"
-    weights = take_weights(read_content(path, name), name, is_average=is_average)
+    weights = take_weights(read_content(path), name or f"--weights {path}", is_average=is_average)
     weights.file = path.name
     return weights
 
 
-def read_content(path: Path, name: str) -> dict:
+def read_content(path: Path) -> dict:
     """Return the content of a checkpoint of any script, or a state dict.
 
     Raises:
@@ -68,9 +67,13 @@ def read_content(path: Path, name: str) -> dict:
         StorageError: memory is short.
     """
     try:
-        return _load(path)
+        if path.suffix != ".safetensors":
+            return load_checkpoint(path, str(path), takes_namespace=True)
+        reader = require_package("safetensors.torch", str(path))
+        with in_one_line(f"{path} is no safetensors file, or a damaged one"):
+            return reader.load_file(path)
     except MemoryError as error:
-        raise StorageError(f"{name} does not fit into the memory that is free now") from error
+        raise StorageError(f"{path} does not fit into the memory that is free now") from error
 
 
 def take_weights(content: dict, name: str, *, is_average: bool = False) -> Weights:
@@ -116,25 +119,14 @@ def fetch_from_hub(name: str, source: str | None = None) -> Path:
         return Path(hub.hf_hub_download(f"{owner}/{repository}", file or SAFETENSORS))
 
 
-def _load(path: Path) -> dict:
-    if path.suffix == ".safetensors":
-        reader = require_package("safetensors.torch", str(path))
-        with in_one_line(f"{path} is no safetensors file, or a damaged one"):
-            return reader.load_file(path)
-    return load_checkpoint(path, str(path), takes_namespace=True)
-
-
 def _take(content: dict, key: str | None, source: str) -> Weights:
     """Return the state dict under a key, or the content itself; UserError if that is no sound state dict."""
     found = content if key is None else content.get(key)
-    expected = f" as `{key}`: expected a checkpoint with a state dict there"
-    if key is None:
-        keys = " or ".join(f"`{name}`" for name in _RAW_KEYS)
-        expected = f": expected a state dict, or a checkpoint with one as {keys}"
-    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found):
-        raise UserError(f"{source} holds no weights{expected}")
-    if not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
-        raise UserError(f"{source} holds more than weights{expected}")
+    is_state_dict = isinstance(found, dict) and found and all(isinstance(name, str) for name in found)
+    if not is_state_dict or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        where = "" if key is None else f" as `{key}`"
+        raise UserError(f"{source} holds no weights{where}: expected a state dict, or a checkpoint with one as "
+                        f"{' or '.join(_RAW_KEYS)}")  # fmt: skip
     for name, tensor in found.items():
         # Otherwise a model of the claimed size would be built.
         if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
@@ -207,21 +199,20 @@ def average_checkpoints(
         UserError: a checkpoint cannot be read, or holds no weights.
     """
     paths = list(map(Path, inputs))
+    if not paths:
+        raise ValueError("no checkpoints to average")
     first, sums = None, {}
     for path in paths:
-        content = _load(path)
+        content = read_content(path)
         weights = _take(content, "model", str(path))
         if look is not None:
             look(path, content)
         first = first or {**content, "model": weights}
-        shapes, expected = ({name: each.shape for name, each in part.items()} for part in (weights, first["model"]))
-        if shapes != expected:
-            differing = sorted(name for name, _ in shapes.items() ^ expected.items())
+        shapes, expected = ({(name, each.shape) for name, each in part.items()} for part in (weights, first["model"]))
+        if differing := sorted(name for name, _ in shapes ^ expected):
             raise KeyError(f"{path} holds other weights than {paths[0]}: {', '.join(differing[:3])}")
         for name, tensor in weights.items():
             sums[name] = sums.get(name, 0) + (tensor.double() if tensor.is_floating_point() else tensor.long())
-    if first is None:
-        raise ValueError("no checkpoints to average")
     for name, tensor in first["model"].items():
         mean = torch.div(sums[name], len(paths), rounding_mode=None if tensor.is_floating_point() else "floor")
         first["model"][name] = mean.to(torch.float32 if tensor.dtype == torch.float16 else tensor.dtype)
@@ -258,7 +249,7 @@ def write_weights(output: Path, content: dict[str, Any]) -> None:
     stream = io.BytesIO()
     torch.save(content, stream)
     try:
-        write_atomically(output, stream.getbuffer(), _load)
+        write_atomically(output, stream.getbuffer(), read_content)
     except OSError as error:
         reason = explain_failure(error, output.parent, stream.getbuffer().nbytes)
         raise UserError(f"--output {output} cannot be written: {reason}") from error
@@ -282,7 +273,7 @@ def store_model_weights(
         RuntimeError: the weights are of another model.
     """
     path, model, stream = Path(os.path.abspath(checkpoint_path)), copy.deepcopy(model), io.BytesIO()
-    model.load_state_dict(_take(_load(path), checkpoint_key, str(path)), strict=strict)
+    model.load_state_dict(_take(read_content(path), checkpoint_key, str(path)), strict=strict)
     torch.save(model.state_dict(), stream)
     output = path.with_name(f"weights-{hashlib.sha256(stream.getbuffer()).hexdigest()[:8]}.pth")
     write_atomically(output, stream.getbuffer())

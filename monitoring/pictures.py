@@ -181,7 +181,7 @@ class Pictures:
         return FirstBatch(data_loader, take) if is_new else data_loader
 
     def observe(self, kind: str, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor) -> None:
-        """Take a batch of the evaluation `kind`, without a host sync; other arguments as `metrics.Metric.update`."""
+        """Take a batch of the evaluation `kind`, without a host sync; other arguments as `Metric.batch_sums`."""
         if self.is_active and kind == self.kind:
             output = output if isinstance(output, Tensor) else output[0]
             confidence, predicted = output.float().softmax(dim=1).max(dim=1)

@@ -10,7 +10,7 @@ import torch
 import config
 import models
 import optim
-from checkpointing.published import take_published_options, weights_without_memory
+from checkpointing.published import read_weights, take_published_options
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError
@@ -86,8 +86,9 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
 
 def _check_weights(args: Any, num_classes: int) -> None:
     """Raise UserError if the names or shapes in the file of `--weights` are not those of the model."""
-    weights = None if args.resume else weights_without_memory(args)
-    if weights is not None:
+    if args.weights and not args.resume and Path(args.weights).is_file():
+        weights = read_weights(args.weights, is_average=args.ema)
+        weights.update({name: tensor.to("meta") for name, tensor in weights.items()})
         # Without data the number of classes is assumed.
         is_known = args.data_path is not None or args.synthetic is not None
         with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):

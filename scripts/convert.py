@@ -185,7 +185,7 @@ def convert(options: argparse.Namespace) -> None:
     check_inputs(options.output, [name])
     if not Path(name).is_file():
         raise UserError(f"{name} is no file; give a checkpoint")
-    content = read_content(Path(name), name)
+    content = read_content(Path(name))
     parts = read(content, name, is_average=options.ema)
     trained = open_weights(name, parts.weights, options.model, given_preprocessing(options))
     print(preprocessing_line(trained.args, trained.origin))

@@ -27,16 +27,15 @@ class ClassAccuracy(metrics.Metric):
     """All that somebody writes who wants the accuracy of each class."""
 
     def __init__(self, num_classes):
-        super().__init__(2 * num_classes)
-        self.num_classes = num_classes
+        self.num_classes, self.num_sums = num_classes, 2 * num_classes
 
-    def update(self, output, target, index):
+    def batch_sums(self, output, target, index):
         target = target.argmax(dim=1) if target.ndim == 2 else target
         is_hit = output.argmax(dim=1) == target
-        self.add(torch.bincount(target, is_hit, self.num_classes), torch.bincount(target, None, self.num_classes))
+        return [torch.bincount(target, is_hit, self.num_classes), torch.bincount(target, None, self.num_classes)]
 
-    def compute(self):
-        pairs = zip(self.sums[: self.num_classes], self.sums[self.num_classes :], strict=True)
+    def compute(self, sums, count):
+        pairs = zip(sums[: self.num_classes], sums[self.num_classes :], strict=True)
         by_class = [100 * hits / count if count else float("nan") for hits, count in pairs]
         return {"by_class": by_class, "worst_class": min(value for value in by_class if value == value)}
 
@@ -44,16 +43,15 @@ class ClassAccuracy(metrics.Metric):
 class EvenImages(metrics.Metric):
     """Something of images that their numbers tell: how many percent of those with an even number are hit."""
 
-    def __init__(self):
-        super().__init__(2)
+    num_sums = 2
 
-    def update(self, output, target, index):
+    def batch_sums(self, output, target, index):
         target = target.argmax(dim=1) if target.ndim == 2 else target
         is_even = index % 2 == 0
-        self.add(((output.argmax(dim=1) == target) & is_even).sum(), is_even.sum())
+        return [((output.argmax(dim=1) == target) & is_even).sum(), is_even.sum()]
 
-    def compute(self):
-        return {"even": 100 * self.sums[0] / max(self.sums[1], 1)}
+    def compute(self, sums, count):
+        return {"even": 100 * sums[0] / max(sums[1], 1)}
 
 
 NUM_IMAGES, NUM_CLASSES = 23, 4
@@ -100,9 +98,9 @@ def test_a_metric_of_ones_own_is_the_same_in_every_bit_at_any_world_size(tmp_pat
 
 def test_a_plain_loader_tells_no_numbers():
     class Noted(EvenImages):
-        def update(self, output, target, index):
+        def batch_sums(self, output, target, index):
             seen.append(index)
-            super().update(output, target, torch.zeros(len(target)))
+            return super().batch_sums(output, target, torch.zeros(len(target)))
 
     seen = []
     loader = DataLoader(TensorDataset(*scored_images()), 4)

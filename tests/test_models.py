@@ -79,13 +79,12 @@ def load(name, weights, num_classes):
 
 def test_weights_of_another_model_are_refused_in_one_line():
     weights = torchvision.models.squeezenet1_1(num_classes=5).state_dict()
-    for name in ("squeezenet1_0", "resnet18"):
+    more = {**weights, "one.more": torch.zeros(1)}
+    for name, given in (("squeezenet1_0", weights), ("resnet18", weights), ("squeezenet1_1", more)):
         with pytest.raises(UserError, match="another model") as refusal:
-            load(name, weights, 5)
+            load(name, given, 5)
         assert "\n" not in str(refusal.value)
-    weights["one.more"] = torch.zeros(1)
-    with pytest.raises(UserError, match="has one"):
-        load("squeezenet1_1", weights, 5)
+    assert "one.more" in str(refusal.value)
 
 
 def test_a_head_of_another_size_is_left_out_and_the_rest_loaded(capsys):
@@ -105,11 +104,11 @@ def test_what_older_versions_of_modules_saved_is_translated():
 
 def test_unknown_weights_are_named_with_those_that_exist():
     args = config.parse_args(["--synthetic", "--model", "resnet50", "--weights", "IMAGENET1K_V3"])
-    with pytest.raises(UserError, match="did you mean IMAGENET1K_V"):
+    with pytest.raises(UserError, match=r"did you mean resnet50\.IMAGENET1K_V"):
         resolve_weights(args)
-    args = args.replaced(weights="ResNet50_Weights.IMAGENET1K_V2")
-    assert resolve_weights(args).meta["num_params"] == 25557032
-    with pytest.raises(UserError, match="neither a file nor weights of resnet50"):
+    for name in ("ResNet50_Weights.IMAGENET1K_V2", "IMAGENET1K_V2"):
+        assert resolve_weights(args.replaced(weights=name)) is torchvision.models.ResNet50_Weights.IMAGENET1K_V2
+    with pytest.raises(UserError, match="is of resnet18"):
         resolve_weights(args.replaced(weights="ResNet18_Weights.IMAGENET1K_V1"))
 
 
@@ -133,27 +132,26 @@ def test_auxiliary_classifiers_count_in_training():
         assert isinstance(model.eval()(image), torch.Tensor)
 
 
-def test_a_frozen_model_trains_its_classifier_alone_and_keeps_its_statistics():
-    args = config.parse_args(["--synthetic", "--freeze", "--model", "resnet18", "--wd", "0.1"])
-    model = models.build_model(args, 4)
+def changed_by_a_step(model, args, image):
+    """Return the names of the parameters and buffers that a step changes."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     models.set_training_mode(model)
-    nn.functional.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
+    metrics.build_criterion(args)(model(image), torch.arange(len(image))).backward()
     optimizer.step()
-    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
-    assert changed == ["fc.weight", "fc.bias"]
+    return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
 
 
-@pytest.mark.parametrize(
-    ("model", "ends"),
-    [
-        ("resnet18", ["fc"]), ("vgg11", ["classifier.6"]), ("squeezenet1_1", ["classifier.1"]),
-        ("vit_b_32", ["heads.head"]),
-        ("googlenet", ["aux1.fc2", "aux2.fc2", "fc"]), ("inception_v3", ["AuxLogits.fc", "fc"]), ("swin_t", ["head"]),
-        ("convnext_tiny", ["classifier.2"]), ("maxvit_t", ["classifier.5"]), ("mobilenet_v3_small", ["classifier.3"]),
-    ],
-)  # fmt: skip
+def test_a_frozen_model_trains_its_classifier_alone_and_keeps_its_statistics():
+    args = config.parse_args(["--synthetic", "--freeze", "--model", "resnet18", "--wd", "0.1"])
+    model = models.build_model(args, 4)
+    assert changed_by_a_step(model, args, torch.randn(4, 3, 32, 32)) == {"fc.weight", "fc.bias"}
+
+
+@pytest.mark.parametrize(("model", "ends"), [
+    ("vgg11", ["classifier.6"]), ("squeezenet1_1", ["classifier.1"]), ("vit_b_32", ["heads.head"]),
+    ("maxvit_t", ["classifier.5"]),
+])  # fmt: skip
 def test_the_classifier_is_found(model, ends):
     with torch.device("meta"):
         built = torchvision.models.get_model(model, num_classes=37)
@@ -191,10 +189,7 @@ def test_timms_models_come_from_timm():
     assert len(optim.build_parameter_groups(args, model)) == 2
 
 
-DISTILLED = "timm/deit_tiny_distilled_patch16_224"
-
-
-@pytest.mark.parametrize("num_classes", [7, 128, 512, 768, 1024])
+@pytest.mark.parametrize("num_classes", [7, 768, 1024])
 @pytest.mark.parametrize(
     ("name", "ends"), [("googlenet", ["aux1.fc2", "aux2.fc2", "fc"]), ("inception_v3", ["AuxLogits.fc", "fc"])]
 )
@@ -218,22 +213,14 @@ def test_a_model_without_a_classifier_is_refused():
         models.classifier_layers(nn.Sequential(nn.Linear(4, 4)), 3)
 
 
-def build_distilled(num_classes, *argv, weights=None):
-    args = config.parse_args(["--synthetic", "--model", DISTILLED, "--weights", "w.pth", *argv])
-    return args, models.build_model(args, num_classes, weights)
-
-
 def test_both_heads_of_a_distilled_model_are_replaced_and_trained(capsys):
-    weights = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=5).state_dict()
-    args, model = build_distilled(3, "--freeze", "--lr", "0.1", weights=weights)
+    weights = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=5, depth=1).state_dict()
+    argv = ["--model", "timm/deit_tiny_distilled_patch16_224", "--model-kwargs", "depth=1", "--weights", "w.pth"]
+    args = config.parse_args(["--synthetic", *argv, "--freeze", "--lr", "0.1"])
+    model = models.build_model(args, 3, weights)
     assert "classifier of 5 classes left out, starting a new one of 3 (head, head_dist)" in capsys.readouterr().out
-    assert torch.equal(model.state_dict()["blocks.3.mlp.fc1.weight"], weights["blocks.3.mlp.fc1.weight"])
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
-    models.set_training_mode(model)
-    metrics.build_criterion(args)(model(torch.randn(2, 3, 224, 224)), torch.tensor([0, 2])).backward()
-    optimizer.step()
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert torch.equal(model.state_dict()["blocks.0.mlp.fc1.weight"], weights["blocks.0.mlp.fc1.weight"])
+    changed = changed_by_a_step(model, args, torch.randn(2, 3, 224, 224))
     assert changed == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
 
 

@@ -1,22 +1,33 @@
-"""checkpointing/weights.py: files as torchvision, pytorch/examples and timm write them, averaged and stored."""
+"""Files of weights: as torchvision, pytorch/examples, timm, the hub and safetensors have them, and of other sizes."""
 
 import argparse
 import hashlib
 import os
 import pickle
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 import torchvision
+from safetensors.torch import save_file
+from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
+from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchvision.models.vision_transformer import interpolate_embeddings
 
-import optim
+import config
+import models
 import utils
-from checkpointing.weights import load_weights
+from checkpointing.weights import fetch_from_hub, load_weights
 from errors import UserError
-from tests.started import Hostile
+from scripts.trained import open_trained
+from tests.images import write_images
+from tests.ranks import run_ranks
+from tests.started import SMALL, SMALL_ANYWHERE, Hostile, refused, run_train
 
 
 class Wrapped(nn.Module):
@@ -109,26 +120,14 @@ def test_a_part_in_data_parallel_has_its_own_names(tmp_path):
     assert list(load_weights(tmp_path / "w.pth")) == names
 
 
-@pytest.mark.parametrize("script", ["a bare state dict", "pytorch/examples"])
-def test_there_is_not_always_an_average(tmp_path, script):
-    torch.save(SCRIPTS[script](small_model()), tmp_path / "w.pth")
-    with pytest.raises(UserError, match=r"holds no average \(model_ema or state_dict_ema\); leave out --ema"):
-        load_weights(tmp_path / "w.pth", is_average=True)
-
-
 class Thing:
     """A class of whoever wrote the file."""
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-@pytest.mark.parametrize(
-    "place",
-    [
-        lambda hostile: argparse.Namespace(model=hostile),
-        lambda hostile: argparse.Namespace(args=argparse.Namespace(model=[hostile])),
-        lambda hostile: hostile,
-    ],
-)
+@pytest.mark.parametrize("place", [
+    lambda hostile: argparse.Namespace(args=argparse.Namespace(model=[hostile])), lambda hostile: hostile,
+])  # fmt: skip
 def test_code_beside_or_in_a_namespace_is_refused(tmp_path, place, is_old):
     for culprit in (Hostile(tmp_path / "executed"), Thing()):
         content = {"model": small_model().state_dict(), "args": place(culprit)}
@@ -138,40 +137,27 @@ def test_code_beside_or_in_a_namespace_is_refused(tmp_path, place, is_old):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (
-            {"model": argparse.Namespace(weight=torch.zeros(1))},
-            "holds no weights as `model`: expected a checkpoint with a state dict there",
-        ),
-        (
-            {"model": {"weight": argparse.Namespace()}},
-            "holds more than weights as `model`: expected a checkpoint with a state dict there",
-        ),
-        (argparse.Namespace(model={}), "holds a Namespace, not a checkpoint"),
-        (
-            {"epoch": 3},
-            "holds more than weights: expected a state dict, or a checkpoint with one as `model` or `state_dict`",
-        ),
-        ({"state_dict": None}, "holds no weights as `state_dict`: expected a checkpoint"),
-        ({"module.a": torch.zeros(1), "a": torch.ones(1)}, "holds weights of one name twice"),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    ({"model": argparse.Namespace(weight=torch.zeros(1))}, "holds no weights as `model`"),
+    ({"model": {"weight": argparse.Namespace()}}, "holds no weights as `model`"),
+    (argparse.Namespace(model={}), "holds a Namespace, not a checkpoint"),
+    ({"epoch": 3}, "holds no weights: expected a state dict, or a checkpoint with one as model or state_dict"),
+    ({"module.a": torch.zeros(1), "a": torch.ones(1)}, "holds weights of one name twice"),
+])  # fmt: skip
 def test_a_file_without_weights_is_refused(tmp_path, content, words):
     torch.save(content, tmp_path / "w.pth")
     with pytest.raises(UserError, match=words):
         load_weights(tmp_path / "w.pth")
 
 
-def test_torchvisions_names_are_in_utils(tmp_path):
-    assert utils.set_weight_decay is optim.set_weight_decay
-    utils.mkdir(tmp_path / "a" / "b")
-    utils.mkdir(str(tmp_path / "a" / "b"))
-    assert (tmp_path / "a" / "b").is_dir()
-    (tmp_path / "c").touch()
-    with pytest.raises(FileExistsError):
-        utils.mkdir(tmp_path / "c")
+@pytest.mark.filterwarnings("error")
+def test_a_file_that_torch_never_wrote_is_refused_for_that_and_without_a_warning(tmp_path):
+    hostile = pickle.dumps(os.system, protocol=2), pickle.dumps(os.system, protocol=0)
+    reasons = ["it is empty", "not an archive of torch.save", "contains code", "not an archive of torch.save"]
+    for content, reason in zip([b"", b"hello\n", *hostile], reasons, strict=True):
+        (tmp_path / "w.pth").write_bytes(content)
+        with pytest.raises(UserError, match=reason):
+            load_weights(tmp_path / "w.pth")
 
 
 @pytest.fixture
@@ -202,24 +188,15 @@ def test_checkpoints_are_averaged(three):
     assert alone["weight"].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("content", "error", "words"),
-    [
-        (
-            {"model": {"weight": torch.zeros(2), "other": torch.zeros(1)}},
-            KeyError,
-            "other.pth holds other weights than .*model_5.pth: count, half, other",
-        ),
-        ({"model": {"weight": torch.zeros(3), "count": torch.tensor(3), "half": torch.ones(1)}}, KeyError, ": weight"),
-        ({"state_dict": {}}, UserError, "no weights as `model`: expected a checkpoint with a state dict there"),
-        ({"model": Thing()}, UserError, "contains code"),
-    ],
-)
+@pytest.mark.parametrize(("content", "error", "words"), [
+    ({"model": {"weight": torch.zeros(2), "other": torch.zeros(1)}}, KeyError, "model_5.pth: count, half, other"),
+    ({"model": {"weight": torch.zeros(3), "count": torch.tensor(3), "half": torch.ones(1)}}, KeyError, ": weight"),
+    ({"state_dict": {}}, UserError, "no weights as `model`"), ({"model": Thing()}, UserError, "contains code"),
+])  # fmt: skip
 def test_checkpoints_that_do_not_fit_are_not_averaged(three, tmp_path, content, error, words):
     torch.save(content, tmp_path / "other.pth")
-    with pytest.raises(error, match=words) as refusal:
+    with pytest.raises(error, match=words):
         utils.average_checkpoints([*three, tmp_path / "other.pth"])
-    assert "\n" not in str(refusal.value)
     with pytest.raises(ValueError, match="no checkpoints"):
         utils.average_checkpoints([])
 
@@ -247,22 +224,202 @@ def test_weights_are_stored_under_their_hash(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1 + len(set(paths))
     with pytest.raises(RuntimeError, match="Unexpected key"):
         utils.store_model_weights(model, tmp_path / "checkpoint.pth", "more")
-    with pytest.raises(UserError, match="holds no weights as `no`"):
-        utils.store_model_weights(model, tmp_path / "checkpoint.pth", "no")
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "it is empty"),
-        (b"hello\n", "not an archive of torch.save"),
-        (pickle.dumps([1], protocol=4), "not an archive of torch.save"),
-        (pickle.dumps(os.system, protocol=2), "contains code"),
-        (pickle.dumps(os.system, protocol=0), "not an archive of torch.save"),
-    ],
-)
-def test_a_file_that_torch_never_wrote_is_refused_for_that_and_without_a_warning(tmp_path, content, reason):
-    (tmp_path / "w.pth").write_bytes(content)
-    with pytest.raises(UserError, match=reason):
-        load_weights(tmp_path / "w.pth")
+def test_a_safetensors_file_is_a_state_dict_and_a_damaged_one_is_refused(tmp_path):
+    model, path = small_model(), tmp_path / "w.safetensors"
+    save_file(model.state_dict(), path, metadata={"format": "pt"})
+    weights = load_weights(path)
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(UserError, match=r"holds no average \(model_ema or state_dict_ema\); leave out --ema"):
+        load_weights(path, is_average=True)
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"\xff" * len(whole)):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="no safetensors file, or a damaged one") as refusal:
+            load_weights(path)
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_run_starts_from_one(tmp_path):
+    images = write_images(tmp_path / "images", {"train": [4, 4, 4], "val": [1, 1, 1]})
+    save_file(timm.create_model("test_resnet", num_classes=3).state_dict(), tmp_path / "w.safetensors")
+    argv = ["--data-path", images, *SMALL_ANYWHERE, "--output-dir", tmp_path / "out"]
+    weights = ["--weights", tmp_path / "w.safetensors"]
+    ran = run_train(tmp_path, *argv, *weights, "--test-only").check()
+    assert "w.safetensors: a bare state dict" in ran.output
+    save_file({"other": torch.zeros(1)}, tmp_path / "w.safetensors")
+    refused(run_train(tmp_path, *argv, *weights, "--test-only"), "belongs to another model")
+
+
+def write_hub(folder, files):
+    """Write a repository of the hub as its package caches it."""
+    home = folder / "models--someone--something"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("1" * 40)
+    (home / "snapshots" / ("1" * 40)).mkdir(parents=True)
+    for name, write in files.items():
+        write(home / "snapshots" / ("1" * 40) / name)
+
+
+def fetch_each(folder, names):
+    os.environ.update(HF_HUB_CACHE=str(folder), HF_HUB_OFFLINE="1")
+    for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]  # which has read the environment
+    for name, kind in names:
+        try:
+            weights = load_weights(fetch_from_hub(name), is_average=kind == "ema")
+            print(weights.kind, float(weights["weight"]))
+        except UserError as error:
+            print("refused", error)
+
+
+def test_a_name_of_the_hub_means_a_file_there(tmp_path):
+    checkpoint = {"model": {"weight": torch.tensor([1.0])}, "model_ema": {"module.weight": torch.tensor([2.0])}}
+    write_hub(
+        tmp_path,
+        {
+            "model.safetensors": lambda path: save_file({"weight": torch.tensor([3.0])}, path),
+            "best.pth": lambda path: torch.save(checkpoint, path),
+        },
+    )
+    names = [
+        ("hf-hub:someone/something", "raw"), ("hf-hub:someone/something/best.pth", "ema"),
+        ("hf-hub:someone/nothing", "raw"),
+    ]  # fmt: skip
+    ran = run_ranks(fetch_each, 1, tmp_path, names, log_folder=tmp_path).check()
+    whole, average, missing = ran.output.splitlines()
+    assert (whole, average) == ("a bare state dict 3.0", "the average 2.0")
+    assert missing.startswith("refused --weights hf-hub:someone/nothing: cannot fetch model.safetensors: ")
+
+
+@pytest.fixture(params=["resnet18", "vit_tiny_patch16_224"])
+def timms(request, tmp_path):
+    """A checkpoint as timm's own saver writes it, of options as its script has them; its model and its average."""
+    torch.manual_seed(0)
+    kwargs = {"depth": 1} if "vit" in request.param else {}
+    model = timm.create_model(request.param, num_classes=3, **kwargs)
+    average = ModelEmaV3(model, decay=0.5)
+    with torch.no_grad():
+        for parameter in average.module.parameters():
+            parameter.mul_(0.5)
+    args = argparse.Namespace(
+        model=request.param, model_kwargs=kwargs, img_size=64 if "vit" not in request.param else None, input_size=None,
+        crop_pct=None, mean=None, std=None, interpolation="", gp=None, bn_eps=None, bn_momentum=None, opt="sgd",
+        num_classes=3, drop=0.0, amp=False,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    saver = CheckpointSaver(model, optimizer, args=args, model_ema=average, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(3, metric=60.0)
+    return SimpleNamespace(path=tmp_path / "last.pth.tar", model=model.eval(), average=average.module.eval(), args=args)
+
+
+def test_a_checkpoint_of_timms_script_is_of_timms_model(timms):
+    expected_config = timms.model.default_cfg
+    size = timms.args.img_size or expected_config["input_size"][-1]
+    image = torch.randn(2, 3, size, size)
+    for is_average, expected in ((False, timms.model), (True, timms.average)):
+        trained = open_trained(str(timms.path), is_average=is_average)
+        assert trained.args.model == f"timm/{timms.args.model}"
+        assert (trained.args.val_crop_size, trained.args.val_resize_size) == (
+            size,
+            int(size / expected_config["crop_pct"]),
+        )
+        assert trained.args.mean == list(expected_config["mean"])
+        assert trained.args.interpolation == expected_config["interpolation"]
+        assert torch.equal(trained.model(image), expected(image))
+    with pytest.raises(UserError, match=f"{timms.path.name} holds the raw weights of timm/{timms.args.model}"):
+        open_trained(str(timms.path), model="resnet18")
+    # Without its options timm's saver writes the name of the class.
+    CheckpointSaver(timms.model, torch.optim.SGD(timms.model.parameters()))._save(timms.path, 0)
+    with pytest.raises(UserError, match="does not say of which model it is; give --model NAME"):
+        open_trained(str(timms.path))
+
+
+def test_a_run_starts_from_a_checkpoint_of_timms_script(timms):
+    weights = load_weights(timms.path)
+    assert weights.kind == f"the raw weights of timm/{timms.args.model}, not their average, which --ema takes"
+    argv = ["--synthetic", "--model", f"timm/{timms.args.model}", "--weights", str(timms.path)]
+    argv += ["--model-kwargs", "depth=1"] if timms.args.model_kwargs else []
+    model = models.build_model(config.parse_args(argv), 3, load_weights(timms.path, is_average=True))
+    for name, value in timms.average.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+# Images of another size
+
+
+def noisy(model):
+    """A model's state dict, of no zeros: some embeddings begin as zeros."""
+    torch.manual_seed(0)
+    return {name: value + torch.rand_like(value) if value.is_floating_point() else value for name, value in
+            model.state_dict().items()}  # fmt: skip
+
+
+DEIT, SWIN = "deit_tiny_distilled_patch16_224", "swin_tiny_patch4_window7_224"
+SWIN_KWARGS = {"depths": (1, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 1, 1, 1)}
+
+
+def vit_of(size):
+    return torchvision.models.VisionTransformer(size, 32, 12, 12, 768, 3072, num_classes=3)
+
+
+def by_torchvision(name, old, shape):
+    size = 32 * round((shape[1] - 1) ** 0.5)
+    return interpolate_embeddings(size, 32, {"encoder.pos_embedding": old})["encoder.pos_embedding"]
+
+
+def by_timm(name, old, shape):
+    if "table" not in name:
+        return resample_abs_pos_embed(old, [round((shape[1] - 2) ** 0.5)] * 2, num_prefix_tokens=2)
+    side = round(shape[0] ** 0.5 + 1) // 2
+    return resize_rel_pos_bias_table(old, new_window_size=(side, side), new_bias_shape=shape)
+
+
+@pytest.mark.parametrize(("name", "build", "size", "kwargs", "resize"), [
+    ("vit_b_32", lambda: vit_of(64), 32, {}, by_torchvision), ("vit_b_32", lambda: vit_of(64), 96, {}, by_torchvision),
+    (f"timm/{DEIT}", lambda: timm.create_model(DEIT, num_classes=3, depth=1), 64, {"depth": 1}, by_timm),
+    (f"timm/{SWIN}", lambda: timm.create_model(SWIN, num_classes=3, **SWIN_KWARGS), 128, SWIN_KWARGS, by_timm),
+])  # fmt: skip
+def test_positions_are_resized_as_torchvision_and_timm_do(name, build, size, kwargs, resize, capsys):
+    """Those of `--weights`, and those of a checkpoint that is evaluated and of its average."""
+    weights, argv = noisy(build()), ["--synthetic", "--model", name, "--weights", "w.pth", "--model-kwargs"]
+    argv += [f"{key}={value}" for key, value in kwargs.items()]
+    args = config.parse_args([*argv, "--train-crop-size", str(size), "--val-crop-size", str(size)])
+    model = models.build_model(args, 3, dict(weights))
+    found = {"weights": model.state_dict()}
+    average = {f"module.{key}": -value if value.is_floating_point() else value for key, value in weights.items()}
+    state = {"model": weights, "model_ema": {"n_averaged": torch.tensor(3), **average}}
+    model_ema = models.load_evaluated(args.replaced(test_only=True, resume="c.pth"), model, state)
+    found |= {"checkpoint": model.state_dict(), "average": model_ema.module.state_dict()}
+    resized = [key for key, value in found["weights"].items() if value.shape != weights[key].shape]
+    assert resized
+    for kind, values in found.items():
+        for key, value in values.items():
+            sign = -1 if kind == "average" and value.is_floating_point() else 1
+            expected = resize(key, sign * weights[key], value.shape) if key in resized else sign * weights[key]
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-6 if key in resized else 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": made for images of another size; resized ")[0] for line in lines] == [
+        "--weights w.pth", "--resume c.pth", "the average of --resume c.pth",
+    ]  # fmt: skip
+    assert f"resized {resized[0]}" in lines[0]
+
+
+def test_train_and_the_tools_evaluate_a_checkpoint_at_another_size(tmp_path):
+    images = write_images(tmp_path / "images", {"train": [4, 4], "val": [2, 2]})
+    vit = ["--model", "timm/vit_tiny_patch16_224", "--model-kwargs", "depth=1"]
+    argv = ["--data-path", images, *SMALL, "--batch-size", 4, *vit]
+    out = tmp_path / "out"
+    run_train(tmp_path, *argv, "--epochs", 1, "--model-ema", "--output-dir", out).check()
+    path = out / "checkpoint.pth"
+    argv = ["--data-path", images, "--device", "cpu", "--workers", 0, "--batch-size", 4, "--test-only"]
+    ran = run_train(tmp_path, *argv, "--resume", path, "--val-crop-size", 48).check()
+    assert "resized pos_embed from (1, 5, 192) to (1, 10, 192)" in ran.output
+    asked = ["--ema", "--val-crop-size", 48, "--val-resize-size", 32, *vit]
+    by_weights = run_train(tmp_path, *argv, "--weights", path, *asked).check().output
+    (line,) = [line for line in ran.output.splitlines() if line.startswith("Test: EMA Acc@1")]
+    assert line.replace("EMA ", "") in by_weights
+    trained = open_trained(str(path), is_average=True, given={"val_crop_size": 48, "val_resize_size": 48})
+    assert trained.model.pos_embed.shape == (1, 10, 192)
