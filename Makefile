@@ -48,10 +48,10 @@ test-dist: $(READY)  ## run the tests that start several processes
 test-slow: $(READY)  ## run the tests that take long
 	$(BIN)/python -m pytest -m slow
 
-chaos: $(READY)  ## inject faults into runs, thousands of times, and compare what they leave: most of an hour
+chaos: $(READY)  ## inject faults into runs, thousands of times, and compare what they leave: some 20 minutes on two cores
 	$(BIN)/python -m tests.chaos
 
-fuzz: $(READY)  ## mutate what is read from disk, 10,000 times: some ten minutes
+fuzz: $(READY)  ## mutate what is read from disk, 10,000 times: some ten minutes on two cores
 	$(BIN)/python -m tests.fuzz
 
 test-gpu: $(READY)  ## run the tests that need a GPU

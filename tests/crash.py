@@ -1,303 +1,44 @@
-"""Every point at which a run can be killed, and every call that can fail: `python -m tests.rounds crash_points`.
+"""Every point at which a run can be killed, and every call that can fail.
 
-The real command line trains a model of a few numbers on made-up images, in a child of one warm process: a whole run
-takes a tenth of a second. Its file-system calls are counted. Then it is killed before each of them, in the middle of
-each write and after the last; the same command is given again, as a job script does, and the folder has to end like
-that of a run to which nothing was done (tests/endings.py). So with every call failing in every way in turn.
+The real command line trains a tiny model on made-up images. Its file-system calls are counted. Then it is killed before
+each of them, in the middle of each write and after the last; the same command is given again, as a job script does, and
+the folder has to end like that of an undisturbed run (tests/endings.py). So with every call failing in every way.
 """
 
 import errno
+import os
 import re
+import shutil
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.calls import CHANGING, Call, Failing, Killed
+import files
+import run
+from checkpointing import store
+from checkpointing.checkpoint import RunState
+from checkpointing.store import CheckpointManager
+from tests.calls import CHANGING, Call, Trouble, Watch, read_log
 from tests.endings import Ending
-from tests.miniature import AVERAGE, TIMEOUT_S, Outcome, Workplace, copy_tree
+from tests.ranks import run_ranks, train_rank
 
-RESULT = re.compile(r"^train\.py: error", re.MULTILINE)
+# Three epochs of two steps, each saved.
+OPTIONS = """
+    --model timm/tiny_test --synthetic 8 --train-crop-size 16 --val-resize-size 16 --val-crop-size 16 --device cpu
+    --workers 0 --epochs 3 --batch-size 4 --lr 0.01 --checkpoint-steps 1 --print-freq 1 --use-deterministic-algorithms
+    --output-dir runs/a
+""".split()
+AVERAGE = ["--model-ema", "--model-ema-steps", "1", "--model-ema-decay", "0.5"]
 
+# What the evaluations after each epoch's last step give: the first is best, the second not, and the last is or is not.
+ACCURACY = {"val": {2: 50.0, 4: 40.0, 6: 60.0}, "val_ema": {2: 30.0, 4: 40.0, 6: 35.0}}
 
-class Scenario(NamedTuple):
-    """What is on the disk, the command, and what it goes on from.
-
-    Args:
-        name: in what is reported.
-        command: beside `OPTIONS`; relative paths are below the disk.
-        prepare: brings an empty disk into the state that the command is given in.
-        from_step: the step that the command goes on from; saves beyond it are the run's own.
-        is_repeatable: whether the same command goes on with what it has saved itself; if not, that is done by
-            `--resume auto` once there is something.
-        is_afresh: whether the command begins again each time, by what it says itself.
-        num_saves: how many saves to look at; what comes after them is like in other scenarios. None for all.
-        is_late: whether a save is written as late as it can be, and not as early.
-    """
-
-    name: str
-    command: list[str]
-    prepare: Callable[[Workplace], None] | None = None
-    from_step: int = 0
-    is_repeatable: bool = True
-    is_afresh: bool = False
-    num_saves: int | None = 1
-    is_late: bool = False
-
-    @property
-    def out(self) -> str:
-        return self.command[self.command.index("--output-dir") + 1]
-
-    def go_on(self) -> list[str]:
-        """Return the command that goes on with what this one has saved."""
-        kept = [word for word in self.command if word != "--overwrite"]
-        if "--resume" in kept:
-            at = kept.index("--resume")
-            del kept[at : at + 2]
-        return [*kept, "--resume", "auto"]
-
-
-def _interrupted(out: str, step: int, is_evaluated: bool, *options: str) -> Callable[[Workplace], None]:
-    """Return what leaves a run that was killed right after a save."""
-
-    def prepare(place: Workplace) -> None:
-        outcome = place.start(["--output-dir", out, *options], stop_at=(step, is_evaluated))
-        assert outcome.code == -signal.SIGKILL, outcome.output
-
-    return prepare
-
-
-def _finished(out: str, *options: str) -> Callable[[Workplace], None]:
-    def prepare(place: Workplace) -> None:
-        outcome = place.start(["--output-dir", out, *options])
-        assert outcome.code == 0, outcome.output
-
-    return prepare
-
-
-def _damage(*names: str) -> Callable[[Workplace], None]:
-    """Return what cuts files in half, though not what else is linked to them."""
-
-    def prepare(place: Workplace) -> None:
-        for name in names:
-            path = place.disk / name
-            content = path.read_bytes()
-            path.unlink()
-            path.write_bytes(content[: len(content) // 2])
-
-    return prepare
-
-
-def _all(*steps: Callable[[Workplace], None]) -> Callable[[Workplace], None]:
-    def prepare(place: Workplace) -> None:
-        for step in steps:
-            step(place)
-
-    return prepare
-
-
-AUTO = ["--output-dir", "runs/a", "--resume", "auto"]
-SCENARIOS = [
-    # A first start in a new folder, a first save, saves, evaluations that are best and not, a last save that is best.
-    Scenario("new", [*AUTO, "--keep-last", "2"], num_saves=None),
-    # The same with an average, of which the last evaluation is not the best.
-    Scenario("new with average", [*AUTO, *AVERAGE], num_saves=None),
-    # The same, as far as a run can get before a save that it has begun is on the disk.
-    Scenario("new, saving late", [*AUTO, "--keep-last", "2"], num_saves=None, is_late=True),
-    Scenario("new with average, saving late", [*AUTO, *AVERAGE], num_saves=None, is_late=True),
-    Scenario("new without resume", ["--output-dir", "runs/a"], is_repeatable=False),
-    Scenario("finished", AUTO, _finished("runs/a"), from_step=6),
-    Scenario("interrupted", AUTO, _interrupted("runs/a", 3, False), from_step=3),
-    Scenario(
-        "overwrite", ["--output-dir", "runs/a", "--overwrite"], _finished("runs/a", "--seed", "1", *AVERAGE),
-        is_afresh=True,
-    ),
-    Scenario(
-        "from elsewhere", ["--output-dir", "runs/a", "--resume", "runs/b/checkpoint.pth", *AVERAGE],
-        _interrupted("runs/b", 4, True, *AVERAGE), from_step=4, is_repeatable=False,
-    ),
-    Scenario(
-        "from elsewhere, best elsewhere", ["--output-dir", "runs/a", "--resume", "runs/b/checkpoint.pth"],
-        _interrupted("runs/b", 4, True), from_step=4, is_repeatable=False,
-    ),
-    Scenario(
-        "from elsewhere, overwriting",
-        ["--output-dir", "runs/a", "--resume", "runs/b/checkpoint.pth", "--overwrite"],
-        _all(_interrupted("runs/b", 4, True), _finished("runs/a", "--seed", "1")), from_step=4, is_repeatable=False,
-    ),
-    Scenario(
-        "damaged newest", AUTO,
-        _all(_finished("runs/a"), _damage("runs/a/checkpoint-00000006.pth", "runs/a/checkpoint.pth")), from_step=5,
-    ),
-    Scenario(
-        "damaged newest and best", AUTO,
-        _all(_interrupted("runs/a", 4, True), _damage("runs/a/checkpoint-00000004.pth", "runs/a/best.pth")),
-        from_step=3,
-    ),
-    Scenario(
-        "an older one", ["--output-dir", "runs/a", "--resume", "runs/a/checkpoint-00000004.pth"], _finished("runs/a"),
-        from_step=4, is_repeatable=False,
-    ),
-]  # fmt: skip
-
-
-class Problem(NamedTuple):
-    """What was done in a scenario, and what came of it that should not."""
-
-    scenario: str
-    what: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.scenario}: {self.what}: {self.text}"
-
-
-def summarize(problems: list[Problem]) -> list[str]:
-    """Say the same outcome once, with the first of the points that lead to it and how many there are."""
-    points = {}
-    for problem in problems:
-        points.setdefault((problem.scenario, problem.text), []).append(problem.what)
-    return [
-        f"{scenario}: {what[0]}{f' and at {len(what) - 1} more' if what[1:] else ''}: {text}"
-        for (scenario, text), what in points.items()
-    ]
-
-
-class Trial:
-    """One scenario in one workplace, its undisturbed ending, and what was found.
-
-    Args:
-        scenario: the scenario.
-        folder: an empty one to work in.
-    """
-
-    def __init__(self, scenario: Scenario, folder: Path) -> None:
-        self.scenario = scenario
-        folder.mkdir(parents=True)
-        self.place = Workplace(folder)
-        self.template = folder / "template"
-        self.place.reset(None)
-        if scenario.prepare is not None:
-            scenario.prepare(self.place)
-        copy_tree(self.place.disk, self.template)
-        self.recorded = self.start(scenario.command, has_content=True)
-        assert self.recorded.code == 0, self.recorded.output
-        self.expected = {same: Ending(self.out, has_same_saves=same) for same in (True, False)}
-        self.counts, self.problems = Counter(), []
-
-    def start(self, *args: Any, **options: Any) -> Outcome:
-        """Run a command as `Workplace.start` does, with the scenario's order of calls."""
-        return self.place.start(*args, is_late=self.scenario.is_late, **options)
-
-    @property
-    def out(self) -> Path:
-        return self.place.disk / self.scenario.out
-
-    def kill_points(self) -> list[Killed]:
-        """Return a kill before each changing call, in the middle of each write, and after the last call."""
-        calls = self.calls_of_interest(self.recorded)
-        halves = [Killed(call.number, is_half=True) for call in calls if call.name == "write" and len(call.content) > 1]
-        return [*(Killed(number) for number in range(1, len(calls) + 2)), *halves]
-
-    def calls_of_interest(self, outcome: Outcome) -> list[Call]:
-        """Return the calls up to the last save to look at."""
-        calls, left = [], self.scenario.num_saves
-        for entry in outcome.log:
-            if isinstance(entry, Call):
-                calls.append(entry)
-            elif entry[1] == "saved" and left is not None:
-                left -= 1
-                if not left:
-                    break
-        return calls
-
-    def kill(self, point: Killed) -> None:
-        """Kill the run at one point, give the command again, and compare."""
-        self.place.reset(self.template)
-        killed = self.start(self.scenario.command, point)
-        calls = self.recorded.calls
-        at = str(calls[point.number - 1]) if point.number <= len(calls) else "the end"
-        what = f"killed {'half way in' if point.is_half else 'before'} {at}"
-        if killed.code != -signal.SIGKILL and point.number <= len(calls):
-            self.report(what, f"was not struck: exit code {killed.code}: {killed.output[-300:]}")
-        self.counts["crash_points"] += 1
-        self.recover(what, killed)
-
-    def recover(self, what: str, before: Outcome) -> None:
-        """Give the command again after trouble, and report what is lost or different."""
-        again = self.start(self.command_again())
-        if again.code != 0:
-            self.report(what, f"then {' '.join(again.output.splitlines()[-1:])[:300]!r}, exit code {again.code}")
-            return
-        if not self.scenario.is_afresh:
-            self.check_nothing_lost(what, before.notes("saved"), again.notes("resumed"))
-        same = "was not saved" not in before.output  # a save that failed, and was said to, leaves a gap
-        for text in Ending(self.out, has_same_saves=same).differences(self.expected[same]):
-            self.report(what, text)
-
-    def command_again(self) -> list[str]:
-        """Return the command that a user gives after trouble: the same, but where it would undo its own saves."""
-        if self.scenario.is_repeatable or not any(self.is_own_save(path) for path in self.out.glob("checkpoint-*.pth")):
-            return self.scenario.command
-        return self.scenario.go_on()
-
-    def is_own_save(self, path: Path) -> bool:
-        """Tell whether a numbered checkpoint was not there before the command."""
-        before = self.template / path.relative_to(self.place.disk)
-        is_beyond = int(path.name[11:19]) > self.scenario.from_step
-        return is_beyond and not (before.exists() and before.read_bytes() == path.read_bytes())
-
-    def check_nothing_lost(self, what: str, saved: list[tuple], resumed: list[tuple]) -> None:
-        """Check that the run goes on from what was announced last, or from later."""
-        if saved and (not resumed or resumed[-1] < saved[-1]):
-            self.counts["lost"] += 1
-            self.report(what, f"LOST: {saved[-1]} was announced as saved, and went on from {resumed}")
-
-    def report(self, what: str, text: str) -> None:
-        """Take down a problem."""
-        self.problems.append(Problem(self.scenario.name, what, text))
-
-    def failures(self) -> list[Failing]:
-        """Return each call failing in each way, once and from then on."""
-        self.place.reset(self.template)
-        calls = self.calls_of_interest(self.start(self.scenario.command, counted=COUNTED_WHEN_FAILING))
-        return [
-            Failing(call.number, code, call.name, is_for_good)
-            for call in calls
-            for code in ERRORS.get(call.name, ANY_ERROR)
-            for is_for_good in (False, True)
-        ]
-
-    def fail(self, point: Failing) -> None:
-        """Have one call fail, then give the command again on a disk that works, and compare."""
-        self.place.reset(self.template)
-        failed = self.start(self.scenario.command, point, counted=COUNTED_WHEN_FAILING)
-        until = " and from then on" if point.is_for_good else ""
-        what = f"{errno.errorcode[point.code]} of call {point.number} ({self._name(failed, point)}){until}"
-        self.counts["failing_calls"] += 1
-        if not self._ends_well(what, failed):
-            return
-        self.recover(what, failed)
-
-    def _name(self, failed: Outcome, point: Failing) -> str:
-        last = next((call for call in reversed(failed.calls) if call.number < point.number), None)
-        return f"{point.name}, after {last}"
-
-    def _ends_well(self, what: str, failed: Outcome) -> bool:
-        """Tell whether a failing run went on, or ended with one line and the right code."""
-        lines = RESULT.findall(failed.output)
-        if "Traceback" in failed.output:
-            self.report(what, f"TRACEBACK: {' '.join(failed.output.splitlines()[-1:])[:300]}")
-        elif failed.code == -signal.SIGALRM:
-            self.report(what, f"HANGS for over {TIMEOUT_S:.0f} s")
-        elif failed.code == 0 and lines:
-            self.report(what, f"says an error and leaves with 0: {failed.output[-300:]}")
-        elif failed.code != 0 and (failed.code not in (1, 2) or len(lines) != 1):
-            self.report(what, f"ends with {failed.code} and {len(lines)} lines: {failed.output[-300:]}")
-        return failed.code != 99
-
-
+NO_TROUBLE = Trouble()
 COUNTED_WHEN_FAILING = CHANGING | {"read", "list", "lock"}
 ANY_ERROR = (errno.EIO, errno.ENOSPC, errno.ENOSYS, errno.ESTALE)
 ERRORS = {
@@ -307,3 +48,253 @@ ERRORS = {
     "list": (errno.EIO, errno.ESTALE),
     "lock": (errno.EIO, errno.ENOSYS, errno.ESTALE, errno.ENOLCK),
 }
+
+
+class Writer:
+    """In place of the thread that writes saves: writes before the run continues, or, late, when the run waits for it.
+
+    So the calls have one order.
+    """
+
+    def __init__(self, is_late: bool, *options: Any) -> None:
+        self.is_late = is_late
+
+    def submit(self, function: Callable, *arguments: Any) -> Future:
+        future = Future()
+        if self.is_late:
+            future.result = partial(function, *arguments)
+        else:
+            future.set_result(function(*arguments))
+        return future
+
+
+def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | None, is_late: bool, spoil: tuple) -> None:
+    """Prepare the process of a run: watch its calls, note what it saves and resumes, and plan its results.
+
+    `spoil`, functions to call first, break the code under test. Once the save of the position (step, is_evaluated)
+    `stop_at` is made, a kill ends the process.
+    """
+    for each in spoil:
+        each()
+    os.chdir(folder / "disk")
+    files.RETRY_S = 0.01  # no disk here needs a second
+    store.ThreadPoolExecutor = partial(Writer, is_late)
+    watch = Watch(folder / "disk", folder / "log", trouble, counted)
+    save, settle, resume = CheckpointManager.save, CheckpointManager.settle, RunState.resume
+    take_results, position = run.Run.take_results, None
+
+    def noted_save(manager, run, **options):
+        nonlocal position
+        manager.settle()
+        position = run.step, run.is_evaluated
+        return save(manager, run, **options)
+
+    def noted_settle(manager, **options):
+        is_saved = settle(manager, **options)
+        if is_saved:
+            watch.note("saved", *position)
+            if position == stop_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return is_saved
+
+    def noted_resume(run, *args):
+        resume(run, *args)
+        watch.note("resumed", run.step, run.is_evaluated)
+
+    def planned(self, results):
+        for kind, result in results.items():
+            result["acc1"] = ACCURACY[kind][self.state.step]
+        take_results(self, results)
+
+    CheckpointManager.save, CheckpointManager.settle, RunState.resume = noted_save, noted_settle, noted_resume
+    run.Run.take_results = planned
+
+
+class Start(NamedTuple):
+    """What became of one start of a run."""
+
+    code: int  # negative: the signal that ended it
+    output: str
+    log: list
+
+    def calls(self, num_saves: int | None = None) -> list[Call]:
+        """Return the calls, up to some save or all."""
+        ends = [index for index, entry in enumerate(self.log) if entry[0] == "saved"]
+        log = self.log[: ends[num_saves - 1]] if num_saves and num_saves <= len(ends) else self.log
+        return [entry for entry in log if isinstance(entry, Call)]
+
+    def notes(self, kind: str) -> list[tuple]:
+        """Return the positions (step, is_evaluated) that were noted as `saved` or `resumed`."""
+        return [tuple(entry[1:]) for entry in self.log if entry[0] == kind]
+
+
+class Scenario(NamedTuple):
+    """What is on the disk, and the command."""
+
+    name: str
+    command: list[str]  # beside `OPTIONS`
+    prepare: tuple[Callable[["Trial"], None], ...] = ()  # bring the disk into the state that the command is given in
+    num_saves: int | None = 1  # how many saves to look at: later ones are as in other scenarios; None for all
+    is_late: bool = False  # as of `Writer`
+
+    @property
+    def is_afresh(self) -> bool:
+        """Whether the command begins anew each time."""
+        return "--overwrite" in self.command and "--resume" not in self.command
+
+
+def started(*options: str, stop_at: tuple | None = None) -> Callable[["Trial"], None]:
+    """Return what leaves a run that has ended, or was killed right after a save."""
+
+    def prepare(trial: "Trial") -> None:
+        outcome = trial.start(options, stop_at=stop_at)
+        assert outcome.code == (-signal.SIGKILL if stop_at else 0), outcome.output
+
+    return prepare
+
+
+def damaged(*names: str) -> Callable[["Trial"], None]:
+    """Return what cuts files in half, though not what else is linked to them."""
+
+    def prepare(trial: "Trial") -> None:
+        for name in names:
+            content = (trial.out / name).read_bytes()
+            (trial.out / name).unlink()
+            (trial.out / name).write_bytes(content[: len(content) // 2])
+
+    return prepare
+
+
+AUTO = ["--resume", "auto"]
+ELSEWHERE = ["--resume", "runs/b/checkpoint.pth"]
+THERE = ["--output-dir", "runs/b"]
+OLDER = started("--seed", "1")
+SCENARIOS = [
+    # A first start in a new folder, a first save, saves, evaluations that are best and not, a last save that is best.
+    Scenario("new", [*AUTO, "--keep-last", "2"], num_saves=None),
+    # The same with an average, of which the last evaluation is not the best.
+    Scenario("new with average", [*AUTO, *AVERAGE], num_saves=None),
+    # The same, as far as a run can get before a save that it has begun is on the disk.
+    Scenario("new, saving late", [*AUTO, "--keep-last", "2"], num_saves=None, is_late=True),
+    Scenario("new with average, saving late", [*AUTO, *AVERAGE], num_saves=None, is_late=True),
+    Scenario("new without resume", []),
+    Scenario("finished", AUTO, (started(),)),
+    Scenario("interrupted", AUTO, (started(stop_at=(3, False)),)),
+    Scenario("overwrite", ["--overwrite"], (started("--seed", "1", *AVERAGE),)),
+    Scenario("from elsewhere", [*ELSEWHERE, *AVERAGE], (started(*THERE, *AVERAGE, stop_at=(4, True)),)),
+    Scenario("from elsewhere, best elsewhere", ELSEWHERE, (started(*THERE, stop_at=(4, True)),)),
+    Scenario(
+        "from elsewhere, overwriting", [*ELSEWHERE, "--overwrite"], (started(*THERE, stop_at=(4, True)), OLDER)
+    ),
+    Scenario("damaged newest", AUTO, (started(), damaged("checkpoint-00000006.pth", "checkpoint.pth"))),
+    Scenario(
+        "damaged newest and best", AUTO,
+        (started(stop_at=(4, True)), damaged("checkpoint-00000004.pth", "best.pth")),
+    ),
+    Scenario("an older one", ["--resume", "runs/a/checkpoint-00000004.pth"], (started(),)),
+]  # fmt: skip
+
+
+class LostError(AssertionError):
+    """What was announced as saved is gone."""
+
+
+class Trial:
+    """One scenario in a new folder, its undisturbed ending, and what was found."""
+
+    def __init__(self, scenario: Scenario, folder: Path, spoil: tuple = ()) -> None:
+        self.scenario, self.folder, self.spoil = scenario, folder, spoil
+        self.disk, self.out, self.template = folder / "disk", folder / "disk" / "runs" / "a", folder / "template"
+        self.disk.mkdir(parents=True)
+        for prepare in scenario.prepare:
+            prepare(self)
+        subprocess.run(["cp", "-a", self.disk, self.template], check=True)  # with its hard links
+        self.recorded = self.start(scenario.command)
+        assert self.recorded.code == 0, self.recorded.output
+        self.expected = {same: Ending(self.out, has_same_saves=same) for same in (True, False)}
+        self.counts, self.problems = Counter(), []
+
+    def start(
+        self, command: list[str], trouble: Trouble = NO_TROUBLE, counted: set = CHANGING, stop_at: tuple | None = None
+    ) -> Start:
+        """Run the command line in a process; arguments as of `watch_run`."""
+        (self.folder / "log").unlink(missing_ok=True)
+        watched = watch_run, self.folder, trouble, counted, stop_at, self.scenario.is_late, self.spoil
+        argv = [*OPTIONS, *command]
+        outcome = run_ranks(train_rank, 1, argv, (), watched, log_folder=self.folder, timeout_s=60)
+        return Start(outcome.codes[0], outcome.output, read_log(self.folder / "log"))
+
+    def attempt(self, kind: str, strike: Callable[["Trial", Any], None], point: Any) -> None:
+        """Try one point of a kind, and take down what is wrong."""
+        self.counts[kind] += 1
+        try:
+            strike(self, point)
+        except AssertionError as error:
+            self.counts["lost" if isinstance(error, LostError) else "different"] += 1
+            self.problems.append(f"{self.scenario.name}: {kind}: {point}: {str(error)[-1000:]}")
+
+    def start_from_template(self, *args: Any) -> Start:
+        """Start the scenario's command on the disk that it was prepared for."""
+        shutil.rmtree(self.disk)
+        subprocess.run(["cp", "-a", self.template, self.disk], check=True)
+        return self.start(self.scenario.command, *args)
+
+    def kill_points(self) -> list[Trouble]:
+        """Return a kill before each changing call, in the middle of each write, and after the last call."""
+        calls = self.recorded.calls(self.scenario.num_saves)
+        halves = [call.number for call in calls if call.name == "write" and len(call.content) > 1]
+        return [
+            *(Trouble(number) for number in range(1, len(calls) + 2)),
+            *(Trouble(number, is_half=True) for number in halves),
+        ]
+
+    def kill(self, point: Trouble) -> None:
+        """Kill the run at one point, give the command again, and compare."""
+        killed = self.start_from_template(point)
+        is_beyond = point.number > len(self.recorded.calls())
+        assert is_beyond or killed.code == -signal.SIGKILL, f"exit code {killed.code}, not killed: {killed.output}"
+        self.recover(killed)
+
+    def failures(self) -> list[Trouble]:
+        """Return each call failing in each way, once and from then on; a full disk takes half of a write."""
+        calls = self.start_from_template(NO_TROUBLE, COUNTED_WHEN_FAILING).calls(self.scenario.num_saves)
+        return [
+            Trouble(call.number, code, code == errno.ENOSPC and call.name == "write", call.name, lasts)
+            for call in calls
+            for code in ERRORS.get(call.name, ANY_ERROR)
+            for lasts in (False, True)
+        ]
+
+    def fail(self, point: Trouble) -> None:
+        """Have a call fail: the run continues, or ends in one line. Give the command again and compare."""
+        failed = self.start_from_template(point, COUNTED_WHEN_FAILING)
+        lines = re.findall(r"^train\.py: error", failed.output, flags=re.MULTILINE)
+        assert "Traceback" not in failed.output, failed.output
+        assert (failed.code, len(lines)) in ((0, 0), (1, 1), (2, 1)), f"exit code {failed.code}: {failed.output}"
+        self.recover(failed)
+
+    def recover(self, before: Start) -> None:
+        """Give the command again after trouble; check that nothing is lost, and that the folder ends as expected."""
+        command = self.scenario.command
+        is_repeatable = "auto" in command or self.scenario.is_afresh
+        if not is_repeatable and any(map(self.is_own_save, self.out.glob("checkpoint-*.pth"))):
+            command = [*(word for word in command if word != "--overwrite"), *AUTO]  # so as not to undo its own saves
+        again = self.start(command)
+        assert again.code == 0, f"then exit code {again.code}: {again.output}"
+        saved, resumed = before.notes("saved"), again.notes("resumed")
+        if saved and not self.scenario.is_afresh and (not resumed or resumed[-1] < saved[-1]):
+            raise LostError(f"{saved[-1]} was announced as saved, and then resumed {resumed}")
+        same = "was not saved" not in before.output  # a save that failed, and was said to, leaves a gap
+        differences = Ending(self.out, has_same_saves=same).differences(self.expected[same])
+        assert not differences, differences
+
+    def is_own_save(self, path: Path) -> bool:
+        """Tell whether a numbered checkpoint was not there before the command."""
+        before = self.template / path.relative_to(self.disk)
+        is_beyond = int(path.name[11:19]) > self.recorded.notes("resumed")[0][0]
+        return is_beyond and not (before.exists() and before.read_bytes() == path.read_bytes())
+
+
+def spread(points: list, most: int) -> list:
+    """Return so many points at equal distances, or all."""
+    return [points[index * len(points) // most] for index in range(most)] if len(points) > most else points

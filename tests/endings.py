@@ -4,11 +4,11 @@ This is the one description of "the same folder": whatever was done to a run, it
 to which nothing was done.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import tomllib
-from collections import OrderedDict
 from collections.abc import Set
 from pathlib import Path
 
@@ -22,9 +22,6 @@ from checkpointing.finder import NUMBERED, PICTURES
 from errors import UserError
 from monitoring.monitor import MACHINE_FIELDS
 from options import BY_NAME, SILENT
-
-# Files that say what was said: of all starts, at the speed of the machine.
-_OF_THE_CONSOLE = {"log.txt"}
 
 # In a checkpoint: the command, and the machine that ran it.
 _OF_THE_START = {"args", "environment"}
@@ -55,13 +52,13 @@ class Ending:
 
     def __init__(self, folder: Path, *, has_same_saves: bool = True) -> None:
         self.values = {}
-        names = [path.name for path in folder.iterdir() if path.name not in _OF_THE_CONSOLE]
-        names = sorted(name for name in names if not name.startswith("events."))
+        # log.txt has the lines of all starts.
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(("log.txt", "events.")))
         if not has_same_saves:
             numbered = [name for name in names if NUMBERED.fullmatch(name)]
             self.values["wrong numbers"] = [name for name in numbered if _step_of(folder / name) != int(name[11:19])]
             names = [name for name in names if name not in numbered]
-        self.values["files"] = names
+        self.values["files"] = " ".join(names)
         for name in names:
             if name.endswith(".pth"):
                 is_partial = not has_same_saves and name.startswith("best")
@@ -75,40 +72,27 @@ class Ending:
                 self.values[name] = f"cannot be read: {error!r}"
 
     def differences(self, expected: "Ending") -> list[str]:
-        """Say in a few words each in what this ending is not the expected one."""
-        found = []
-        for name in sorted(self.values.keys() | expected.values.keys()):
-            ours, theirs = self.values.get(name, "nothing"), expected.values.get(name, "nothing")
-            if not equal(ours, theirs):
-                found.append(f"{name}: {_describe(ours, theirs)}")
-        return _summarize(found)
+        """Return the first things in which this ending is not the expected one."""
+        ours, theirs = flatten(self.values), flatten(expected.values)
+        return [f"{name}: {ours.get(name)!r:.200} for {theirs.get(name)!r:.200}" for name in unequal(ours, theirs)][:10]
 
 
 def differing_results(ours: Path, theirs: Path) -> list[str]:
     """Name what differs in the last states and the records of two runs, whatever else their folders hold."""
-    found = [
+    return unequal(*(
         _read_checkpoint(folder / "checkpoint.pth", frozenset()) | {"metrics": _read_records(folder / "metrics.jsonl")}
         for folder in (ours, theirs)
-    ]
-    names = sorted(found[0].keys() | found[1].keys())
-    return [name for name in names if not equal(found[0].get(name, "nothing"), found[1].get(name, "nothing"))]
+    ))  # fmt: skip
 
 
-_verified = OrderedDict()
+@functools.lru_cache(32)  # the names of a checkpoint are links of one file
+def _load(content: bytes) -> dict:
+    return load_checkpoint(content, "checkpoint")
 
 
 def load_whole(path: Path) -> dict:
-    """Return a verified checkpoint; one that was read before, and that nobody has touched since, from memory.
-
-    Its names are links of one file, and each restart of a run leaves most files as they were.
-    """
-    found = path.stat()
-    identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-    if identity not in _verified:
-        _verified[identity] = load_checkpoint(path, path.name)
-        if len(_verified) > 32:
-            _verified.popitem(last=False)
-    return _verified[identity]
+    """Return a checkpoint, or raise a UserError if it is damaged."""
+    return _load(path.read_bytes())
 
 
 def _step_of(path: Path) -> int | None:
@@ -152,10 +136,6 @@ def _read_run(path: Path) -> dict:
     return record
 
 
-def _read_recipe(path: Path) -> dict:
-    return tomllib.loads(path.read_text())
-
-
 def read_points(folder: Path) -> dict[str, list[tuple]]:
     """Return the points that TensorBoard shows, [(step, value)] by tag; of what the machine decides the step alone."""
     if not folder.is_dir():
@@ -176,7 +156,7 @@ _READERS = {
     "metrics.jsonl": _read_records,
     "status.json": _read_status,
     "run.json": _read_run,
-    "recipe.toml": _read_recipe,
+    "recipe.toml": lambda path: tomllib.loads(path.read_text()),
     ".": read_points,  # of the events in the folder itself
 }
 
@@ -197,30 +177,13 @@ def equal(ours, theirs) -> bool:
     return type(ours) is type(theirs) and ours == theirs
 
 
+def unequal(ours: dict, theirs: dict) -> list[str]:
+    """Return the names under which two dicts hold different values, or only one holds any."""
+    names = sorted(ours.keys() | theirs.keys())
+    return [name for name in names if not equal(ours.get(name, "nothing"), theirs.get(name, "nothing"))]
+
+
 def differing(ours: dict, theirs: dict) -> list[str]:
     """Name the leaves that differ, of two that have the same."""
     assert ours.keys() == theirs.keys()
-    return [name for name, value in ours.items() if not equal(value, theirs[name])]
-
-
-def _describe(ours, theirs) -> str:
-    """Say what one value is and the other should be, in the parts that differ."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
-        return "; ".join(f"{key} {_describe(ours.get(key), theirs.get(key))}" for key in keys[:3])
-    if isinstance(ours, list) and isinstance(theirs, list):
-        more, less = ([item for item in each if item not in other] for each, other in ((ours, theirs), (theirs, ours)))
-        return f"has {str(more)[:200]} and lacks {str(less)[:200]}"
-    is_tensor = isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor)
-    return "other values" if is_tensor else f"{str(ours)[:120]} for {str(theirs)[:120]}"
-
-
-def _summarize(found: list[str]) -> list[str]:
-    """Put the differences within one checkpoint into one line, its step first."""
-    by_file = {}
-    for text in found:
-        by_file.setdefault(text.partition("/")[0] if ".pth/" in text else text, []).append(text)
-    return [
-        f"{max(texts, key=lambda text: '/step:' in text)}{f', and {len(texts) - 1} more' if texts[1:] else ''}"
-        for texts in by_file.values()
-    ]
+    return unequal(ours, theirs)

@@ -5,24 +5,25 @@ the table says, and resumed on another number of processes it ends with the weig
 """
 
 import errno
-import json
+import itertools
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tests.endings import differing_results
-from tests.ranks import Outcome, run_ranks, strike_at, train_rank
+from tests.ranks import strike_at
+from tests.runs import Runs
 
 # 29 images in 4 shards of 2: 3 steps an epoch, 6 in all; nothing is saved but at the ends of epochs.
 OPTIONS = """
     --model timm/tiny_test --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
     --model-ema --model-ema-steps 1 --epochs 2 --print-freq 2 --lr 0.05 --mixup-alpha 0.2
-    --use-deterministic-algorithms --batch-size 2 --global-batch-size 8 --resume auto
+    --use-deterministic-algorithms --resume auto
 """.split()
 EACH_STEP, EACH_SECOND = ["--checkpoint-steps", "1"], ["--checkpoint-steps", "2"]
 
@@ -33,13 +34,12 @@ TERM, USR1, INT, HUP, KILL, STOP = (
 )  # fmt: skip
 
 
-def at_step(number: int, act: Callable[[], None]) -> None:
-    """Act before the n-th step of this process."""
-    step, steps = torch.optim.SGD.step, []
+def at_step(act: Callable[[], Any], number: int | None = None) -> None:
+    """Act before the n-th step of this process, or before each."""
+    step, numbers = torch.optim.SGD.step, itertools.count(1)
 
     def wrapped(*args, **options):
-        steps.append(1)
-        if len(steps) == number:
+        if next(numbers) == number or number is None:
             act()
         return step(*args, **options)
 
@@ -52,7 +52,7 @@ def raise_unexpectedly(number: int) -> None:
     def act():
         raise RuntimeError("a surprise")
 
-    at_step(number, act)
+    at_step(act, number)
 
 
 def spoil_a_loss(rank: int, number: int) -> None:
@@ -94,7 +94,7 @@ def kill_a_loader() -> None:
         os.kill(int(children[0]), KILL)
         time.sleep(0.5)
 
-    at_step(2, act)
+    at_step(act, 2)
 
 
 def lose_the_terminal() -> None:
@@ -105,81 +105,45 @@ def lose_the_terminal() -> None:
         os.dup2(full, 1)
         os.dup2(full, 2)
 
-    at_step(2, act)
+    at_step(act, 2)
     strike_at(ZERO_GRAD, 4, "after", HUP)
 
 
-def fail_saves(code: int, numbers: list[int]) -> None:
-    """Have the n-th checkpoints fail when they are made durable."""
-    fsync, begun = os.fsync, []
-
-    def failing(descriptor):
-        if "checkpoint-" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            begun.append(1)
-            if len(begun) in numbers:
-                raise OSError(code, os.strerror(code))
-        fsync(descriptor)
-
-    os.fsync = failing
-
-
-def slow_save(number: int, steps: int, code: int = 0) -> None:
-    """Have the n-th save become durable, or fail, only when some more steps have begun."""
-    fsync, saves, begun = os.fsync, [], []
+def trouble_saves(numbers: list[int], code: int = 0, steps: int = 0) -> None:
+    """Have the n-th saves become durable, or fail, only when some more steps have begun."""
+    fsync, saves, begun = os.fsync, itertools.count(1), []
 
     def slow(descriptor):
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        if "checkpoint-" in name and ".tmp." in name:
-            saves.append(len(begun))
-            deadline = time.monotonic() + 20
-            while len(saves) == number and len(begun) < saves[-1] + steps and time.monotonic() < deadline:
+        if "checkpoint-" in os.readlink(f"/proc/self/fd/{descriptor}") and next(saves) in numbers:
+            end, deadline = len(begun) + steps, time.monotonic() + 20
+            while len(begun) < end and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if len(saves) == number and code:
+            if code:
                 raise OSError(code, os.strerror(code))
         fsync(descriptor)
 
     os.fsync = slow
-    for number_of_step in range(1, 20):
-        at_step(number_of_step, lambda: begun.append(1))
+    at_step(lambda: begun.append(1))
 
 
 def raise_beside_a_save() -> None:
     """Raise in the sixth step while the save of the fourth is in progress."""
-    slow_save(4, 1)
+    trouble_saves([4], steps=1)
     raise_unexpectedly(6)
 
 
-def faulty_rank(argv: list[str], faults: list[tuple], prepare: tuple) -> None:
-    """Run train.py after a call in its process: (function, arguments...)."""
-    if prepare:
-        prepare[0](*prepare[1:])
-    train_rank(argv, faults)
-
-
 class Fault(NamedTuple):
-    """One fault, and the outcome that it must have.
+    """One fault, and the outcome that it must have."""
 
-    Args:
-        faults: signals, as of `train_rank`.
-        prepare: another fault: (function, arguments...), called in each rank.
-        world_size: processes of the run that it strikes.
-        argv: further options.
-        code: exit code of rank 0.
-        state: of status.json.
-        steps: positions at which the run may have stopped; any if empty.
-        says: words that rank 0's output holds, such as the option to change.
-        saved: the numbered checkpoints that must be there, by step.
-    """
-
-    faults: list[tuple] = []  # noqa: RUF012
-    prepare: tuple = ()
-    world_size: int = 1
-    argv: list[str] = []  # noqa: RUF012
-    code: int = 0
-    state: str = "preempted"
-    steps: tuple[int, ...] = ()
-    says: tuple[str, ...] = ()
-    saved: tuple[int, ...] = ()
+    faults: tuple[tuple, ...] | list[tuple] = ()  # signals, as of `train_rank`
+    prepare: tuple = ()  # another fault: (function, arguments...), called in each rank
+    world_size: int = 1  # processes of the run that it strikes
+    argv: tuple | list[str] = ()  # further options
+    code: int = 0  # exit code of rank 0
+    state: str = "preempted"  # of status.json
+    steps: tuple[int, ...] = ()  # positions at which the run may have stopped; any if empty
+    says: tuple[str, ...] = ()  # words that the output holds, such as the option to change
+    saved: tuple[int, ...] = ()  # the numbered checkpoints that must be there, by step
 
 
 def stop_in(name: str, call: int, when: str, number: int, *steps: int) -> Fault:
@@ -207,32 +171,32 @@ FAULTS = {
     ),
     "a terminal that is gone": Fault(prepare=(lose_the_terminal,)),
     "SIGKILL beside a save": Fault(
-        [(0, STEP, 5, "after")], (slow_save, 4, 2), argv=EACH_SECOND, code=-KILL, state="running", saved=(2, 3)
+        [(0, STEP, 5, "after")], (trouble_saves, [4], 0, 2), argv=EACH_SECOND, code=-KILL, state="running", saved=(2, 3)
     ),
     "a signal beside a save": Fault(
-        [(0, STEP, 5, "after", TERM)], (slow_save, 4, 1), argv=EACH_SECOND, steps=(5,), saved=(4, 5)
+        [(0, STEP, 5, "after", TERM)], (trouble_saves, [4], 0, 1), argv=EACH_SECOND, steps=(5,), saved=(4, 5)
     ),
     "an error beside a save": Fault(
         prepare=(raise_beside_a_save,), argv=EACH_SECOND, code=1, state="failed", says=("RuntimeError",), saved=(4,)
     ),
-    "a slow disk": Fault(prepare=(slow_save, 4, 2), argv=EACH_SECOND, state="finished", saved=(4, 6)),
+    "a slow disk": Fault(prepare=(trouble_saves, [4], 0, 2), argv=EACH_SECOND, state="finished", saved=(4, 6)),
     "a save that fails on two ranks": Fault(
-        prepare=(slow_save, 4, 1, errno.ENOSPC), world_size=2, argv=EACH_SECOND, state="finished",
+        prepare=(trouble_saves, [4], errno.ENOSPC, 1), world_size=2, argv=EACH_SECOND, state="finished",
         says=("disk full on",), saved=(3, 6),
     ),
     **{
         f"a save that fails ({errno.errorcode[code]}, save {number})": Fault(
-            prepare=(fail_saves, code, [number]), argv=EACH_STEP, state="finished", says=(words, "still safe: "),
+            prepare=(trouble_saves, [number], code), argv=EACH_STEP, state="finished", says=(words, "still safe: "),
             saved=(6,),
         )
         for code, words in [(errno.ENOSPC, "disk full on"), (errno.EFBIG, "no file so large")] for number in (1, 2)
     },
     "a last save that fails": Fault(
-        prepare=(fail_saves, errno.ENOSPC, [8]), argv=EACH_STEP, code=1, state="failed",
+        prepare=(trouble_saves, [8], errno.ENOSPC), argv=EACH_STEP, code=1, state="failed",
         says=("the last checkpoint", "disk full on"), saved=(5, 6),
     ),
     "two failing saves in a row": Fault(
-        prepare=(fail_saves, errno.EDQUOT, [2, 3]), world_size=2, argv=EACH_STEP, code=1, state="failed",
+        prepare=(trouble_saves, [2, 3], errno.EDQUOT), world_size=2, argv=EACH_STEP, code=1, state="failed",
         says=("two checkpoints in a row", "quota"), saved=(1,),
     ),
     "an unexpected error": Fault(
@@ -264,26 +228,8 @@ FAULTS = {
 }  # fmt: skip
 
 
-class Runs:
-    """Runs of one recipe on the same images, each in a folder of its own."""
-
-    def __init__(self, images: Path, folder: Path) -> None:
-        self.images, self.folder = images, folder
-
-    def argv(self, name: str, *extra) -> list[str]:
-        return ["--data-path", str(self.images), "--output-dir", str(self.folder / name), *OPTIONS, *map(str, extra)]
-
-    def run(self, name: str, world_size: int, *extra, faults=(), prepare=(), **how) -> Outcome:
-        logs = self.folder / f"{name}-logs"
-        logs.mkdir(exist_ok=True)
-        arguments = self.argv(name, *extra), list(faults), prepare
-        return run_ranks(faulty_rank, world_size, *arguments, log_folder=logs, **how)
-
-    def status(self, name: str) -> dict:
-        return json.loads((self.folder / name / "status.json").read_text())
-
-    def saved(self, name: str) -> list[int]:
-        return sorted(int(path.name[11:19]) for path in (self.folder / name).glob("checkpoint-0*.pth"))
+class FaultyRuns(Runs):
+    """Runs that faults are put into."""
 
     def check_same(self, name: str, reference: str = "undisturbed") -> None:
         if not (self.folder / reference).exists():

@@ -227,14 +227,16 @@ def tool_rank(
     tool.main()
 
 
-def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:
+def train_rank(argv: list[str], faults: list[tuple] = (), prepare: tuple = ()) -> None:
     """Run train.py's command line with faults: (rank, dotted name of a function, its n-th call, when[, signal]).
 
-    A fault sends this rank the signal, by default SIGKILL, before or after that call; `half` is for `torch.save`, after
-    half the bytes are written.
+    A fault sends this rank the signal, by default SIGKILL, before or after that call. `prepare`, (function,
+    arguments...), is called first in each rank.
     """
     import train
 
+    if prepare:
+        prepare[0](*prepare[1:])
     rank = int(os.environ.get("RANK", "0"))
     for fault_rank, *fault in faults:
         if fault_rank == rank:
@@ -244,7 +246,7 @@ def train_rank(argv: list[str], faults: list[tuple] = ()) -> None:
 
 
 def strike_at(name: str, call: int, when: str, number: int = signal.SIGKILL) -> None:
-    """Send this process a signal before, after or in the middle of the n-th call of a function."""
+    """Send this process a signal before or after the n-th call of a function."""
     owner_name, attribute = name.rsplit(".", 1)
     try:
         owner = importlib.import_module(owner_name)
@@ -258,12 +260,6 @@ def strike_at(name: str, call: int, when: str, number: int = signal.SIGKILL) -> 
         nonlocal calls
         calls += 1
         if calls == call and when == "before":
-            os.kill(os.getpid(), number)
-        if calls == call and when == "half":
-            whole = io.BytesIO()
-            original(args[0], whole)
-            args[1].write(whole.getvalue()[: whole.tell() // 2])
-            args[1].flush()
             os.kill(os.getpid(), number)
         try:
             return original(*args, **kwargs)

@@ -1,5 +1,7 @@
 """Runs of a test's own: around its own steps, at a step and nothing else, and of a recipe with a bit of everything."""
 
+import json
+
 import torch
 
 import data
@@ -86,17 +88,28 @@ FLAG = "--use-deterministic-algorithms"
 class Runs:
     """Runs of one recipe on the same images, each in a folder of its own."""
 
-    def __init__(self, images, folder):
-        self.images = images
-        self.folder = folder
+    def __init__(self, images, folder, options=OPTIONS):
+        self.images, self.folder, self.options = images, folder, options
 
-    def run(self, name, world_size, *extra, faults=(), shards=4, timeout_s=120):
-        out = self.folder / name
+    def argv(self, name, *extra, shards=4):
+        batch = ["--batch-size", 8 // shards, "--global-batch-size", 8 // shards * shards]
+        words = ["--data-path", self.images, "--output-dir", self.folder / name, *self.options, *batch, *extra]
+        return [str(word) for word in words]
+
+    def run(self, name, world_size, *extra, faults=(), prepare=(), shards=4, **how):
+        """Run it on some processes; further arguments as of `train_rank` and `run_ranks`."""
         logs = self.folder / f"{name}-logs"
-        logs.mkdir(exist_ok=True)
-        batch = ["--batch-size", str(8 // shards), "--global-batch-size", str(8 // shards * shards)]
-        argv = ["--data-path", str(self.images), "--output-dir", str(out), *OPTIONS, *batch, *map(str, extra)]
-        return run_ranks(train_rank, world_size, argv, list(faults), log_folder=logs, timeout_s=timeout_s)
+        logs.mkdir(parents=True, exist_ok=True)
+        argv = self.argv(name, *extra, shards=shards)
+        return run_ranks(train_rank, world_size, argv, list(faults), prepare, log_folder=logs, **how)
+
+    def status(self, name):
+        path = self.folder / name / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def saved(self, name):
+        """Return the steps of the numbered checkpoints."""
+        return sorted(int(path.name[11:19]) for path in (self.folder / name).glob("checkpoint-0*.pth"))
 
     def final(self, name):
         """Return everything that a run ended with, as {name: tensor or number}."""

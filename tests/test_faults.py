@@ -8,12 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from distributed.decision import StepDecisions, WatchedLoader
 from distributed.signals import Signals
-from distributed.watch import FiniteWatch
-from tests.faults import FAULTS, STEP, TERM, Runs
+from tests.faults import FAULTS, OPTIONS, STEP, TERM, FaultyRuns
 from tests.ranks import REPOSITORY, run_check, start_torchrun, torchrun_environment
 from tests.started import PLAIN
 
@@ -24,7 +22,7 @@ ANYWHERE = ["--model", PLAIN]  # which a Python of its own knows
 
 @pytest.fixture(scope="module")
 def runs(image_folder, tmp_path_factory):
-    return Runs(image_folder, tmp_path_factory.mktemp("runs"))
+    return FaultyRuns(image_folder, tmp_path_factory.mktemp("runs"), OPTIONS)
 
 
 @pytest.mark.parametrize("what", FAULTS)
@@ -85,13 +83,6 @@ def test_loader_processes_are_forked_before_there_are_other_threads(runs, tmp_pa
     for rank in "01":
         assert {*(tmp_path / rank).read_text().split()} == {"1"}
     runs.check_same("forks")
-
-
-def test_the_first_step_whose_loss_is_not_finite_is_known():
-    watch = FiniteWatch(torch.device("cpu"))
-    for step, value in enumerate([1.0, 2.0, float("inf"), float("nan")]):
-        watch.note(step, [torch.tensor(0.5), torch.tensor(value)])
-    assert watch.first_bad() == 2
 
 
 def iterate(rank, world_size, lengths, rounds_at_stop, folder):

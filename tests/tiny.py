@@ -1,13 +1,11 @@
-"""A model with layers of each kind that a run can go wrong in: runs of it cost half of those of timm's smallest.
+"""The tests' model, with layers of each kind that a run can go wrong in: it costs half of timm's smallest.
 
-Registered with timm, it is `timm/tiny_test` in every process that has imported this module: those that run tests, and
-the ranks that they fork.
+tests/started.py registers it as `timm/tiny_test`; a Python of its own, which has not imported that, finds it by
+`--model tests/tiny.py:Tiny`, without timm.
 """
 
-import timm
-from timm.layers import DropPath
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
 
 
 class Block(nn.Module):
@@ -17,7 +15,7 @@ class Block(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(8)
-        self.drop_path = DropPath(drop_path_rate)
+        self.drop_path = StochasticDepth(drop_path_rate, "row")
 
     def forward(self, image: Tensor) -> Tensor:
         return image + self.drop_path(self.bn(self.conv(image)).relu())
@@ -48,21 +46,3 @@ class Tiny(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         features = self.blocks(self.bn1(self.conv1(image)).relu())
         return self.fc(self.dropout(features.mean(dim=(2, 3))))
-
-
-# As that of timm's test_resnet: the mean and deviation are not ImageNet's.
-default_cfgs = generate_default_cfgs({
-    "tiny_test.untrained": {
-        "input_size": (3, 160, 160), "pool_size": (40, 40), "crop_pct": 0.95, "interpolation": "bicubic",
-        "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "num_classes": 1000, "first_conv": "conv1",
-        "classifier": "fc",
-    },
-})  # fmt: skip
-
-
-@register_model
-def tiny_test(pretrained: bool = False, **options) -> nn.Module:
-    return build_model_with_cfg(Tiny, "tiny_test", pretrained, **options)
-
-
-assert "tiny_test" in timm.list_models()

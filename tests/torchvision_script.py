@@ -189,12 +189,10 @@ def datasets(place):
     path, label = dataset.samples[-1]
     image, target = dataset[5]
     result = {
+        "kinds": [is_set, is_sampler, type(dataset.samples).__name__, type(dataset.samples[0]).__name__],
         "lengths": [len(each) for each in (dataset, dataset_test, train_sampler, test_sampler)],
-        "kinds": [is_set, is_sampler],
-        "class_to_idx": [dataset.classes, dataset.class_to_idx],
-        "last": [Path(path).relative_to(place.images / "train").as_posix(), label],
-        "samples": [type(each).__name__ for each in (dataset.samples, dataset.samples[0], path)],
-        "imgs": dataset.imgs == dataset.samples,
+        "classes": [dataset.classes, dataset.class_to_idx],
+        "last": [Path(path).relative_to(place.images / "train").as_posix(), label, dataset.imgs == dataset.samples],
         "targets": [list(dataset.targets), list(dataset_test.targets)],
         "root": str(dataset.root) == str(place.images / "train"),
         "transform": [*(type(each.transform).__name__ for each in (dataset, dataset_test)), dataset.target_transform],
@@ -206,22 +204,22 @@ def datasets(place):
 
 
 def plain_loaders(place):
-    return [plain_loader(place, num_workers) for num_workers in (0, 2)]
-
-
-def plain_loader(place, num_workers):
-    dataset, dataset_test, train_sampler, test_sampler = place.load()
-    data_loader = DataLoader(dataset, batch_size=4, sampler=train_sampler, num_workers=num_workers, pin_memory=True)
-    data_loader_test = DataLoader(dataset_test, batch_size=5, sampler=test_sampler, num_workers=num_workers)
-    batches, test = list(data_loader), list(data_loader_test)
-    labels = Counter(label for _, target in batches for label in target.tolist())
-    return {
-        "train": [len(data_loader), str(batches[0][0].dtype), list(batches[0][0].shape), str(batches[0][1].dtype)],
-        "labels": sorted(labels.items()),
-        "test": [len(data_loader_test), [list(image.shape) for image, _ in test]],
-        "test_labels": torch.cat([target for _, target in test]).tolist(),
-        "test_mean": round(float(torch.cat([image for image, _ in test]).mean()), 3),
-    }
+    results = []
+    for num_workers in (0, 2):
+        dataset, dataset_test, train_sampler, test_sampler = place.load()
+        data_loader = DataLoader(dataset, batch_size=4, sampler=train_sampler, num_workers=num_workers, pin_memory=True)
+        data_loader_test = DataLoader(dataset_test, batch_size=5, sampler=test_sampler, num_workers=num_workers)
+        (image, target), *rest = data_loader
+        labels = torch.cat([target, *(target for _, target in rest)])
+        test = list(data_loader_test)
+        results.append({
+            "train": [len(data_loader), str(image.dtype), list(image.shape), str(target.dtype)],
+            "labels": sorted(Counter(labels.tolist()).items()),
+            "test": [len(data_loader_test), [list(image.shape) for image, _ in test]],
+            "test_labels": torch.cat([target for _, target in test]).tolist(),
+            "test_mean": round(float(torch.cat([image for image, _ in test]).mean()), 3),
+        })  # fmt: skip
+    return results
 
 
 def loaders_of_other_kinds(place):
@@ -234,12 +232,9 @@ def loaders_of_other_kinds(place):
         DataLoader(dataset, batch_size=4, sampler=WeightedRandomSampler(weights, 8)),
         DataLoader(Subset(dataset, range(6)), batch_size=4),
         DataLoader(ConcatDataset([dataset_test, dataset]), batch_size=16),
-        DataLoader(torch.utils.data.random_split(dataset_test, [6, 6])[0], batch_size=3),
     ]
-    return [
-        [sorted(orders[0]) == sorted(orders[1]) == list(range(len(dataset))), orders[0] != orders[1]],
-        [[[list(image.shape) for image, _ in loader][-1], len(loader)] for loader in loaders],
-    ]
+    is_all = sorted(orders[0]) == sorted(orders[1]) == list(range(len(dataset)))
+    return [is_all, orders[0] != orders[1], [[list(image.shape) for image, _ in loader][-1] for loader in loaders]]
 
 
 def load_data_with_published_weights(place):
@@ -286,33 +281,39 @@ def train_one_epoch(place):
     return [one_epoch(**each) for each in ({}, {"clip_grad_norm": 0.1}, {"model_ema": True}, {"scaler": 1}, warmup)]
 
 
-def own_loop(place):
-    """Train the way most people's scripts do, end to end."""
-    args = place.args()
-    utils.mkdir(args.output_dir)
-    dataset, dataset_test, train_sampler, test_sampler = place.load()
-    mix = transforms.get_mixup_cutmix(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=NUM_CLASSES, use_v2=False)
-    data_loader = DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler, num_workers=0,
-                             collate_fn=lambda batch: mix(*default_collate(batch)))  # fmt: skip
+def loop(args, loaded, model, wrapped, collate_fn=None):
+    """Train for two epochs the way most people's scripts do; return what the evaluations give, and the rates."""
+    dataset, dataset_test, train_sampler, test_sampler = loaded
+    data_loader = DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler, num_workers=2,
+                             collate_fn=collate_fn)  # fmt: skip
     data_loader_test = DataLoader(dataset_test, batch_size=args.batch_size, sampler=test_sampler)
-    device = torch.device(args.device)
-    model = torchvision.models.get_model(args.model, weights=None, num_classes=len(dataset.classes)).to(device)
-    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    device, criterion = torch.device(args.device), nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     parameters = utils.set_weight_decay(model, args.weight_decay, norm_weight_decay=0.0)
     optimizer = torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
     lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
     model_ema = utils.ExponentialMovingAverage(model, device=device, decay=0.5)
+    parts = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "model_ema": model_ema}
     results = []
     for epoch in range(args.start_epoch, 2):
-        train.train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema, None)
+        if args.distributed:
+            train_sampler.set_epoch(epoch)
+        train.train_one_epoch(wrapped, criterion, optimizer, data_loader, device, epoch, args, model_ema, None)
         lr_scheduler.step()
-        results.append(train.evaluate(model, criterion, data_loader_test, device=device))
+        results.append(train.evaluate(wrapped, criterion, data_loader_test, device=device))
         results.append(train.evaluate(model_ema, criterion, data_loader_test, device=device, log_suffix="EMA"))
-        parts = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "model_ema": model_ema}
         checkpoint = {name: part.state_dict() for name, part in parts.items()}
         utils.save_on_master({**checkpoint, "epoch": epoch, "args": args}, Path(args.output_dir) / "checkpoint.pth")
-    return [[type(result).__name__ for result in results], optimizer.param_groups[0]["lr"],
-            checkpoint_of(Path(args.output_dir))]  # fmt: skip
+    return results, [group["lr"] for group in optimizer.param_groups]
+
+
+def own_loop(place):
+    args = place.args()
+    utils.mkdir(args.output_dir)
+    loaded = place.load()
+    mix = transforms.get_mixup_cutmix(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=NUM_CLASSES, use_v2=False)
+    model = torchvision.models.get_model(args.model, weights=None, num_classes=len(loaded[0].classes))
+    results, rates = loop(args, loaded, model, model, lambda batch: mix(*default_collate(batch)))
+    return [[type(result).__name__ for result in results], rates, checkpoint_of(Path(args.output_dir))]
 
 
 # Meters and processes.
@@ -339,12 +340,10 @@ def metric_logger(place):
 
     lines = captured(loop)[1].splitlines()
     logger.synchronize_between_processes()
-    return {
-        "lines": [re.sub(r"\d+\.\d{4}", "N", re.sub(r"\d:\d\d:\d\d", "T", line)) for line in lines],
-        "meters": {name: logger.meters[name].global_avg for name in sorted(logger.meters)},
-        "attributes": [logger.acc1.global_avg, error_of(lambda: logger.nothing)],
-        "text": str(logger),
-    }
+    return [
+        [re.sub(r"\d+\.\d{4}", "N", re.sub(r"\d:\d\d:\d\d", "T", line)) for line in lines],
+        [logger.acc1.global_avg, error_of(lambda: logger.nothing), str(logger)],
+    ]
 
 
 def accuracies():
@@ -381,11 +380,8 @@ def files_and_sums(place):
     utils.mkdir(folder)
     utils.save_on_master({"epoch": 3}, folder / "positional.pth")
     utils.save_on_master({"epoch": 4}, f=folder / "named.pth")
-    reduced = map(utils.reduce_across_processes, [3, 2.5, [1, 2], [0.5, 4.0]])
-    return [
-        [torch.load(folder / f"{name}.pth")["epoch"] for name in ("positional", "named")],
-        [[type(total).__name__, total.tolist()] for total in reduced],
-    ]
+    epochs = [torch.load(folder / f"{name}.pth")["epoch"] for name in ("positional", "named")]
+    return [epochs, [utils.reduce_across_processes(each).tolist() for each in (3, 2.5, [1, 2], [0.5, 4.0])]]
 
 
 # Weights.
@@ -404,20 +400,17 @@ def groups(model, *args, **kwargs):
 
 def weight_decays(place):
     resnet = torchvision.models.resnet18(num_classes=NUM_CLASSES)
-    frozen = torchvision.models.resnet18(num_classes=NUM_CLASSES)
-    frozen.conv1.weight.requires_grad_(False)
     vit = torchvision.models.VisionTransformer(32, 16, 2, 2, 16, 32, num_classes=NUM_CLASSES)
+    vit.conv_proj.weight.requires_grad_(False)
     embedding = [(key, 0.0) for key in ("class_token", "position_embedding", "relative_position_bias_table")]
-    return {
-        "plain": groups(resnet, 1e-4),
-        "norm": groups(resnet, 1e-4, norm_weight_decay=0.0),
-        "norm, positional": groups(resnet, 1e-4, 0.5),
-        "bias and norm": groups(resnet, 1e-4, norm_weight_decay=0.2, custom_keys_weight_decay=[("bias", 0.1)]),
-        "path": groups(resnet, 1e-4, custom_keys_weight_decay=[("layer1.0.conv1.weight", 0.3)]),
-        "classes": groups(resnet, 1e-4, norm_weight_decay=0.0, norm_classes=[nn.Linear]),
-        "frozen": groups(frozen, 1e-4),
-        "embedding": groups(vit, 0.3, norm_weight_decay=0.0, custom_keys_weight_decay=embedding),
-    }
+    return [
+        groups(resnet, 1e-4),
+        groups(resnet, 1e-4, 0.5),
+        groups(resnet, 1e-4, norm_weight_decay=0.2, custom_keys_weight_decay=[("bias", 0.1)]),
+        groups(resnet, 1e-4, custom_keys_weight_decay=[("layer1.0.conv1.weight", 0.3)]),
+        groups(resnet, 1e-4, norm_weight_decay=0.0, norm_classes=[nn.Linear]),
+        groups(vit, 0.3, norm_weight_decay=0.0, custom_keys_weight_decay=embedding),
+    ]
 
 
 def moving_average(place):
@@ -432,54 +425,42 @@ def moving_average(place):
         values.append([ema.module[0].weight[0, 0].item(), ema.module[1].running_mean.item(), int(ema.n_averaged)])
     fresh = utils.ExponentialMovingAverage(model, 0.75)
     fresh.load_state_dict(ema.state_dict())
-    return {
-        "values": values,
-        "kind": [isinstance(ema, torch.optim.swa_utils.AveragedModel), isinstance(ema, nn.Module)],
-        "keys": list(ema.state_dict()),
-        "loaded": fresh.module[0].weight[0, 0].item(),
-        "output": list(ema.eval()(torch.zeros(3, 2)).shape),
-    }
+    is_torchs = isinstance(ema, torch.optim.swa_utils.AveragedModel)
+    loaded, output = fresh.module[0].weight[0, 0].item(), ema.eval()(torch.zeros(3, 2))
+    return [values, is_torchs, list(ema.state_dict()), loaded, list(output.shape)]
 
 
 def averages(place):
-    folder, paths = place.out / "averages", []
-    utils.mkdir(folder)
+    paths = []
     for number, count in [(1.0, 5), (2.0, 8), (6.0, 9)]:
         state = {"weight": torch.full((2,), number), "count": torch.tensor(count), "half": torch.ones(1).half()}
-        paths.append(str(folder / f"model_{count}.pth"))
+        paths.append(str(place.out / f"model_{count}.pth"))
         torch.save({"model": state, "epoch": count}, paths[-1])
     averaged = utils.average_checkpoints(paths)
-    torch.save({"model": {"other": torch.ones(1)}}, folder / "other.pth")
+    torch.save({"model": {"other": torch.ones(1)}}, place.out / "other.pth")
     return {
-        "keys": [list(averaged), list(averaged["model"]), averaged["epoch"]],
+        "keys": [list(averaged), averaged["epoch"]],
         "model": {name: [str(value.dtype), value.tolist()] for name, value in averaged["model"].items()},
-        "other": error_of(utils.average_checkpoints, [paths[0], folder / "other.pth"]),
+        "other": error_of(utils.average_checkpoints, [paths[0], place.out / "other.pth"]),
     }
 
 
 def stored_weights(place):
-    folder = place.out / "stored"
-    utils.mkdir(folder)
+    path = str(place.out / "stored" / "checkpoint.pth")
+    utils.mkdir(place.out / "stored")
     model, source = small_model(), small_model()
     ema = utils.ExponentialMovingAverage(model, decay=0.5)
     ema.update_parameters(model)
     source[0].weight.data.add_(1.0)
     unneeded = {**source.state_dict(), "aux.weight": torch.ones(1)}
-    checkpoint = {"model": source.state_dict(), "model_ema": ema.state_dict(), "aux": unneeded, "epoch": 3}
-    path = str(folder / "checkpoint.pth")
-    torch.save(checkpoint, path)
-    written = {
-        "model": utils.store_model_weights(model, path),
-        "model_ema": utils.store_model_weights(model, path, checkpoint_key="model_ema"),
-        "aux": utils.store_model_weights(model, path, "aux", strict=False),
-    }
-    results = {"strict": error_of(utils.store_model_weights, model, path, "aux"), "files": len(os.listdir(folder))}
-    for name, output in written.items():
+    torch.save({"model": source.state_dict(), "model_ema": ema.state_dict(), "aux": unneeded, "epoch": 3}, path)
+    results = [error_of(utils.store_model_weights, model, path, "aux")]
+    for options in ({}, {"checkpoint_key": "model_ema"}, {"checkpoint_key": "aux", "strict": False}):
+        output = utils.store_model_weights(model, path, **options)
         digest = hashlib.sha256(Path(output).read_bytes()).hexdigest()[:8]
-        is_named = Path(output) == folder / f"weights-{digest}.pth"
         target = small_model()
         target.load_state_dict(torch.load(output, weights_only=True))
-        results[name] = [type(output).__name__, is_named, sum_of(target)]
+        results.append([Path(output).name == f"weights-{digest}.pth", sum_of(target)])
     return results
 
 
@@ -489,14 +470,12 @@ def stored_weights(place):
 def presets_on_an_image(place):
     image = picture(place)
     bicubic = torchvision.transforms.InterpolationMode.BICUBIC
-    results = {"eval": shown(presets.ClassificationPresetEval(crop_size=32, resize_size=36)(image))}
-    version_2 = presets.ClassificationPresetEval(crop_size=32, resize_size=36, use_v2=True)
-    results["eval, version 2"] = shown(version_2(image))
-    results["eval, 224"] = shown(presets.ClassificationPresetEval(crop_size=224)(image))
+    results = {}
+    for options in ({"crop_size": 224}, {"crop_size": 32, "resize_size": 36, "use_v2": True}):
+        results[f"eval {sorted(options)}"] = shown(presets.ClassificationPresetEval(**options)(image))
     keywords = {
         "train": {},
         "no flip": {"hflip_prob": 0.0},
-        "flip": {"hflip_prob": 1.0},
         "bicubic": {"interpolation": bicubic},
         "mean": {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
         "pil": {"backend": "PIL"},
@@ -555,11 +534,9 @@ def mixed_batch(mix):
 
 def mixing(place):
     results, image, target = [], torch.randn(3, 3, 4, 4), torch.tensor([0, 2, 5])
-    one_hot = nn.functional.one_hot(target, NUM_CLASSES).float()
     for kind in (transforms.RandomMixUp, transforms.RandomCutMix):
         mix, sometimes = kind(NUM_CLASSES, p=1.0, alpha=0.8), kind(NUM_CLASSES)
         kept, soft = kind(num_classes=NUM_CLASSES, p=0.0)(image, target)
-        torch.manual_seed(0)
         share = sum(bool((sometimes(image, target)[0] != image).any()) for _ in range(400)) / 400
         refusals = [
             error_of(kind, 0), error_of(kind, NUM_CLASSES, alpha=0.0), error_of(mix, image[0], target),
@@ -567,10 +544,8 @@ def mixing(place):
             error_of(mix, image, target.float()),
         ]  # fmt: skip
         results += [
-            mixed_batch(mix), isinstance(mix, nn.Module), [mix.num_classes, mix.p, mix.alpha, repr(mix)],
-            [bool((kept == image).all()), bool((soft == one_hot).all()), str(soft.dtype)],
-            [0.2 < share < 0.6, sometimes.p, sometimes.alpha], refusals,
-            mixed_batch(kind(NUM_CLASSES, p=1.0, alpha=0.8, inplace=True))["in place"],
+            mixed_batch(mix), isinstance(mix, nn.Module), repr(mix), bool((kept == image).all()), soft.tolist(),
+            0.2 < share < 0.6, refusals, mixed_batch(kind(NUM_CLASSES, p=1.0, alpha=0.8, inplace=True))["in place"],
         ]  # fmt: skip
     return results
 
@@ -579,25 +554,15 @@ def mixup_or_cutmix(place):
     results = []
     for use_v2 in (False, True):
         build = partial(transforms.get_mixup_cutmix, num_classes=NUM_CLASSES, use_v2=use_v2)
-        both, one = build(mixup_alpha=0.4, cutmix_alpha=1.0), build(mixup_alpha=0.4, cutmix_alpha=0.0)
-        other = build(mixup_alpha=0.0, cutmix_alpha=1.0)
+        one, other = build(mixup_alpha=0.4, cutmix_alpha=0.0), build(mixup_alpha=0.0, cutmix_alpha=1.0)
         results.append([mixed_batch(each)["mixed"] for each in (one, other)])
-        kinds = Counter()
-        for seed in range(40):
-            torch.manual_seed(seed)
+        both, num_cut = build(mixup_alpha=0.4, cutmix_alpha=1.0), 0
+        for _ in range(40):
             image = torch.randn(4, 3, 16, 16)
             mixed, _ = both(image, torch.tensor([0, 1, 2, 3]))
-            kinds[bool(((mixed == image) | (mixed == image.roll(1, 0))).all())] += 1
-        results.append([min(kinds[True], kinds[False]) > 5, build(mixup_alpha=0.0, cutmix_alpha=0.0)])
-    # The collate function that torchvision's main makes, in a loader of two processes.
-    dataset, _, train_sampler, _ = place.load()
-    mix = transforms.get_mixup_cutmix(mixup_alpha=0.4, cutmix_alpha=1.0, num_classes=NUM_CLASSES, use_v2=False)
-
-    def collate_fn(batch):
-        return mix(*default_collate(batch))
-
-    batches = list(DataLoader(dataset, batch_size=4, sampler=train_sampler, num_workers=2, collate_fn=collate_fn))
-    return [*results, len(batches), *(shown(part)[:2] for part in batches[0]), round(float(batches[-1][1].sum()), 3)]
+            num_cut += bool(((mixed == image) | (mixed == image.roll(1, 0))).all())
+        results.append([5 < num_cut < 35, build(mixup_alpha=0.0, cutmix_alpha=0.0)])
+    return results
 
 
 def repeated(num_images, **options):
@@ -616,53 +581,39 @@ def repeated_augmentation(place):
     return {
         "rank 0": repeated(512, num_replicas=2, rank=0),
         "rank 1": repeated(512, num_replicas=2, rank=1),
-        "seed": repeated(512, num_replicas=2, rank=1, seed=3),
         "twice": repeated(768, num_replicas=3, rank=2, shuffle=True, seed=1, repetitions=2),
-        "alone": repeated(256, num_replicas=1, rank=0, repetitions=1),
         # Of a set whose size is no multiple of 256 torchvision leaves the rest out.
         "cut": repeated(600, num_replicas=2, rank=1),
         "in a loader": [[len(batch) for batch in batches], batches[0][:9]],
-        "attributes": [sampled.num_replicas, sampled.rank, sampled.repetitions, sampled.shuffle, sampled.seed],
         "kind": isinstance(sampled, torch.utils.data.Sampler),
     }
 
 
 def quantization(place):
-    """The calls of torchvision's own train_quantization.py, in their order, with its options, which are fewer."""
-    args = argparse.Namespace(
-        data_path=str(place.images), model="small", qbackend="fbgemm", device="cpu", batch_size=4, eval_batch_size=5,
-        epochs=1, num_observer_update_epochs=0, num_batch_norm_update_epochs=0, num_calibration_batches=2, workers=0,
-        lr=0.01, momentum=0.9, weight_decay=1e-4, lr_step_size=30, lr_gamma=0.1, print_freq=10, resume="",
-        output_dir=str(place.out / "quantized"), start_epoch=0, cache_dataset=False, sync_bn=False, test_only=False,
-        post_training_quantize=False, world_size=1, dist_url="env://", interpolation="bilinear", val_resize_size=36,
-        val_crop_size=32, train_crop_size=32, clip_grad_norm=None, weights=None, backend="pil", use_v2=False,
-    )  # fmt: skip
-    utils.mkdir(args.output_dir)
+    """The calls of torchvision's own train_quantization.py, whose options are fewer."""
+    names = (
+        "data_path device batch_size workers epochs lr momentum weight_decay lr_step_size lr_gamma print_freq resume "
+        "start_epoch cache_dataset sync_bn test_only world_size dist_url interpolation val_resize_size val_crop_size "
+        "train_crop_size clip_grad_norm weights backend use_v2 output_dir"
+    )
+    args = argparse.Namespace(**{name: value for name, value in vars(place.args()).items() if name in names.split()})
+    vars(args).update(model="small", qbackend="fbgemm", eval_batch_size=5, num_calibration_batches=2)
     utils.init_distributed_mode(args)
     dataset, dataset_test, train_sampler, test_sampler = train.load_data(
         *(os.path.join(args.data_path, split) for split in ("train", "val")), args
     )
-    data_loader = DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler, num_workers=args.workers)
+    data_loader = DataLoader(dataset, batch_size=4, sampler=train_sampler)
     data_loader_test = DataLoader(dataset_test, batch_size=args.eval_batch_size, sampler=test_sampler)
     device, criterion, model = torch.device(args.device), nn.CrossEntropyLoss(), small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
-    results = []
-    for epoch in range(args.start_epoch, args.epochs):
-        train.train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args)
-        with torch.inference_mode():
-            results.append(train.evaluate(model, criterion, data_loader_test, device=device, log_suffix="QAT"))
-            evaluated = copy.deepcopy(model).eval()
-            results.append(train.evaluate(evaluated, criterion, data_loader_test, device=torch.device("cpu")))
-        model.train()
-        checkpoint = {"model": model.state_dict(), "eval_model": evaluated.state_dict(), "epoch": epoch, "args": args}
-        utils.save_on_master(checkpoint, os.path.join(args.output_dir, "checkpoint.pth"))
-    loaded = torch.load(os.path.join(args.output_dir, "checkpoint.pth"), map_location="cpu", weights_only=True)
-    # After training.
-    calibration = Subset(dataset, indices=list(range(args.batch_size * args.num_calibration_batches)))
-    loader = DataLoader(calibration, batch_size=args.batch_size, shuffle=False, num_workers=args.workers)
-    calibrated = train.evaluate(model.eval(), criterion, loader, device=device, print_freq=1)
-    kinds = [type(result).__name__ for result in (*results, calibrated)]
-    return [kinds, results[0] == results[1], loaded["epoch"], list(loaded)]
+    train.train_one_epoch(model, criterion, optimizer, data_loader, device, args.start_epoch, args)
+    with torch.inference_mode():
+        result = train.evaluate(model, criterion, data_loader_test, device=device, log_suffix="QAT")
+        evaluated = copy.deepcopy(model).eval()
+        again = train.evaluate(evaluated, criterion, data_loader_test, device=torch.device("cpu"))
+    calibration = DataLoader(Subset(dataset, list(range(4 * args.num_calibration_batches))), batch_size=4)
+    calibrated = train.evaluate(model, criterion, calibration, device=device, print_freq=1)
+    return [result == again, type(calibrated).__name__]
 
 
 # Two processes.
@@ -729,23 +680,14 @@ def ranks_repeat(place):
 
 
 def ranks_train(place):
-    args, (dataset, dataset_test, train_sampler, test_sampler) = ranks_load(place)
-    device, criterion, model = torch.device("cpu"), nn.CrossEntropyLoss(), small_model()
-    data_loader = DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler)
-    data_loader_test = DataLoader(dataset_test, batch_size=args.batch_size, sampler=test_sampler)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(utils.set_weight_decay(model, 1e-4), lr=0.05, momentum=0.9)
-    ema = utils.ExponentialMovingAverage(model, decay=0.5, device=device)
+    args, loaded = ranks_load(place)
+    utils.mkdir(args.output_dir)
+    model = small_model()
     before = sum_of(model)
-    for epoch in range(2):
-        train_sampler.set_epoch(epoch)
-        train.train_one_epoch(wrapped, criterion, optimizer, data_loader, device, epoch, args, ema)
-    acc1 = train.evaluate(wrapped, criterion, data_loader_test, device=device)
-    acc1_ema = train.evaluate(ema, criterion, data_loader_test, device=device, log_suffix="EMA")
-    parts = [torch.tensor([sum_of(model), acc1, acc1_ema], dtype=torch.float64) for _ in range(2)]
+    results, _ = loop(args, loaded, model, nn.parallel.DistributedDataParallel(model))
+    parts = [torch.tensor([sum_of(model), *results], dtype=torch.float64) for _ in range(2)]
     torch.distributed.all_gather(parts, parts[0].clone())
-    is_same = bool(torch.equal(*parts))
-    return [is_same, before != sum_of(model), [type(result).__name__ for result in (acc1, acc1_ema)]]
+    return [bool(torch.equal(*parts)), before != sum_of(model), sorted({type(result).__name__ for result in results})]
 
 
 PARTS = {

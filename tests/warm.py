@@ -22,7 +22,7 @@ import models
 import train  # noqa: F401
 from monitoring import pictures
 from scripts import benchmark, check, convert, evaluate, export, pack, predict, prepare  # noqa: F401
-from tests import images, runs, started, tiny  # noqa: F401
+from tests import crash, faults, images, runs, started  # noqa: F401
 
 # No pool of threads may exist when processes are forked.
 torch.set_num_threads(1)
