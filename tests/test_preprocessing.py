@@ -21,7 +21,6 @@ from checkpointing.weights import BARE, Weights
 from errors import UserError
 from monitoring.preview import preview
 from scripts.trained import open_trained
-from tests import tiny  # noqa: F401
 from tests.exports import refused as refused_tool
 from tests.exports import run_tool
 from tests.images import write_images
