@@ -4,13 +4,14 @@
 image of a class goes to val/, the others to train/; the split is fixed.
 """
 
+import re
 from collections import Counter
 from pathlib import Path
 
 from PIL import Image
 
 from errors import UserError, one_line
-from scripts.tool import build_parser, check_own, given_path, run
+from scripts.tool import build_parser, given_path, run
 
 PROG = "python -m scripts.make_digits"
 EPILOG = "example:\n  python -m scripts.make_digits data/digits"
@@ -22,8 +23,9 @@ def write_digits(folder: Path) -> None:
         from sklearn.datasets import load_digits  # a development requirement
     except ImportError as error:
         raise UserError("scikit-learn, which ships the digits, is missing; pip install scikit-learn") from error
-    for split in ("train", "val"):
-        check_own(folder / split, r"\d(/digit-\d{4}\.png)?", "these digits")
+    others = [path for path in [*folder.glob("train/*"), *folder.glob("val/*")] if not re.fullmatch(r"\d", path.name)]
+    if others:
+        raise UserError(f"{others[0]} is not part of these digits, and stays; choose a new or empty folder")
     digits = load_digits()
     counts, seen = Counter(), Counter()
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):

@@ -5,20 +5,20 @@ import errno
 import hashlib
 import io
 import os
+import re
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
 
 from distributed import collectives
-from errors import BadImageError, ImageError, UserError, counted, in_one_line, one_line
+from errors import BadImageError, ImageError, StorageError, UserError, counted, in_one_line, one_line
 from files import locked, open_to_read, write_atomically
 from loading.decode import load_image, to_rgb
 from loading.forms import check_source, open_source
@@ -27,18 +27,16 @@ from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.source import Source, digest, line_of
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
-from scripts.tool import as_json, build_parser, check_outside, check_own, given_path, in_order, make_out, positive, run
+from scripts.tool import as_json, build_parser, check_outside, given_path, in_order, make_out, positive, run
 
 PROG = "python -m scripts.pack"
 
-# The files that this tool writes to OUT, and those that a reader may leave there.
-OWN_FILES = r"(manifest\.json|[^/]+-\d{6}\.tar)(\.tmp\.\d+)?"
+# The files that a reader, or this tool before it has written anything, may leave in OUT.
 PASSING_FILES = r"pack\.lock|\.touchstone-index-.*"
 
 IMAGES_PER_TASK = 8
 
-# The fields of a manifest, and of each shard in it, with their types.
-_MANIFEST = {"state": str, "splits": dict}
+# The fields of a shard in the manifest, with their types.
 _RECORD = {"file": str, "images": int, "source_bytes": int, "bytes": int, "sha256": str, "skipped": list}
 
 EPILOG = """\
@@ -98,13 +96,6 @@ def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
     return shards
 
 
-class Packed(NamedTuple):
-    """The new bytes of an image, or None and the reason if it cannot be decoded."""
-
-    payload: bytes | None
-    reason: str = ""
-
-
 def shrink(image: Image.Image, *, px: int, quality: int) -> bytes:
     """Return an image as a JPEG whose shorter side is at most `px`; the other is rounded down, as by torchvision."""
     shorter = min(image.size)
@@ -120,74 +111,64 @@ def shrink(image: Image.Image, *, px: int, quality: int) -> bytes:
     return file.getvalue()
 
 
-def pack_images(convert: Callable[[Image.Image], bytes], task: tuple[Source, range]) -> list[Packed]:
-    """Pack some images of a source, in a worker.
+def pack_images(px: int, quality: int, task: tuple[Source, range]) -> list[bytes | str]:
+    """Return the new bytes of some images, in a worker; the reason instead for one that cannot be decoded.
 
     Raises:
         ImageError: the disk or memory failed, which may pass, or an image cannot be encoded.
     """
     (source, numbers), packed = task, []
-    for index in numbers:
-        path = source.path(index)
+    for number in numbers:
         try:
-            image = load_image(with_retries(partial(source.read, index)))
-        except (MemoryError, OSError) as error:
-            reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
-            raise ImageError(f"cannot read {path}: {reason}") from error
+            image = load_image(with_retries(partial(source.read, number)))
+            packed.append(shrink(image, px=px, quality=quality))
         except BadImageError as error:
-            packed.append(Packed(None, str(error)))
-            continue
-        try:
-            packed.append(Packed(convert(image)))
+            packed.append(str(error))
+        except ImageError:
+            raise
         except Exception as error:
-            raise ImageError(f"cannot pack image {path}: {one_line(str(error) or type(error).__name__)}") from error
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise ImageError(f"cannot pack image {source.path(number)}: {one_line(reason)}") from error
     return packed
 
 
-class ShardWriter:
-    """Writes the next results of the workers as one shard, and reads it back.
+def build_shard(shard: Shard, results: Iterator[bytes | str], progress: Progress, *, skip_bad: bool) -> tuple:
+    """Return the bytes of a shard and its record in the manifest; headers depend on names and sizes alone.
 
-    Attributes:
-        record: the shard's part of the manifest.
+    Raises:
+        ImageError: an image cannot be decoded, unless `skip_bad`.
     """
+    content, skipped = io.BytesIO(), []
+    names, sizes = (values[shard.start : shard.stop] for values in (shard.split.names, shard.split.sizes))
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name, packed in zip(names, islice(results, len(names)), strict=True):
+            progress.update()
+            if isinstance(packed, bytes):
+                member = tarfile.TarInfo(f"{shard.split.name}/{name}")
+                member.size = len(packed)
+                tar.addfile(member, io.BytesIO(packed))
+            elif skip_bad:
+                skipped.append({"name": name, "reason": packed})
+            else:
+                where = shard.split.root / name
+                raise ImageError(f"cannot read image {where}: {packed}; replace it, or give --skip-bad")
+    checksum = hashlib.sha256(content.getbuffer()).hexdigest()
+    counts = {"images": len(names) - len(skipped), "source_bytes": sum(sizes), "bytes": content.tell()}
+    return content.getvalue(), {"file": shard.file, **counts, "sha256": checksum, "skipped": skipped}
 
-    def __init__(self, shard: Shard, results: Iterator[Packed], progress: Progress, *, skip_bad: bool) -> None:
-        self.split, self.progress, self.skip_bad = shard.split, progress, skip_bad
-        self.names = shard.split.names[shard.start : shard.stop]
-        self.results = islice(results, len(self.names))
-        source_bytes = sum(shard.split.sizes[shard.start : shard.stop])
-        self.record = {"file": shard.file, "images": 0, "source_bytes": source_bytes, "skipped": []}
 
-    def write(self, file: BinaryIO) -> None:
-        """Write every image as a member of a tar, with headers that depend on names and sizes alone."""
-        sha256 = hashlib.sha256()
-        hashing = SimpleNamespace(tell=file.tell, write=lambda content: sha256.update(content) or file.write(content))
-        with tarfile.open(fileobj=hashing, mode="w", format=tarfile.GNU_FORMAT) as tar:
-            for name, packed in zip(self.names, self.results, strict=True):
-                self.progress.update()
-                if packed.payload is None:
-                    self._leave_out(name, packed.reason)
-                    continue
-                member = tarfile.TarInfo(f"{self.split.name}/{name}")
-                member.size = len(packed.payload)
-                tar.addfile(member, io.BytesIO(packed.payload))
-                self.record["images"] += 1
-        self.record |= {"bytes": file.tell(), "sha256": sha256.hexdigest()}
+def checksum_of(path: Path) -> str:
+    """Return the SHA-256 of a file as the disk has it, and not its copy in memory."""
+    with open_to_read(path) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def _leave_out(self, name: str, reason: str) -> None:
-        if not self.skip_bad:
-            where = self.split.root / name
-            raise ImageError(f"cannot read image {where}: {reason}; replace it, or give --skip-bad")
-        self.record["skipped"].append({"name": name, "reason": reason})
 
-    def verify(self, path: Path) -> None:
-        """Read the file back; raise OSError if its content differs from the content written."""
-        with open(path, "rb") as file:
-            if hasattr(os, "posix_fadvise"):  # read the disk, and not the copy in memory
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        if checksum != self.record["sha256"]:
-            raise OSError(errno.EIO, "the content read back is not the content written")
+def verify_written(checksum: str, path: Path) -> None:
+    """Read a file back; raise OSError if it has another checksum."""
+    if checksum_of(path) != checksum:
+        raise OSError(errno.EIO, "the content read back is not the content written")
 
 
 class Pack:
@@ -196,11 +177,18 @@ class Pack:
     The facts (settings, versions and source) determine every byte of the shards.
     """
 
-    def __init__(self, out: Path, facts: dict[str, Any], splits: list[Split], shard_bytes: int) -> None:
-        self.out, self.facts, self.splits, self.shards = out, facts, splits, plan_shards(splits, shard_bytes)
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.out = options, options.out
+        self.splits = [Split(options.data_path, name) for name in options.splits]
+        self.shards = plan_shards(self.splits, options.shard_mib * 2**20)
         self.records: dict[str, dict] = {}  # by file name
+        self.facts = {"side": "short-side", "px": options.short_side, "quality": options.quality}
+        self.facts |= {"splits": options.splits, "shard_mib": options.shard_mib, "pillow": pillow_version}
+        self.facts["libjpeg of pillow"] = features.version("libjpeg_turbo") or features.version("jpg")
+        for split in self.splits:
+            self.facts |= split.describe()
 
-    def resume(self, manifest: dict, *, skip_bad: bool) -> None:
+    def resume(self, manifest: dict) -> None:
         """Take over the shards of an earlier run; UserError if it had other settings, versions or images."""
         old = manifest.get("facts", {})
         changes = [
@@ -210,45 +198,40 @@ class Pack:
         ]
         if changes:
             raise UserError(
-                f"{self.out} holds a pack begun differently: {'; '.join(changes[:2])}; restore these values, "
-                "choose another folder, or start over with --overwrite"
+                f"{self.out} holds a pack begun differently: {'; '.join(changes[:2])}; restore these values, or choose "
+                "another folder"
             )
         records = records_of(manifest)
         skipped = [image["name"] for record in records.values() for image in record["skipped"]]
-        if skipped and not skip_bad:
-            raise UserError(
-                f"{self.out} was begun with --skip-bad and lacks {skipped[0]}; give --skip-bad again, or --overwrite"
-            )
+        if skipped and not self.options.skip_bad:
+            raise UserError(f"{self.out} was begun with --skip-bad and lacks {skipped[0]}; give --skip-bad again")
         sizes = {path.name: path.stat().st_size for path in self.out.iterdir() if path.is_file()}
         self.records = {file: record for file, record in records.items() if sizes.get(file) == record["bytes"]}
         if self.records:
             print(one_line(f"{self.out} has {len(self.records)} of {counted(len(self.shards), 'shard')} already"))
 
-    def save(self, fingerprints: dict[str, str] | None = None) -> None:
-        """Write the manifest; it calls the pack complete if the fingerprints of its splits are given."""
+    def save(self, *, is_complete: bool = False) -> None:
+        """Write the manifest."""
         parts = {}
         for split in self.splits:
             planned = [shard.file for shard in self.shards if shard.split is split]
             records = [self.records[file] for file in planned if file in self.records]
-            fingerprint = fingerprints[split.name] if fingerprints else None
+            fingerprint = self.fingerprint(split, records) if is_complete else None
             parts[split.name] = {"classes": len(split.source.classes), "fingerprint": fingerprint, "shards": records}
-        state = "complete" if fingerprints else "writing"
+        state = "complete" if is_complete else "writing"
         content = {"kind": PACK_KIND, "format": PACK_FORMAT, "state": state, "facts": self.facts, "splits": parts}
         self._write(PACK_MANIFEST, as_json(content))
 
-    def _write(self, file: str, *how: Any) -> None:
-        """Write a file of the pack; arguments as of `write_atomically`."""
+    def _write(self, file: str, content: bytes, verify: Callable[[Path], None] | None = None) -> None:
         try:
-            write_atomically(self.out / file, *how)
+            write_atomically(self.out / file, content, verify)
         except OSError as error:
-            raise UserError(
-                f"cannot write {self.out / file}: {error.strerror or error}; the same command continues after the "
-                "whole shards",
-                exit_code=1,
-            ) from error
+            reason = f"cannot write {self.out / file}: {error.strerror or error}"
+            raise StorageError(f"{reason}; the same command continues after the whole shards") from error
 
-    def write(self, convert: Callable[[Image.Image], bytes], *, num_workers: int, skip_bad: bool) -> None:
+    def write(self) -> None:
         """Write the missing shards, one after the other, from images that workers pack."""
+        options = self.options
         missing = [shard for shard in self.shards if shard.file not in self.records]
         tasks = [
             (shard.split.source, range(start, min(start + IMAGES_PER_TASK, shard.stop)))
@@ -258,21 +241,21 @@ class Pack:
         num_images = sum(len(split.names) for split in self.splits)
         num_done = num_images - sum(shard.stop - shard.start for shard in missing)
         progress = Progress(f"packing into {self.out}", num_images, "images", first=num_done)
-        results = chain.from_iterable(in_order(partial(pack_images, convert), tasks, num_workers))
+        function = partial(pack_images, options.short_side, options.quality)
+        results = chain.from_iterable(in_order(function, tasks, options.workers))
         for shard in missing:
             self.save()
-            writer = ShardWriter(shard, results, progress, skip_bad=skip_bad)
-            self._write(shard.file, writer.write, writer.verify)
-            self.records[shard.file] = writer.record
-        self.save({split.name: self.fingerprint(split) for split in self.splits})
+            content, record = build_shard(shard, results, progress, skip_bad=options.skip_bad)
+            self._write(shard.file, content, partial(verify_written, record["sha256"]))
+            self.records[shard.file] = record
+        self.save(is_complete=True)
 
-    def fingerprint(self, split: Split) -> str:
+    def fingerprint(self, split: Split, records: list[dict]) -> str:
         """Return the fingerprint of the packed images of a split.
 
         Raises:
             UserError: a class has no images left, which would change every later label.
         """
-        records = [self.records[shard.file] for shard in self.shards if shard.split is split]
         skipped = {image["name"] for record in records for image in record["skipped"]}
         labels = {name: split.source.label(n) for n, name in enumerate(split.names) if name not in skipped}
         lost = set(range(len(split.source.classes))) - {*labels.values()}
@@ -286,16 +269,16 @@ def own_manifest(out: Path) -> dict | None:
     """Return the manifest of a folder, or None where there is none; UserError if this version did not write it."""
     path = out / PACK_MANIFEST
     manifest = read_manifest(path)
-    if manifest is None and path.exists():
-        raise UserError(f"{path} is not of this tool; choose another folder")
     if manifest is None:
+        if path.exists():
+            raise UserError(f"{path} is not of this tool; choose another folder")
         return None
     if (found := manifest.get("format")) != PACK_FORMAT:
         raise UserError(f"{path} is of format {found}, and this version writes {PACK_FORMAT}; choose another OUT")
     with in_one_line(f"{path} is damaged; choose another OUT"):
-        for part, types in [(manifest, _MANIFEST), *((record, _RECORD) for record in records_of(manifest).values())]:
-            if wrong := [name for name, kind in types.items() if not isinstance(part[name], kind)]:
-                raise ValueError(f"another type of {wrong[0]}")
+        fields = [(record[name], kind) for record in records_of(manifest).values() for name, kind in _RECORD.items()]
+        if not all(isinstance(value, kind) for value, kind in [*fields, (manifest["state"], str)]):
+            raise ValueError("a field has another type")
     return manifest
 
 
@@ -306,30 +289,19 @@ def records_of(manifest: dict) -> dict[str, dict]:
 
 def pack(options: argparse.Namespace) -> None:
     """Write the missing part of the pack, and summarise the whole."""
-    out, shape = options.out, {"px": options.short_side, "quality": options.quality}
-    facts = {
-        "side": "short-side",
-        **shape,
-        "splits": options.splits,
-        "shard_mib": options.shard_mib,
-        "pillow": pillow_version,
-    }
-    facts["libjpeg of pillow"] = features.version("libjpeg_turbo") or features.version("jpg")
+    out = options.out
     make_out(out)
     with locked(out / "pack.lock", f"waiting for another process that packs into {out}"):
         earlier = own_manifest(out)
-        check_own(out, f"{OWN_FILES}|{PASSING_FILES}" if earlier else PASSING_FILES, "a pack")
-        splits = [Split(options.data_path, name) for name in options.splits]
-        for split in splits:
-            facts |= split.describe()
-        packed = Pack(out, facts, splits, options.shard_mib * 2**20)
-        if earlier and not options.overwrite:
-            packed.resume(earlier, skip_bad=options.skip_bad)
-        # The manifest goes last: in a folder without one this tool would refuse its own tars.
-        for path in sorted(out.glob("*.tar*")) + sorted(out.glob(f"{PACK_MANIFEST}*")):
-            if ".tmp." in path.name or options.overwrite:
+        for path in sorted(out.iterdir()):
+            if earlier is None and not re.fullmatch(PASSING_FILES, path.name):
+                raise UserError(f"{path} is not part of a pack, and stays; choose a new or empty folder")
+            if re.fullmatch(r".+\.tmp\.\d+", path.name):
                 path.unlink()
-        packed.write(partial(shrink, **shape), num_workers=options.workers, skip_bad=options.skip_bad)
+        packed = Pack(options)
+        if earlier:
+            packed.resume(earlier)
+        packed.write()
         summarize(own_manifest(out))
 
 
@@ -358,9 +330,8 @@ def verify(out: Path) -> None:
     problems += [f"{path}: not in the manifest" for path in sorted(out.glob("*.tar")) if path.name not in records]
     for file, record in records.items():
         try:
-            with open_to_read(out / file) as shard:
-                is_whole = hashlib.file_digest(shard, "sha256").hexdigest() == record["sha256"]
-            problems += [] if is_whole else [f"{out / file}: its content has changed since it was written"]
+            if checksum_of(out / file) != record["sha256"]:
+                problems.append(f"{out / file}: its content has changed since it was written")
         except OSError as error:
             problems.append(f"{out / file}: {error.strerror}")
     for problem in problems:
@@ -374,25 +345,21 @@ def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     usage = "--data-path DIR OUT --short-side PX [options]"
     parser = build_parser(PROG, usage, "Write a smaller copy of a data set as tars that load faster.", EPILOG)
-    parser.add_argument(
-        "out", metavar="OUT", type=given_path, help="folder for the pack: new, empty, or holding one already"
-    )
-    parser.add_argument("--data-path", metavar="DIR", type=given_path, help="as train.py's --data-path")
+    add, cores = parser.add_argument, collectives.count_cores()
+    add("out", metavar="OUT", type=given_path, help="folder for the pack: new, empty, or holding one already")
+    add("--data-path", metavar="DIR", type=given_path, help="as train.py's --data-path")
     words = "parts of --data-path to pack (default: train val)"
-    parser.add_argument("--splits", metavar="NAME", nargs="+", default=["train", "val"], help=words)
+    add("--splits", metavar="NAME", nargs="+", default=["train", "val"], help=words)
     modes = parser.add_mutually_exclusive_group(required=True)
-    modes.add_argument(
-        "--short-side", metavar="PX", type=positive, help="shrink so that the shorter side is at most PX"
-    )
+    words = "shrink so that the shorter side is at most PX"
+    modes.add_argument("--short-side", metavar="PX", type=positive, help=words)
     modes.add_argument("--verify", action="store_true", help="check that every tar in OUT is as it was written")
-    parser.add_argument("--quality", metavar="Q", type=positive, default=90, help="quality of the JPEGs (default: 90)")
+    add("--quality", metavar="Q", type=positive, default=90, help="quality of the JPEGs (default: 90)")
     words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"
-    parser.add_argument("--shard-mib", metavar="MIB", type=positive, default=512, help=words)
-    words = "processes that pack images (default: 1 per core)"
-    parser.add_argument("--workers", metavar="N", type=positive, default=collectives.count_cores(), help=words)
+    add("--shard-mib", metavar="MIB", type=positive, default=512, help=words)
+    add("--workers", metavar="N", type=positive, default=cores, help="processes that pack images (default: 1 per core)")
     words = "leave out and list images that cannot be decoded; without it they stop the tool"
-    parser.add_argument("--skip-bad", action="store_true", help=words)
-    parser.add_argument("--overwrite", action="store_true", help="remove the pack in OUT first")
+    add("--skip-bad", action="store_true", help=words)
     return parser
 
 
@@ -402,7 +369,7 @@ def validate(options: argparse.Namespace) -> None:
     if options.quality > 100:
         raise UserError(f"--quality {options.quality}: expected a number from 1 to 100")
     if options.verify:
-        if options.data_path or options.overwrite or options.skip_bad:
+        if options.data_path or options.skip_bad:
             raise UserError("--verify takes the folder of a pack, and no other option")
         return
     if options.data_path is None:
@@ -424,8 +391,7 @@ def pack_or_verify() -> None:
 
 def main() -> None:
     """Run the command line."""
-    again = "the same command continues after the last whole shard"
-    run(PROG, pack_or_verify, f"interrupted; {again}", when_killed=f"; {again}")
+    run(PROG, pack_or_verify, "interrupted; the same command continues after the last whole shard")
 
 
 if __name__ == "__main__":

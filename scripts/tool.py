@@ -7,7 +7,6 @@ import argparse
 import errno
 import json
 import os
-import re
 import signal
 import stat
 import sys
@@ -18,8 +17,7 @@ from typing import Any
 
 from distributed.signals import open_closed_files
 from errors import ImageError, StorageError, UserError, error_line, explain_limit, loader_killed
-from files import explain_failure, free_bytes, make_folder, write_atomically
-from loading.progress import size_text
+from files import explain_failure, make_folder, write_atomically
 from options import OneLineParser
 
 # Errors of the system by which a path that was given cannot be used.
@@ -144,17 +142,6 @@ def check_outside(out: Path, folder: Path) -> None:
         raise UserError(f"{out} is inside {folder}; choose a folder outside the images")
 
 
-def check_own(folder: Path, own: str, whole: str) -> None:
-    """Refuse a folder that holds anything but files of `whole`: the rule of tools that fill a folder.
-
-    `own` is a regular expression of the paths of these files, and of their folders, below the folder.
-    """
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        for each in [path, *path.rglob("*")]:
-            if not re.fullmatch(own, str(each.relative_to(folder))):
-                raise UserError(f"{each} is not part of {whole}, and stays; choose a new or empty folder")
-
-
 def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> Iterable[Any]:
     """Return an iterable of the function's results in the order of the tasks, computed by worker processes."""
     from torch.utils.data import DataLoader  # not above: some tools do without torch
@@ -165,24 +152,13 @@ def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> I
     return DataLoader(tasks, batch_size=None, collate_fn=function, **processes)
 
 
-def check_room(folder: Path, name: str, num_bytes: float, share: float = 1.0) -> None:
-    """Raise UserError if the folder's disk has less free space than this share of the bytes that `name` needs."""
-    free = free_bytes(folder)
-    if free < share * num_bytes:
-        raise UserError(
-            f"{folder} has {size_text(free)} free, and {name} needs about {size_text(num_bytes)}; free some space or "
-            "choose another disk"
-        )
-
-
-def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_killed: str = "") -> None:
+def run(prog: str, work: Callable[[], int | None], when_interrupted: str) -> None:
     """Run a tool and exit with its code; print an error that a user can act on as one line.
 
     Args:
         prog: the tool's command.
         work: returns an exit code, or None for zero.
         when_interrupted: the message after Ctrl-C or SIGTERM.
-        when_killed: follows the message about a worker process that was killed.
     """
     # As Ctrl-C: a batch system ends a job with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -198,7 +174,7 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str, when_k
         if isinstance(known, RuntimeError):
             raise
         exit_code = getattr(known, "exit_code", 1)
-        message = f"{known}{when_killed if getattr(known, 'is_of_one_rank', False) else ''}"
+        message = str(known)
     try:
         sys.stdout.flush()
     except OSError:  # Python would try to write the rest again, and say so in a traceback
