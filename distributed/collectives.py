@@ -2,7 +2,6 @@
 
 import builtins
 import datetime
-import io
 import json
 import os
 import re
@@ -21,9 +20,6 @@ from errors import PreemptedError, UserError, counted
 
 # Minutes that bookkeeping may wait, as while rank 0 saves to a slow disk. The stall watchdog ends a run that hangs.
 PATIENCE_MIN = 24 * 60
-
-# Bytes of one broadcast: the size of the buffer that is needed beside the payload.
-_MOST_AT_ONCE = 1 << 24
 
 # Seconds in which the ranks that meet an error tell the others of it.
 _REPORT_S = 3.0
@@ -107,19 +103,9 @@ def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> b
     dist.broadcast(size, src=src, group=group or _patient_group)
     if size == 0:
         return b""
-    received, part = io.BytesIO(), numpy.empty(min(int(size), _MOST_AT_ONCE), numpy.uint8)
-    if not is_source:
-        received.seek(int(size) - 1)
-        received.write(b"\0")  # room for all of it, which `getvalue` gives away without a copy
-        received.seek(0)
-    for begin in range(0, int(size), _MOST_AT_ONCE):
-        chunk = part[: min(_MOST_AT_ONCE, int(size) - begin)]
-        if is_source:
-            chunk[:] = numpy.frombuffer(payload, numpy.uint8, len(chunk), begin)
-        dist.broadcast(torch.from_numpy(chunk), src=src, group=group or _patient_group)
-        if not is_source:
-            received.write(chunk)
-    return payload if is_source else received.getvalue()
+    buffer = numpy.frombuffer(payload, numpy.uint8).copy() if is_source else numpy.empty(int(size), numpy.uint8)
+    dist.broadcast(torch.from_numpy(buffer), src=src, group=group or _patient_group)
+    return payload if is_source else buffer.tobytes()
 
 
 def gather_plain(value: Any) -> list:

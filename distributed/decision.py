@@ -1,4 +1,4 @@
-"""One decision of all ranks after each step: stop, save, or end because of a non-finite loss."""
+"""One decision of all ranks after each step: stop, or save."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -7,23 +7,22 @@ from typing import Any, NamedTuple
 from distributed import collectives
 from distributed.signals import Signals
 
-_NEVER = -(1 << 62)
-
 
 class Decision(NamedTuple):
     """The decision of a step, the same on every rank."""
 
-    stop: str  # such as "SIGTERM on rank 5"; empty to continue
-    is_save_due: bool
-    is_written: bool  # whether the save in progress has been written, or has failed
-    bad_step: int | None  # first step known to have a non-finite loss
+    stop: str = ""  # such as "SIGTERM on rank 5"; empty to continue
+    is_save_due: bool = False
+    is_written: bool = False  # whether the save in progress has been written, or has failed
 
 
-CONTINUE = Decision("", False, False, None)
+CONTINUE = Decision()
 
 
 class StepDecisions:
     """Combine the votes of all ranks into one decision a step, beside the next step's computation.
+
+    A vote is (whether a save is due, whether the one in progress is written), beside the signal that came.
 
     Args:
         signals: the signals that this process receives.
@@ -32,43 +31,37 @@ class StepDecisions:
     def __init__(self, signals: Signals) -> None:
         self.signals, self._begun = signals, None
 
-    def begin(self, votes: Callable[[], dict[str, Any]]) -> None:
-        """Begin to combine the votes of all ranks; `votes` returns arguments of `_as_integers`.
-
-        Collective: every rank must call it.
-        """
+    def begin(self, vote: Callable[[], tuple[bool, bool]]) -> None:
+        """Begin to combine the votes of all ranks. Collective: every rank must call it."""
         if self._begun is not None:
             self._begun()  # complete the exchange of the step before, whose result was not needed
         if collectives.get_world_size() > 1:
-            self._begun = collectives.begin_largest(self._as_integers(**votes()))
+            self._begun = collectives.begin_largest(self._as_integers(*vote()))
 
-    def result(self, votes: Callable[[], dict[str, Any]]) -> Decision:
-        """Return the decision begun last, or `CONTINUE`; a single process decides by its present votes. Collective."""
+    def result(self, vote: Callable[[], tuple[bool, bool]]) -> Decision:
+        """Return the decision begun last, or `CONTINUE`; a single process decides by its present vote. Collective."""
         if collectives.get_world_size() == 1:
-            return _read_decision(self._as_integers(**votes()))
+            return _read_decision(self._as_integers(*vote()))
         begun, self._begun = self._begun, None
         return _read_decision(begun()) if begun else CONTINUE
 
-    def decide(self, votes: Callable[[], dict[str, Any]] = dict) -> Decision:
+    def decide(self, vote: Callable[[], tuple[bool, bool]] = lambda: (False, False)) -> Decision:
         """Combine the votes of all ranks, and wait for the decision. Collective: every rank must call it."""
-        self.begin(votes)
-        return self.result(votes)
+        self.begin(vote)
+        return self.result(vote)
 
-    def _as_integers(
-        self, *, is_save_due: bool = False, is_written: bool = False, bad_step: int | None = None
-    ) -> list[int]:
-        """Return this process's votes as integers, whose maxima over all ranks are the decision; see `Decision`."""
-        bad = _NEVER if bad_step is None else -bad_step
+    def _as_integers(self, is_save_due: bool, is_written: bool) -> list[int]:
+        """Return this process's vote as integers, whose maxima over all ranks are the decision."""
         number = self.signals.number
-        return [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written), bad]
+        return [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written)]
 
 
 def _read_decision(largest: list[int]) -> Decision:
-    stop, save, written, bad = largest
+    stop, save, written = largest
     name = signal.Signals(stop >> 32).name if stop else ""
     if stop and collectives.get_world_size() > 1:
         name += f" on rank {stop & 0xFFFFFFFF}"
-    return Decision(name, bool(save), bool(written), None if bad == _NEVER else -bad)
+    return Decision(name, bool(save), bool(written))
 
 
 class LoaderAround:

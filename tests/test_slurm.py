@@ -289,25 +289,6 @@ def test_the_script_requeues_what_was_preempted_and_nothing_else(runs, ended, na
     assert ended[name] == JOBS[name][1:]
 
 
-@pytest.mark.dist
-def test_tasks_of_srun_without_torchrun_say_each_thing_once(cluster, runs):
-    def start(*argv):
-        command = ["srun", "--ntasks=2", sys.executable, "train.py", *runs.options, *argv]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, text=True, env=cluster.environment, cwd=REPOSITORY
-        )  # fmt: skip
-
-    refused, dry = start("--batch-size", "3"), start("--dry-run")
-    said, warned = dry.communicate(timeout=90)
-    assert dry.returncode == 0, warned
-    assert said.count("# global batch 8 = 4 micro-batches x 2 images; 2 processes compute 2 each") == 1
-    assert said.count("# learning rate at the start of epoch 0: ") == 1
-    said = "".join(refused.communicate(timeout=90))
-    assert refused.returncode == 2, said
-    assert said.count("train.py: error") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.dist
 def test_srun_without_torchrun_saves_at_the_time_limit_and_goes_on_with_the_same_bits(runs):
