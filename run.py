@@ -298,11 +298,11 @@ class Run(BareRun):
         self.state.advance()
         self.watchdog.beat()
         start_s = time.perf_counter()
-        decision = self.decisions.result(self.vote)  # of the step before
+        decision = self.decisions.result(*self.vote())  # of the step before
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if metric_logger.is_line_due or is_due or not self.has_steps_left or decision != CONTINUE:
             # Decide on this step too: the collectives below wait a day for slow disks, so detect a hung rank here.
-            decision = self.decisions.decide(self.vote)
+            decision = self.decisions.decide(*self.vote())
         self.clock.agreed(start_s)
         self.line_pace.step(metric_logger.wait_s)
         self.window_pace.step(metric_logger.wait_s)
@@ -319,7 +319,7 @@ class Run(BareRun):
         if decision.stop:
             self.stop(decision.stop)
         if self.has_steps_left:
-            self.decisions.begin(self.vote)  # completed beside the next step
+            self.decisions.begin(*self.vote())  # completed beside the next step
 
     def vote(self) -> tuple[bool, bool]:
         """Return this process's vote for the decision of all ranks: see `StepDecisions`."""

@@ -104,7 +104,8 @@ def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> b
     if size == 0:
         return b""
     buffer = numpy.frombuffer(payload, numpy.uint8).copy() if is_source else numpy.empty(int(size), numpy.uint8)
-    dist.broadcast(torch.from_numpy(buffer), src=src, group=group or _patient_group)
+    for part in torch.from_numpy(buffer).split(1 << 30):
+        dist.broadcast(part, src=src, group=group or _patient_group)
     return payload if is_source else buffer.tobytes()
 
 

@@ -22,7 +22,7 @@ CONTINUE = Decision()
 class StepDecisions:
     """Combine the votes of all ranks into one decision a step, beside the next step's computation.
 
-    A vote is (whether a save is due, whether the one in progress is written), beside the signal that came.
+    A vote is `Decision.is_save_due` and `is_written` of this process, beside the signal that it has received.
 
     Args:
         signals: the signals that this process receives.
@@ -31,37 +31,36 @@ class StepDecisions:
     def __init__(self, signals: Signals) -> None:
         self.signals, self._begun = signals, None
 
-    def begin(self, vote: Callable[[], tuple[bool, bool]]) -> None:
+    def begin(self, *vote: bool) -> None:
         """Begin to combine the votes of all ranks. Collective: every rank must call it."""
         if self._begun is not None:
             self._begun()  # complete the exchange of the step before, whose result was not needed
         if collectives.get_world_size() > 1:
-            self._begun = collectives.begin_largest(self._as_integers(*vote()))
+            self._begun = collectives.begin_largest(self._as_integers(*vote))
 
-    def result(self, vote: Callable[[], tuple[bool, bool]]) -> Decision:
+    def result(self, *vote: bool) -> Decision:
         """Return the decision begun last, or `CONTINUE`; a single process decides by its present vote. Collective."""
-        if collectives.get_world_size() == 1:
-            return _read_decision(self._as_integers(*vote()))
         begun, self._begun = self._begun, None
-        return _read_decision(begun()) if begun else CONTINUE
+        if collectives.get_world_size() == 1:
+            stop, *rest = self._as_integers(*vote)
+        elif begun is None:
+            return CONTINUE
+        else:
+            stop, *rest = begun()
+        name = signal.Signals(stop >> 32).name if stop else ""
+        if stop and collectives.get_world_size() > 1:
+            name += f" on rank {stop & 0xFFFFFFFF}"
+        return Decision(name, *map(bool, rest))
 
-    def decide(self, vote: Callable[[], tuple[bool, bool]] = lambda: (False, False)) -> Decision:
+    def decide(self, *vote: bool) -> Decision:
         """Combine the votes of all ranks, and wait for the decision. Collective: every rank must call it."""
-        self.begin(vote)
-        return self.result(vote)
+        self.begin(*vote)
+        return self.result(*vote)
 
-    def _as_integers(self, is_save_due: bool, is_written: bool) -> list[int]:
+    def _as_integers(self, is_save_due: bool = False, is_written: bool = False) -> list[int]:
         """Return this process's vote as integers, whose maxima over all ranks are the decision."""
         number = self.signals.number
         return [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written)]
-
-
-def _read_decision(largest: list[int]) -> Decision:
-    stop, save, written = largest
-    name = signal.Signals(stop >> 32).name if stop else ""
-    if stop and collectives.get_world_size() > 1:
-        name += f" on rank {stop & 0xFFFFFFFF}"
-    return Decision(name, bool(save), bool(written))
 
 
 class LoaderAround:
