@@ -66,22 +66,6 @@ def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
     return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
 
 
-def begin_largest(values: list[int]) -> Callable[[], list[int]]:
-    """Begin to find the largest integers of all ranks, place by place. Collective: every rank must call it.
-
-    Returns:
-        A function that waits for the integers and returns them.
-    """
-    on_host = torch.tensor(values)  # over gloo: no device is waited for
-    work = dist.all_reduce(on_host, op=dist.ReduceOp.MAX, async_op=True)
-
-    def wait() -> list[int]:
-        work.wait()
-        return on_host.tolist()
-
-    return wait
-
-
 def interleave(parts: list[torch.Tensor], size: int = 1) -> torch.Tensor:
     """Merge parts to which rows were dealt in turn, `size` at a time; with 1, row j of part r is j * len(parts) + r."""
     order = sorted((row // size, part, row) for part, rows in enumerate(parts) for row in range(len(rows)))

@@ -4,6 +4,9 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
 from distributed import collectives
 from distributed.signals import Signals
 
@@ -34,9 +37,10 @@ class StepDecisions:
     def begin(self, *vote: bool) -> None:
         """Begin to combine the votes of all ranks. Collective: every rank must call it."""
         if self._begun is not None:
-            self._begun()  # complete the exchange of the step before, whose result was not needed
+            self._begun[0].wait()  # of the step before, whose result was not needed
         if collectives.get_world_size() > 1:
-            self._begun = collectives.begin_largest(self._as_integers(*vote))
+            integers = torch.tensor(self._as_integers(*vote))  # on the host: no device is waited for
+            self._begun = dist.all_reduce(integers, dist.ReduceOp.MAX, async_op=True), integers
 
     def result(self, *vote: bool) -> Decision:
         """Return the decision begun last, or `CONTINUE`; a single process decides by its present vote. Collective."""
@@ -46,7 +50,8 @@ class StepDecisions:
         elif begun is None:
             return CONTINUE
         else:
-            stop, *rest = begun()
+            begun[0].wait()
+            stop, *rest = begun[1].tolist()
         name = signal.Signals(stop >> 32).name if stop else ""
         if stop and collectives.get_world_size() > 1:
             name += f" on rank {stop & 0xFFFFFFFF}"
