@@ -37,7 +37,7 @@ def describe_data(train: Any, val: Any) -> dict:
 
 
 def _describe_set(dataset: Any) -> dict:
-    return {"num_images": len(dataset), "fingerprint": dataset.fingerprint(), **dataset.identity()}
+    return {"num_images": len(dataset), "fingerprint": dataset.index.fingerprint(), **dataset.index.identity()}
 
 
 def describe_environment(args: Any, decoder: str) -> dict[str, Any]:

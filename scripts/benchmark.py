@@ -216,7 +216,8 @@ class OurLoop(BareStep):
         super().__init__(args, num_steps)
         dataset = data.SyntheticImages(num_steps * args.global_batch_size, args.train_crop_size, NUM_CLASSES)
         sampler = TrainSampler(len(dataset), self.shards)
-        self.loader = data.build_device_loader(args, dataset, sampler, self.device, NUM_CLASSES)
+        loader = data.build_loader(dataset, sampler, args)
+        self.loader = data.build_device_loader(args, loader, sampler, self.device, NUM_CLASSES)
         self.wrapped = gradients.wrap_model(self.model, args)
         self.run = LoggedRun(self, self.wrapped)
 

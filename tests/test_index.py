@@ -149,8 +149,8 @@ def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
 
 
 def test_made_up_images_have_words_for_a_fingerprint():
-    images = data.SyntheticImages(130, 8, 10)
-    assert len({images.index.name(number) for number in range(130)}) == 130
+    images = data.SyntheticImages(130, 8, 10).index
+    assert len({images.name(number) for number in range(130)}) == 130
     assert images.fingerprint() == "synthetic-130-10"
     assert images.identity() == {"form": "synthetic", "path": "", "sizes": None, "times": None, "checksums": None}
 
