@@ -104,7 +104,6 @@ def load_all(load: Callable[[int], Any], numbers: list[int], split: str) -> int:
 def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Compare loading evenly spaced images from files and packs with torchvision's preset on the files."""
     torch.set_num_threads(1)
-    decode.silence_libjpeg()
     figures = {}
     for place, split in enumerate(("train", "val")):
         theirs = torchvisions_images(options.data_path, split)

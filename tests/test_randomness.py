@@ -4,7 +4,7 @@ import statistics
 
 import torch
 
-from presets import CropBox
+from presets import draw_box
 from randomness import Draws, TorchDraws, unit
 
 # The first numbers of splitmix64 from the state 0, as published with it (Vigna, splitmix64.c).
@@ -29,10 +29,10 @@ def test_torch_makes_its_numbers_of_the_bits_that_are_drawn():
 
 
 def test_boxes_and_flips_of_addresses_are_spread_as_torchs():
-    box, size = CropBox((0.08, 1.0)), (375, 500)
+    size = (375, 500)
 
     def moments(all_draws):
-        boxes = [box.draw(*size, draws) for draws in all_draws]
+        boxes = [draw_box(*size, 0.08, draws) for draws in all_draws]
         shares = [(top, left, height * width, height / width) for top, left, height, width in boxes]
         return [(statistics.fmean(column), statistics.stdev(column)) for column in zip(*shares, strict=True)]
 
