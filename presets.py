@@ -147,18 +147,11 @@ class ClassificationPresetTrain(_Preset):
     It draws in torchvision's order from torch's process-wide generator, or from the `draws` of `load`; policies draw
     from the process-wide generators only. `data.py` seeds either for each image.
 
+    Arguments are torchvision's, sizes in px, mean and deviation of values from 0 to 1; and:
+
     Args:
-        crop_size: side of the square that comes out, px.
-        mean: mean of each channel, of values from 0 to 1.
-        std: standard deviation of each channel, likewise.
-        interpolation: mode of the resize, and of the policy's geometric operations.
-        hflip_prob: probability of a mirrored image.
         crop_scale: smallest share of the image's area that a crop shows.
-        auto_augment_policy: ra, ta_wide, augmix, a value of torchvision's `AutoAugmentPolicy`, or timm/SPECIFICATION;
-            None for none.
-        ra_magnitude: magnitude of the policy ra.
-        augmix_severity: severity of the policy augmix.
-        random_erase_prob: probability of an erased rectangle.
+        auto_augment_policy: ra, ta_wide, augmix, a value of torchvision's `AutoAugmentPolicy`, or timm/SPECIFICATION.
         random_erase_fill: zero, or pixel for normal noise.
         color_jitter: brightness, contrast and saturation change by factors from 1 minus this to 1 plus this.
         backend: pil (resize by Pillow), tensor (by torchvision, antialiased), or None: the fast way of `load`, whose
@@ -191,9 +184,11 @@ class ClassificationPresetTrain(_Preset):
         if hflip_prob > 0:
             steps.append(transforms.RandomHorizontalFlip(hflip_prob))
         options = {"ra_magnitude": ra_magnitude, "augmix_severity": augmix_severity}
-        policy = _build_policy(auto_augment_policy, crop_size, interpolation, mean, options)
-        jitter = transforms.ColorJitter(*3 * [color_jitter]) if color_jitter > 0 else None
-        on_images = [step for step in (policy, jitter) if step is not None]
+        on_images = []
+        if auto_augment_policy is not None:
+            on_images.append(_build_policy(auto_augment_policy, crop_size, interpolation, mean, options))
+        if color_jitter > 0:
+            on_images.append(transforms.ColorJitter(*3 * [color_jitter]))
         steps += on_images
         super().__init__(steps, backend, interpolation, mean, std, decoder, random_erase_prob, random_erase_fill)
         self.crop_size, self.crop_scale, self.hflip_prob = crop_size, crop_scale, hflip_prob
@@ -266,11 +261,9 @@ POLICIES: dict[str, Policy] = {
 
 
 def _build_policy(
-    name: str | None, crop_size: int, interpolation: InterpolationMode, mean: tuple[float, ...], options: dict[str, Any]
-) -> Callable[[Image.Image], Image.Image] | None:
-    """Return the augmentation policy with this name; None for None."""
-    if name is None:
-        return None
+    name: str, crop_size: int, interpolation: InterpolationMode, mean: tuple[float, ...], options: dict[str, Any]
+) -> Callable[[Image.Image], Image.Image]:
+    """Return the augmentation policy with this name."""
     if name.startswith("timm/"):
         return TimmPolicy(name, crop_size, interpolation, mean)
     name = getattr(name, "value", name)  # torchvision's own enumeration

@@ -69,18 +69,14 @@ class VirtualShards(NamedTuple):
                 "BatchNorm would see those in place of the global batch; "
                 f"use {self.num_shards} processes, or leave --sync-bn out"
             )
-
-        def works(size: int) -> bool:
-            num_local, rest = divmod(self.num_shards, size)
-            return not rest and (not needs_same_bits or size == 1 or num_local.bit_count() == 1)
-
-        if not works(self.world_size):
-            sizes = [size for size in range(1, min(self.num_shards, 4096) + 1) if works(size)]
-            listed = ", ".join(map(str, sizes[:-1])) + " or " + str(sizes[-1]) if len(sizes) > 1 else str(sizes[0])
+        sizes = [size for size in range(1, self.num_shards + 1) if self.num_shards % size == 0]
+        if needs_same_bits:
+            sizes = [size for size in sizes if size == 1 or (self.num_shards // size).bit_count() == 1]
+        if self.world_size not in sizes:
             to_same_bits = " to the same bits (--use-deterministic-algorithms)" if needs_same_bits else ""
             raise UserError(
                 f"cannot run {counted(self.num_shards, 'micro-batch')} of {counted(self.batch_size, 'image')} on "
-                f"{counted(self.world_size, 'process')}{to_same_bits}; use {listed}"
+                f"{counted(self.world_size, 'process')}{to_same_bits}; use one of {', '.join(map(str, sizes))}"
             )
 
 

@@ -232,7 +232,7 @@ def test_weights_of_others_are_no_checkpoint_and_the_message_names_weights(start
 def test_a_world_size_that_does_not_divide_the_shards_is_refused_with_those_that_do(started, tmp_path):
     argv = ["--epochs", 1, "--batch-size", 2, "--global-batch-size", 12]
     outcome = started.go_on(tmp_path, tmp_path / "out", *argv, world_size=4)
-    refused(outcome, "6 micro-batches", "on 4 processes", "use 1, 3 or 6")
+    refused(outcome, "6 micro-batches", "on 4 processes", "use one of 1, 3, 6")
 
 
 def test_checkpoints_are_sorted_by_number_and_not_by_name(tmp_path):
