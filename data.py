@@ -251,12 +251,11 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
         print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
     skips_bad = args.bad_images == "skip"
     dataset = IndexedImageFolder(traindir, preset_train, args.seed, source, skips_bad=skips_bad)
-    if dataset.classes != dataset_test.classes:
-        here, there = set(dataset.classes), set(dataset_test.classes)
-        which = [f"{name} only in train/" for name in sorted(here - there)[:1]]
-        which += [f"{name} only in val/" for name in sorted(there - here)[:1]]
+    here, there = dataset.classes, dataset_test.classes
+    if here != there:
+        names = ", ".join(sorted(set(here) ^ set(there))[:3])
         raise UserError(
-            f"{traindir} has {len(here)} classes and {valdir} has {len(there)}, and they differ ({', '.join(which)}); "
+            f"{traindir} has {len(here)} classes and {valdir} has {len(there)}, and they differ ({names}); "
             "both need one folder for each class"
         )
     return dataset, dataset_test
@@ -396,12 +395,8 @@ def build_batch_transforms(
     device = device or torch.device(args.device)
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     normalize = transforms.Normalize(args.mean, args.std, device, memory_format)
-    mix = transforms.get_mixup_cutmix(
-        mixup_alpha=args.mixup_alpha,
-        cutmix_alpha=args.cutmix_alpha,
-        num_classes=num_classes,
-        mode=args.mixup_mode,
-    )
+    alphas = {"mixup_alpha": args.mixup_alpha, "cutmix_alpha": args.cutmix_alpha}
+    mix = transforms.get_mixup_cutmix(**alphas, num_classes=num_classes, mode=args.mixup_mode)
     is_noisy = args.random_erase_fill == "pixel"
     erase = transforms.RandomErasing(args.random_erase, is_noisy=is_noisy) if args.random_erase > 0 else None
     # Compiling is of no use on a CPU.

@@ -277,12 +277,7 @@ class RandomMixEach(RandomMix):
 
 
 def get_mixup_cutmix(
-    *,
-    mixup_alpha: float,
-    cutmix_alpha: float,
-    num_classes: int,
-    use_v2: bool = False,
-    mode: str = "batch",
+    *, mixup_alpha: float, cutmix_alpha: float, num_classes: int, use_v2: bool = False, mode: str = "batch"
 ) -> RandomMix | None:
     """Return mixup or cutmix if its alpha is above 0, a random choice between them if both are, or None.
 

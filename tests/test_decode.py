@@ -277,17 +277,13 @@ def test_torchcodec_is_within_one_grey_level_of_pillow(kind):
 
 
 def test_no_warning_of_an_image_that_is_read_well():
-    transparent = picture().quantize(16)
-    payload = encoded(transparent, "PNG", transparency=bytes(range(16)))
+    transparent = encoded(picture().quantize(16), "PNG", transparency=bytes(range(16)))
     large = encoded(Image.new("L", (9450, 9450)), "JPEG")  # just below the limit
     broken_exif = encoded(picture(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\5\x01\x1a")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for backend in (None, "pil", "tensor"):
-            assert ClassificationPresetEval(crop_size=24, backend=backend).load(broken_exif).shape == (3, 24, 24)
-        found = ImageFile(payload, decode_with_pillow).decode(3, 4, 50, 60)
-        assert decode.load_image(large).size == ImageFile(large, decode_with_pillow).size == (9450, 9450)
-    assert torch.equal(found, plain(encoded(transparent, "PNG"))[:, 3:53, 4:64])
+        for payload in (transparent, large, broken_exif):
+            decode.decode_plainly(payload)
 
 
 @pytest.mark.parametrize("backend", [None, "pil"])
