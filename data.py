@@ -29,7 +29,7 @@ from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.source import Source, Subset, first_of_each_class, minival_numbers, without
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
-from sampler import EvalSampler, RepeatedSampler, SampleKey, TrainSampler, VirtualShards
+from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 
 
 class IndexedImageFolder(Dataset):
@@ -361,10 +361,8 @@ def build_samplers(
         return None, test_sampler
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     shards.check(needs_same_bits=False)
-    if args.ra_sampler:
-        train_sampler = RepeatedSampler(len(dataset), shards, args.seed, args.ra_reps)
-    else:
-        train_sampler = TrainSampler(len(dataset), shards, args.seed)
+    repetitions = args.ra_reps if args.ra_sampler else 1
+    train_sampler = TrainSampler(len(dataset), shards, args.seed, repetitions)
     print(
         f"global batch {args.global_batch_size} = {counted(shards.num_shards, 'micro-batch')} x "
         f"{counted(shards.batch_size, 'image')}, {shards.num_local} a process; "

@@ -17,7 +17,7 @@ from distributed import collectives
 from errors import ImageError, UserError
 from options import get_args_parser
 from presets import ClassificationPresetTrain
-from sampler import EvalSampler, RepeatedSampler, SampleKey, TrainSampler, VirtualShards
+from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 from tests.images import pack_classes, write_images
 from tests.ranks import run_ranks
 
@@ -82,7 +82,7 @@ def epoch_hashes(folder, workers, start_step=0, argv=(), shards=TWO_SHARDS, repe
     batch = ["--batch-size", "4", "--workers", str(workers), "--train-crop-size", "24"]
     args = arguments(folder, *batch, *mixing, *argv)
     dataset, _ = data.build_datasets(str(folder / "train"), str(folder / "val"), args)
-    sampler = RepeatedSampler(len(dataset), shards, 3, repetitions)
+    sampler = TrainSampler(len(dataset), shards, 3, repetitions)
     sampler.set_epoch(1, start_step)
     transform, _ = data.build_batch_transforms(args, num_classes=3)
     loader = data.DeviceLoader(data.build_loader(dataset, sampler, args), torch.device("cpu"), transform, seed=3)
@@ -289,7 +289,7 @@ def test_a_plain_loader_of_the_sets_and_samplers_yields_our_loaders_shards(image
     for rank in range(world_size):
         found = torch.load(tmp_path / f"{rank}.pt")
         shards = VirtualShards(3 * world_size, world_size, rank, world_size)
-        sampler = RepeatedSampler(29, shards) if "--ra-sampler" in argv else TrainSampler(29, shards)
+        sampler = TrainSampler(29, shards, repetitions=3 if "--ra-sampler" in argv else 1)
         expected = []
         for epoch in range(2):
             sampler.set_epoch(epoch)
