@@ -23,9 +23,9 @@ def write_digits(folder: Path) -> None:
         from sklearn.datasets import load_digits  # a development requirement
     except ImportError as error:
         raise UserError("scikit-learn, which ships the digits, is missing; pip install scikit-learn") from error
-    others = [path for path in [*folder.glob("train/*"), *folder.glob("val/*")] if not re.fullmatch(r"\d", path.name)]
-    if others:
-        raise UserError(f"{others[0]} is not part of these digits, and stays; choose a new or empty folder")
+    for path in [*folder.glob("train/**/*"), *folder.glob("val/**/*")]:
+        if not re.fullmatch(r"(train|val)/\d(/digit-\d{4}\.png)?", str(path.relative_to(folder))):
+            raise UserError(f"{path} is not one of these digits, and stays; choose a new or empty folder")
     digits = load_digits()
     counts, seen = Counter(), Counter()
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):

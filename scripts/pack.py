@@ -31,8 +31,9 @@ from scripts.tool import as_json, build_parser, check_outside, given_path, in_or
 
 PROG = "python -m scripts.pack"
 
-# The files that a reader, or this tool before it has written anything, may leave in OUT.
-PASSING_FILES = r"pack\.lock|\.touchstone-index-.*"
+# What a killed run may leave in OUT, and a reader.
+TEMPORARY_FILES = r"(manifest\.json|[^/]+-\d{6}\.tar)\.tmp\.\d+"
+PASSING_FILES = rf"pack\.lock|\.touchstone-index-.*|{TEMPORARY_FILES}"
 
 IMAGES_PER_TASK = 8
 
@@ -296,7 +297,7 @@ def pack(options: argparse.Namespace) -> None:
         for path in sorted(out.iterdir()):
             if earlier is None and not re.fullmatch(PASSING_FILES, path.name):
                 raise UserError(f"{path} is not part of a pack, and stays; choose a new or empty folder")
-            if re.fullmatch(r".+\.tmp\.\d+", path.name):
+            if re.fullmatch(TEMPORARY_FILES, path.name):
                 path.unlink()
         packed = Pack(options)
         if earlier:

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import signal
-import stat
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -62,17 +61,12 @@ def output_file(*endings: str) -> Callable[[str], Path]:
 
     def check(text: str) -> Path:
         path = given_path(text)
-        try:
-            mode = os.stat(path).st_mode
-        except FileNotFoundError:
-            mode = None
-        except OSError as error:
-            raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; give another path") from error
-        if (mode is not None and not stat.S_ISREG(mode)) or not os.access(path.parent, os.W_OK | os.X_OK):
+        is_there = path.exists()
+        if (is_there and not path.is_file()) or not os.access(path.parent, os.W_OK | os.X_OK):
             raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there and can be written to")
         if not endings and _is_of_a_run(path.name):
             raise argparse.ArgumentTypeError(f"{text}: a run's own checkpoints have such names; give another one")
-        if mode is not None and endings and path.suffix.lower() not in endings:
+        if is_there and endings and path.suffix.lower() not in endings:
             raise argparse.ArgumentTypeError(
                 f"{text} is there already, and only files named *{' or *'.join(endings)} are replaced; give another"
             )
@@ -127,11 +121,8 @@ def explain(error: BaseException) -> BaseException:
 
 
 def make_out(out: Path, name: str = "OUT") -> None:
-    """Make the folder that a tool writes to, the argument `name`; UserError if it cannot be made or written to."""
-    try:
-        make_folder(out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be made a folder: {error.strerror}; choose another {name}") from error
+    """Make the folder that a tool writes to, the argument `name`; UserError if it cannot be written to."""
+    make_folder(out)
     if not os.access(out, os.W_OK | os.X_OK):
         raise UserError(f"{out} cannot be written to; choose another {name}")
 
@@ -153,12 +144,9 @@ def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> I
 
 
 def run(prog: str, work: Callable[[], int | None], when_interrupted: str) -> None:
-    """Run a tool and exit with its code; print an error that a user can act on as one line.
+    """Run a tool and exit with its code, 0 for None; print an error that a user can act on as one line.
 
-    Args:
-        prog: the tool's command.
-        work: returns an exit code, or None for zero.
-        when_interrupted: the message after Ctrl-C or SIGTERM.
+    `when_interrupted` is the line after Ctrl-C or SIGTERM.
     """
     # As Ctrl-C: a batch system ends a job with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -173,8 +161,7 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str) -> Non
         known = explain(error)
         if isinstance(known, RuntimeError):
             raise
-        exit_code = getattr(known, "exit_code", 1)
-        message = str(known)
+        exit_code, message = getattr(known, "exit_code", 1), str(known)
     try:
         sys.stdout.flush()
     except OSError:  # Python would try to write the rest again, and say so in a traceback
