@@ -29,7 +29,7 @@ from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.source import Source, Subset, first_of_each_class, minival_numbers, without
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
-from sampler import EvalSampler, RepeatedSampler, SampleKey, TrainSampler, VirtualShards
+from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 
 
 class IndexedImageFolder(Dataset):
@@ -43,11 +43,13 @@ class IndexedImageFolder(Dataset):
         transform: a preset; or, for `dataset[number]` alone, a function of a PIL image, or None.
         seed: the run's seed, the first part of the address of every draw.
         source: the open source of the images; by default that of the whole split.
+        skips_bad: replace each bad image by another one: `--bad-images skip`.
 
     Raises:
         UserError: the split is not there, or its files are not divided into classes.
     """
 
+    MAX_TRIES = 100  # images that stand in for a bad one
     target_transform = None
 
     def __init__(
@@ -56,10 +58,10 @@ class IndexedImageFolder(Dataset):
         transform: ClassificationPresetTrain | ClassificationPresetEval | ProgressivePreset,
         seed: int = 0,
         source: Source | None = None,
+        *,
+        skips_bad: bool = False,
     ) -> None:
-        self.root = Path(root)
-        self.transform = transform
-        self.seed = seed
+        self.root, self.transform, self.seed, self.skips_bad = Path(root), transform, seed, skips_bad
         self.index = open_source(self.root) if source is None else source
         self.classes = self.index.classes
 
@@ -85,14 +87,6 @@ class IndexedImageFolder(Dataset):
         """The class of each image."""
         return [label for _, label in self.samples]
 
-    def fingerprint(self) -> str:
-        """Return a hash of the names and labels of all images, by which data sets are told apart."""
-        return self.index.fingerprint()
-
-    def identity(self) -> dict[str, str | None]:
-        """Return facts that tell files from changed ones with the same names: see `Source.identity`."""
-        return self.index.identity()
-
     def __len__(self) -> int:
         return len(self.index)
 
@@ -103,7 +97,7 @@ class IndexedImageFolder(Dataset):
             ImageError: the image cannot be read; the message names it.
         """
         key = key if isinstance(key, SampleKey) else range(len(self))[key]
-        image, label, *_ = self.load(key)
+        image, label, _ = self.load(key)
         label = label if self.target_transform is None else self.target_transform(label)
         preset = self._preset(key)
         if not hasattr(preset, "load"):
@@ -112,19 +106,31 @@ class IndexedImageFolder(Dataset):
             seed_host(ERASING, self.seed, key.epoch, key, key.repetition)
         return preset.finish(image), label
 
-    def load(self, key: int) -> tuple[Tensor, int]:
-        """Return one image as (3, H, W) uint8, and its class.
+    def load(self, key: int) -> tuple[Tensor, int, int]:
+        """Return one image as (3, H, W) uint8, its class, and the number of the bad image that it replaces, or -1.
+
+        With `skips_bad` the next good image takes a bad one's place, with its own class and draws: the same one in
+        every process and run.
 
         Raises:
-            ImageError: the image cannot be read; the message names it.
+            ImageError: the image cannot be read, or the next ninety-nine are bad too; the message names it.
         """
         try:
-            return self._load(key)
+            return *self._load(key), -1
         except BadImageError as error:
+            reason = error
+        if not self.skips_bad:
             advice = "replace it: an evaluation leaves none out"
             if isinstance(key, SampleKey):
                 advice = "replace it, or give the same command with --resume auto --bad-images skip, to skip it"
-            raise self.error(key, f"{error}; {advice}") from error
+            raise self.error(key, f"{reason}; {advice}") from reason
+        num_tries = min(self.MAX_TRIES, len(self))
+        for step in range(1, num_tries):
+            number = (key + step) % len(self)
+            with suppress(BadImageError):  # the next one may be good
+                other = SampleKey(number, key.epoch, key.repetition) if isinstance(key, SampleKey) else number
+                return *self._load(other), int(key)
+        raise self.error(key, f"{reason}; nor is any of the next {num_tries - 1} good: are these the images?")
 
     def _preset(self, key: int) -> Any:
         """Return the preset of a key's epoch, or of epoch 0 for a plain number; any other transform unchanged."""
@@ -178,33 +184,6 @@ class IndexedImageFolder(Dataset):
             raise
 
 
-class LenientImageFolder(IndexedImageFolder):
-    """An `IndexedImageFolder` that replaces each bad image by another one: `--bad-images skip`.
-
-    The next good image takes its place, with its own class and draws: the same one in every process and run.
-    """
-
-    MAX_TRIES = 100
-
-    def load(self, key: int) -> tuple[Tensor, int, int]:
-        """Return one image as (3, H, W) uint8, its class, and the number of the bad image that it replaces, or -1.
-
-        Raises:
-            ImageError: the next ninety-nine images are bad too, the disk or memory failed, or a tar has changed.
-        """
-        try:
-            return *self._load(key), -1
-        except BadImageError as error:
-            reason = error
-        num_tries = min(self.MAX_TRIES, len(self))
-        for step in range(1, num_tries):
-            number = (key + step) % len(self)
-            with suppress(BadImageError):  # the next one may be good
-                other = SampleKey(number, key.epoch, key.repetition) if isinstance(key, SampleKey) else number
-                return *self._load(other), int(key)
-        raise self.error(key, f"{reason}; nor is any of the next {num_tries - 1} good: are these the images?")
-
-
 class SyntheticSource(Source):
     """Images from a fixed pool of noise, so that loading costs next to nothing; labels cycle through the classes."""
 
@@ -245,9 +224,9 @@ class SyntheticImages(IndexedImageFolder):
         source = SyntheticSource(num_images, size_px, num_classes)
         super().__init__(source.root, ClassificationPresetEval(crop_size=size_px), source=source)
 
-    def load(self, key: int) -> tuple[Tensor, int]:
-        """Return one image as (3, size_px, size_px) uint8, and its class; equal pixels have equal classes."""
-        return self.index.pool[key % self.index.POOL], self.index.label(key)
+    def load(self, key: int) -> tuple[Tensor, int, int]:
+        """Return one image as (3, size_px, size_px) uint8, its class, and -1; equal pixels have equal classes."""
+        return self.index.pool[key % self.index.POOL], self.index.label(key), -1
 
 
 def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple[Dataset | None, Dataset]:
@@ -270,14 +249,13 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     source = open_source(Path(traindir)) if rest is None else rest
     if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
         print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
-    kind = LenientImageFolder if args.bad_images == "skip" else IndexedImageFolder
-    dataset = kind(traindir, preset_train, args.seed, source)
-    if dataset.classes != dataset_test.classes:
-        here, there = set(dataset.classes), set(dataset_test.classes)
-        which = [f"{name} only in train/" for name in sorted(here - there)[:1]]
-        which += [f"{name} only in val/" for name in sorted(there - here)[:1]]
+    skips_bad = args.bad_images == "skip"
+    dataset = IndexedImageFolder(traindir, preset_train, args.seed, source, skips_bad=skips_bad)
+    here, there = dataset.classes, dataset_test.classes
+    if here != there:
+        names = ", ".join(sorted(set(here) ^ set(there))[:3])
         raise UserError(
-            f"{traindir} has {len(here)} classes and {valdir} has {len(there)}, and they differ ({', '.join(which)}); "
+            f"{traindir} has {len(here)} classes and {valdir} has {len(there)}, and they differ ({names}); "
             "both need one folder for each class"
         )
     return dataset, dataset_test
@@ -383,10 +361,8 @@ def build_samplers(
         return None, test_sampler
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     shards.check(needs_same_bits=False)
-    if args.ra_sampler:
-        train_sampler = RepeatedSampler(len(dataset), shards, args.seed, args.ra_reps)
-    else:
-        train_sampler = TrainSampler(len(dataset), shards, args.seed)
+    repetitions = args.ra_reps if args.ra_sampler else 1
+    train_sampler = TrainSampler(len(dataset), shards, args.seed, repetitions)
     print(
         f"global batch {args.global_batch_size} = {counted(shards.num_shards, 'micro-batch')} x "
         f"{counted(shards.batch_size, 'image')}, {shards.num_local} a process; "
@@ -406,8 +382,7 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLo
     first, *others = [dataset for dataset in datasets if dataset is not None]
     loader = build_loader(first, None, args)
     loaders = iter([loader, *map(loader.beside, others)])
-    if loader.is_forked:
-        loader.start()
+    loader.start()
     return [None if dataset is None else next(loaders) for dataset in datasets]
 
 
@@ -418,12 +393,8 @@ def build_batch_transforms(
     device = device or torch.device(args.device)
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     normalize = transforms.Normalize(args.mean, args.std, device, memory_format)
-    mix = transforms.get_mixup_cutmix(
-        mixup_alpha=args.mixup_alpha,
-        cutmix_alpha=args.cutmix_alpha,
-        num_classes=num_classes,
-        mode=args.mixup_mode,
-    )
+    alphas = {"mixup_alpha": args.mixup_alpha, "cutmix_alpha": args.cutmix_alpha}
+    mix = transforms.get_mixup_cutmix(**alphas, num_classes=num_classes, mode=args.mixup_mode)
     is_noisy = args.random_erase_fill == "pixel"
     erase = transforms.RandomErasing(args.random_erase, is_noisy=is_noisy) if args.random_erase > 0 else None
     # Compiling is of no use on a CPU.
@@ -450,16 +421,9 @@ class DeviceLoader:
     """
 
     def __init__(
-        self,
-        loader: BatchLoader,
-        device: torch.device,
-        transform: transforms.BatchTransform,
-        seed: int = 0,
+        self, loader: BatchLoader, device: torch.device, transform: transforms.BatchTransform, seed: int = 0
     ) -> None:
-        self.loader = loader
-        self.device = device
-        self.transform = transform
-        self.seed = seed
+        self.loader, self.device, self.transform, self.seed = loader, device, transform, seed
         self.replaced = []
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -485,9 +449,9 @@ class DeviceLoader:
         is_training = isinstance(sampler, TrainSampler)
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
         self.replaced = []
-        for (image, target, *replaced), (step, shard) in zip(loaded, addresses, strict=True):
+        for (image, target, replaced), (step, shard) in zip(loaded, addresses, strict=True):
             # Counted here, since loader processes run ahead, into steps that are never made.
-            self.replaced += [number for numbers in replaced for number in numbers.tolist()]
+            self.replaced += replaced[replaced >= 0].tolist()
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
@@ -513,40 +477,24 @@ class DeviceLoader:
 
 
 def build_device_loader(
-    args: Any,
-    dataset: Dataset | None,
-    sampler: Any,
-    device: torch.device,
-    num_classes: int,
-    started: BatchLoader | None = None,
+    args: Any, loader: BatchLoader | None, sampler: Any, device: torch.device, num_classes: int
 ) -> DeviceLoader | None:
-    """Return the `DeviceLoader` of a set, with the training transform for a `TrainSampler`; None if there is no set.
+    """Return a loader's batches on the device, with the training transform for a `TrainSampler`; None for no loader.
 
-    `num_classes` is the model's, and `started` the set's loader from `start_loaders`, if any.
+    `num_classes` is the model's.
     """
-    if dataset is None:
+    if loader is None:
         return None
     train_transform, eval_transform = build_batch_transforms(args, num_classes, device)
-    transform = train_transform if isinstance(sampler, TrainSampler) else eval_transform
-    if started is None:
-        started = build_loader(dataset, sampler, args)
-    else:
-        started.sampler = sampler
-    return DeviceLoader(started, device, transform, args.seed)
-
-
-def build_device_loaders(args: Any, datasets: tuple, samplers: tuple, device: torch.device, started: list) -> list:
-    """Return the device loaders of the training set and of the validation set; `started` as of `start_loaders`."""
-    num_classes = len(datasets[1].classes)
-    return [
-        build_device_loader(args, images, sampler, device, num_classes, own)
-        for images, sampler, own in zip(datasets, samplers, started, strict=True)
-    ]
+    loader.sampler = sampler
+    return DeviceLoader(
+        loader, device, train_transform if isinstance(sampler, TrainSampler) else eval_transform, args.seed
+    )
 
 
 def report_images(data_loader: DeviceLoader, epoch: int) -> None:
     """Print the images of an epoch that others replaced. Collective: every rank must call it."""
-    if not isinstance(data_loader.dataset, LenientImageFolder):
+    if not data_loader.dataset.skips_bad:
         return
     samples = torch.cat(collectives.all_gather(torch.tensor(data_loader.replaced, dtype=torch.int64)))
     images = samples.unique().tolist()

@@ -183,7 +183,7 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
     weights = _load_teacher(args.teacher, source)
     name = weights.options.get("model")
     if name is None:
-        raise UserError(f"{source} does not say of which model it is; scripts.convert writes a checkpoint that does")
+        raise UserError(f"{source} does not say of which model it is; give a checkpoint, whose `args` do")
     is_custom = split_custom(name) is not None
     if is_custom and not is_same_model(name, args.trusted_model or ""):
         raise UserError(f"{source} is of {name}, {WHY_TYPED}")

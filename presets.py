@@ -21,11 +21,15 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from config import IMAGENET_MEAN, IMAGENET_STD
 from errors import UserError, require_timm
-from loading.decode import DECODERS, ImageFile, check_num_pixels, decode_plainly
+from loading.decode import ImageFile, build_decoder, check_num_pixels, decode_plainly
 from randomness import Draws, TorchDraws, unit
 
 # torch resizes uint8 with antialiasing only in these modes; Pillow resizes in the others.
 _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
+
+# Smallest and largest ratio of a crop's width to its height: torchvision's.
+_RATIOS = 3 / 4, 4 / 3
+_LOG_RATIOS = math.log(_RATIOS[0]), math.log(_RATIOS[1])
 
 
 def get_module(use_v2: bool) -> Any:
@@ -48,7 +52,7 @@ def _as_batch(image: torch.Tensor) -> torch.Tensor:
     return image.as_strided((1, *image.shape), (image.shape[1] * strides[1], *strides))
 
 
-class CropBox:
+def draw_box(height: int, width: int, smallest: float, draws: Draws | TorchDraws) -> tuple[int, int, int, int]:
     """Draw the box of torchvision's `RandomResizedCrop`: with `TorchDraws` the same box, from as many random numbers.
 
     One box in 10,000 to 300,000 differs, more often in large images: torchvision computes in float32, rounded as the
@@ -56,34 +60,25 @@ class CropBox:
     from the process's generator only, and takes several times as long.
 
     Args:
-        scale: smallest and largest share of the image's area.
-        ratio: smallest and largest ratio of width to height.
+        height: of the image, px.
+        width: of the image, px.
+        smallest: smallest share of the image's area.
+        draws: the source of random numbers.
+
+    Returns:
+        (top, left, height, width), px.
     """
-
-    def __init__(self, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3)) -> None:
-        self.scale, self.ratio, self.log_ratio = scale, ratio, (math.log(ratio[0]), math.log(ratio[1]))
-
-    def draw(self, height: int, width: int, draws: Draws | TorchDraws) -> tuple[int, int, int, int]:
-        """Return (top, left, height, width) of a box in an image of (height, width), px."""
-        for _ in range(10):
-            area_bits, ratio_bits = draws.pair()
-            area = height * width * _between(*self.scale, unit(area_bits))
-            ratio = math.exp(_between(*self.log_ratio, unit(ratio_bits)))
-            box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < box_width <= width and 0 < box_height <= height:
-                top_bits, left_bits = draws.pair()
-                return top_bits % (height - box_height + 1), left_bits % (width - box_width + 1), box_height, box_width
-        # Ten boxes did not fit: as much of the centre as the ratios allow.
-        box_height, box_width = height, width
-        if width / height < self.ratio[0]:
-            box_height = round(width / self.ratio[0])
-        elif width / height > self.ratio[1]:
-            box_width = round(height * self.ratio[1])
-        return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
-
-
-def _between(low: float, high: float, share: float) -> float:
-    return low + (high - low) * share
+    for _ in range(10):
+        area_bits, ratio_bits = draws.pair()
+        area = height * width * (smallest + (1.0 - smallest) * unit(area_bits))
+        ratio = math.exp(_LOG_RATIOS[0] + (_LOG_RATIOS[1] - _LOG_RATIOS[0]) * unit(ratio_bits))
+        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            top_bits, left_bits = draws.pair()
+            return top_bits % (height - box_height + 1), left_bits % (width - box_width + 1), box_height, box_width
+    # Ten boxes did not fit: as much of the centre as the ratios allow.
+    box_height, box_width = min(height, round(width / _RATIOS[0])), min(width, round(height * _RATIOS[1]))
+    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
 class _Preset:
@@ -116,7 +111,7 @@ class _Preset:
         self.to_pixels, self.finish = transforms.Compose(steps), transforms.Compose(finish)
         self.random_erase_prob = random_erase_prob
         self.fast_mode = _RESIZABLE.get(interpolation) if backend is None else None
-        self.decoder = DECODERS[decoder]()
+        self.decoder = build_decoder(decoder)
         self.mean, self.std = mean, std
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -152,18 +147,11 @@ class ClassificationPresetTrain(_Preset):
     It draws in torchvision's order from torch's process-wide generator, or from the `draws` of `load`; policies draw
     from the process-wide generators only. `data.py` seeds either for each image.
 
+    Arguments are torchvision's, sizes in px, mean and deviation of values from 0 to 1; and:
+
     Args:
-        crop_size: side of the square that comes out, px.
-        mean: mean of each channel, of values from 0 to 1.
-        std: standard deviation of each channel, likewise.
-        interpolation: mode of the resize, and of the policy's geometric operations.
-        hflip_prob: probability of a mirrored image.
         crop_scale: smallest share of the image's area that a crop shows.
-        auto_augment_policy: ra, ta_wide, augmix, a value of torchvision's `AutoAugmentPolicy`, or timm/SPECIFICATION;
-            None for none.
-        ra_magnitude: magnitude of the policy ra.
-        augmix_severity: severity of the policy augmix.
-        random_erase_prob: probability of an erased rectangle.
+        auto_augment_policy: ra, ta_wide, augmix, a value of torchvision's `AutoAugmentPolicy`, or timm/SPECIFICATION.
         random_erase_fill: zero, or pixel for normal noise.
         color_jitter: brightness, contrast and saturation change by factors from 1 minus this to 1 plus this.
         backend: pil (resize by Pillow), tensor (by torchvision, antialiased), or None: the fast way of `load`, whose
@@ -196,20 +184,20 @@ class ClassificationPresetTrain(_Preset):
         if hflip_prob > 0:
             steps.append(transforms.RandomHorizontalFlip(hflip_prob))
         options = {"ra_magnitude": ra_magnitude, "augmix_severity": augmix_severity}
-        policy = _build_policy(auto_augment_policy, crop_size, interpolation, mean, options)
-        jitter = transforms.ColorJitter(*3 * [color_jitter]) if color_jitter > 0 else None
-        on_images = [step for step in (policy, jitter) if step is not None]
+        on_images = []
+        if auto_augment_policy is not None:
+            on_images.append(_build_policy(auto_augment_policy, crop_size, interpolation, mean, options))
+        if color_jitter > 0:
+            on_images.append(transforms.ColorJitter(*3 * [color_jitter]))
         steps += on_images
         super().__init__(steps, backend, interpolation, mean, std, decoder, random_erase_prob, random_erase_fill)
-        self.box = CropBox(scale)
-        self.crop_size = crop_size
-        self.hflip_prob = hflip_prob
+        self.crop_size, self.crop_scale, self.hflip_prob = crop_size, crop_scale, hflip_prob
         self.policy = transforms.Compose(on_images) if on_images else None
         self.takes_draws = self.fast_mode is not None and not on_images
 
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
-        box = self.box.draw(height, width, draws)
+        box = draw_box(height, width, self.crop_scale, draws)
         is_mirrored = self.hflip_prob > 0 and draws.uniform() < self.hflip_prob
         pixels = file.decode(*box)
         if is_mirrored:
@@ -273,11 +261,9 @@ POLICIES: dict[str, Policy] = {
 
 
 def _build_policy(
-    name: str | None, crop_size: int, interpolation: InterpolationMode, mean: tuple[float, ...], options: dict[str, Any]
-) -> Callable[[Image.Image], Image.Image] | None:
-    """Return the augmentation policy with this name; None for None."""
-    if name is None:
-        return None
+    name: str, crop_size: int, interpolation: InterpolationMode, mean: tuple[float, ...], options: dict[str, Any]
+) -> Callable[[Image.Image], Image.Image]:
+    """Return the augmentation policy with this name."""
     if name.startswith("timm/"):
         return TimmPolicy(name, crop_size, interpolation, mean)
     name = getattr(name, "value", name)  # torchvision's own enumeration
@@ -294,13 +280,9 @@ def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
 
 
 class TimmPolicy:
-    """One of timm's augmentation policies, such as rand-m7-mstd0.5-inc1, drawing from the process's CPU generators.
+    """One of timm's augmentation policies, timm/ and a specification such as rand-m7-mstd0.5-inc1.
 
-    Args:
-        name: timm/ and the specification.
-        crop_size: side of the images, px; timm's translations are shares of it.
-        interpolation: mode of the geometric operations.
-        mean: mean of each channel, from 0 to 1; fills the gaps that these operations leave.
+    It draws from the process's CPU generators, translates by shares of the crop size, and fills gaps with the mean.
 
     Raises:
         UserError: timm does not know the specification, or is not installed.

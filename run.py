@@ -24,7 +24,7 @@ from checkpointing.store import CheckpointManager
 from distributed import collectives
 from distributed.decision import CONTINUE, StepDecisions, WatchedLoader
 from distributed.launch import read_launch
-from distributed.watch import FiniteWatch, StallWatchdog
+from distributed.watch import StallWatchdog
 from errors import PreemptedError, StorageError, UserError, loader_killed
 from files import write_atomically
 from gradients import ShardedStep
@@ -148,7 +148,6 @@ class Run(BareRun):
         self.gauges = Gauges(args, parts, device, len(datasets[1].classes))
         self.due = []  # records of windows that have ended, without values that are still on the device
         self.status = StatusFile(own_folder, self.state)
-        self.finite = FiniteWatch(device)
         self.clock = StepClock(self.model, device, args.world_size)
         num_profiled = args.profile if collectives.is_main_process() else None
         self.profile = StepProfile(num_profiled, self.folder, is_cuda=device.type == "cuda")
@@ -158,22 +157,17 @@ class Run(BareRun):
 
     # Start and end
 
-    def adopt_folder(self) -> None:
-        """Make the folder this run's, with the restored checkpoint as its newest. Collective: every rank must call it.
+    def __enter__(self) -> "Run":
+        """Adopt the folder, open the log and the records, start the watchdog. Collective: every rank must call it.
 
         A finished run's folder is completed too: a kill may have interrupted its last save.
         """
         start = self.status.count_start()
         self.manager.adopt(self.args.resume, self.state)
         collectives.call_on_master(self.write_description, start)
-
-    def __enter__(self) -> "Run":
-        """Adopt the folder, open the log and the records, start the watchdog. Collective: every rank must call it."""
-        self.adopt_folder()
         if collectives.is_main_process():
             log.open(self.folder)
-        lines = first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder)
-        print(*lines, sep="\n")
+        print(*first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder), sep="\n")
         with ExitStack() as stack:
             stack.push(lambda kind, error, trace: log.close(error))
             collectives.call_on_master(self.monitor.open)
@@ -221,17 +215,12 @@ class Run(BareRun):
     def finish(self) -> None:
         """Record and print how the run ended. Collective: every rank must call it."""
         collectives.call_on_master(self.status.finish)
-        hours = [record.get("hours") for record in self.records()[-1:]]  # of all starts
-        ran_s = 3600 * hours[0] if hours and isinstance(hours[0], float) else None
-        print(self.state.result(self.args.output_dir, ran_s))
         if collectives.is_main_process():
+            hours = None  # of all starts
+            with suppress(OSError, StorageError, IndexError):
+                hours = self.monitor.records()[-1].get("hours")
+            print(self.state.result(self.args.output_dir, hours))
             print(*last_lines(self.args, self.state, self.folder), sep="\n")
-
-    def records(self) -> list[dict]:
-        """Return the records in metrics.jsonl; none if the file cannot be read."""
-        with suppress(OSError, StorageError):
-            return self.monitor.records()
-        return []
 
     # Position
 
@@ -273,7 +262,7 @@ class Run(BareRun):
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to train or to evaluate."""
-        return self.state.is_finished(self.args.epochs)
+        return self.state.epoch == self.args.epochs - 1 and self.state.is_evaluated
 
     def describe(self) -> str:
         """Describe the current work, to debug a hang."""
@@ -306,18 +295,15 @@ class Run(BareRun):
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
-        self.finite.note(self.state.step, [loss for _, loss, *_ in self.tally.unread[-len(self.local_shards) :]])
         self.state.advance()
         self.watchdog.beat()
         start_s = time.perf_counter()
-        decision = self.decisions.result(self.votes)  # of the step before
+        decision = self.decisions.result(*self.vote())  # of the step before
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if metric_logger.is_line_due or is_due or not self.has_steps_left or decision != CONTINUE:
             # Decide on this step too: the collectives below wait a day for slow disks, so detect a hung rank here.
-            decision = self.decisions.decide(self.votes)
+            decision = self.decisions.decide(*self.vote())
         self.clock.agreed(start_s)
-        if decision.bad_step is not None:
-            raise UserError(self.non_finite_loss(decision.bad_step), exit_code=5)
         self.line_pace.step(metric_logger.wait_s)
         self.window_pace.step(metric_logger.wait_s)
         if self.is_record_due:
@@ -333,12 +319,11 @@ class Run(BareRun):
         if decision.stop:
             self.stop(decision.stop)
         if self.has_steps_left:
-            self.decisions.begin(self.votes)  # completed beside the next step
+            self.decisions.begin(*self.vote())  # completed beside the next step
 
-    def votes(self) -> dict[str, Any]:
-        """Return this process's votes for the decision of all ranks: see `StepDecisions`."""
-        is_written, bad_step = self.manager.is_written, self.finite.first_bad()
-        return {"is_save_due": self.manager.is_due(), "is_written": is_written, "bad_step": bad_step}
+    def vote(self) -> tuple[bool, bool]:
+        """Return this process's vote for the decision of all ranks: see `StepDecisions`."""
+        return self.manager.is_due(), self.manager.is_written
 
     def stop(self, cause: str) -> None:
         """Save unless the position is saved, and leave the loop. Collective: every rank must call it.
@@ -366,12 +351,7 @@ class Run(BareRun):
         self.save()
 
     def evaluated(self, kind: str, data_loader: Any) -> tuple[WatchedLoader, Callable[..., None]]:
-        """Return a loader on which all ranks stop at the same batch after a signal, and the observer of its outputs.
-
-        Args:
-            kind: the name of the evaluation in the log.
-            data_loader: yields the batches of the evaluation.
-        """
+        """Return a loader on which all ranks stop at the same batch after a signal, and the observer of its outputs."""
         loader = WatchedLoader(data_loader, self.decisions, self.stop, self.watchdog.beat)
         return loader, partial(self.pictures.observe, kind)
 
@@ -411,7 +391,7 @@ class Run(BareRun):
         rates = self.gauges.rates(*self.window_pace.read()) if self.due else {}
         for number, step in enumerate(steps, self.state.step - len(steps) + 1):
             if not step[:, 0].isfinite().all():
-                raise UserError(self.non_finite_loss(number - 1), exit_code=5)
+                raise self.failure(f"the loss of step {number - 1} is not finite")
             self.window.add(step)
             self.epoch_tally.add(step)
             if self.due and self.due[0]["step"] == number:
@@ -429,30 +409,22 @@ class Run(BareRun):
         average, optimizer = self.state.parts.get("model_ema"), self.state.parts["optimizer"].optimizer
         bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
         if bad is not None:
-            raise UserError(f"the {bad} after step {self.state.step} are not finite; {self.kept}", exit_code=5)
+            raise self.failure(f"the {bad} after step {self.state.step} are not finite")
         scaler = self.state.parts.get("scaler")
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
-            raise UserError(
-                f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}: gradients overflow float16 "
-                f"at every step; {self.kept}; try --amp-dtype bfloat16 or a lower --lr",
-                exit_code=5,
-            )
+            overflow = f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}"
+            raise self.failure(f"{overflow}: gradients overflow float16 at every step (--amp-dtype bfloat16 may help)")
         self.settle()
         self.saving = self.position
         if self.manager.save(self.state, records=self.monitor.sync(), is_last=is_last):
             self.saved = self.saving
         self.watchdog.beat()
 
-    @property
-    def kept(self) -> str:
-        """What a run that fails leaves to resume from, in words."""
+    def failure(self, what: str) -> UserError:
+        """Return the error of numbers that are not finite, with what is left to resume from."""
         is_saved = self.state.is_resumed or self.saved != self.begun
-        return "the last checkpoint is kept" if is_saved else "no checkpoint was saved yet"
-
-    def non_finite_loss(self, step: int) -> str:
-        """Return the error message for a loss that is not finite."""
-        advice = "try a lower --lr, a longer warm-up or --clip-grad-norm"
-        return f"the loss of step {step} is not finite; stopped, and {self.kept}; {advice}"
+        kept = "the last checkpoint is kept" if is_saved else "no checkpoint was saved yet"
+        return UserError(f"{what}; {kept}; try a lower --lr, a longer warm-up or --clip-grad-norm", exit_code=5)
 
     def settle(self) -> None:
         """Wait for the save that is under way, if there is one. Collective: every rank must call it."""

@@ -69,18 +69,14 @@ class VirtualShards(NamedTuple):
                 "BatchNorm would see those in place of the global batch; "
                 f"use {self.num_shards} processes, or leave --sync-bn out"
             )
-
-        def works(size: int) -> bool:
-            num_local, rest = divmod(self.num_shards, size)
-            return not rest and (not needs_same_bits or size == 1 or num_local.bit_count() == 1)
-
-        if not works(self.world_size):
-            sizes = [size for size in range(1, min(self.num_shards, 4096) + 1) if works(size)]
-            listed = ", ".join(map(str, sizes[:-1])) + " or " + str(sizes[-1]) if len(sizes) > 1 else str(sizes[0])
+        sizes = [size for size in range(1, self.num_shards + 1) if self.num_shards % size == 0]
+        if needs_same_bits:
+            sizes = [size for size in sizes if size == 1 or (self.num_shards // size).bit_count() == 1]
+        if self.world_size not in sizes:
             to_same_bits = " to the same bits (--use-deterministic-algorithms)" if needs_same_bits else ""
             raise UserError(
                 f"cannot run {counted(self.num_shards, 'micro-batch')} of {counted(self.batch_size, 'image')} on "
-                f"{counted(self.world_size, 'process')}{to_same_bits}; use {listed}"
+                f"{counted(self.world_size, 'process')}{to_same_bits}; use one of {', '.join(map(str, sizes))}"
             )
 
 
@@ -95,21 +91,25 @@ class TrainSampler(Sampler):
         num_images: N, the size of the set.
         shards: the V micro-batches of the global batch of G images, and this process's share of them.
         seed: the run's seed; epoch e is shuffled with seed + e.
+        repetitions: times that each image comes in a row, so mostly in different micro-batches (Hoffer et al., arXiv
+            1901.09335). An epoch has the usual length: the first N of the repeated order. torchvision also cuts it to
+            a multiple of 256 images, which leaves nothing of a small set; that is the only difference. With fewer
+            micro-batches than repetitions, some repetitions of an image share one. They are not neighbours there, as
+            mixing pairs neighbours, and the last image with the first, unless one image fills more than half of it.
 
     Raises:
         UserError: the set is smaller than one global batch.
     """
 
     goes_on = False  # a pass without a `set_epoch` before it is the next epoch, and not the same one again
-    repetitions = 1  # of each image; `RepeatedSampler` has more
 
-    def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0) -> None:
+    def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0, repetitions: int = 1) -> None:
         if num_images < shards.global_batch_size:
             raise UserError(
                 f"the training set has {num_images} images, fewer than one global batch of {shards.global_batch_size}; "
                 "choose a smaller --batch-size or --global-batch-size"
             )
-        self.num_images, self.shards, self.seed = num_images, shards, seed
+        self.num_images, self.shards, self.seed, self.repetitions = num_images, shards, seed, repetitions
         self.batch_size = shards.batch_size
         self.steps_per_epoch = num_images // shards.global_batch_size
         self.set_epoch(0)
@@ -157,21 +157,6 @@ class TrainSampler(Sampler):
         return (self.steps_per_epoch - self.start_step) * self.shards.num_local * self.batch_size
 
 
-class RepeatedSampler(TrainSampler):
-    """Yield each image several times in a row, so mostly in different micro-batches (Hoffer et al., arXiv 1901.09335).
-
-    An epoch has the usual length: the first N of the repeated order. torchvision also cuts it to a multiple of 256
-    images, which leaves nothing of a small set; that is the only difference.
-
-    With fewer micro-batches than repetitions, some repetitions of an image share one. They are not neighbours there, as
-    mixing pairs neighbours, and the last image with the first, unless one image fills more than half of it.
-    """
-
-    def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0, repetitions: int = 3) -> None:
-        super().__init__(num_images, shards, seed)
-        self.repetitions = repetitions
-
-
 def _apart(keys: list[SampleKey]) -> list[SampleKey]:
     """Return the keys in a circular order without two neighbours of the same image, if there is one.
 
@@ -184,7 +169,7 @@ def _apart(keys: list[SampleKey]) -> list[SampleKey]:
     return [keys[place // 2 + half * (place % 2)] for place in range(len(keys))]
 
 
-class RASampler(RepeatedSampler):
+class RASampler(TrainSampler):
     """torchvision's `RASampler` for your own scripts: deal repeated images out to the processes one by one.
 
     `num_replicas` and `rank` are those of the process group by default; without `shuffle` all epochs have one order.

@@ -233,9 +233,11 @@ def main(args):
     _, datasets, started = loading = data.start_loading(args, loading)
     samplers = data.build_samplers(*datasets, args)
     check_data(state, args, *datasets)
-    data_loader, data_loader_test = data.build_device_loaders(args, datasets, samplers, device, started)
-    loaders = {config.evaluated_set(args): data_loader_test}
     num_classes = len(datasets[1].classes)
+    data_loader, data_loader_test = (
+        data.build_device_loader(args, *each, device, num_classes) for each in zip(started, samplers, strict=True)
+    )
+    loaders = {config.evaluated_set(args): data_loader_test}
     weights = None if state else start_weights(args, datasets[1])
     model_without_ddp = models.place_model(models.build_model(args, num_classes, weights), args, device)
     model_ema = models.build_ema(args, model_without_ddp)

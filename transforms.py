@@ -6,6 +6,7 @@ the device, other batches or a generator's history; a direct call seeds it from 
 
 import math
 import random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,28 +43,22 @@ class RandomErasing:
 
     Args:
         p: probability of a rectangle.
-        scale: smallest and largest share of the image's area.
-        ratio: smallest and largest height over width.
         is_noisy: fill it with standard normal noise, drawn for each channel of each pixel; else with zero.
     """
 
-    def __init__(
-        self,
-        p: float = 0.5,
-        scale: tuple[float, float] = (0.02, 0.33),
-        ratio: tuple[float, float] = (0.3, 3.3),
-        *,
-        is_noisy: bool = False,
-    ) -> None:
-        self.p, self.scale, self.ratio, self.is_noisy = p, scale, ratio, is_noisy
+    SCALE = 0.02, 0.33  # smallest and largest share of the image's area
+    RATIO = 0.3, 3.3  # smallest and largest height over width
+
+    def __init__(self, p: float = 0.5, *, is_noisy: bool = False) -> None:
+        self.p, self.is_noisy = p, is_noisy
 
     def draw_box(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
         """Draw a box (top, left, height, width), px; empty with probability 1 - p, or if ten draws do not fit."""
         if rng.random() >= self.p:
             return 0, 0, 0, 0
         for _ in range(10):
-            area = height * width * rng.uniform(*self.scale)
-            ratio = math.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
+            area = height * width * rng.uniform(*self.SCALE)
+            ratio = math.exp(rng.uniform(math.log(self.RATIO[0]), math.log(self.RATIO[1])))
             box_height, box_width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if box_height < height and box_width < width:
                 top, left = rng.randint(0, height - box_height), rng.randint(0, width - box_width)
@@ -238,12 +233,7 @@ class RandomCutMix(_Mixing):
 
 
 class RandomMix:
-    """Apply mixup or cutmix, each as often, to a batch; one of the two may be None.
-
-    Args:
-        mixup: the mixup, or None.
-        cutmix: the cutmix, or None.
-    """
+    """Apply mixup or cutmix, each as often, to a batch; one of the two may be None."""
 
     def __init__(self, mixup: RandomMixUp | None, cutmix: RandomCutMix | None) -> None:
         self.mixup, self.cutmix = mixup, cutmix
@@ -287,12 +277,7 @@ class RandomMixEach(RandomMix):
 
 
 def get_mixup_cutmix(
-    *,
-    mixup_alpha: float,
-    cutmix_alpha: float,
-    num_classes: int,
-    use_v2: bool = False,
-    mode: str = "batch",
+    *, mixup_alpha: float, cutmix_alpha: float, num_classes: int, use_v2: bool = False, mode: str = "batch"
 ) -> RandomMix | None:
     """Return mixup or cutmix if its alpha is above 0, a random choice between them if both are, or None.
 
@@ -342,12 +327,7 @@ class BatchTransform:
         return image.contiguous(memory_format=self.normalize.memory_format), target
 
     def _apply(
-        self,
-        image: Tensor,
-        target: Tensor,
-        boxes: Tensor | None,
-        mixer: RandomMixUp | RandomCutMix | RandomMixEach | None,
-        drawn: Tensor | None,
+        self, image: Tensor, target: Tensor, boxes: Tensor | None, mixer: nn.Module | RandomMixEach | None, drawn: Any
     ) -> tuple[Tensor, Tensor]:
         image = self.normalize(image)
         if boxes is not None:

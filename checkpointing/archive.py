@@ -142,11 +142,6 @@ def _explain(name: str, error: Exception) -> str:
             "start from its weights, pass it to --weights"
         )
     if found:
-        return (
-            f"{name} contains code ({found[1]}) and was refused; nothing in it was run. A file of the model's "
-            "state_dict() is read"
-        )
-    if "Unsupported operand" in str(error):
-        return f"{name} is damaged or no checkpoint (a pickle that torch.save did not write; nothing in it was run)"
+        return f"{name} contains code ({found[1]}) and was refused; nothing in it was run. A state_dict() is read"
     reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
-    return f"{name} is damaged or no checkpoint ({reason[:160]})"
+    return f"{name} is damaged or no checkpoint ({reason[:160]}; nothing in it was run)"

@@ -128,52 +128,19 @@ class RunState:
         self.bests = {name: state[name] for name in self.bests}
         self.is_resumed = True
 
-    def result(self, folder: str, ran_s: float | None) -> str:
-        """Return the last lines of a finished run; `ran_s` is its time in seconds, or None if unknown."""
+    def result(self, folder: str, hours: float | None) -> str:
+        """Return the last lines of a finished run, which took so many hours in all, if that is known."""
+        took = f" in {duration(3600 * hours)}" if isinstance(hours, float) else ""
+        done = f"finished {counted(self.epoch + 1, 'epoch')}, {counted(self.step, 'step')}{took}; all in {folder}"
         lines = [
             f"best {best['metric']} {best['value']:.3f}, after step {best['step']}: {folder}/{name}.pth"
             for name, best in self.bests.items()
             if best is not None
         ]
-        took = "" if ran_s is None else f" in {duration(ran_s)}"
-        done = f"finished {counted(self.epoch + 1, 'epoch')}, {counted(self.step, 'step')}{took}; all in {folder}"
         return "\n".join([done, *lines])
 
-    def is_finished(self, epochs: int) -> bool:
-        """Tell whether nothing is left to do."""
-        return self.epoch == epochs - 1 and self.is_evaluated
 
-
-class HostCopy:
-    """A copy of a state in host memory, which the next copy reuses: fresh pages cost more than to copy into them.
-
-    A GPU's tensors go into pinned memory, without a wait.
-    """
-
-    def __init__(self) -> None:
-        self._memories, self._copied = {}, None
-
-    def take(self, state: dict) -> dict:
-        """Return a copy, whole after `wait`, good until the next; its tensors share memory where the originals do."""
-        before, self._memories, memories, copies = self._memories, {}, {}, {}
-        for tensor in filter(torch.is_tensor, tree_iter(state)):
-            source = tensor.untyped_storage()
-            if source._cdata not in memories:  # by which torch.save tells them apart, too
-                kind = source.nbytes(), source.device.type == "cuda"
-                memory = before[kind].pop() if before.get(kind) else _allocate(*kind)
-                self._memories.setdefault(kind, []).append(memory)
-                memories[source._cdata] = memory.copy_(source, non_blocking=kind[1])
-            there = tensor.storage_offset(), tensor.size(), tensor.stride()
-            copies[id(tensor)] = torch.empty(0, dtype=tensor.dtype).set_(memories[source._cdata], *there)
-        is_cuda = any(is_pinned for _, is_pinned in self._memories)
-        self._copied = torch.cuda.current_stream().record_event() if is_cuda else None
-        return copy.deepcopy(state, copies)
-
-    def wait(self) -> None:
-        """Wait, in any thread, until the copy is whole."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-
-def _allocate(num_bytes: int, is_pinned: bool) -> torch.UntypedStorage:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned).untyped_storage()
+def copy_to_host(state: dict) -> dict:
+    """Return a copy of a state whose tensors are in host memory."""
+    copies = {id(value): value.to("cpu", copy=True) for value in tree_iter(state) if torch.is_tensor(value)}
+    return copy.deepcopy(state, copies)

@@ -37,7 +37,7 @@ def describe_data(train: Any, val: Any) -> dict:
 
 
 def _describe_set(dataset: Any) -> dict:
-    return {"num_images": len(dataset), "fingerprint": dataset.fingerprint(), **dataset.identity()}
+    return {"num_images": len(dataset), "fingerprint": dataset.index.fingerprint(), **dataset.index.identity()}
 
 
 def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
@@ -228,8 +228,8 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
 
 def _is_free(name: str, args: Any) -> bool:
     """Tell whether an option may change without permission; one without a rule may not."""
-    if name == "epochs":
-        return _why_epochs_matter(args) is None
+    if name == "epochs":  # a schedule spreads its rates over all epochs; the decay of an average follows from them
+        return not SCHEDULES[args.lr_scheduler].get("uses_epochs") and not args.model_ema
     if name == "world_size":
         # BatchNorm sees the images of all processes; kernels are compiled for this number of processes.
         return not args.sync_bn and not (args.compile is not None and args.use_deterministic_algorithms)
@@ -240,16 +240,9 @@ def _is_free(name: str, args: Any) -> bool:
     return name in BY_NAME and BY_NAME[name].resume in (FREE, SILENT)
 
 
-def _why_epochs_matter(args: Any) -> str | None:
-    if SCHEDULES[args.lr_scheduler].get("uses_epochs"):
-        return f"{args.lr_scheduler} spreads its learning rates over all epochs"
-    return "the decay of --model-ema follows from the epochs" if args.model_ema else None
-
-
 def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
     """Return one line with all refused differences and the remedies."""
     parts = [_difference(name, *values) for name, values in differing.items()]
-    parts += [_why_epochs_matter(args)] if "epochs" in differing else []
     fixed = [name for name in differing if name in BY_NAME and BY_NAME[name].why_fixed]
     if fixed:
         parts.append(f"{_dashed(fixed).replace(',', ', ')} cannot be changed: give the checkpoint's")

@@ -115,7 +115,7 @@ def complete_options(weights: Weights, model: str) -> None:
     is_timms = model.startswith("timm/")
     if weights.script == "timm" and is_timms:
         own = recorded(weights.options)
-        if len(own) < len(PREPROCESSING):  # else `scripts.convert` wrote the file
+        if len(own) < len(PREPROCESSING):  # else they are ours, of a converted checkpoint
             own, weights.origin = {}, weights.origin + _note_on_crop(weights.options.get("crop_mode"))
         weights.options |= {**options_of_timm(model, weights.options), **own}
     elif weights.kind == BARE and is_timms:

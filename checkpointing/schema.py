@@ -1,6 +1,8 @@
 """Rules for the fields of a checkpoint by which a run finds its place, and contradictions between them."""
 
+import functools
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -95,7 +97,7 @@ def check_schema(state: dict, name: str) -> dict:
             "to start from the weights that it holds, pass it to --weights"
         )
     foreign = next((value for value in unfold(state, name) if not _is_plain(value)), None)
-    reason = None if foreign is None else f"it holds {_shown(foreign)}, which is no plain data"
+    reason = None if foreign is None else f"it holds a {type(foreign).__name__}, which is no plain data of this script"
     if reason is None and type(state["format"]) is int and state["format"] != FORMAT:
         raise StorageError(
             f"{name} has format {state['format']} and this script reads {FORMAT}; use the version that wrote it",
@@ -138,31 +140,24 @@ def _is_plain(value: Any) -> bool:
     if type(value) is torch.Tensor:
         is_on_cpu = value.layout == torch.strided and value.device.type == "cpu"
         return is_on_cpu and not value.is_quantized and not value.is_complex()
-    if type(value) is int:
-        return abs(value) < 1 << 63
-    if type(value) is str:
-        return len(value) <= MOST_CHARACTERS
+    if type(value) in (int, str):
+        return abs(value) < 1 << 63 if type(value) is int else len(value) <= MOST_CHARACTERS
     return value is None or type(value) in (dict, list, tuple, bool, float)
 
 
 def _find_misfit(state: dict) -> str | None:
-    """Name the first field of a state whose value is missing or wrong; None if there is none."""
+    """Name the first field of a state whose value is wrong, with a KeyError if it is missing; None if all are right."""
     for field, least in _COUNTS.items():
         value = _field(state, field)
         if type(value) is not int or not least <= value < MOST_COUNT:
-            return f"{field} is {_shown(value)}, expected a number from {least} on"
+            return f"{field} is no number from {least} on"
     checks = _FIELDS | {field: is_right for field, is_right in _OPTIONAL_FIELDS.items() if field in state}
-    for field, is_right in checks.items():
-        if not is_right(_field(state, field)):
-            return f"{field} is {_shown(_field(state, field))}"
-    return None
+    return next((f"{field} is wrong" for field, is_right in checks.items() if not is_right(_field(state, field))), None)
 
 
 def _field(state: dict, field: str) -> Any:
     """Return the value of a field whose name is dotted."""
-    for key in field.split("."):
-        state = state[key]
-    return state
+    return functools.reduce(operator.getitem, field.split("."), state)
 
 
 def _find_contradiction(state: dict) -> str | None:
@@ -173,6 +168,7 @@ def _find_contradiction(state: dict) -> str | None:
     is_complete = position["steps"] == steps_per_epoch
     bests = [best for best in (state["best"], state["best_ema"]) if best is not None]
     numbers = {number for group in state["optimizer"]["param_groups"] for number in group["params"]}
+    state_of = state["optimizer"]["state"].keys()
     for is_right, words in [
         (batch == num_shards * state["args"]["batch_size"], f"{num_shards} micro-batches of a global batch of {batch}"),
         (steps_per_epoch > 0, f"a global batch of {batch} of {data['num_images']} images"),
@@ -184,18 +180,8 @@ def _find_contradiction(state: dict) -> str | None:
         (all(best["step"] <= state["step"] for best in bests), "a best evaluation that is still to come"),
         (len(data["classes"]) == data["num_classes"], f"{data['num_classes']} classes, {len(data['classes'])} names"),
         (all(type(number) is int for number in numbers), "parameters without numbers"),
-        (
-            all(type(key) is str or key in numbers for key in state["optimizer"]["state"]),
-            "optimizer state of parameters that are in no group",
-        ),
+        (all(type(key) is str or key in numbers for key in state_of), "optimizer state of parameters in no group"),
     ]:
         if not is_right:
             return f"it claims {words}, at {position}"
     return None
-
-
-def _shown(value: Any) -> str:
-    """Return a value as text for a line, or its type."""
-    if value is None or type(value) in (bool, int, float, str):
-        return ascii(value)[:60] if type(value) is not int or abs(value) < 1 << 63 else "a very large number"
-    return f"a {type(value).__name__}"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import distributed as dist
 
 from checkpointing.archive import Found, load_checkpoint
-from checkpointing.checkpoint import HostCopy, RunState
+from checkpointing.checkpoint import RunState, copy_to_host
 from checkpointing.finder import BEST_FILES, numbered
 from checkpointing.folder import CheckpointFolder, explained
 from distributed import collectives
@@ -37,7 +37,7 @@ class CheckpointManager:
         # `print` is silent on the other ranks.
         say = print if rank == 0 else lambda text: print(f"rank {rank}: {text}", force=True)
         self.folder, self.save_per_node = folder, save_per_node
-        self._files, self._memory = CheckpointFolder(folder, keep_last=keep_last, say=say), HostCopy()
+        self._files = CheckpointFolder(folder, keep_last=keep_last, say=say)
         self._writers, self._group = [0], None  # ranks that write checkpoints, and their group if there are several
         self._thread, self._saving, self._copying = ThreadPoolExecutor(1, "checkpoint writer"), None, None
         self._period_s, self._last_s = 60 * minutes, time.monotonic()
@@ -123,16 +123,12 @@ class CheckpointManager:
         self.settle()
         self._step, self._best_now, self._saving = run.step, run.best_now, Future()
         if collectives.is_main_process():
-            state = run.state_dict() if is_last else self._memory.take(run.state_dict())
-            self._saving = self._thread.submit(self._write, state, self._best_now, records)
+            state = run.state_dict() if is_last else copy_to_host(run.state_dict())
+            self._saving = self._thread.submit(self._files.save, state, self._best_now, records)
         else:
             self._saving.set_result(None)
         self._last_s = time.monotonic()
         return is_last and self.settle(is_last=True)
-
-    def _write(self, state: dict, best_now: list[str], records: int | None) -> str | None:
-        self._memory.wait()
-        return self._files.save(state, best_now, records)
 
     def settle(self, *, is_last: bool = False) -> bool:
         """Wait for the save in progress, if there is one; return whether it is made.

@@ -2,7 +2,6 @@
 
 import builtins
 import datetime
-import io
 import json
 import os
 import re
@@ -21,9 +20,6 @@ from errors import PreemptedError, UserError, counted
 
 # Minutes that bookkeeping may wait, as while rank 0 saves to a slow disk. The stall watchdog ends a run that hangs.
 PATIENCE_MIN = 24 * 60
-
-# Bytes of one broadcast: the size of the buffer that is needed beside the payload.
-_MOST_AT_ONCE = 1 << 24
 
 # Seconds in which the ranks that meet an error tell the others of it.
 _REPORT_S = 3.0
@@ -70,22 +66,6 @@ def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
     return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
 
 
-def begin_largest(values: list[int]) -> Callable[[], list[int]]:
-    """Begin to find the largest integers of all ranks, place by place. Collective: every rank must call it.
-
-    Returns:
-        A function that waits for the integers and returns them.
-    """
-    on_host = torch.tensor(values)  # over gloo: no device is waited for
-    work = dist.all_reduce(on_host, op=dist.ReduceOp.MAX, async_op=True)
-
-    def wait() -> list[int]:
-        work.wait()
-        return on_host.tolist()
-
-    return wait
-
-
 def interleave(parts: list[torch.Tensor], size: int = 1) -> torch.Tensor:
     """Merge parts to which rows were dealt in turn, `size` at a time; with 1, row j of part r is j * len(parts) + r."""
     order = sorted((row // size, part, row) for part, rows in enumerate(parts) for row in range(len(rows)))
@@ -107,19 +87,10 @@ def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> b
     dist.broadcast(size, src=src, group=group or _patient_group)
     if size == 0:
         return b""
-    received, part = io.BytesIO(), numpy.empty(min(int(size), _MOST_AT_ONCE), numpy.uint8)
-    if not is_source:
-        received.seek(int(size) - 1)
-        received.write(b"\0")  # room for all of it, which `getvalue` gives away without a copy
-        received.seek(0)
-    for begin in range(0, int(size), _MOST_AT_ONCE):
-        chunk = part[: min(_MOST_AT_ONCE, int(size) - begin)]
-        if is_source:
-            chunk[:] = numpy.frombuffer(payload, numpy.uint8, len(chunk), begin)
-        dist.broadcast(torch.from_numpy(chunk), src=src, group=group or _patient_group)
-        if not is_source:
-            received.write(chunk)
-    return payload if is_source else received.getvalue()
+    buffer = numpy.frombuffer(payload, numpy.uint8).copy() if is_source else numpy.empty(int(size), numpy.uint8)
+    for part in torch.from_numpy(buffer).split(1 << 30):
+        dist.broadcast(part, src=src, group=group or _patient_group)
+    return payload if is_source else buffer.tobytes()
 
 
 def gather_plain(value: Any) -> list:

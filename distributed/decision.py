@@ -1,29 +1,31 @@
-"""One decision of all ranks after each step: stop, save, or end because of a non-finite loss."""
+"""One decision of all ranks after each step: stop, or save."""
 
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
 from distributed import collectives
 from distributed.signals import Signals
-
-_NEVER = -(1 << 62)
 
 
 class Decision(NamedTuple):
     """The decision of a step, the same on every rank."""
 
-    stop: str  # such as "SIGTERM on rank 5"; empty to continue
-    is_save_due: bool
-    is_written: bool  # whether the save in progress has been written, or has failed
-    bad_step: int | None  # first step known to have a non-finite loss
+    stop: str = ""  # such as "SIGTERM on rank 5"; empty to continue
+    is_save_due: bool = False
+    is_written: bool = False  # whether the save in progress has been written, or has failed
 
 
-CONTINUE = Decision("", False, False, None)
+CONTINUE = Decision()
 
 
 class StepDecisions:
     """Combine the votes of all ranks into one decision a step, beside the next step's computation.
+
+    A vote is `Decision.is_save_due` and `is_written` of this process, beside the signal that it has received.
 
     Args:
         signals: the signals that this process receives.
@@ -32,43 +34,38 @@ class StepDecisions:
     def __init__(self, signals: Signals) -> None:
         self.signals, self._begun = signals, None
 
-    def begin(self, votes: Callable[[], dict[str, Any]]) -> None:
-        """Begin to combine the votes of all ranks; `votes` returns arguments of `_as_integers`.
-
-        Collective: every rank must call it.
-        """
+    def begin(self, *vote: bool) -> None:
+        """Begin to combine the votes of all ranks. Collective: every rank must call it."""
         if self._begun is not None:
-            self._begun()  # complete the exchange of the step before, whose result was not needed
+            self._begun[0].wait()  # of the step before, whose result was not needed
         if collectives.get_world_size() > 1:
-            self._begun = collectives.begin_largest(self._as_integers(**votes()))
+            integers = torch.tensor(self._as_integers(*vote))  # on the host: no device is waited for
+            self._begun = dist.all_reduce(integers, dist.ReduceOp.MAX, async_op=True), integers
 
-    def result(self, votes: Callable[[], dict[str, Any]]) -> Decision:
-        """Return the decision begun last, or `CONTINUE`; a single process decides by its present votes. Collective."""
-        if collectives.get_world_size() == 1:
-            return _read_decision(self._as_integers(**votes()))
+    def result(self, *vote: bool) -> Decision:
+        """Return the decision begun last, or `CONTINUE`; a single process decides by its present vote. Collective."""
         begun, self._begun = self._begun, None
-        return _read_decision(begun()) if begun else CONTINUE
+        if collectives.get_world_size() == 1:
+            stop, *rest = self._as_integers(*vote)
+        elif begun is None:
+            return CONTINUE
+        else:
+            begun[0].wait()
+            stop, *rest = begun[1].tolist()
+        name = signal.Signals(stop >> 32).name if stop else ""
+        if stop and collectives.get_world_size() > 1:
+            name += f" on rank {stop & 0xFFFFFFFF}"
+        return Decision(name, *map(bool, rest))
 
-    def decide(self, votes: Callable[[], dict[str, Any]] = dict) -> Decision:
+    def decide(self, *vote: bool) -> Decision:
         """Combine the votes of all ranks, and wait for the decision. Collective: every rank must call it."""
-        self.begin(votes)
-        return self.result(votes)
+        self.begin(*vote)
+        return self.result(*vote)
 
-    def _as_integers(
-        self, *, is_save_due: bool = False, is_written: bool = False, bad_step: int | None = None
-    ) -> list[int]:
-        """Return this process's votes as integers, whose maxima over all ranks are the decision; see `Decision`."""
-        bad = _NEVER if bad_step is None else -bad_step
+    def _as_integers(self, is_save_due: bool = False, is_written: bool = False) -> list[int]:
+        """Return this process's vote as integers, whose maxima over all ranks are the decision."""
         number = self.signals.number
-        return [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written), bad]
-
-
-def _read_decision(largest: list[int]) -> Decision:
-    stop, save, written, bad = largest
-    name = signal.Signals(stop >> 32).name if stop else ""
-    if stop and collectives.get_world_size() > 1:
-        name += f" on rank {stop & 0xFFFFFFFF}"
-    return Decision(name, bool(save), bool(written), None if bad == _NEVER else -bad)
+        return [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written)]
 
 
 class LoaderAround:

@@ -1,55 +1,17 @@
-"""NaN detection that does not wait for the device, and a watchdog that ends a hung run."""
+"""A watchdog that ends a hung run."""
 
 import faulthandler
-import itertools
 import multiprocessing
 import os
 import signal
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-
-import torch
 
 from distributed import collectives
 from errors import say
-
-
-class FiniteWatch:
-    """Detect non-finite losses without waiting for the device.
-
-    Each step's flag is copied to the host beside the computation, and read once it has arrived: a step later or more.
-    """
-
-    NUM_FLAGS = 64  # copies in flight at once
-
-    def __init__(self, device: torch.device) -> None:
-        self.device_type = device.type
-        self._flags = torch.ones(self.NUM_FLAGS, dtype=torch.bool, pin_memory=device.type == "cuda")
-        self._on_host = self._flags.numpy()  # the same memory
-        self._pending = deque()  # (step, place of its flag, event or None)
-        self._places = itertools.cycle(range(self.NUM_FLAGS))
-
-    def note(self, step: int, values: Sequence[torch.Tensor]) -> None:
-        """Take the losses of a step, or other scalar tensors on the device that must be finite."""
-        if self.device_type not in ("cpu", "cuda") or len(self._pending) == self.NUM_FLAGS:
-            return  # log lines and saves check the losses too
-        place = next(self._places)
-        is_finite = torch.stack([value.detach() for value in values]).isfinite().all()
-        self._flags[place].copy_(is_finite, non_blocking=True)
-        event = torch.cuda.current_stream().record_event() if self.device_type == "cuda" else None
-        self._pending.append((step, place, event))
-
-    def first_bad(self) -> int | None:
-        """Return the first step with a non-finite loss, among those whose flag has arrived."""
-        while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
-            step, place, _ = self._pending.popleft()
-            if not self._on_host[place]:
-                return step
-        return None
 
 
 class StallWatchdog:

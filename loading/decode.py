@@ -1,14 +1,12 @@
 """Decode a box of a JPEG, and no more rows than the box needs."""
 
 import contextlib
-import ctypes
-import functools
 import io
 import mmap
-import os
 import struct
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy
@@ -16,7 +14,6 @@ import PIL
 import torch
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin, features
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from errors import BadImageError, require_torchcodec
 
@@ -54,7 +51,7 @@ class Frame(NamedTuple):
     # Rows of pixels below a pixel that it may depend on: one where chroma is smoothed vertically, and two rows of
     # blocks in a progressive file, since libjpeg smooths blocks whose coefficients are not complete.
     margin: int
-    num_components: int  # 1 grey, 3 colour, 4 CMYK
+    num_components: int  # 1 grey, 3 colour; Pillow converts the 4 of CMYK as a whole
     exif: int  # place of the segment that may say how to rotate the image; 0 if there is none
 
 
@@ -86,7 +83,8 @@ def _frame(payload: bytes, place: int, scan: int, exif: int) -> Frame | None:
     precision, height, width, num_components = struct.unpack_from(">BHHB", payload, place + 4)
     samplings = payload[place + 11 : place + 11 + 3 * num_components : 3]
     down = max((value & 15 for value in samplings), default=0)
-    if precision != 8 or not (height and width and down and all(value >> 4 for value in samplings)):
+    is_usual = precision == 8 and num_components in (1, 3)
+    if not is_usual or not (height and width and down and all(value >> 4 for value in samplings)):
         return None
     is_progressive = payload[place + 1] == _PROGRESSIVE
     margin = int(down > 1) + 16 * down * int(is_progressive)
@@ -104,18 +102,6 @@ def shorten(payload: bytes, frame: Frame, bottom: int) -> tuple[bytes | bytearra
     shorter = bytearray(payload)
     shorter[frame.place + 5 : frame.place + 7] = rows.to_bytes(2, "big")
     return shorter, frame._replace(height=rows)
-
-
-@functools.cache
-def silence_libjpeg() -> None:
-    """Send C's `stderr` of this process to /dev/null for good: libjpeg prints a warning for each truncated file.
-
-    File descriptor 2, and with it Python's sys.stderr, stays. Without glibc the warnings are printed.
-    """
-    if "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {}):
-        library = ctypes.CDLL(None)
-        library.fopen.restype = ctypes.c_void_p
-        ctypes.c_void_p.in_dll(library, "stderr").value = library.fopen(os.devnull.encode(), b"w")
 
 
 def check_num_pixels(height: int, width: int, claim: str = "it claims") -> None:
@@ -246,61 +232,45 @@ def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None)
         return to_rgb(image)
 
 
-class PillowDecoder:
-    """Decode with Pillow, which torchvision's loader uses too."""
-
-    def decode(self, payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
-        """Decode a JPEG and return a box of it, (3, height, width) uint8, a view of channels-last pixels.
-
-        The box is left, top, right, bottom, px. A damaged file raises ValueError.
-        """
-        mode = "RGB" if frame.num_components == 3 else "L"
-        # Call Pillow's decoder directly: `Image.open` would parse the header again.
-        image = Image.frombytes(mode, (frame.width, frame.height), payload, "jpeg", mode, "")
-        if box != (0, 0, *image.size):
-            image = image.crop(box)
-        return torch.from_numpy(numpy.array(image if mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
-
-    @staticmethod
-    def describe() -> str:
-        """Return the name and the versions that the pixels depend on."""
-        return f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}"
+# Decodes a JPEG and returns a box of it (left, top, right, bottom, px): (3, height, width) uint8, a view of
+# channels-last pixels. A damaged file raises OSError, RuntimeError or ValueError.
+Decoder = Callable[[bytes | bytearray, Frame, tuple[int, int, int, int]], Tensor]
 
 
-class TorchcodecDecoder:
-    """Decode with TorchCodec, PyTorch's own and faster decoder; an optional extra.
-
-    Raises:
-        UserError: TorchCodec is not installed, or too old.
-    """
-
-    def __init__(self) -> None:
-        torchcodec = require_torchcodec("--decoder torchcodec")
-        self.decode_jpeg, self.version = torchcodec.decoders.decode_jpeg, torchcodec.__version__
-
-    def decode(self, payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
-        """Decode a box of a JPEG, as `PillowDecoder.decode`; a damaged file raises RuntimeError."""
-        if get_worker_info() is not None:  # other processes may need C's stderr
-            silence_libjpeg()
-        jpeg = payload if isinstance(payload, bytearray) else bytearray(payload)
-        if frame.exif:
-            jpeg[frame.exif + 1] = _IGNORED  # TorchCodec would rotate the image, unlike Pillow and torchvision
-        image = self.decode_jpeg(torch.frombuffer(jpeg, dtype=torch.uint8))
-        left, top, right, bottom = box
-        return image[:, top:bottom, left:right]
-
-    def describe(self) -> str:
-        """Return the name and the versions that the pixels depend on."""
-        return f"torchcodec {self.version}"
+def decode_with_pillow(payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
+    """Decode with Pillow, which torchvision's loader uses too: a `Decoder`."""
+    mode = "RGB" if frame.num_components == 3 else "L"
+    # Call Pillow's decoder directly: `Image.open` would parse the header again.
+    image = Image.frombytes(mode, (frame.width, frame.height), payload, "jpeg", mode, "")
+    if box != (0, 0, *image.size):
+        image = image.crop(box)
+    return torch.from_numpy(numpy.array(image if mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
 
 
-# Decoders by their names for `--decoder`.
-DECODERS: dict[str, Callable] = {"pillow": PillowDecoder, "torchcodec": TorchcodecDecoder}
+def _decode_with_torchcodec(
+    decode_jpeg: Callable, payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]
+) -> Tensor:
+    """Decode with TorchCodec, PyTorch's own and faster decoder; an optional extra."""
+    jpeg = payload if isinstance(payload, bytearray) else bytearray(payload)
+    if frame.exif:
+        jpeg[frame.exif + 1] = _IGNORED  # TorchCodec would rotate the image, unlike Pillow and torchvision
+    image = decode_jpeg(torch.frombuffer(jpeg, dtype=torch.uint8))
+    left, top, right, bottom = box
+    return image[:, top:bottom, left:right]
+
+
+def build_decoder(name: str) -> Decoder:
+    """Return the decoder of `--decoder`, pillow or torchcodec. UserError if it is not installed or too old."""
+    if name == "pillow":
+        return decode_with_pillow
+    return partial(_decode_with_torchcodec, require_torchcodec("--decoder torchcodec").decoders.decode_jpeg)
 
 
 def describe_decoder(name: str) -> str:
-    """Return a decoder's name and versions, on which pixels depend. UserError if it is not installed."""
-    return DECODERS[name]().describe()
+    """Return a decoder's name and versions, on which pixels depend; raises as `build_decoder`."""
+    if name == "pillow":
+        return f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}"
+    return f"torchcodec {require_torchcodec('--decoder torchcodec').__version__}"
 
 
 class ImageFile:
@@ -309,17 +279,13 @@ class ImageFile:
     The decoder is for ordinary JPEGs; Pillow decodes all other files. Raises as `open_image`.
     """
 
-    def __init__(self, payload: bytes, decoder: PillowDecoder | TorchcodecDecoder) -> None:
-        self.payload = payload
-        self.decoder = decoder
-        self.frame = read_frame(payload)
-        frame = self.frame
-        if frame is not None and frame.num_components in (1, 3):
-            check_num_pixels(frame.height, frame.width)
-            self.size = (frame.width, frame.height)
-        else:  # four components are CMYK, which Pillow converts as a whole
-            self.frame = None
+    def __init__(self, payload: bytes, decoder: Decoder) -> None:
+        self.payload, self.decoder, self.frame = payload, decoder, read_frame(payload)
+        if self.frame is None:
             self.size = open_image(payload).size
+        else:
+            check_num_pixels(self.frame.height, self.frame.width)
+            self.size = (self.frame.width, self.frame.height)
 
     def decode(self, top: int, left: int, height: int, width: int) -> Tensor:
         """Decode a box, px; raises as `load_image`.
@@ -330,7 +296,7 @@ class ImageFile:
         box = (left, top, left + width, top + height)
         if self.frame is not None:
             try:
-                return self.decoder.decode(*shorten(self.payload, self.frame, top + height), box)
+                return self.decoder(*shorten(self.payload, self.frame, top + height), box)
             except (OSError, RuntimeError, ValueError):
                 # The file is damaged: Pillow tells how, or decodes as much as it can.
                 _check_memory(self.size[0] * self.size[1])

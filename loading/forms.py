@@ -21,29 +21,25 @@ def find_sources(root: Path) -> list[Source]:
     found = [source for form in FORMS for source in form.find(root)]
     has_files = any(Path(source.where).parent == root for source in found)
     if has_files and not any(os.path.isdir(root / name) for name in list_folder(root)):
-        # The folder holds the files of another form, and no class folders.
+        # The folder holds the files of another format, and no class folders.
         found = [source for source in found if source.where != str(root)]
     return found
 
 
 def check_source(root: Path) -> list[Source]:
-    """Return the sources that are present for a split, as `find_sources`.
-
-    Raises:
-        UserError: there are none.
-    """
-    found = find_sources(root)
-    if not found and any(root.parent.glob("*.parquet")):
+    """Return the sources that are present for a split, as `find_sources`; UserError if there are none."""
+    found, data_path = find_sources(root), f"--data-path {root.parent}"
+    if found:
+        return found
+    if any(root.parent.glob("*.parquet")):
         raise UserError(
-            f"--data-path {root.parent} holds parquet files, which are not trained on directly; write their images as "
-            f"class folders first: python -m scripts.prepare {root.parent} NEW_FOLDER"
+            f"{data_path} holds parquet files, which are not trained on directly; write their images as class folders "
+            f"first: python -m scripts.prepare {root.parent} NEW_FOLDER"
         )
-    if not found and not root.parent.is_dir():
-        raise UserError(f"--data-path {root.parent} is not a folder; give the one that holds train/ and val/")
-    if not found:
-        layouts = ", or ".join(form.layout.format(split=root.name) for form in FORMS)
-        raise UserError(f"--data-path {root.parent} has no {root.name}/; it must hold {layouts}")
-    return found
+    if not root.parent.is_dir():
+        raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/")
+    layouts = ", or ".join(form.layout.format(split=root.name) for form in FORMS)
+    raise UserError(f"{data_path} has no {root.name}/; it must hold {layouts}")
 
 
 def open_source(root: Path) -> Source:

@@ -147,12 +147,10 @@ class ImageIndex(Source):
         except OSError as error:
             raise UserError(f"{error.filename or self.where} cannot be read: {error.strerror or error}") from error
         filled = set(scan.labels)
-        empty = [name for label, name in enumerate(classes) if label not in filled]
-        if empty:
-            more = f" and {counted(len(empty) - 1, 'other class')}" if len(empty) > 1 else ""
+        if empty := [name for label, name in enumerate(classes) if label not in filled]:
             raise UserError(
-                f"no images ({' '.join(IMG_EXTENSIONS)}) in class {empty[0]}{more} of {self.where}; "
-                "add some, or remove its folder or tar"
+                f"{counted(len(empty), 'class')} of {self.where}, such as {empty[0]}, without images "
+                f"({' '.join(IMG_EXTENSIONS)}); add some, or remove the folder or tar"
             )
         self._take({"header": self._header(), "classes": encode(classes), **scan.arrays()})
         return scan.doubt

@@ -5,9 +5,7 @@ import itertools
 import math
 import mmap
 import signal
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -20,20 +18,14 @@ from distributed.signals import start_worker
 from errors import StorageError, UserError
 from files import memory_bytes
 
-# Slots beyond those that workers fill: one for the batch in use, and one more.
-_SPARE_SLOTS = 2
+# Batches that each worker loads ahead; slots beyond those that workers fill: one for the batch in use, and one more.
+_PREFETCH_FACTOR, _SPARE_SLOTS = 2, 2
 # Most loader processes per core, since they may wait for a slow disk; and the number that every machine allows.
 _MOST_PER_CORE, _MOST_ANYWHERE = 32, 64
 
-_empty_bytes = partial(torch.empty, dtype=torch.uint8)
-
 
 def check_workers(num_workers: int) -> None:
-    """Refuse more workers than this machine can use.
-
-    Raises:
-        UserError: there are too many.
-    """
+    """Raise UserError for more workers than this machine can use."""
     cores = count_cores()
     most = max(_MOST_PER_CORE * cores, _MOST_ANYWHERE)
     if num_workers > most:
@@ -43,48 +35,42 @@ def check_workers(num_workers: int) -> None:
 
 
 def check_memory(args: Any) -> None:
-    """Refuse batches that do not fit into this machine's memory.
-
-    Raises:
-        UserError: a batch is larger.
-    """
+    """Raise UserError if a batch is larger than this machine's memory."""
     if (needed := largest_batch_bytes(args)) > memory_bytes():
+        side = max(args.train_crop_size, args.val_crop_size)
         raise UserError(
-            f"--batch-size {args.batch_size} of {_largest_side(args)} px are {needed / 1e9:,.0f} GB of pixels, more "
+            f"--batch-size {args.batch_size} of {side} px are {needed / 1e9:,.0f} GB of pixels, more "
             "than this machine's memory; use fewer or smaller ones"
         )
 
 
 def largest_batch_bytes(args: Any) -> int:
     """Return the bytes of the pixels of the largest batch, in training or in evaluation."""
-    return args.batch_size * 3 * _largest_side(args) ** 2
+    return args.batch_size * 3 * max(args.train_crop_size, args.val_crop_size) ** 2
 
 
-def _largest_side(args: Any) -> int:
-    return max(args.train_crop_size, args.val_crop_size)
-
-
-def collate(samples: list[tuple], empty: Callable[[tuple[int, ...]], Tensor] = _empty_bytes) -> tuple[Tensor, ...]:
-    """Put (3, H, W) uint8 images and their classes into one batch.
+def collate(samples: list[tuple[Tensor, int, int]], memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Put samples into one batch.
 
     Args:
-        samples: (image, class), images best in channels-last order; or (image, class, number of the bad image that it
-            replaces, or -1).
-        empty: returns uint8 memory of a shape, to copy the images into.
+        samples: (3, H, W) uint8 image, best in channels-last order; its class; the number of the bad image that it
+            replaces, or -1.
+        memory: (bytes,) uint8 to copy the images into; by default new memory.
 
     Returns:
-        (B, 3, H, W) uint8 in channels-last order, and (B,) int64 classes; where samples have a third column also (R,)
-        int64, the numbers of the R images that were replaced.
+        (B, 3, H, W) uint8 in channels-last order, (B,) int64 classes, and (B,) int64 numbers of replaced images or -1.
     """
-    height, width = samples[0][0].shape[1:]
-    batch = empty((len(samples), height, width, 3))
+    images, labels, replaced = zip(*samples, strict=True)
+    shape = (len(samples), *images[0].shape[1:], 3)
+    batch = torch.empty(shape, dtype=torch.uint8) if memory is None else _view(memory, shape)
     # By numpy, because torch would copy each image with all its threads.
-    for place, (image, *_) in zip(batch.numpy(), samples, strict=True):
+    for place, image in zip(batch.numpy(), images, strict=True):
         numpy.copyto(place, image.permute(1, 2, 0).numpy())
-    labels = torch.tensor([label for _, label, *_ in samples])
-    columns = zip(*(numbers for _, _, *numbers in samples), strict=True)
-    replaced = [torch.tensor([number for number in column if number >= 0], dtype=torch.int64) for column in columns]
-    return batch.permute(0, 3, 1, 2), labels, *replaced
+    return batch.permute(0, 3, 1, 2), torch.tensor(labels), torch.tensor(replaced)
+
+
+def _view(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return memory[: math.prod(shape)].view(shape)
 
 
 class _Tasks:
@@ -119,17 +105,13 @@ class _Filler(Dataset):
         self.sets, self.slots = sets, slots
 
     def __getitems__(self, task: tuple[int, int | None, list[int]]) -> tuple:
-        """Return a batch; for one in a slot, the slot's number, the images' shape, and the samples' other columns."""
+        """Return a batch; for one in a slot, the slot's number, the images' shape, and lists of the other columns."""
         place, slot, keys = task
         samples = [self.sets[place].load(key) for key in keys]
         if slot is None:
             return collate(samples)
-        image, *numbers = collate(samples, partial(_view, self.slots[slot]))
-        return slot, (len(keys), *image.permute(0, 2, 3, 1).shape[1:]), [column.tolist() for column in numbers]
-
-
-def _view(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return memory[: math.prod(shape)].view(shape)
+        image, labels, replaced = collate(samples, self.slots[slot])
+        return slot, image.permute(0, 2, 3, 1).shape, labels.tolist(), replaced.tolist()
 
 
 def _unchanged(batch: Any) -> Any:
@@ -137,18 +119,17 @@ def _unchanged(batch: Any) -> Any:
 
 
 class BatchLoader:
-    """Load batches, in this process or in worker processes.
+    """Load batches of uint8 images and their other columns, as `collate`, in this process or in worker processes.
 
-    Forked workers put images into shared memory and reuse it: a later batch overwrites it, so copy images that are to
-    stay. A fresh page of shared memory would cost more than the copy into it. The batches take
-    (num_workers x prefetch_factor + 2) x batch_bytes at most, in anonymous memory: none of it lies in /dev/shm.
+    Workers put images into shared memory and reuse it: a later batch overwrites it, so copy images that are to stay. A
+    fresh page of shared memory would cost more than the copy into it. The batches take
+    (num_workers x 2 + 2) x batch_bytes at most, in anonymous memory: none of it lies in /dev/shm.
 
     Args:
         dataset: its `load` makes a sample of a key, as `collate` takes them.
         sampler: yields keys one at a time, and has the `batch_size`; it may be set later.
         num_workers: processes; 0 loads in this process.
-        prefetch_factor: batches that each worker loads ahead.
-        batch_bytes: bytes of the images of the largest batch; 0 for other batches, which torch sends in its own way.
+        batch_bytes: bytes of the images of the largest batch.
         pin_memory: copy the images into pinned memory, from which a GPU copies without blocking the host.
 
     Raises:
@@ -156,18 +137,10 @@ class BatchLoader:
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        sampler: Any = None,
-        *,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        batch_bytes: int = 0,
-        pin_memory: bool = False,
+        self, dataset: Dataset, sampler: Any = None, *, num_workers: int, batch_bytes: int, pin_memory: bool = False
     ) -> None:
         self.dataset, self.sampler, self.pin_memory = dataset, sampler, pin_memory
-        self.is_forked = num_workers > 0 and sys.platform == "linux"
-        num_slots = num_workers * prefetch_factor + _SPARE_SLOTS if self.is_forked and batch_bytes else 0
+        num_slots = num_workers * _PREFETCH_FACTOR + _SPARE_SLOTS if num_workers else 0
         # Anonymous memory: no file in /dev/shm, which containers keep small. A page takes room once it is written to.
         try:
             memory = mmap.mmap(-1, max(num_slots * batch_bytes, 1))
@@ -183,10 +156,10 @@ class BatchLoader:
             _Filler(self._sets, self.slots),
             batch_sampler=self._tasks,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
+            prefetch_factor=_PREFETCH_FACTOR if num_workers else None,
             persistent_workers=num_workers > 0,
             # Forked processes end with their parent, however it ends; a fork server and its children would stay.
-            multiprocessing_context="fork" if self.is_forked else None,
+            multiprocessing_context="fork" if num_workers else None,
             collate_fn=_unchanged,
             worker_init_fn=start_worker,
         )
@@ -202,7 +175,7 @@ class BatchLoader:
         return other
 
     def start(self) -> None:
-        """Start the processes, which otherwise start with the first epoch.
+        """Start the processes, if any, which otherwise start with the first epoch.
 
         Best called before there are other threads: a process that is forked while one of them holds a lock of libc, or
         initialises a static of C++, inherits that state for ever, and may wait for its end.
@@ -228,7 +201,7 @@ class BatchLoader:
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    def __iter__(self) -> Iterator[tuple]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Begin to load, and return the batches; those of an earlier call, of any of the sets, are lost."""
         number = self._tasks.choose(self._place, self.sampler)
         # The processes start here, and not with the first batch: they end with the thread that starts them.
@@ -240,23 +213,17 @@ class BatchLoader:
         They inherit a blocked SIGTERM: torch may start threads in them before `start_worker` blocks it, and a launcher
         that signals the whole process group would kill them.
         """
-        if not self.is_forked:
-            return iter(self.loader)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             return iter(self.loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _batches(self, loaded: Iterator[tuple], number: int) -> Iterator[tuple]:
+    def _batches(self, loaded: Iterator[tuple], number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for batch in loaded:
-            assert number == self._tasks.number or not self.loader.num_workers
-            yield self._unpack(batch)
-
-    def _unpack(self, batch: tuple) -> tuple:
-        if self.slots:
-            slot, shape, numbers = batch
-            image = _view(self.slots[slot], shape).permute(0, 3, 1, 2)
-            batch = image, *(torch.tensor(column, dtype=torch.int64) for column in numbers)
-        image, *columns = batch
-        return image.pin_memory() if self.pin_memory else image, *columns
+            assert number == self._tasks.number or not self.slots
+            if self.slots:
+                slot, shape, labels, replaced = batch
+                batch = _view(self.slots[slot], shape).permute(0, 3, 1, 2), torch.tensor(labels), torch.tensor(replaced)
+            image, *columns = batch
+            yield image.pin_memory() if self.pin_memory else image, *columns

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -147,12 +148,13 @@ def minival_numbers(source: Source, fraction: float) -> list[int]:
     the class, rounded (halves up), but at least one, and none of a class of one image. So they depend on names and
     fraction alone, and a smaller fraction, above 0, holds out some of the same images.
     """
-    labels = labels_of(source)
-    hashes = [hashlib.sha256(_encoded(source.name(number))).digest() for number in range(len(source))]
-    by_hash = numpy.array(sorted(range(len(hashes)), key=hashes.__getitem__), dtype=numpy.int64)
-    counts = numpy.bincount(labels, minlength=len(source.classes))
-    held = numpy.minimum(numpy.maximum((counts * fraction + 0.5).astype(int), 1), counts - 1)
-    return numpy.flatnonzero(_ranks(labels, by_hash) < held[labels]).tolist()
+    by_class, held = defaultdict(list), []
+    for number in range(len(source)):
+        by_class[source.label(number)].append((hashlib.sha256(_encoded(source.name(number))).digest(), number))
+    for images in by_class.values():
+        num_held = min(max(int(len(images) * fraction + 0.5), 1), len(images) - 1)
+        held += [number for _, number in sorted(images)[:num_held]]
+    return sorted(held)
 
 
 def without(source: Source, numbers: Iterable[int]) -> Subset:
@@ -162,18 +164,12 @@ def without(source: Source, numbers: Iterable[int]) -> Subset:
 
 def first_of_each_class(source: Source, num_images: int) -> list[int]:
     """Return `num_images` images, evenly over the classes: the first of each, then the second of each, and so on."""
-    labels = labels_of(source)
-    ranks = _ranks(labels, numpy.arange(len(labels)))
-    return numpy.sort(numpy.lexsort((labels, ranks))[:num_images]).tolist()
-
-
-def _ranks(labels: numpy.ndarray, order: numpy.ndarray) -> numpy.ndarray:
-    """Return, for each image, the number of images of its class before it in `order`, an order of all images."""
-    counts = numpy.bincount(labels)
-    ranks = numpy.empty_like(labels)
-    by_class = order[numpy.argsort(labels[order], kind="stable")]
-    ranks[by_class] = numpy.arange(len(labels)) - numpy.repeat(counts.cumsum() - counts, counts)
-    return ranks
+    seen, ranked = Counter(), []
+    for number in range(len(source)):
+        label = source.label(number)
+        ranked.append((seen[label], label, number))
+        seen[label] += 1
+    return sorted(number for _, _, number in sorted(ranked)[:num_images])
 
 
 def check_num_bytes(num_bytes: int) -> None:

@@ -1,6 +1,5 @@
 """Read images in uncompressed tars: shards, packs, a tar of class folders or of class tars, or a tar for each class."""
 
-import errno
 import functools
 import json
 import os
@@ -74,15 +73,15 @@ class TarIndex(ImageIndex):
         mtime_ns, _, tar_size = self.arrays["states"][tar_number].tolist()
         check_num_bytes(size)
         tar = _open_tar(str(self.files[tar_number]), mtime_ns, tar_size)
-        content = os.pread(tar.fileno(), size, offset)
+        content = b""
+        while len(content) < size and (more := os.pread(tar.fileno(), size - len(content), offset + len(content))):
+            content += more
         # Compared after the read, so that the bytes are known to be of the tar that was scanned.
         status = os.fstat(tar.fileno())
-        if (status.st_mtime_ns, status.st_size) != (mtime_ns, tar_size):
+        if len(content) < size or (status.st_mtime_ns, status.st_size) != (mtime_ns, tar_size):
             raise ImageError(
                 f"cannot read image {self.path(number)}: the tar has changed since it was scanned; start again"
             )
-        if len(content) < size:
-            raise OSError(errno.EIO, f"read {len(content)} of {size} bytes")
         return content
 
     def scan(self, scan: Scan) -> list[str]:
@@ -162,9 +161,9 @@ def _checksums(name: str, folder: Path) -> dict[str, str]:
     Raises:
         UserError: the pack is not finished, or its manifest cannot be read.
     """
-    manifest = read_manifest(folder / PACK_MANIFEST)
+    manifest = read_manifest(folder / PACK_MANIFEST) or {}
     try:
-        if manifest is None or manifest["format"] != PACK_FORMAT or name not in manifest["splits"]:
+        if manifest["format"] != PACK_FORMAT:
             return {}
         state, shards = manifest["state"], manifest["splits"][name]["shards"]
         checksums = {str(record["file"]): str(record["sha256"]) for record in shards}

@@ -104,7 +104,6 @@ def load_all(load: Callable[[int], Any], numbers: list[int], split: str) -> int:
 def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Compare loading evenly spaced images from files and packs with torchvision's preset on the files."""
     torch.set_num_threads(1)
-    decode.silence_libjpeg()
     figures = {}
     for place, split in enumerate(("train", "val")):
         theirs = torchvisions_images(options.data_path, split)
@@ -216,7 +215,8 @@ class OurLoop(BareStep):
         super().__init__(args, num_steps)
         dataset = data.SyntheticImages(num_steps * args.global_batch_size, args.train_crop_size, NUM_CLASSES)
         sampler = TrainSampler(len(dataset), self.shards)
-        self.loader = data.build_device_loader(args, dataset, sampler, self.device, NUM_CLASSES)
+        loader = data.build_loader(dataset, sampler, args)
+        self.loader = data.build_device_loader(args, loader, sampler, self.device, NUM_CLASSES)
         self.wrapped = gradients.wrap_model(self.model, args)
         self.run = LoggedRun(self, self.wrapped)
 

@@ -18,13 +18,12 @@ from torch.utils.data import default_collate
 from checkpointing.archive import load_checkpoint
 from data import IndexedImageFolder
 from errors import UserError, counted, in_one_line, require_package
-from files import read_bytes, read_json
+from files import read_json
 from loading.progress import size_text
 from options import short_name
 from presets import ClassificationPresetEval
 from scripts.evaluate import open_folder
 from scripts.exported import EXTRA_FILE, FORMAT, OPTIONS, TOLERANCE, checked, open_graph, own_stdout, packed
-from scripts.model_card import write_card
 from scripts.predict import find_images, load_batches, open_image
 from scripts.tool import as_json, build_parser, given_path, make_out, positive, run, write_output
 from scripts.trained import Trained, add_options, open_given
@@ -54,9 +53,9 @@ examples:
   python -m scripts.export runs/a/best.pth --format int8 --data-path /data/imagenet --sample 5000 --output exported
   python -m scripts.export resnet50.IMAGENET1K_V2 --format onnx --output exported
 
-NAME is the model's, and ends in -ema for averaged weights. Beside the files lie NAME.md, a model card, and NAME.json,
-the same facts for programs. Every file holds the preprocessing and the names of the classes, except the .pth of
-`weights`, for which NAME.json holds them. `python -m scripts.predict FILE IMAGE` reads each of these files.
+NAME is the model's, and ends in -ema for averaged weights. Beside the files lies NAME.json, which describes them. Every
+file holds the preprocessing and the names of the classes, except the .pth of `weights`, for which NAME.json holds
+them. `python -m scripts.predict FILE IMAGE` reads each of these files.
 
 Each file is read back and compared with the checkpoint before it gets its name: weights in every bit; the logits of a
 graph for 1 and for 3 images may differ by {TOLERANCE:g} of the largest logit, or of 1 if all are smaller. int8 is
@@ -318,17 +317,11 @@ def forms(text: str) -> list[str]:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Write the chosen forms and the model card."""
+    """Write the chosen forms."""
     chosen = list(dict.fromkeys(options.forms))
     for form in chosen:
         for package in FORMS[form][1]:
             require_package(package, f"--format {form}")
-    results = None
-    if options.results is not None:
-        with in_one_line(f"--results {options.results} cannot be read as JSON of scripts.evaluate"):
-            results = json.loads(read_bytes(options.results))
-            if not isinstance(results, dict) or not isinstance(results.get("sets"), dict):
-                raise ValueError("it has no results of `sets`")
     trained, images = open_given(options), None
     if "int8" in chosen:
         images = Measure(trained, options.data_path, options.calibration, options.sample)
@@ -337,8 +330,6 @@ def export(options: argparse.Namespace) -> None:
     for form in chosen:
         with own_stdout() as stdout:
             print(job.write(form), file=stdout, flush=True)
-    path = write_card(job, options.checkpoint, is_average=options.ema, results=results)
-    print(f"card: {path}")
 
 
 def main() -> None:
@@ -360,9 +351,6 @@ def main() -> None:
         "--calibration", metavar="IMAGE", nargs="+", default=[], help="files and folders to calibrate int8 with"
     )
     parser.add_argument("--sample", metavar="N", type=positive, help="measure int8 on N images of val/ (default: all)")
-    parser.add_argument(
-        "--results", metavar="FILE", type=Path, help="JSON of scripts.evaluate, whose results the model card shows"
-    )
     logging.disable(logging.WARNING)  # torch's exporters report each of their passes
     run(PROG, lambda: export(parser.parse_args()), "interrupted; whole files stay; run the same command again")
 

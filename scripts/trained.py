@@ -132,7 +132,7 @@ class Evaluation:
         if numbers is not None:
             sampler = _Numbers(numbers)
             sampler.batch_size = args.batch_size
-        return data.build_device_loader(args, images, sampler, self.device, len(images.classes), self.started[place])
+        return data.build_device_loader(args, self.started[place], sampler, self.device, len(images.classes))
 
 
 def open_given(options: argparse.Namespace) -> Trained:

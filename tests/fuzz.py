@@ -333,11 +333,8 @@ def case_metrics(bench: Bench, folder: Path, rng: random.Random) -> None:
 
 def check_index(root: Path) -> index.ImageIndex:
     """Name and read every image of a split."""
-    found = forms.open_source(root)
-    dataset = object.__new__(data.IndexedImageFolder)
-    preset = presets.ClassificationPresetEval(crop_size=8, resize_size=8)
-    dataset.root, dataset.transform, dataset.seed, dataset.index = found.root, preset, 0, found
-    dataset.classes = found.classes
+    dataset = data.IndexedImageFolder(root, presets.ClassificationPresetEval(crop_size=8))
+    found = dataset.index
     found.fingerprint()
     for number in range(min(len(found), 50)):
         found.name(number), found.path(number)

@@ -41,9 +41,9 @@ CASES = {
         ["--data-path", "{root}/flat"],
         ["flat/val holds 1 image and no class folders", "python -m scripts.prepare {root}/flat "],
     ),
-    "other classes": (["--data-path", "{root}/other_classes"], ["has 3 classes", "has 2", "class2 only in train/"]),
+    "other classes": (["--data-path", "{root}/other_classes"], ["has 3 classes", "has 2", "(class2)"]),
     "empty val": (["--data-path", "{root}/empty_val"], ["empty_val/val", "neither images nor class folders"]),
-    "empty class": (["--data-path", "{root}/empty"], ["no images", "in class class2 of", "empty/train"]),
+    "empty class": (["--data-path", "{root}/empty"], ["without images", "such as class2", "empty/train"]),
     "unknown model": (["--data-path", "{root}/good", "--model", "resnet55"], ["resnet55", "did you mean resnet50?"]),
     "unknown option": (
         ["--data-path", "{root}/good", "--batchsize", "4"],

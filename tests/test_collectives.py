@@ -26,38 +26,25 @@ def test_one_process_gathers_itself():
     assert collectives.call_on_master(lambda: None) is None
 
 
-def check_identity(rank, world_size):
+def check_all(rank, world_size, folder):
     assert (rank, world_size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     assert collectives.is_main_process() == (rank == 0)
     print("printed")
     print(f"forced {rank}", force=True)
 
-
-def check_gather(rank, world_size):
     # rank 0 has no rows, rank 1 two, rank 2 four
     rows = torch.arange(4 * rank).reshape(2 * rank, 2) + 100 * rank
     gathered = collectives.all_gather(rows)
     for other in range(world_size):
         assert torch.equal(gathered[other], torch.arange(4 * other).reshape(2 * other, 2) + 100 * other), gathered
     assert [part.shape for part in collectives.all_gather(torch.zeros(0, 2))] == [(0, 2)] * world_size
-
     dealt = torch.arange(7, dtype=torch.float64)[:, None]
     assert torch.equal(collectives.interleave(collectives.all_gather(dealt[rank::world_size])), dealt)
 
-
-def check_bytes(rank, world_size):
     for payload in (b"", b"x", bytes(range(256)) * 1000):
         assert collectives.broadcast_bytes(payload if rank == 0 else None) == payload
     assert collectives.broadcast_bytes(b"of rank 0" if rank == 0 else b"ignored and longer") == b"of rank 0"
 
-
-def check_largest(rank, world_size):
-    numbers = torch.randint(-(1 << 62), 1 << 62, (50, world_size, 4), generator=torch.Generator().manual_seed(0))
-    begun = [collectives.begin_largest(row[rank].tolist()) for row in numbers]
-    assert [wait() for wait in begun] == numbers.amax(1).tolist()
-
-
-def check_call_on_master(rank, world_size, folder):
     def work(text):
         with (folder / "calls").open("a") as file:
             file.write(text)
@@ -74,23 +61,8 @@ def check_call_on_master(rank, world_size, folder):
 
 
 @pytest.mark.dist
-def test_ranks_know_themselves_and_print_once(tmp_path):
-    outcome = run_check(3, check_identity, tmp_path)
+def test_what_ranks_exchange_and_that_they_print_once(tmp_path):
+    outcome = run_check(3, check_all, tmp_path, tmp_path)
     assert outcome.output.count("printed") == 1
     assert [f"forced {rank}" in output for rank, output in enumerate(outcome.outputs)] == [True] * 3
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("check", "world_size"),
-    [(check_gather, 3), (check_bytes, 2), (check_largest, 2), (check_largest, 5)],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_a_collective_gives_every_rank_what_it_says(check, world_size, tmp_path):
-    run_check(world_size, check, tmp_path)
-
-
-@pytest.mark.dist
-def test_work_of_the_master_is_done_once_and_its_refusal_is_everybodys(tmp_path):
-    run_check(2, check_call_on_master, tmp_path, tmp_path)
     assert (tmp_path / "calls").read_text() == "once"

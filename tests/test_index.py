@@ -149,8 +149,8 @@ def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
 
 
 def test_made_up_images_have_words_for_a_fingerprint():
-    images = data.SyntheticImages(130, 8, 10)
-    assert len({images.index.name(number) for number in range(130)}) == 130
+    images = data.SyntheticImages(130, 8, 10).index
+    assert len({images.name(number) for number in range(130)}) == 130
     assert images.fingerprint() == "synthetic-130-10"
     assert images.identity() == {"form": "synthetic", "path": "", "sizes": None, "times": None, "checksums": None}
 
@@ -328,8 +328,8 @@ BAD_TARS = {
     "device": (GOOD + member("a/2.jpg", tarfile.CHRTYPE, devmajor=1, devminor=5) + END, "--dereference"),
     "flat": (member("1.jpg") + member("2.jpg") + END, "holds 2 images and no class folders; this sorts them"),
     "no images": (member("a/1.txt") + END, "neither images nor class folders"),
-    "empty class": (GOOD + member("b", tarfile.DIRTYPE) + END, "in class b of "),
-    "empty class tar": (GOOD + member("b.tar", content=END) + END, "in class b of "),
+    "empty class": (GOOD + member("b", tarfile.DIRTYPE) + END, "such as b, without images"),
+    "empty class tar": (GOOD + member("b.tar", content=END) + END, "such as b, without images"),
 }
 
 

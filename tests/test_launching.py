@@ -1,4 +1,4 @@
-"""docs/launching.md, as far as one machine can try it: shells, options, and the image's steps by hand."""
+"""docs/launching.md, as far as one machine can try it: shells, options, and what the image holds."""
 
 import os
 import re
@@ -7,7 +7,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import time
 
 import pytest
@@ -15,7 +14,6 @@ import yaml  # timm and huggingface_hub bring it
 
 import config
 from tests.ranks import REPOSITORY
-from tests.started import SMALL_PLAIN
 
 PAGE = (REPOSITORY / "docs" / "launching.md").read_text()
 BASH = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
@@ -86,29 +84,6 @@ def test_the_image_holds_every_module_and_package_and_nothing_else():
     ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignored if line.startswith("!")} == sources
     assert "*" in ignored
-
-
-@pytest.mark.dist
-def test_the_image_trains_from_what_it_holds(image_folder, tmp_path):
-    """The image's steps by hand, but for its system and its packages, which are those of the tests."""
-    root = tmp_path / "touchstone"
-    for pattern, target in copied():
-        for path in REPOSITORY.glob(pattern):
-            if path.is_dir():
-                shutil.copytree(path, root / target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                (root / target).mkdir(exist_ok=True)
-                shutil.copy(path, root / target)
-    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    environment = {"PATH": path, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "OUT": str(tmp_path / "out")}
-    argv = [root / "scripts" / "container.sh", "--data-path", image_folder, *SMALL_PLAIN]
-    argv += ["--batch-size", "8", "--epochs", "1"]
-    done = subprocess.run(
-        list(map(str, argv)), capture_output=True, text=True, timeout=120, check=False, cwd="/",
-        env={**environment, "PET_NPROC_PER_NODE": "1", "PET_STANDALONE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "out" / "checkpoint-00000003.pth").exists()
 
 
 # What stands for torchrun: says how it was started, and ends as it is told.

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from errors import ImageError, UserError
-from loading.loader import BatchLoader, check_workers, collate
+from loading.loader import BatchLoader, check_workers
 from tests.ranks import run_ranks
 
 
@@ -27,7 +27,7 @@ class Numbers(Dataset):
         if key in self.bad:
             raise ImageError(f"cannot read image {key}")
         # Of two sizes, as where crops grow.
-        return torch.full((3, 4, 6 + key // 51), key, dtype=torch.uint8), key
+        return torch.full((3, 4, 6 + key // 51), key, dtype=torch.uint8), key, -1 if key % 5 else key + 1
 
 
 class Keys:
@@ -50,30 +50,22 @@ def batches_of(num_batches):
             for first in range(0, 3 * num_batches, 3)]  # fmt: skip
 
 
-def build(dataset, num_batches, num_workers=2, batch_bytes=3 * 3 * 4 * 7, **options):
-    return BatchLoader(dataset, Keys(num_batches), num_workers=num_workers, batch_bytes=batch_bytes, **options)
+def build(dataset, num_batches, num_workers=2):
+    return BatchLoader(dataset, Keys(num_batches), num_workers=num_workers, batch_bytes=3 * 3 * 4 * 7)
 
 
-# In shared memory; in batches that workers send as they are; in this process.
-KINDS = pytest.mark.parametrize("options", [{}, {"batch_bytes": 0}, {"num_workers": 0}])
-
-
-def test_a_batch_is_the_images_in_their_order():
-    images = [torch.randint(0, 256, (3, 5, 4), dtype=torch.uint8) for _ in range(3)]
-    batch, labels = collate([(image, label) for label, image in enumerate(images)])
-    assert torch.equal(batch, torch.stack(images))
-    assert labels.tolist() == [0, 1, 2]
-    assert batch.is_contiguous(memory_format=torch.channels_last)
+KINDS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 @KINDS
-def test_batches_come_in_the_samplers_order_epoch_after_epoch(options):
-    loader = build(Numbers(), 20, **options)  # more than there is memory for at once
+def test_batches_come_in_the_samplers_order_epoch_after_epoch(num_workers):
+    loader = build(Numbers(), 20, num_workers)  # more than there is memory for at once
     assert len(loader) == 20
     for _ in range(2):
         seen = 0
-        for (image, label), keys in zip(loader, batches_of(20), strict=True):
+        for (image, label, replaced), keys in zip(loader, batches_of(20), strict=True):
             assert label.tolist() == keys
+            assert replaced.tolist() == [-1 if key % 5 else key + 1 for key in keys]
             assert image.shape == (len(keys), 3, 4, 6 + keys[0] // 51)
             assert image.is_contiguous(memory_format=torch.channels_last)
             assert torch.equal(image, label.to(torch.uint8).view(-1, 1, 1, 1).expand_as(image))
@@ -82,12 +74,12 @@ def test_batches_come_in_the_samplers_order_epoch_after_epoch(options):
 
 
 @KINDS
-def test_an_epoch_that_is_left_early_leaves_nothing_behind(options):
-    loader = build(Numbers(), 20, **options)
+def test_an_epoch_that_is_left_early_leaves_nothing_behind(num_workers):
+    loader = build(Numbers(), 20, num_workers)
     for _ in range(3):
-        for (_, label), _ in zip(loader, range(2), strict=False):
+        for (_, label, _), _ in zip(loader, range(2), strict=False):
             assert len(label) == 3
-    labels = [label.tolist() for _, label in loader]
+    labels = [label.tolist() for _, label, _ in loader]
     assert labels == batches_of(20)
 
 
@@ -102,8 +94,8 @@ class Negatives(Numbers):
     """Images whose class is the negative of their number."""
 
     def load(self, key):
-        image, label = super().load(key)
-        return image, -label
+        image, label, replaced = super().load(key)
+        return image, -label, replaced
 
 
 def test_the_same_processes_load_several_sets_in_turn():
@@ -114,17 +106,17 @@ def test_the_same_processes_load_several_sets_in_turn():
     loader.start()
     workers = set(multiprocessing.active_children()) - before
     for _ in range(2):
-        assert [label.tolist() for _, label in loader] == batches_of(20)
-        found = [(-label).tolist() for _, label in other]
+        assert [label.tolist() for _, label, _ in loader] == batches_of(20)
+        found = [(-label).tolist() for _, label, _ in other]
         assert found == batches_of(5)
     assert next(iter(loader))[1].tolist() == [0, 1, 2]  # left early
-    assert [(-label).tolist() for _, label in other] == batches_of(5)
+    assert [(-label).tolist() for _, label, _ in other] == batches_of(5)
     assert set(multiprocessing.active_children()) - before == workers
 
 
 @KINDS
-def test_an_image_that_cannot_be_read_is_raised_in_its_turn(options):
-    loader = build(Numbers(bad={7, 31}), 20, **options)
+def test_an_image_that_cannot_be_read_is_raised_in_its_turn(num_workers):
+    loader = build(Numbers(bad={7, 31}), 20, num_workers)
     batches = iter(loader)
     assert [next(batches)[1].tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ImageError, match="cannot read image 7") as caught:
@@ -157,13 +149,13 @@ class Large(Dataset):
     """Images of 12 MiB, whose every pixel is their number."""
 
     def load(self, key):
-        return torch.full((3, 2048, 2048), key, dtype=torch.uint8), key
+        return torch.full((3, 2048, 2048), key, dtype=torch.uint8), key, -1
 
 
 def load_large():
     loader = BatchLoader(Large(), Keys(3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
     loader.start()
-    for image, label in loader:
+    for image, label, _ in loader:
         assert torch.equal(image.amax((1, 2, 3)), label.to(torch.uint8))
         print(label.tolist())
 

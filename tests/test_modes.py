@@ -7,16 +7,13 @@ import zlib
 
 import numpy
 import pytest
-import torch
 from PIL import Image
 
 from errors import BadImageError
-from loading.decode import ImageFile, PillowDecoder, load_image
+from loading.decode import ImageFile, decode_with_pillow, load_image
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from scripts import check, pack, predict
-from tests.images import write_images
 from tests.ranks import REPOSITORY
-from tests.started import SMALL, refused, run_train
 
 SIDE = 32
 GREY16 = (numpy.arange(SIDE * SIDE).reshape(SIDE, SIDE) * 64).astype(numpy.uint16)
@@ -186,7 +183,7 @@ def test_a_mode_becomes_the_pixels_that_numpy_computes(request, payload, expecte
     box = {"crop_size": SIDE, "resize_size": SIDE}
     presets = [ClassificationPresetEval(backend=backend, **box) for backend in (None, "pil", "tensor")]
     ways = {
-        "box": lambda: ImageFile(payload, PillowDecoder()).decode(3, 5, 20, 20),
+        "box": lambda: ImageFile(payload, decode_with_pillow).decode(3, 5, 20, 20),
         "train": lambda: ClassificationPresetTrain(crop_size=SIDE, crop_scale=1.0).load(payload),
         **{str(preset.fast_mode): (lambda preset=preset: preset.load(payload)) for preset in presets},
     }
@@ -210,17 +207,3 @@ def test_deep_grey_is_scaled_wherever_a_file_is_read(tmp_path):
     assert dict(check.look_at(path.read_bytes()).findings) == {"deep": "16 bits"}
     for payload in (encoded(FOUR, "PNG"), encoded(PALETTE, "PNG", "P", transparency=3)):
         assert [kind for kind, _ in check.look_at(payload).findings] == ["alpha"]
-
-
-def test_a_run_that_took_deep_grey_for_white_is_not_resumed(tmp_path):
-    images = write_images(tmp_path / "images", {"train": [8, 8], "val": [2, 2]})
-    Image.fromarray(GREY16).save(images / "train" / "class1" / "deep.png")
-    argv = ["--data-path", images, *SMALL, "--batch-size", 8, "--output-dir", tmp_path / "out", "--epochs"]
-    run_train(tmp_path, *argv, 1).check()
-    run_train(tmp_path, *argv, 2, "--resume", "auto").check()
-    for path in (tmp_path / "out").glob("checkpoint*.pth"):
-        state = torch.load(path, weights_only=True)
-        state["environment"].pop("grey", None)  # checkpoint.pth is a link to a numbered file
-        torch.save(state, path)
-    refused(run_train(tmp_path, *argv, 3, "--resume", "auto"), "class1/deep.png", "--allow-change data")
-    run_train(tmp_path, *argv, 3, "--resume", "auto", "--allow-change", "data").check()

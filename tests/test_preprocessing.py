@@ -130,13 +130,6 @@ class Compared:
         assert found["preprocessing"] == in_json(self.values, origin)
         self.check(found["sets"]["val"]["nll"], found["sets"]["val"]["acc1"])
 
-    def sweep(self, file, *argv, origin):
-        sizes = ["--resize", str(self.values["resize"]), "--json", self.tmp_path / "s.json"]
-        run_tool(self.tmp_path, "tune_resize", file, "--data-path", self.folder / "images", *sizes, *MACHINE, *argv)
-        found = json.loads((self.tmp_path / "s.json").read_text())
-        assert found["preprocessing"] == in_json(self.values, origin)
-        assert found["best"]["acc1"] == pytest.approx(self.acc1, abs=1e-3)
-
     def test_only(self, file, *argv, origin):
         argv = ["--test-only", "--weights", file, "--data-path", self.folder / "images", *MACHINE, *argv]
         said = run_train(self.tmp_path, *argv).check().output
@@ -149,39 +142,32 @@ class Compared:
         out = self.tmp_path / "exported"
         argv = ["--format", "weights,safetensors,onnx,torch-export", "--output", out, *argv]
         run_tool(self.tmp_path, "export", file, *argv)
-        (card,) = out.glob("*.md")
-        for word in (f"{self.values['resize']} px ({self.values['interpolation']}", str(self.values["mean"])):
-            assert word in card.read_text()
-        return [each for each in sorted(out.iterdir()) if each.suffix not in (".md", ".json")]
+        return [each for each in sorted(out.iterdir()) if each.suffix != ".json"]
 
 
 def test_every_tool_prepares_images_as_timm_configures_the_model(made, tmp_path):
     folder, models = made
     compared = Compared(tmp_path, folder, models["timm"], CONFIGURED)
     given, origin = ["--model", TIMMS], f"as timm configures {TIMMS}"
-    for use in (compared.predict, compared.evaluate, compared.sweep, compared.test_only):
+    for use in (compared.predict, compared.evaluate, compared.test_only):
         use(folder / "timm.pth", *given, origin=origin)
     for file in compared.export(folder / "timm.pth", *given):
         compared.predict(file, origin="as in the exported file")
     compared.evaluate(file, origin="as in the exported file")
-    for script in ("touchstone", "timm"):
-        output = tmp_path / f"{script}.pth"
-        run_tool(tmp_path, "convert", folder / "timm.pth", *given, "--to", script, "--output", output, *OPTIONS)
-        Compared(tmp_path, folder, models["timm"], CHOSEN).predict(output, origin="as in the checkpoint")
 
 
 def test_a_model_of_ones_own_is_prepared_as_given_and_as_the_file_says_from_then_on(made, tmp_path):
     folder, models = made
     compared = Compared(tmp_path, folder, models["own"], CHOSEN)
     given = ["--model", f"{folder / 'net.py'}:odd"]
-    for use in (compared.predict, compared.evaluate, compared.sweep, compared.test_only):
+    for use in (compared.predict, compared.evaluate, compared.test_only):
         use(folder / "own.pth", *given, *OPTIONS, origin="as given")
     for file in compared.export(folder / "own.pth", *given, *OPTIONS):
         more = [] if file.suffix in (".onnx", ".pt2") else given
         compared.predict(file, *more, origin="as in the exported file")
-    output = tmp_path / "converted.pth"
-    run_tool(tmp_path, "convert", folder / "own.pth", *given, *OPTIONS, "--to", "touchstone", "--output", output)
-    for use in (compared.predict, compared.evaluate, compared.sweep, compared.test_only):
+    output, known = tmp_path / "checkpoint.pth", in_json(CHOSEN, "")
+    torch.save({"model": models["own"].state_dict(), "args": {"model": f"{folder / 'net.py'}:odd", **known}}, output)
+    for use in (compared.predict, compared.evaluate, compared.test_only):
         use(output, *given, origin="as in the checkpoint")
     statistics = ["--data-path", folder / "images", "--output", tmp_path / "again.pth", "--batch-size", "6", *MACHINE]
     run_tool(tmp_path, "reestimate_bn", output, *given, *statistics)
@@ -198,7 +184,7 @@ def test_a_model_of_ones_own_is_prepared_as_given_and_as_the_file_says_from_then
 
 @pytest.mark.parametrize(("tool", "argv"), [
     ("predict", ["images"]), ("evaluate", ["--set", "val=images/val"]),
-    ("convert", ["--to", "timm", "--output", "x"]), ("tune_resize", ["--data-path", "images"]),
+    ("export", ["--format", "weights", "--output", "x"]),
 ])  # fmt: skip
 def test_nothing_is_assumed_of_a_model_that_nothing_is_published_about(tool, argv, made, tmp_path, monkeypatch):
     folder, _ = made

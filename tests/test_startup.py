@@ -103,29 +103,6 @@ def test_a_signal_at_any_moment_of_the_first_seconds_is_a_preemption(started, tm
         shutil.rmtree(out)
 
 
-@pytest.mark.dist
-def test_under_torchrun_ranks_that_are_signalled_while_they_import_agree_and_say_so(started, tmp_path):
-    out = tmp_path / "out"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    log = open(tmp_path / "log", "w+")  # noqa: SIM115
-    agent = subprocess.Popen(
-        [*torchrun, *command(started, out, "--batch-size", 4)[1:]], stdout=log, stderr=log, env=ENVIRONMENT
-    )
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
-    deadline = time.monotonic() + 60
-    while len(ranks := children.read_text().split()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    for rank in ranks:
-        wait_for_handler(rank, signal.SIGHUP)
-    agent.send_signal(TERM)
-    agent.wait(60)
-    output = (tmp_path / "log").read_text()
-    assert "SIGTERM: stopping after this step" in output
-    assert "all 2 ranks stopped after step 0; nothing to save yet" in output
-    assert read_status(out)["state"] == "preempted"
-
-
 def test_a_second_ctrl_c_while_python_imports_ends_it_with_one_line(started, tmp_path):
     process = start(started, tmp_path / "out")
     wait_for_handler(process.pid, signal.SIGHUP)

@@ -136,20 +136,6 @@ def test_a_best_that_an_earlier_version_saved_without_its_loss_stays_best_in_a_t
     check_schema(state_at(1, best=run.bests["best"]), "it")
 
 
-def test_the_raw_weights_and_their_average_have_a_best_each(tmp_path):
-    run = RunState(1, {}, {"model": torch.nn.Linear(1, 1)})
-    files = CheckpointFolder(tmp_path)
-    files.acquire()
-    files.adopt("", None, run)
-    for epoch, (raw, average) in enumerate([(50.0, 60.0), (55.0, 58.0), (54.0, 59.0)]):
-        run.start_epoch(epoch)
-        run.advance()
-        run.note_results({"val": {"acc1": raw}, "val_ema": {"acc1": average}}, "acc1")
-        assert files.save(run.state_dict(), run.best_now) is None
-    steps = {name: load_checkpoint(tmp_path / name, name)["step"] for name in ("best.pth", "best_ema.pth")}
-    assert steps == {"best.pth": 2, "best_ema.pth": 1}
-
-
 # How a file is written
 
 

@@ -109,44 +109,11 @@ def test_a_trial_takes_the_first_of_each_class_in_turn(image_folder, num_images,
     assert names == [f"class{c}/image{n:03d}.jpg" for c, count in enumerate(of_each) for n in range(count)]
 
 
-def test_a_trial_says_how_many_images_it_takes(image_folder, capsys):
-    source = open_source(image_folder / "train")
-    assert len(data.limit_images(source, 12, "train")) == 12
-    assert data.limit_images(source, 100, "train") is source
-    said = capsys.readouterr().out
-    assert "trial: 12 of 29 images of train, the first of each class in turn" in said
-    assert "train: all of its 29 images, which are no more than 100" in said
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_no_process_trains_on_an_image_of_the_minival(image_folder, world_size):
-    seen = set()
-    for rank in range(world_size):
-        args = arguments(image_folder, "--minival", 0.2, "--global-batch-size", 8)
-        args = config.with_shards(args.replaced(rank=rank, world_size=world_size), None)
-        train, minival = data.build_datasets(*config.split_dirs(args), args)
-        sampler, sampler_test = data.build_samplers(train, minival, args)
-        for epoch in range(8):
-            sampler.set_epoch(epoch)
-            seen |= {train.index.name(key) for key in sampler}
-        assert len(sampler_test) == (6 if world_size == 1 else [4, 2][rank])
-    # 16 of 23 images an epoch, in eight orders: all of them.
-    assert len(seen) == 23
-    assert not seen & held_out(image_folder / "train", 0.2)
-
-
 def test_without_val_there_is_a_validation_part(image_folder, tmp_path):
     (tmp_path / "train").symlink_to(image_folder / "train")
-    train, minival = sets_of(tmp_path, "--minival", 0.1)
-    assert (len(train), len(minival)) == (26, 3)
+    assert list(map(len, sets_of(tmp_path, "--minival", 0.1))) == [26, 3]
     assert sets_of(tmp_path, "--minival", 0.1, "--test-only", "--weights", "DEFAULT")[0] is None
 
 
-@pytest.mark.parametrize(
-    ("argv", "num_images"),
-    [((), 29), (("--minival", 0.2), 23)],
-)
-def test_a_preview_counts_the_images_that_are_trained_on(image_folder, argv, num_images):
-    assert preview.count_images(arguments(image_folder, *argv))[:2] == (num_images, 3)
-    assert len(sets_of(image_folder, *argv)[0]) == num_images
-    assert f"{num_images // 4:,} steps an epoch" in preview.preview(arguments(image_folder, *argv))
+def test_a_preview_counts_the_images_that_are_trained_on(image_folder):
+    assert "5 steps an epoch" in preview.preview(arguments(image_folder, "--minival", 0.2))  # of 23 images

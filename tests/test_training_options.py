@@ -20,7 +20,7 @@ from checkpointing.checkpoint import RunState
 from checkpointing.schema import check_schema
 from presets import ClassificationPresetTrain, ProgressivePreset, TimmPolicy
 from randomness import seed_host
-from sampler import RepeatedSampler, VirtualShards
+from sampler import TrainSampler, VirtualShards
 from tests.endings import differing
 
 
@@ -36,7 +36,7 @@ def test_a_run_trains_at_the_sizes_of_its_epochs(image_folder):
     argv = ["--train-crop-size", "64", "--train-crop-size-min", "32", "--crop-ramp-epochs", "0", "1", "--workers", "0"]
     args = config.parse_args(["--data-path", str(image_folder), "--device", "cpu", *argv])
     dataset, _ = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), args)
-    sampler = RepeatedSampler(len(dataset), VirtualShards(8, 1), repetitions=1)
+    sampler = TrainSampler(len(dataset), VirtualShards(8, 1))
     loader = data.build_loader(dataset, sampler, args)
     for epoch, size in [(0, 32), (1, 64), (5, 64)]:
         sampler.set_epoch(epoch)

@@ -21,7 +21,7 @@ import config
 import models
 import train  # noqa: F401
 from monitoring import pictures
-from scripts import benchmark, check, convert, evaluate, export, pack, predict, prepare  # noqa: F401
+from scripts import benchmark, check, evaluate, export, pack, predict, prepare  # noqa: F401
 from tests import crash, faults, images, runs, started  # noqa: F401
 
 # No pool of threads may exist when processes are forked.
