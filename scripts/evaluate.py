@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout, suppress
@@ -70,9 +69,6 @@ Preprocessing and precision are those of the checkpoint's training or publicatio
 the same in every bit on any number of processes, with the same --batch-size and OMP_NUM_THREADS (1, if it is not set).
 """
 
-# The report has at most this many of the pairs that are confused most often.
-_NUM_CONFUSED = 10
-
 # The path that means standard output.
 _STDOUT = Path("-")
 
@@ -132,11 +128,9 @@ class ImageSet:
 
     def number_classes(self, numbers: list[int], found_by: str, num_classes: int) -> None:
         """Set the numbers that the set's classes have in the model."""
-        table = numpy.array(numbers or [-1], dtype=numpy.int64)
-        self.labels = table[labels_of(self.source)]
+        self.labels = numpy.array(numbers or [-1], dtype=numpy.int64)[labels_of(self.source)]
         self.found_by = found_by
-        is_part = self.is_folder and len(numbers) < num_classes
-        self.columns = torch.tensor(sorted(numbers)) if is_part else None
+        self.columns = torch.tensor(sorted(numbers)) if self.is_folder and len(numbers) < num_classes else None
 
 
 def open_set(text: str, *, has_real: bool) -> ImageSet:
@@ -154,8 +148,8 @@ def open_set(text: str, *, has_real: bool) -> ImageSet:
             "of a pack without their ending, or DIR,LIST"
         )
     names = list_folder(root)
-    images = list(filter(is_image_file, names))
-    if not images or any(os.path.isdir(root / each) for each in names):
+    images = [] if any(os.path.isdir(root / each) for each in names) else list(filter(is_image_file, names))
+    if not images:
         return ImageSet(name, open_source(root), is_folder=True)
     if not has_real:
         raise UserError(
@@ -169,8 +163,7 @@ def open_folder(root: Path, trained: Trained) -> ImageSet:
     """Return a set of class folders, tars or a pack, with the numbers that its classes have in the model."""
     each = ImageSet(root.name, open_source(root), is_folder=True)
     each.given = str(root)
-    num_classes = trained.count_classes()
-    each.number_classes(*trained_classes(trained, num_classes, [each]).find(each), num_classes)
+    number_classes([each], trained, trained.count_classes())
     return each
 
 
@@ -178,106 +171,105 @@ def open_list(given: str, name: str, folder: Path, table: Path) -> ImageSet:
     """Return the set of the images in a list."""
     if not folder.is_dir():
         raise UserError(f"{given}: {folder} is not a folder; give the one that holds the images of the list")
-    files, words = [], []
-    here = set(list_folder(folder))
+    words, here = {}, set(list_folder(folder))
     for line, (file, word) in read_list(given, table):
         if file not in here and not os.path.isfile(folder / file):
             raise UserError(f"{given}: line {line} of {table} names {file}, which is not in {folder}")
-        files.append(file)
-        words.append(word)
-    if not files:
+        if file in words:
+            raise UserError(f"{given}: {table} names {file} twice; an image is evaluated once")
+        words[file] = word
+    if not words:
         raise UserError(f"{given}: {table} is empty; expected `file label` a line")
-    file, times = Counter(files).most_common(1)[0]
-    if times > 1:
-        raise UserError(f"{given}: {table} names {file} twice; an image is evaluated once")
-    return ImageSet(name, ListedImages(folder, files, words), is_folder=False)
+    return ImageSet(name, ListedImages(folder, [*words], [*words.values()]), is_folder=False)
 
 
 def read_list(given: str, table: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each line of a list, and its file and label."""
     with in_one_line(f"{given}: the list {table} cannot be read"):
         lines = read_bytes(table, _MOST_LIST_BYTES).decode("utf-8-sig", "surrogateescape").splitlines()
-    is_csv = table.suffix.lower() == ".csv" or bool(lines and "," in lines[0])
-    for number, line in enumerate(lines, 1):
-        try:
-            words = next(csv.reader([line]), []) if is_csv else line.rsplit(None, 1)
-        except csv.Error:
-            words = []
-        words = [word.strip() for word in words]
-        if not line.strip() or (number == 1 and words[:1] and words[0].lower() in _HEADERS):
+        is_csv = table.suffix.lower() == ".csv" or "," in "".join(lines[:1])
+        rows = list(csv.reader(lines)) if is_csv else [line.rsplit(None, 1) for line in lines]
+    for number, row in enumerate(rows, 1):
+        words = [word.strip() for word in row[:2]]
+        if not any(words) or (number == 1 and words[0].lower() in _HEADERS):
             continue
-        if len(words) < 2 or not words[0] or not words[1]:
-            raise UserError(f"{given}: line {number} of {table} is {line[:80]!r}; expected a file and its label")
-        yield number, words[:2]
+        if len(words) < 2 or not all(words):
+            raise UserError(f"{given}: line {number} of {table} is {row}; expected a file and its label")
+        yield number, words
 
 
-class ClassNumbers:
-    """Finds the class of the model that a word means.
+def number_classes(sets: list[ImageSet], trained: Trained, num_classes: int) -> list[str]:
+    """Find the classes of all sets among the model's, and return the names of the model's classes."""
+    parts = [each.words for each in sets if each.is_folder and len(each.words) == num_classes]
+    whole = next((words for words in parts if not _are_numbers(words, num_classes)), None)
+    for each in sets:
+        found = ([], "none")
+        if each.words:
+            found = find_classes(each, trained.classes, num_classes, whole, is_published=trained.is_published)
+        each.number_classes(*found, num_classes)
+    return trained.classes or whole or list(map(str, range(num_classes)))
+
+
+def find_classes(
+    each: ImageSet, names: list[str] | None, num_classes: int, whole: list[str] | None, *, is_published: bool = False
+) -> tuple[list[int], str]:
+    """Return the numbers of a set's classes in the model, and how they were found: see `ImageSet`.
 
     Args:
+        each: the set.
         names: the names of the model's classes, or None.
         num_classes: the number of the model's classes.
-        sets: all evaluated sets; the folders of one that has all classes may name them.
+        whole: the folders of a set that has all classes, by which synsets are numbered; or None.
         is_published: the names are English words, and sets may name the classes by synsets.
+
+    Raises:
+        UserError: a class is none of the model's, or cannot be told.
     """
-
-    def __init__(
-        self, names: list[str] | None, num_classes: int, sets: list[ImageSet], *, is_published: bool = False
-    ) -> None:
-        self.names, self.num_classes = names, num_classes
-        self.has_folder_names = names is not None and not is_published
-        known = names or []
-        self.by_name = {name: number for number, name in enumerate(known) if known.count(name) == 1}
-        whole = [each.words for each in sets if each.is_folder and len(each.words) == num_classes]
-        self.whole = next((words for words in whole if not self._are_numbers(words)), None)
-
-    def _are_numbers(self, words: list[str]) -> bool:
-        return all(re.fullmatch("[0-9]{1,9}", word) and int(word) < self.num_classes for word in words)
-
-    def _are_in_order(self, words: list[str]) -> bool:
-        """Tell whether folders with these numbers have the same order as numbers and as text: ImageFolder's."""
-        has_zeros = len(set(map(len, words))) == 1 and any(word.startswith("0") and word != "0" for word in words)
-        return self.num_classes <= 10 or has_zeros
-
-    def find(self, each: ImageSet) -> tuple[list[int], str]:
-        """Return the numbers of a set's classes, and how they were found; UserError if they are not the model's."""
-        words, known, found_by = each.words, self.by_name, "name"
-        if any(word not in known for word in words):
-            if self._are_numbers(words):
-                known, found_by = {word: int(word) for word in words}, "number"
-                if each.is_folder and len(set(known.values())) < len(words):
-                    raise UserError(f"{each.given}: two of its class folders are of one number")
-                if each.is_folder and self.names is None and not self._are_in_order(words):
-                    raise UserError(
-                        f"{each.given}: the alphabetical order of its class folders, torchvision's, is not that of "
-                        "their numbers, and the checkpoint holds no names; write leading zeros, or give a list"
-                    )
-            elif not self.has_folder_names and each.is_folder and len(words) == self.num_classes:
-                known, found_by = {word: number for number, word in enumerate(words)}, "order"
-            elif not self.has_folder_names:
-                known, found_by = self._synsets(words), "synset"
-        unknown = [word for word in words if word not in known]
-        if unknown:
-            more = f" (and {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
-            of_model = f", such as {', '.join(list(known)[:2])}" if known else ", whose names are not known"
-            raise UserError(
-                f"{each.given}: {unknown[0]}{more} is none of the {self.num_classes:,} classes of the checkpoint"
-                f"{of_model}, and no number from 0 to {self.num_classes - 1}; is it a checkpoint of another data set?"
-            )
-        return [known[word] for word in words], found_by
-
-    def _synsets(self, words: list[str]) -> dict[str, int]:
-        """Return the numbers of all synsets, in the order of a set that has all classes, else of timm."""
-        synsets = self.whole
-        if synsets is None and self.num_classes == 1000 and all(map(_SYNSET.fullmatch, words)):
-            require_timm("without a set of all 1000 classes, the order", "of the synsets")
-            synsets = importlib.import_module("timm.data").ImageNetInfo().label_names()
-        return {word: number for number, word in enumerate(synsets or [])}
+    words, has_folder_names = each.words, names is not None and not is_published
+    counts = Counter(names or [])
+    known, found_by = {name: number for number, name in enumerate(names or []) if counts[name] == 1}, "name"
+    if set(words) <= known.keys():
+        pass
+    elif _are_numbers(words, num_classes):
+        known, found_by = {word: int(word) for word in words}, "number"
+        if each.is_folder:
+            _check_numbers(each, num_classes, has_names=names is not None)
+    elif not has_folder_names and each.is_folder and len(words) == num_classes:
+        known, found_by = {word: number for number, word in enumerate(words)}, "order"
+    elif not has_folder_names:
+        known, found_by = _number_synsets(words, num_classes, whole), "synset"
+    unknown = [word for word in words if word not in known]
+    if unknown:
+        of_model = f", such as {', '.join(list(known)[:2])}" if known else ", whose names are not known"
+        raise UserError(
+            f"{each.given}: {unknown[0]} is none of the {num_classes:,} classes of the checkpoint{of_model}, and no "
+            f"number from 0 to {num_classes - 1}; is it a checkpoint of another data set?"
+        )
+    return [known[word] for word in words], found_by
 
 
-def trained_classes(trained: Trained, num_classes: int, sets: list[ImageSet]) -> ClassNumbers:
-    """Return the finder of a trained model's classes."""
-    return ClassNumbers(trained.classes, num_classes, sets, is_published=trained.is_published)
+def _are_numbers(words: list[str], num_classes: int) -> bool:
+    return all(re.fullmatch("[0-9]{1,9}", word) and int(word) < num_classes for word in words)
+
+
+def _check_numbers(each: ImageSet, num_classes: int, *, has_names: bool) -> None:
+    """Refuse folders of one number; and those whose order as text, `ImageFolder`'s, is not that of their numbers."""
+    if len(set(map(int, each.words))) < len(each.words):
+        raise UserError(f"{each.given}: two of its class folders are of one number")
+    has_zeros = len(set(map(len, each.words))) == 1 and any(len(word) > 1 and word[0] == "0" for word in each.words)
+    if not has_names and num_classes > 10 and not has_zeros:
+        raise UserError(
+            f"{each.given}: the alphabetical order of its class folders, torchvision's, is not that of their numbers, "
+            "and the checkpoint holds no names; write leading zeros, or give a list"
+        )
+
+
+def _number_synsets(words: list[str], num_classes: int, whole: list[str] | None) -> dict[str, int]:
+    """Return the numbers of all synsets, in the order of a set that has all classes, else of timm."""
+    if whole is None and num_classes == 1000 and all(map(_SYNSET.fullmatch, words)):
+        require_timm("without a set of all 1000 classes, the order", "of the synsets")
+        whole = importlib.import_module("timm.data").ImageNetInfo().label_names()
+    return {word: number for number, word in enumerate(whole or [])}
 
 
 def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
@@ -305,7 +297,7 @@ def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
         raise UserError(f"{given}: there is no --set whose files are named ILSVRC2012_val_00000001.JPEG and so on")
 
 
-def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int, name: str = "") -> numpy.ndarray:
+def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int) -> numpy.ndarray:
     """Return the rows of `rank_classes` for the images, in order, of the set at this place of the evaluation.
 
     Collective: every rank must call it.
@@ -316,13 +308,13 @@ def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int, name: 
     loader = evaluation.load(place)
     labels = torch.from_numpy(each.labels)
     rows = [torch.zeros(0, 3 + 2 * k, dtype=torch.float64)]
-    progress = Progress(f"evaluating on {name or each.name}", len(loader.loader.sampler), "images")
+    progress = Progress(f"evaluating on {each.name}", len(loader.loader.sampler), "images")
     with torch.inference_mode(), evaluation.autocast:
         for (image, _), keys in zip(loader, numbers_of(loader), strict=True):
             ranked = _rank(each.columns, evaluation.model(image), labels[keys].to(image.device), k)
             rows.append(torch.cat([keys[:, None].to(ranked.device), ranked], dim=1))
             progress.update(len(keys))
-    gathered = gather(torch.cat([part.cpu() for part in rows])).numpy()
+    gathered = torch.cat(collectives.all_gather(torch.cat([part.cpu() for part in rows]))).numpy()
     gathered = gathered[numpy.argsort(gathered[:, 0], kind="stable")]
     assert gathered[:, 0].tolist() == list(range(len(labels)))
     if not numpy.isfinite(gathered).all():
@@ -330,15 +322,6 @@ def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int, name: 
             f"the scores of the checkpoint on --set {each.name} are not finite: its weights are broken", exit_code=5
         )
     return gathered[:, 1:]
-
-
-def gather(rows: Tensor) -> Tensor:
-    """Return the rows of all processes; UserError if one has ended. Collective: every rank must call it."""
-    try:
-        return torch.cat(collectives.all_gather(rows))
-    except RuntimeError as error:
-        time.sleep(10)  # a launcher ends this process meanwhile, and the other one has said why
-        raise UserError("another process has ended, for a reason that stands above or in its log") from error
 
 
 def _rank(columns: Tensor | None, output: Tensor, target: Tensor, k: int) -> Tensor:
@@ -351,7 +334,7 @@ def _rank(columns: Tensor | None, output: Tensor, target: Tensor, k: int) -> Ten
     return ranked
 
 
-def share(is_hit: numpy.ndarray) -> dict[str, Any]:
+def count_hits(is_hit: numpy.ndarray) -> dict[str, Any]:
     """Return the accuracy in percent and its 95% interval; both are None without images."""
     num_hits, num_images = int(is_hit.sum()), len(is_hit)
     if not num_images:
@@ -385,31 +368,16 @@ class Scores:
             "is_restricted_to_its_classes": each.columns is not None,
         }  # fmt: skip
         if each.words:
-            found |= self._accuracies(self.places) | share(is_hit)
+            found |= self._accuracies(self.places) | count_hits(is_hit)
             found["nll"] = math.fsum(self.nll) / len(self.nll)
             found["ece"] = calibration_error(self.probabilities[:, 0], is_hit)
-            found["confused"] = self._most_confused()
         if each.real is not None:
             hits = [best in real for best, real in zip(self.best[:, 0].tolist(), each.real, strict=True) if real]
-            found["real"] = {"images": len(hits), **share(numpy.array(hits))}
+            found["real"] = {"images": len(hits), **count_hits(numpy.array(hits))}
         return found
 
     def _accuracies(self, places: numpy.ndarray) -> dict[str, float]:
         return {f"acc{k}": 100 * int((places < k).sum()) / len(places) for k in self.topk}
-
-    def _most_confused(self) -> list[dict[str, Any]]:
-        """Return the most frequent pairs of a class and the other class that its images are taken for."""
-        is_miss = self.places > 0
-        pairs = numpy.stack([self.labels[is_miss], self.best[is_miss, 0]], axis=1)
-        pairs, counts = numpy.unique(pairs, axis=0, return_counts=True)  # in order of the numbers
-        order = numpy.argsort(-counts, kind="stable")[:_NUM_CONFUSED]
-        return [
-            {
-                "class": self.names[pairs[place, 0]], "taken_for": self.names[pairs[place, 1]],
-                "images": int(counts[place]), "of": int((self.labels == pairs[place, 0]).sum()),
-            }
-            for place in order
-        ]  # fmt: skip
 
     def per_class(self) -> Iterator[list]:
         """Yield the lines of `--per-class`."""
@@ -438,20 +406,9 @@ def show(report: dict[str, Any], topk: list[int]) -> None:
         real = found.get("real", {}).get("acc1")
         words = f"{found['classes']:,}{'*' if found['is_restricted_to_its_classes'] else ''}"
         rows.append([name, f"{found['images']:,}", words, *numbers, "-" if real is None else f"{real:.3f}"])
-    show_table(rows)
+    print("\n".join(f"  {line}" for line in aligned(rows)))
     if any(found["is_restricted_to_its_classes"] for found in report["sets"].values()):
         print("* the scores of the model's other classes were left out")
-    for name, found in report["sets"].items():
-        if found.get("confused"):
-            print(f"\n{name}: most often taken for another class")
-            pairs = [[pair["class"], pair["taken_for"], f"{pair['images']:,} of {pair['of']:,}"]
-                     for pair in found["confused"]]  # fmt: skip
-            show_table([["class", "taken for", "images"], *pairs])
-
-
-def show_table(rows: list[list[str]]) -> None:
-    """Print rows in columns."""
-    print("\n".join(f"  {line}" for line in aligned(rows)))
 
 
 def numbers(text: str) -> list[int]:
@@ -527,13 +484,10 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
             each.source, _ = data.hold_out(each.source, options.minival)
         each.source = data.limit_images(each.source, options.limit, each.name)
         sets.append(each)
-    classes = trained_classes(trained, num_classes, sets)
-    for each in sets:
-        numbers, found_by = classes.find(each) if each.words else ([], "none")
-        each.number_classes(numbers, found_by, num_classes)
+    names = number_classes(sets, trained, num_classes)
     if options.real is not None:
         read_real(options.real, sets, num_classes)
-    return sets, classes.names or classes.whole or list(map(str, range(num_classes)))
+    return sets, names
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -569,17 +523,14 @@ def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scor
     """Write the files that were asked for, the report last: if it is there, so are the others."""
     if options.per_class is not None:
         header = ["set", "class", "name", "images", *(f"acc{each}" for each in options.topk)]
-        write_csv("--per-class", options.per_class, header, [scores.per_class() for scores in all_scores])
+        rows = chain([header], *(scores.per_class() for scores in all_scores))
+        write_output(options.per_class, csv_text(rows).encode(), "--per-class")
     if options.predictions is not None:
         header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
-        write_csv("--predictions", options.predictions, header, [scores.predictions() for scores in all_scores])
+        rows = chain([header], *(scores.predictions() for scores in all_scores))
+        write_output(options.predictions, csv_text(rows).encode(), "--predictions")
     if options.json not in (None, _STDOUT):
         write_output(options.json, as_json(report), "--json")
-
-
-def write_csv(option: str, path: Path, header: list[str], parts: list[Iterator[list]]) -> None:
-    """Write the lines of all sets as one CSV file."""
-    write_output(path, csv_text(chain([header], *parts)).encode(), option)
 
 
 def work() -> None:
@@ -599,12 +550,9 @@ def work() -> None:
     except BaseException as error:
         if not launch.is_launched:
             raise
-        is_interrupted = isinstance(error, KeyboardInterrupt)
-        end_by(
-            UserError(_INTERRUPTED, exit_code=1) if is_interrupted else collectives.explain(explain(error)),
-            launch,
-            PROG,
-        )
+        if isinstance(error, KeyboardInterrupt):
+            error = UserError(_INTERRUPTED, exit_code=1)
+        end_by(collectives.explain(explain(error)), launch, PROG)
 
 
 def main() -> None:
