@@ -203,29 +203,25 @@ def number_classes(sets: list[ImageSet], trained: Trained, num_classes: int) -> 
     parts = [each.words for each in sets if each.is_folder and len(each.words) == num_classes]
     whole = next((words for words in parts if not _are_numbers(words, num_classes)), None)
     for each in sets:
-        found = ([], "none")
-        if each.words:
-            found = find_classes(each, trained.classes, num_classes, whole, is_published=trained.is_published)
-        each.number_classes(*found, num_classes)
+        numbers, found_by = find_classes(each, trained, num_classes, whole) if each.words else ([], "none")
+        each.number_classes(numbers, found_by, num_classes)
     return trained.classes or whole or list(map(str, range(num_classes)))
 
 
-def find_classes(
-    each: ImageSet, names: list[str] | None, num_classes: int, whole: list[str] | None, *, is_published: bool = False
-) -> tuple[list[int], str]:
+def find_classes(each: ImageSet, trained: Trained, num_classes: int, whole: list[str] | None) -> tuple[list[int], str]:
     """Return the numbers of a set's classes in the model, and how they were found: see `ImageSet`.
 
     Args:
         each: the set.
-        names: the names of the model's classes, or None.
+        trained: the model with the names of its classes, which are English words where the weights are published.
         num_classes: the number of the model's classes.
         whole: the folders of a set that has all classes, by which synsets are numbered; or None.
-        is_published: the names are English words, and sets may name the classes by synsets.
 
     Raises:
         UserError: a class is none of the model's, or cannot be told.
     """
-    words, has_folder_names = each.words, names is not None and not is_published
+    words, names = each.words, trained.classes
+    has_folder_names = names is not None and not trained.is_published
     counts = Counter(names or [])
     known, found_by = {name: number for number, name in enumerate(names or []) if counts[name] == 1}, "name"
     if set(words) <= known.keys():

@@ -101,9 +101,10 @@ class Export:
     def _files_of_before(self) -> dict[str, dict]:
         """Return the records of an earlier export's files that still exist; refuse records of other weights."""
         record = read_json(self.record_path)
-        files = record.get("files")
-        own, theirs = _without_origin(self.description), _without_origin(record)
-        differing = [name for name, value in own.items() if theirs.get(name) != value]
+        files, named = record.get("files"), record.get("preprocessing")
+        if isinstance(named, dict):  # the same values may come from elsewhere
+            record["preprocessing"] = {**named, "origin": self.description["preprocessing"]["origin"]}
+        differing = [name for name, value in self.description.items() if record.get(name) != value]
         if self.record_path.exists() and (differing or not isinstance(files, dict)):
             raise UserError(
                 f"{self.record_path} describes other weights, by its {', '.join(differing) or 'files'}; give another "
@@ -192,19 +193,11 @@ class Export:
         return self.make_program(self.trace(quantized, is_strict=True))
 
 
-def _without_origin(description: dict[str, Any]) -> dict[str, Any]:
-    """Return a description without the words about where its preprocessing comes from."""
-    named = description.get("preprocessing")
-    named = {key: value for key, value in named.items() if key != "origin"} if isinstance(named, dict) else named
-    return {**description, "preprocessing": named}
-
-
 def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
     """Return the facts that a user of a model needs."""
     args = trained.args
     preprocessing = {key: getattr(args, option) for key, option in OPTIONS.items()}
-    preprocessing |= {"mean": [*map(float, args.mean)], "std": [*map(float, args.std)]}
-    preprocessing |= {"backend": preprocessing["backend"] or "pil", "origin": trained.origin}
+    preprocessing |= {"backend": args.backend or "pil", "origin": trained.origin}
     description = {
         "schema": FORMAT, "model": args.model, "weights": trained.kind.partition(",")[0], "sha256": sha256,
         "initial_weights": args.weights, "num_classes": num_classes, "classes": trained.classes,
@@ -308,11 +301,9 @@ def _load(loads: list[Callable[[], tuple[Tensor, int]]], work: str) -> Iterator[
 
 def forms(text: str) -> list[str]:
     """Return the names of the forms in a text such as weights,onnx; an argparse type."""
-    names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in FORMS]
-    if unknown or not names:
-        wrong = f"{unknown[0]} is none" if unknown else "none is given"
-        raise argparse.ArgumentTypeError(f"{wrong}; there are {', '.join(FORMS)}")
+    names = text.split(",")
+    if unknown := [name for name in names if name not in FORMS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none; there are {', '.join(FORMS)}")
     return names
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import os
 import re
 import sys
@@ -27,20 +26,20 @@ FORMAT = "touchstone-export-1"
 # The fields of a description's `preprocessing` and the options that they hold.
 OPTIONS = {
     "resize_size": "val_resize_size", "crop_size": "val_crop_size", "interpolation": "interpolation",
-    "backend": "backend",
+    "backend": "backend", "mean": "mean", "std": "std",
 }  # fmt: skip
 
 # Largest difference of logits, as a share of the largest logit (of 1 if all are smaller): kernels sum in other orders.
 TOLERANCE = 1e-4
 
 # The fields that are text already; files that can hold only text have the others as JSON.
-_TEXTS = {"schema", "model", "weights", "sha256"}
+_TEXTS = ("schema", "model", "weights", "sha256")
+_FIELDS = (*_TEXTS, "initial_weights", "num_classes", "classes", "preprocessing")
 
 # The file in a program's archive that holds its description.
 EXTRA_FILE = "touchstone.json"
 
 _HASHED = re.compile(r"-[0-9a-f]{8}$")
-_MOST_CLASSES = 1 << 24
 
 
 class Graph(NamedTuple):
@@ -60,7 +59,7 @@ class Graph(NamedTuple):
     def preprocessing(self) -> dict[str, Any]:
         """The preprocessing of images and its origin, as plain values."""
         named = self.description["preprocessing"]
-        options = {option: named[key] for key, option in OPTIONS.items()} | {"mean": named["mean"], "std": named["std"]}
+        options = {option: named[key] for key, option in OPTIONS.items()}
         return {**{name: options[name] for name in PREPROCESSING}, "origin": "as in the exported file"}
 
     @property
@@ -94,47 +93,24 @@ def unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:
 
 def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
     """Return a description; UserError names a field that is missing, of another type or impossible."""
-    for name, is_right in _FIELDS.items():
-        if not is_right(content.get(name)):
-            raise UserError(f"{source}: its description is damaged: {name} is {str(content.get(name))[:80]!r}")
-    classes = content["classes"]
-    if classes is not None and len(classes) != content["num_classes"]:
-        numbers = f"{len(classes)} names of {content['num_classes']} classes"
-        raise UserError(f"{source}: its description is damaged: {numbers}")
-    return {name: content[name] for name in _FIELDS}
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and is_printable(value)
-
-
-def _are_classes(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-def _is_preprocessing(value: Any) -> bool:
-    if not isinstance(value, dict) or not all(name in value for name in (*OPTIONS, "mean", "std")):
-        return False
-    numbers = [value["mean"], value["std"]]
-    are_numbers = all(isinstance(each, list) and len(each) == 3 and all(map(_is_number, each)) for each in numbers)
-    are_sizes = all(type(value[key]) is int and 0 < value[key] <= 1 << 14 for key in ("resize_size", "crop_size"))
-    return are_numbers and are_sizes and all(BY_NAME[name].is_value(value[key]) for key, name in OPTIONS.items())
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float | int) and math.isfinite(value)
-
-
-_FIELDS = {
-    "schema": lambda value: value == FORMAT,
-    "model": _is_text,
-    "weights": _is_text,
-    "sha256": _is_text,
-    "initial_weights": lambda value: value is None or _is_text(value),
-    "num_classes": lambda value: type(value) is int and 0 < value <= _MOST_CLASSES,
-    "classes": _are_classes,
-    "preprocessing": _is_preprocessing,
-}
+    with in_one_line(f"{source}: its description is damaged"):
+        description = {name: content[name] for name in _FIELDS}
+        for key, option in OPTIONS.items():
+            value = description["preprocessing"][key]
+            if value is None or not BY_NAME[option].is_value(value):
+                raise UserError(f"{key} is {str(value)[:80]!r}")
+            BY_NAME[option].check(value)
+        for text in (*(description[name] for name in _TEXTS), description["initial_weights"] or ""):
+            if not isinstance(text, str) or not is_printable(text):
+                raise UserError(f"expected a line of text, and it is {str(text)[:80]!r}")
+        classes, num_classes = description["classes"], description["num_classes"]
+        if type(num_classes) is not int or num_classes < 1:
+            raise UserError(f"num_classes is {str(num_classes)[:80]!r}")
+        if classes is not None and (not isinstance(classes, list) or len(classes) != num_classes):
+            raise UserError(f"classes are not {num_classes} names")
+        if not all(isinstance(name, str) for name in classes or []):
+            raise UserError("a class is no text")
+        return description
 
 
 def find_description(path: Path) -> dict[str, Any] | None:
@@ -160,8 +136,7 @@ def describe_weights(weights: Weights, path: Path) -> None:
         return
     named = description["preprocessing"]
     weights.kind, weights.classes = description["weights"], description["classes"]
-    weights.options = {option: named[key] for key, option in OPTIONS.items()}
-    weights.options |= {"mean": named["mean"], "std": named["std"], "model": description["model"]}
+    weights.options = {option: named[key] for key, option in OPTIONS.items()} | {"model": description["model"]}
     weights.origin = "as in the exported file"
     if description["initial_weights"] is not None:
         weights.options["weights"] = description["initial_weights"]

@@ -81,15 +81,13 @@ def open_model(options: argparse.Namespace) -> Trained | Graph:
     """Open the checkpoint, exported file or published weights of the command line, for images on the CPU."""
     path = Path(options.checkpoint)
     if path.suffix in (".onnx", ".pt2") and path.is_file():
-        given = {"--ema": options.ema, "--model": options.model}
+        given = {"--ema": options.ema, "--model": options.model, "--device": options.device not in (None, "cpu")}
         given |= {BY_NAME[name].flag: True for name in given_preprocessing(options)}
-        for flag, is_given in given.items():
-            if is_given:
-                raise UserError(
-                    f"{path} is an exported graph, which has weights and preprocessing in it; leave out {flag}"
-                )
-        if options.device not in (None, "cpu"):
-            raise UserError(f"{path} is an exported graph, which runs on the CPU; leave out --device {options.device}")
+        if flags := [flag for flag, is_given in given.items() if is_given]:
+            raise UserError(
+                f"{path} is an exported graph, which has weights and preprocessing in it and runs on the CPU; leave "
+                f"out {' and '.join(flags)}"
+            )
         graph = open_graph(path, str(path))
         print(preprocessing_line(SimpleNamespace(**graph.preprocessing), graph.preprocessing["origin"]))
         return graph

@@ -13,7 +13,7 @@ import config
 import data
 import models
 from checkpointing.published import fetch_by_name, preprocessing_line
-from checkpointing.weights import Weights, load_weights
+from checkpointing.weights import load_weights
 from distributed import collectives
 from errors import UserError
 from loading.loader import check_memory, check_workers
@@ -34,7 +34,7 @@ class Trained(NamedTuple):
     kind: str  # words for a message, such as `the raw weights of resnet18`
     trained_with: dict[str, Any]  # all options of its training or publication that the file holds
     origin: str  # words about where the preprocessing of its images comes from
-    is_published: bool = False  # the weights were given by their name; their classes have English names
+    is_published: bool  # the weights were given by their name; their classes have English names
 
     @property
     def preset(self) -> ClassificationPresetEval:
@@ -163,24 +163,19 @@ def open_trained(
         model: the model's name, where the file does not say it.
         is_average: take the average of a checkpoint, not its raw weights.
         given: preprocessing in place of the weights' own: some of `options.PREPROCESSING`.
+
+    Raises:
+        UserError: `model` contradicts the weights' own options, or is needed and missing.
     """
     path = Path(source)
     if path.is_dir():
         raise UserError(f"{source} is a folder; give a file in it, such as {path / 'checkpoint.pth'}")
-    if not path.is_file():
-        return open_weights(source, fetch_by_name(source), None, given)._replace(is_published=True)
-    weights = load_weights(path, is_average=is_average, name=source)
-    describe_weights(weights, path)
-    return open_weights(source, weights, model, given)
-
-
-def open_weights(
-    source: str, weights: Weights, model: str | None = None, given: Mapping[str, Any] | None = None
-) -> Trained:
-    """Return the model that weights are of; UserError if `model` contradicts their options, or is needed and missing.
-
-    Arguments as of `open_trained`.
-    """
+    is_published = not path.is_file()
+    if is_published:
+        weights = fetch_by_name(source)
+    else:
+        weights = load_weights(path, is_average=is_average, name=source)
+        describe_weights(weights, path)
     name = weights.options.get("model")
     if None not in (name, model) and not is_same_model(name, model):
         raise UserError(f"{source} holds {weights.kind}, and --model is {model}; leave --model out")
@@ -190,4 +185,4 @@ def open_weights(
         raise UserError(f"{source} is of {name}, {WHY_TYPED}")
     built, args, origin = build_evaluated(source, model or name, weights, given or {}, is_typed=model is not None)
     options = {**weights.options, **{option: getattr(args, option) for option in PREPROCESSING}}
-    return Trained(built, args, weights.classes, weights.kind, options, origin)
+    return Trained(built, args, weights.classes, weights.kind, options, origin, is_published)

@@ -98,7 +98,7 @@ def tensorboard(started):
         process.stdout.close()
 
 
-def test_tensorboard_shows_the_run(tensorboard, started, tmp_path):
+def test_tensorboard_shows_the_run(tensorboard, started):
     records = [json.loads(line) for line in (started.out / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
     tags = read_json(f"{tensorboard}data/plugin/scalars/tags")
@@ -106,19 +106,12 @@ def test_tensorboard_shows_the_run(tensorboard, started, tmp_path):
     assert {"train/loss", "train/acc1", "train/lr", "val/loss", "val/acc1", "val/acc5"} <= set(tags[name])
     scalars = read_json(f"{tensorboard}data/plugin/scalars/scalars?run={name}&tag=train%2Floss")
     assert {step: pytest.approx(value) for _, step, value in scalars} == losses
-    num_tags = sum(tag.startswith("train/") for tag in tags[name])
-    for _ in range(3):  # a page that is asked for its text on a busy machine may not have all of it yet
-        dom, asked = open_page(f"{tensorboard}#timeseries", tmp_path)
-        assert all(url.startswith(tensorboard) for url in asked)
-        shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", dom))
-        if f" train {num_tags} cards " in shown:
-            return
-    raise AssertionError(shown)
 
 
 @pytest.mark.parametrize(
     ("tab", "asks"),
     [
+        ("timeseries", ["timeseries/tags"]),
         ("images", ["images/images?tag=view%2Ffirst-batch"]),
         ("text", ["tag=run%2Frecipe%2Ftext_summary", "tag=run%2Fenvironment%2Ftext_summary"]),
         ("hparams", ["hparams/session_groups"]),

@@ -115,21 +115,6 @@ def test_they_reach_the_function_that_builds():
 VIT = ["--train-crop-size", "224", "--val-crop-size", "224"]
 
 
-def test_momentum_and_eps_of_batch_norm_are_keyword_arguments_of_timms_models():
-    given = "--model-kwargs bn_eps=0.002 bn_momentum=0.03".split()
-    norms = [
-        each for each in build("--model", "timm/efficientnet_b0", *given).modules() if hasattr(each, "running_var")
-    ]
-    assert len(norms) == 49
-    assert {(norm.eps, norm.momentum) for norm in norms} == {(0.002, 0.03)}
-    model = build("--model", "timm/test_efficientnet", *given)
-    norm = next(each for each in model.modules() if hasattr(each, "running_mean"))
-    seen = []
-    norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].mean((0, 2, 3))))
-    model.train()(torch.randn(2, 3, 64, 64))
-    torch.testing.assert_close(norm.running_mean, 0.03 * seen[0])
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -184,20 +169,16 @@ def test_an_error_in_the_function_is_its_authors(net):
         build("--model", f"{net}:tiny", "--model-kwargs", "act=none")
 
 
-def test_the_model_is_its_functions(net):
+def test_the_model_is_its_functions_and_the_files_name_is_no_models(net, monkeypatch):
+    monkeypatch.chdir(net.parent)
+    net = net.rename("vit_mine.py")
     torch.manual_seed(0)
-    model = build("--model", f"{net}:tiny", "--model-kwargs", "width=6", "--dropout", "0.25", num_classes=5)
+    sizes = ["--val-crop-size", "48", "--model-kwargs", "width=6", "--dropout", "0.25"]
+    model = build("--model", f"{net}:tiny", *sizes, num_classes=5)
     assert [type(layer).__name__ for layer in model][1] == "ReLU"
     assert (model[4].p, model[5].in_features, model[5].out_features) == (0.25, 6, 5)
     torch.manual_seed(0)  # the first weights are those of --seed
     assert torch.equal(model[0].weight, nn.Conv2d(3, 6, 3, 4).weight)
-
-
-def test_the_files_name_is_no_models(net, monkeypatch):
-    file = net.rename(net.with_name("vit_mine.py"))
-    monkeypatch.chdir(file.parent)
-    build("--model", "vit_mine.py:tiny", "--val-crop-size", "48")
-    config.parse_args(["--synthetic", "--model", "vit_mine.py:tiny", "--train-crop-size", "32"])
 
 
 def test_a_run_trains_goes_on_and_is_evaluated(net, trained, tmp_path):
