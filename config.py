@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.launch import read_launch
-from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, is_printable, one_line
+from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
 from options import (
     ALWAYS,
     BY_NAME,
@@ -51,27 +51,13 @@ RECIPE_FACTS = {
 
 # Remarks on options that are used as given, but seldom meant so: a condition, and a line as in `CONTRADICTIONS`.
 REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
-    (lambda args: args.use_v2, "--use-v2 has no effect: versions 1 and 2 of torchvision's transforms are equal here"),
-    (lambda args: args.cache_dataset, "--cache-dataset has no effect: the list of images is always cached"),
     (lambda args: args.weights and args.resume and args.test_only,
      "--weights has no effect: the checkpoint of --resume is evaluated"),
     (lambda args: args.decoder != "pillow" and not _is_fast(args),
      "--decoder {decoder} has no effect: exact pixels and rare interpolations need Pillow"),
-    (lambda args: args.compile, "--compile {compile} takes a minute or so, in the first step and evaluation"),
-    (lambda args: args.batch_size == 1 and (args.mixup_alpha or args.cutmix_alpha),
-     "--mixup-alpha and --cutmix-alpha have no effect: --batch-size 1 leaves no other image to mix with"),
     (lambda args: args.val_crop_size > args.val_resize_size and args.synthetic is None,
      "--val-crop-size {val_crop_size} is above --val-resize-size {val_resize_size}: images whose shorter side is "
      "resized to less than the crop are padded with black, as in torchvision"),
-    (lambda args: not args.test_only and args.lr == 0, "--lr 0 trains nothing: the weights stay as they are"),
-    (lambda args: args.lr_min > args.lr and BY_NAME["lr_min"].why_idle(args) == "",
-     "--lr-min {lr_min} is above --lr {lr}: the learning rate rises over the run"),
-    (lambda args: args.lr_gamma > 1 and BY_NAME["lr_gamma"].why_idle(args) == "",
-     "--lr-gamma {lr_gamma} is above 1: the learning rate rises over the run"),
-    (lambda args: args.lr_scheduler == "steplr" and "lr_step_size" in args.given and args.lr_step_size >= args.epochs,
-     "--lr-step-size {lr_step_size} of --epochs {epochs}: the learning rate never falls"),
-    (lambda args: args.lr_scheduler == "multisteplr" and max(args.lr_milestones or [0]) >= args.epochs,
-     "--lr-milestones {lr_milestones} of --epochs {epochs}: the run ends before the last of them"),
     (lambda args: args.lr_warmup_epochs >= args.epochs and not args.test_only,
      "--lr-warmup-epochs {lr_warmup_epochs} of --epochs {epochs}: the run ends within its warm-up"),
     (lambda args: args.freeze and not (args.weights or args.resume or args.test_only or split_custom(args.model)),
@@ -95,7 +81,6 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--lr-scaling {lr_scaling} needs a --recipe with a reference-global-batch, the one that --lr is for"),
     (lambda args: args.clip_agc is not None and args.clip_grad_norm is not None,
      "--clip-agc and --clip-grad-norm both limit the gradients; give one of them"),
-    (lambda args: _is_missing_file(args.teacher), "--teacher {teacher}: there is no such file"),
     (lambda args: args.use_deterministic_algorithms and args.compile in MEASURED_MODES,
      "--compile {compile} chooses kernels by measuring their speed, which --use-deterministic-algorithms "
      "excludes; use --compile default"),
@@ -151,38 +136,37 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of too many digits
         raise UserError(f"recipe {path} is not valid TOML: {error}") from error
     for name, value in recipe.items():
-        if name in GROUPS and not isinstance(value, dict):
-            raise UserError(f"recipe {path}: {name} must be a table, [{name}], with options in it")
-        if isinstance(value, dict) and name not in GROUPS:
-            known = ", ".join(sorted(GROUPS))
-            raise UserError(f"recipe {path}: unknown table [{name}]{did_you_mean(name, GROUPS)} (known: {known})")
-        if name not in {*GROUPS, *RECIPE_FACTS}:
-            known = sorted(RECIPE_FACTS) + sorted(GROUPS)
-            raise UserError(f"recipe {path}: unknown fact {name}{did_you_mean(name, known)}")
+        kind, shown, known = "fact", name, RECIPE_FACTS
+        if isinstance(value, dict):
+            kind, shown, known = "table", f"[{name}]", GROUPS
+        if name not in known:
+            hint = did_you_mean(name, known) or f" (known: {', '.join(sorted(known))})"
+            raise UserError(f"recipe {path}: unknown {kind} {shown}{hint}")
     batch = recipe.get("reference-global-batch")
     if batch is not None and (type(batch) is not int or not 1 <= batch < MOST_COUNT):
         raise UserError(f"recipe {path}: reference-global-batch = {batch!r}, expected a positive integer")
     return recipe
 
 
-def recipe_argv(path: Path, recipe: dict[str, Any]) -> list[str]:
-    """Return a recipe as a command line: its tables are option groups, its keys long options.
+def recipe_values(path: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a recipe gives: its tables are option groups, its keys long options.
 
     Raises:
         UserError: a group has no such option, or the option takes values of another type.
     """
-    argv = []
+    values = {}
     for group in GROUPS:
         options = {key: option for option in OPTIONS[group] for key in option.keys}
         for key, value in recipe.get(group, {}).items():
-            if key in REMOVED and value == REMOVED[key]:
-                continue
             if key in REMOVED:
-                raise UserError(f"recipe {path}: {key} in [{group}] was removed; leave it out")
+                if value != REMOVED[key]:
+                    raise UserError(f"recipe {path}: {key} in [{group}] was removed; leave it out")
+                continue
             if key not in options:
                 raise UserError(f"recipe {path}: unknown option {key} in [{group}]{did_you_mean(key, options)}")
-            argv += _recipe_option(path, key, value, options[key])
-    return argv
+            with in_one_line(f"recipe {path}"):
+                values[options[key].dest] = options[key].from_toml(value)
+    return values
 
 
 def list_recipes(word: str = "") -> str:
@@ -204,31 +188,6 @@ def list_recipes(word: str = "") -> str:
     num_columns = shutil.get_terminal_size().columns
     lines = [line[:num_columns] for line in aligned(rows, range(len(rows[0])))]
     return "\n".join([*lines, "", "--list-recipes NAME prints a whole recipe with its source; --recipe NAME uses it"])
-
-
-def _recipe_option(path: Path, key: str, value: Any, option: Option) -> list[str]:
-    """Return one key of a recipe as words of a command line."""
-    if option.is_switch:
-        expected, is_right = "true or false", isinstance(value, bool)
-        argv = [f"--{key}" if value else f"--no-{key}"]
-    elif option.nargs == "*":
-        expected = "a list of strings, such as ['width=8']"
-        # The parser would take a string that begins with a dash for an option.
-        is_right = isinstance(value, list) and all(isinstance(item, str) and item[:1] != "-" for item in value)
-        argv = [f"--{key}", *value] if is_right else []
-    elif option.nargs in (2, 3, "+"):
-        expected = {2: "two numbers", 3: "three numbers", "+": "a list of numbers"}[option.nargs]
-        are_numbers = isinstance(value, list) and all(type(item) in (int, float) for item in value)
-        is_right = are_numbers and (bool(value) if option.nargs == "+" else len(value) == option.nargs)
-        argv = [f"--{key}", *map(str, value)] if is_right else []
-    else:
-        kinds = {int: ("an integer", int), float: ("a number", int | float)}
-        expected, kind = kinds.get(option.type, ("a string", str))
-        is_right = isinstance(value, kind) and not isinstance(value, bool)
-        argv = [f"--{key}={value}"]
-    if not is_right:
-        raise UserError(f"recipe {path}: {key} = {json.dumps(value, default=str)}, but {key} takes {expected}")
-    return argv
 
 
 def write_recipe(args: Record) -> str:
@@ -261,14 +220,12 @@ def _toml(value: Any) -> str:
 
 def parse_args(argv: Sequence[str] | None = None) -> "Record":
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
-    parser = build_parser()
-    typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    typed = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     if "recipe" not in typed:
         return resolve(typed)
     path = find_recipe(typed.recipe)
     recipe = read_recipe(path)
-    given = parser.parse_args(recipe_argv(path, recipe))
-    vars(given).update(vars(typed))
+    given = argparse.Namespace(**{**recipe_values(path, recipe), **vars(typed)})
     return resolve(given, recipe.get("reference-global-batch"), typed=vars(typed).keys())
 
 
@@ -309,16 +266,15 @@ def evaluated_set(args: Record) -> str:
 def _check_data_paths(args: Record) -> None:
     """Refuse a folder that lacks a split, by names alone; `loading.forms` looks closer, with torch."""
     path = args.data_path
-    if path is not None and not os.path.isdir(path):
+    if not os.path.isdir(path):
         hint = f"; {sys.executable} -m scripts.make_digits {path} makes it" if path.endswith("data/digits") else ""
         raise UserError(f"--data-path {path} is not a folder; give the one that holds train/ and val/{hint}")
-    traindir, valdir = split_dirs(args)
-    for root in [traindir] if args.minival else [valdir] if args.test_only else [traindir, valdir]:
-        split, names = os.path.basename(root), [os.path.basename(root)]
-        with suppress(OSError):  # the loader names the reason
-            names = os.listdir(path)
-        if not any(split in name for name in names):
-            hint = "; --minival 0.02 evaluates on training images that it holds out" if root == valdir else ""
+    names = "train/val"
+    with suppress(OSError):  # the loader names the reason
+        names = "/".join(os.listdir(path))
+    for split in ["train"] if args.minival else ["val"] if args.test_only else ["train", "val"]:
+        if split not in names:
+            hint = "; --minival 0.02 evaluates on training images that it holds out" if split == "val" else ""
             raise UserError(f"--data-path {path} has no {split}/, and no {split}.tar or {split}-000000.tar{hint}")
 
 
@@ -362,20 +318,10 @@ def resolve(
     if args.list_recipes is None:
         checked = args.replaced(**{name: preset[name] for name in foreign})
         validate(checked)
-        _refuse_alone(checked, typed)
+        for option in map(BY_NAME.get, sorted(typed)):
+            if option.is_strict and (why := option.why_idle(checked)).startswith("without"):
+                raise UserError(f"{option.flag} has no effect {why}; give that too, or leave it out")
     return args
-
-
-def _refuse_alone(args: Record, typed: Collection[str]) -> None:
-    """Refuse an option that torchvision lacks where the command line gives it without the option that it needs."""
-    for option in map(BY_NAME.get, sorted(typed)):
-        if option.is_strict and (why := option.why_idle(args)).startswith("without"):
-            raise UserError(f"{option.flag} has no effect {why}; give that too, or leave it out")
-
-
-def filled(args: argparse.Namespace, **others: Any) -> argparse.Namespace:
-    """Return the options of a user's own script; `others` and the defaults fill in those that it lacks."""
-    return argparse.Namespace(**{**defaults(), **others, **vars(args)})
 
 
 def find_device(args: Record) -> str:
@@ -535,14 +481,6 @@ def _validate_interpolation(args: Record) -> None:
         needed_by = f"--auto-augment {args.auto_augment}"
     if args.interpolation not in known:
         raise UserError(f"--interpolation {args.interpolation}: {needed_by} takes {', '.join(sorted(known))}")
-
-
-def _is_missing_file(name: str | None) -> bool:
-    """Tell whether a name of weights can only be a file's, and the file is missing; others are looked up later."""
-    if name is None or name.startswith("timm/"):
-        return False
-    path = Path(name)
-    return (len(path.parts) != 1 or path.suffix in (".pth", ".pt", ".tar", ".safetensors")) and not os.path.isfile(path)
 
 
 def _is_fast(args: Record) -> bool:

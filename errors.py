@@ -4,11 +4,10 @@ import errno
 import importlib
 import math
 import os
-import resource
 import signal
 import sys
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
@@ -55,11 +54,11 @@ def one_line(text: str) -> str:
 
     Whatever prints a name of a file, a class or a tensor passes it through here: a terminal obeys escape sequences.
     """
+    text = " ".join(text.splitlines())
     shown = []
-    for character in " ".join(text.splitlines()):
-        is_control = (character < " " and character != "\t") or "\x7f" <= character < "\xa0"
-        is_space = character.isspace() and not is_control
-        shown.append(character if character.isprintable() or is_space else ascii(character)[1:-1])
+    for each in text:
+        is_space = each == "\t" or (each >= "\xa0" and each.isspace())
+        shown.append(each if each.isprintable() or is_space else ascii(each)[1:-1])
     return "".join(shown)
 
 
@@ -94,6 +93,26 @@ def say(line: str) -> None:
     """Write a line to standard error; safe even in a signal handler."""
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+
+
+_WARNED = set()
+
+
+def attempt(trouble: str, work: Callable[..., Any], *args: Any) -> bool:
+    """Do work whose failure must not end a run, such as a record or a picture; return whether it succeeds.
+
+    The first failure of a process prints the trouble that follows from it, and the reason.
+    """
+    try:
+        work(*args)
+    except Exception as error:  # of any library
+        if trouble not in _WARNED:
+            _WARNED.add(trouble)
+            reason = (str(getattr(error, "strerror", None) or error).splitlines() or [""])[0]
+            kind = "" if reason and isinstance(error, OSError) else f"{type(error).__name__}: "
+            print(f"warning: {trouble}: {kind}{reason}; training continues")
+        return False
+    return True
 
 
 class UserError(Exception):
@@ -189,55 +208,44 @@ def require_package(package: str, needed_by: str) -> ModuleType:
 
 def require_torchcodec(option: str) -> ModuleType:
     """Return TorchCodec for an option that needs its image decoder; UserError if it cannot be used."""
-    from importlib import metadata  # see above
-
     try:
         torchcodec = importlib.import_module("torchcodec")
         importlib.import_module("torchcodec.decoders").decode_jpeg  # noqa: B018
     except (AttributeError, ImportError, OSError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(
-            f"{option} needs TorchCodec 0.16 or later, made for torch {metadata.version('torch')}: "
-            f"pip install --upgrade torchcodec ({reason})"
-        ) from error
+        advice = "pip install --upgrade torchcodec"
+        raise UserError(f"{option} needs TorchCodec 0.16 or later, made for this torch: {advice} ({reason})") from error
     return torchcodec
+
+
+_LIMITS = {
+    errno.EMFILE: "raise `ulimit -n`",
+    errno.ENFILE: "the machine has as many files open as it can",
+    errno.EAGAIN: "no more processes: raise `ulimit -u`, or use fewer --workers",
+    errno.ENOMEM: "use fewer --workers, or raise `ulimit -v`",
+}
 
 
 def explain_limit(error: BaseException) -> StorageError | None:
     """Return one line in place of an error by which the machine refuses memory, files or processes; None for others."""
-    if isinstance(error, MemoryError):
-        return StorageError(
-            f"out of memory ({error or 'no more is given'}); use fewer --workers, or raise `ulimit -v`", exit_code=2
-        )
-    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in str(error):  # torch's
-        return StorageError(
-            "out of memory; use a smaller --batch-size, or --grad-checkpointing in training", exit_code=2
-        )
-    number = getattr(error, "errno", None)
-    for limit, advice in {
-        errno.EMFILE: f"raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}",
-        errno.ENFILE: "the machine has as many files open as it can",
-        errno.EAGAIN: "no more processes: raise `ulimit -u`, or use fewer --workers",
-        errno.ENOMEM: "use fewer --workers, or raise `ulimit -v`",
-    }.items():
+    text = str(error)
+    numbers = [
+        number
+        for number in _LIMITS
         # Torch turns errors of the system into text.
-        if limit == number or (isinstance(error, RuntimeError) and os.strerror(limit) in str(error)):
-            return StorageError(f"{os.strerror(limit)}; {advice}", exit_code=2)
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return StorageError(f"{error}: raise `ulimit -u` or `ulimit -v`, or use fewer --workers", exit_code=2)
-    return None
-
-
-def explain_compiler(error: BaseException) -> UserError | None:
-    """Return a line in place of an error by which torch.compile cannot load a file of its cache; None for others."""
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    lines = [line for line in str(error).splitlines() if folder and folder in line]
-    if not lines or not lines[0].startswith(("ImportError: ", "OSError: ", "RuntimeError: Failed to import ")):
+        if getattr(error, "errno", None) == number or (isinstance(error, RuntimeError) and os.strerror(number) in text)
+    ]
+    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in text:  # torch's
+        line = "out of memory; use a smaller --batch-size, or --grad-checkpointing in training"
+    elif isinstance(error, MemoryError):
+        line = "out of memory; use fewer --workers, or raise `ulimit -v`"
+    elif isinstance(error, RuntimeError) and "can't start new thread" in text:
+        line = f"{error}: raise `ulimit -u` or `ulimit -v`, or use fewer --workers"
+    elif numbers:
+        line = f"{os.strerror(numbers[0])}; {_LIMITS[numbers[0]]}"
+    else:
         return None
-    return UserError(
-        f"--compile: {lines[0]}: torch.compile's cache is damaged; remove the folder {folder} and start again",
-        exit_code=1,
-    )
+    return StorageError(line, exit_code=2)
 
 
 def end_process(exit_code: int) -> None:
@@ -250,17 +258,6 @@ def end_process(exit_code: int) -> None:
         with suppress(OSError, ValueError, AttributeError):  # gone, closed or never there
             stream.flush()
     os._exit(exit_code)
-
-
-def _report(reason: str, error_file: str | None) -> None:
-    """Tell torchrun the reason; its own report of some thirty lines then ends with it."""
-    if error_file is None:
-        return
-    import json  # see above
-
-    content = {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": str(int(time.time()))}}
-    with suppress(OSError), open(error_file, "w", encoding="utf-8") as file:
-        json.dump({"message": content}, file)
 
 
 def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
@@ -278,12 +275,10 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
         end_process(error.code or 0)
     if isinstance(error, KeyboardInterrupt):
         error = UserError("interrupted; --resume auto continues from the last checkpoint", exit_code=1)
-    error = explain_limit(error) or explain_compiler(error) or error
+    error = explain_limit(error) or error
     exit_code = getattr(error, "exit_code", None)
-    reason = str(error) if exit_code is not None else f"{type(error).__name__}: {error}; its traceback stands above"
-    _report(error_line(prog, reason).removeprefix(f"{prog}: "), launch.error_file)
     if exit_code is None:
-        import traceback  # see above
+        import traceback  # not above: it takes time, and most processes need none
 
         with suppress(OSError):  # the terminal may be gone
             traceback.print_exception(error)
@@ -296,5 +291,5 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
             time.sleep(10)
             is_silent = launch.local_rank != 0 and not isinstance(error, StorageError)  # one rank may meet that alone
     if not is_silent:  # by `say`, since print is silent on this rank
-        say(error_line(f"{prog}: error{where}", reason))
+        say(error_line(f"{prog}: error{where}", str(error)))
     end_process(exit_code)

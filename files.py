@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import resource
 import shutil
 import stat
 import tempfile
@@ -170,11 +169,9 @@ def retry(
 
 
 def retry_read(read: Callable[[], T], path: Path) -> T:
-    """Return the result of `read`, tried three times.
+    """Return the result of `read`, as `retry`; StorageError if every try failed.
 
-    Raises:
-        FileNotFoundError, IsADirectoryError, NotADirectoryError: at once.
-        StorageError: every try failed. Do not take an older file instead: that would lose work.
+    Do not take an older file instead: that would lose work.
     """
     try:
         return retry(read, not_again=_NO_FILE)
@@ -195,14 +192,11 @@ def make_folder(folder: Path) -> None:
         sync_folder(each.parent)
 
 
-def read_bytes(path: Path, largest: int | None = None) -> bytes:
-    """Return a file's content; raises as `retry_read` and `open_regular`, and ValueError above `largest` bytes."""
+def read_bytes(path: Path) -> bytes:
+    """Return a file's content; raises as `retry_read` and `open_regular`."""
 
     def read() -> bytes:
         with open_to_read(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if largest is not None and size > largest:
-                raise ValueError(f"{path} has {size} bytes")
             return file.read()
 
     return retry_read(read, path)
@@ -227,7 +221,7 @@ def _csv_cell(text: str) -> str:
 def read_json(path: Path) -> dict:
     """Return the JSON object in a small file, or an empty one if none can be read."""
     try:
-        content = json.loads(read_bytes(path, _LARGEST_JSON))
+        content = json.loads(read_bytes(path)) if os.path.getsize(path) <= _LARGEST_JSON else {}
     except (OSError, ValueError, RecursionError, StorageError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -240,24 +234,18 @@ def find_os_error(error: BaseException) -> OSError | None:
     return error
 
 
+_TROUBLES = {
+    errno.ENOSPC: "disk full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the ulimit -f or the file system allows no file so large",
+}
+
+
 def explain_failure(error: OSError, folder: Path, num_bytes: int) -> str:
     """Say in a few words, with numbers, why that many bytes could not be written to a folder."""
-    needs = f"needs {num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else "needs less than 0.1 MB"
-    if error.errno == errno.ENOSPC:
-        return f"disk full on {mount_point(folder)} ({needs}, {free_bytes(folder) / 1e6:.1f} MB free)"
-    if error.errno == errno.EDQUOT:
-        return f"the disk quota on {mount_point(folder)} is used up ({needs})"
-    if error.errno == errno.EFBIG:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        allowed = "file system" if limit == resource.RLIM_INFINITY else f"ulimit -f, {limit / 1e6:.1f} MB,"
-        return f"the {allowed} allows no file so large ({needs})"
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return f"no permission to write in {folder}"
-    if error.errno == errno.EROFS:
-        return f"{mount_point(folder)} can only be read"
-    if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return "a file stands in its place or above it; choose another folder"
-    return f"{folder} is gone" if not folder.exists() else f"{error.strerror or error} in {folder}"
+    reason = _TROUBLES.get(error.errno, error.strerror or str(error))
+    space = f"needs {num_bytes / 1e6:.1f} MB, {free_bytes(folder) / 1e6:.1f} MB free"
+    return f"{reason} on {mount_point(folder)} ({space})" if error.errno in _TROUBLES else f"{reason} in {folder}"
 
 
 def own_temporary_folder(name: str) -> str:

@@ -5,6 +5,7 @@ Nothing here imports torch, so that help and errors need not wait for it.
 
 import argparse
 import ast
+import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -163,12 +164,29 @@ class Option:
         """Tell whether a plain value has the type and is among the choices of this option."""
         if value is None or (type(value) is type(self.default) and value == self.default):
             return value == self.default
-        if self.nargs == "*":
-            return isinstance(value, list) and all(type(item) is self.type for item in value)
-        if isinstance(self.nargs, int):
-            return isinstance(value, list) and [type(item) for item in value] == [self.type] * self.nargs
         kind = self.type if isinstance(self.type, type) else str
-        return type(value) is kind and (self.choices is None or value in self.choices)
+        if self.nargs in (None, "?"):
+            return type(value) is kind and (self.choices is None or value in self.choices)
+        is_right = isinstance(value, list) and all(type(item) is kind for item in value)
+        return is_right and (len(value) == self.nargs or (self.nargs == "+" and bool(value)) or self.nargs == "*")
+
+    def from_toml(self, value: Any) -> Any:
+        """Return a recipe's value as the command line would give it; UserError if this option takes no such value."""
+        values = value if isinstance(value, list) else [value]
+        if self.type is float:
+            values = [float(item) if type(item) is int and abs(item) < MOST_COUNT else item for item in values]
+        elif self.type is str.lower:
+            values = [item.lower() if isinstance(item, str) else item for item in values]
+        given = values if isinstance(value, list) else values[0]
+        if not self.is_value(given):
+            kind = f"one of {', '.join(self.choices)}" if self.choices else _KINDS[self.type.__name__]
+            many = {None: "", "?": "", 2: "two in a list, each ", 3: "three in a list, each "}
+            many = many.get(self.nargs, "a list, each ")
+            raise UserError(f"{self.name} = {json.dumps(value, default=str)}, but {self.name} takes {many}{kind}")
+        return given
+
+
+_KINDS = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "a string", "lower": "a string"}
 
 
 def _is_on(value: Any, wanted: str) -> bool:

@@ -30,12 +30,12 @@ from files import write_atomically
 from gradients import ShardedStep
 from loading.decode import describe_decoder
 from metrics import Accuracy, Metric, Tally
-from monitoring.bottleneck import StepClock, as_record, describe_bottleneck, find_shares
+from monitoring.bottleneck import RECORDED, StepClock, describe_bottleneck, find_shares
 from monitoring.console import first_lines, last_lines, log
-from monitoring.gauges import Gauges, Pace
+from monitoring.gauges import Gauges
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
-from monitoring.profile import StepProfile
+from monitoring.profile import build_profile
 from sampler import TrainSampler, VirtualShards
 
 
@@ -145,15 +145,15 @@ class Run(BareRun):
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
         self.monitor = Monitor(own_folder, self.state, args.log_to)
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
-        self.gauges = Gauges(args, parts, device, len(datasets[1].classes))
+        self.gauges = Gauges(args, parts, device)
         self.due = []  # records of windows that have ended, without values that are still on the device
         self.status = StatusFile(own_folder, self.state)
         self.clock = StepClock(self.model, device, args.world_size)
-        num_profiled = args.profile if collectives.is_main_process() else None
-        self.profile = StepProfile(num_profiled, self.folder, is_cuda=device.type == "cuda")
+        is_profiled = args.profile and collectives.is_main_process()
+        is_cuda = device.type == "cuda"
+        self.profile = build_profile(args.profile, self.folder, is_cuda=is_cuda) if is_profiled else None
         note_stall = partial(self.status.write, "failed")
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, note_stall)
-        self.line_pace, self.window_pace = Pace(), Pace()
 
     # Start and end
 
@@ -172,7 +172,8 @@ class Run(BareRun):
             stack.push(lambda kind, error, trace: log.close(error))
             collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
-            stack.enter_context(self.profile)
+            if self.profile is not None:
+                stack.enter_context(self.profile)
             self.watchdog.start()
             stack.callback(self.watchdog.end)
             stack.callback(self.manager.close)
@@ -244,7 +245,6 @@ class Run(BareRun):
             # Also where the epoch is only evaluated: checkpoints hold the learning rate.
             self.lr_scheduler.set_position(epoch, max(first_step - 1, 0), self.state.steps_per_epoch)
             self.sampler.set_epoch(epoch, first_step)
-            self.line_pace, _ = Pace(), self.window_pace.start()
             self.clock.start_epoch()
             yield epoch
         self.finish()
@@ -304,14 +304,14 @@ class Run(BareRun):
             # Decide on this step too: the collectives below wait a day for slow disks, so detect a hung rank here.
             decision = self.decisions.decide(*self.vote())
         self.clock.agreed(start_s)
-        self.line_pace.step(metric_logger.wait_s)
-        self.window_pace.step(metric_logger.wait_s)
+        self.clock.count(metric_logger.wait_s)
         if self.is_record_due:
             self.due.append({**self.here, **self.gauges.read(grad_norm)})
         if metric_logger.is_line_due:
             self.log(metric_logger)
-        self.clock.end(metric_logger.wait_s, is_read=metric_logger.is_line_due)
-        self.profile.step()
+        self.clock.end(is_read=metric_logger.is_line_due)
+        if self.profile is not None:
+            self.profile.step()
         if decision.is_written:
             self.settle()
         if (is_due or decision.is_save_due) and self.has_steps_left and not decision.stop:
@@ -347,7 +347,9 @@ class Run(BareRun):
         shares = find_shares(self.clock.gather())
         if shares is not None:
             print(f"Epoch: [{self.state.epoch}] {describe_bottleneck(shares, self.args)}")
-            self.monitor.write("bottleneck", self.state.step, self.state.epoch, **as_record(shares))
+            self.monitor.write(
+                "bottleneck", self.state.step, self.state.epoch, **dict(zip(RECORDED, shares, strict=False))
+            )
         self.save()
 
     def evaluated(self, kind: str, data_loader: Any) -> tuple[WatchedLoader, Callable[..., None]]:
@@ -372,7 +374,7 @@ class Run(BareRun):
             metric_logger.show(*self.resumed_means)
             self.resumed_means = {}, 0
         values, n = self.tally.read()
-        steps, train_s, _ = self.line_pace.read()
+        steps, train_s, _ = self.clock.since("line")
         metric_logger.show({**values, "img/s": steps * self.args.global_batch_size / train_s}, n)
         if not self.has_steps_left:
             means, _ = self.epoch_tally.read()
@@ -388,7 +390,7 @@ class Run(BareRun):
         """
         rows = self.tally.synchronize_between_processes()
         steps = rows.view(-1, self.args.num_shards, rows.size(1))
-        rates = self.gauges.rates(*self.window_pace.read()) if self.due else {}
+        rates = self.gauges.rates(*self.clock.since("record")) if self.due else {}
         for number, step in enumerate(steps, self.state.step - len(steps) + 1):
             if not step[:, 0].isfinite().all():
                 raise self.failure(f"the loss of step {number - 1} is not finite")

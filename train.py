@@ -9,6 +9,8 @@ if __name__ == "__main__":
 
     ARGS = read_command_line()
 
+from argparse import Namespace
+
 import torch
 
 import config
@@ -29,9 +31,10 @@ from errors import PreemptedError, UserError, end_by, end_process
 from loading.decode import describe_decoder
 from loading.loader import check_memory
 from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_lines
-from monitoring.monitor import begin_log
+from monitoring.console import log
+from monitoring.mirrors import check_mirrors
 from monitoring.preview import preview
-from options import get_args_parser
+from options import defaults, get_args_parser
 from presets import build_presets
 from run import BareRun, Run
 from sampler import VirtualShards
@@ -56,7 +59,8 @@ def train_one_epoch(
         scaler: scales the loss under `--amp`; None leaves it as it is.
         run: the run around the steps; None for a bare loop, in which each process computes one micro-batch a step.
     """
-    args, device = config.filled(args, amp=scaler is not None), torch.device(device)
+    args = Namespace(**{**defaults(), "amp": scaler is not None, **vars(args)})
+    device = torch.device(device)
     models.set_training_mode(model)
     run = run or BareRun(model, device)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
@@ -182,7 +186,11 @@ def join(args, notes):
     decisions = StepDecisions(take_signals(is_training=not args.test_only))
     models.set_up_threads(args)
     collectives.setup_for_distributed(args.rank == 0)
-    begin_log(args, notes)
+    check_mirrors(args)
+    if args.rank == 0 and not args.test_only:
+        log.keep()
+    for line in notes:
+        print(line)
     models.check_model(args)
     # Before there are other threads, such as those of the process group: see `BatchLoader.start`.
     loading = None if data.waits_for_checkpoint(args) else data.start_loading(args)

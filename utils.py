@@ -12,13 +12,11 @@ import torch.distributed as dist
 
 from checkpointing.weights import average_checkpoints, store_model_weights
 from distributed.collectives import (
-    all_gather,
     choose_backend,
     choose_gpu,
     find_accelerator,
     get_rank,
     get_world_size,
-    interleave,
     is_dist_avail_and_initialized,
     is_main_process,
     join_processes,
@@ -50,7 +48,6 @@ class SmoothedValue:
         self.fmt = fmt or "{median:.4f} ({global_avg:.4f})"
         self._window = deque(maxlen=window_size)
         self._unread = []
-        self._sums = []  # (sum, count) of every update, in order
         self._total, self._count = 0.0, 0
 
     def update(self, value: float | torch.Tensor, n: int = 1) -> None:
@@ -61,25 +58,14 @@ class SmoothedValue:
         for value, n in self._unread:
             number = float(value)
             self._window.append(number)
-            self._accumulate(number * n, n)
+            self._total += number * n
+            self._count += n
         self._unread.clear()
-
-    def _accumulate(self, total: float, n: int) -> None:
-        self._sums.append((total, n))
-        self._total += total
-        self._count += n
-
-    def sums(self) -> torch.Tensor:
-        """Return (updates, 2) float64: the sum and the count of each update, in order."""
-        self._read()
-        return torch.tensor(self._sums, dtype=torch.float64).reshape(-1, 2)
 
     def synchronize_between_processes(self) -> None:
         """Make `total`, `count` and `global_avg` those of all processes. Collective: every rank must call it."""
-        rows = interleave(all_gather(self.sums())).tolist()
-        self._sums, self._total, self._count = [], 0.0, 0
-        for total, n in rows:
-            self._accumulate(total, int(n))
+        self._total, count = reduce_across_processes([self.total, self.count]).tolist()
+        self._count = int(count)
 
     @property
     def deque(self) -> deque:
@@ -89,7 +75,7 @@ class SmoothedValue:
 
     @property
     def total(self) -> float:
-        """The sum over all samples, added up in float64 in the order of the updates."""
+        """The sum over all samples, in float64."""
         self._read()
         return self._total
 
@@ -170,11 +156,7 @@ class MetricLogger:
         return self.delimiter.join(f"{name}: {meter}" for name, meter in self.meters.items())
 
     def synchronize_between_processes(self) -> None:
-        """Make every meter's totals those of all processes. Collective: every rank must call it.
-
-        Rank r's update j counts as number j W + r of all, as `EvalSampler` deals its batches. Sums are formed in that
-        order, and have the same bits at any number of processes.
-        """
+        """Make every meter's totals those of all processes. Collective: every rank must call it."""
         for meter in self.meters.values():
             meter.synchronize_between_processes()
 
@@ -202,9 +184,9 @@ class MetricLogger:
             header: begins each line.
             start: number of the first item, in a resumed epoch.
         """
-        header = header or ""
-        is_part = self.is_share and get_world_size() > 1
-        label = f"{header} (rank {get_rank()} of {get_world_size()})" if is_part else header
+        header = label = header or ""
+        if self.is_share and get_world_size() > 1:
+            label = f"{header} (rank {get_rank()} of {get_world_size()})"
         num_items = start + len(iterable)
         width = len(str(num_items))
         iter_time, data_time = SmoothedValue(fmt="{avg:.4f}"), SmoothedValue(fmt="{avg:.4f}")

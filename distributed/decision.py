@@ -68,15 +68,22 @@ class StepDecisions:
         return [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written)]
 
 
-class LoaderAround:
-    """A loader that wraps another one, with the same length and data set.
+class WatchedLoader:
+    """A loader that all ranks leave before the same round when a stop is asked for.
+
+    Ranks may have different numbers of batches; a rank without batches keeps deciding until all have finished.
 
     Args:
         loader: yields batches; has a length and a `dataset`.
+        decisions: asked before each batch.
+        stop: called with the cause, on all ranks; raises.
+        beat: called before each batch.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    def __init__(
+        self, loader: Any, decisions: StepDecisions, stop: Callable[[str], None], beat: Callable[[], None]
+    ) -> None:
+        self.loader, self.decisions, self.stop, self.beat = loader, decisions, stop, beat
 
     @property
     def dataset(self) -> Any:
@@ -90,25 +97,6 @@ class LoaderAround:
 
     def __len__(self) -> int:
         return len(self.loader)
-
-
-class WatchedLoader(LoaderAround):
-    """A loader that all ranks leave before the same round when a stop is asked for.
-
-    Ranks may have different numbers of batches; a rank without batches keeps deciding until all have finished.
-
-    Args:
-        loader: as `LoaderAround`.
-        decisions: asked before each batch.
-        stop: called with the cause, on all ranks; raises.
-        beat: called before each batch.
-    """
-
-    def __init__(
-        self, loader: Any, decisions: StepDecisions, stop: Callable[[str], None], beat: Callable[[], None]
-    ) -> None:
-        super().__init__(loader)
-        self.decisions, self.stop, self.beat = decisions, stop, beat
 
     def __iter__(self) -> Iterator:
         """Yield the batches. Collective: every rank must iterate to the end."""

@@ -20,7 +20,6 @@ class Launch(NamedTuple):
     num_nodes: int = 1  # machines that torchrun uses
     is_restart: bool = False  # the launcher has restarted this run by itself
     job: str | None = None  # Slurm's number
-    error_file: str | None = None  # where torchrun looks for the reason of a failure
     address: Mapping[str, str] = {}  # MASTER_ADDR and MASTER_PORT, where the processes meet, if set
 
     def environment(self) -> dict[str, str]:
@@ -47,7 +46,6 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
         num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
         is_restart=attempt > 0 or environ.get("SLURM_RESTART_COUNT", "0") != "0",
         job=environ.get("SLURM_JOB_ID"),
-        error_file=environ.get("TORCHELASTIC_ERROR_FILE") or None,
     )
     if launch.is_torchrun:
         import socket  # not above: the script watches signals before it imports more than it must

@@ -21,7 +21,7 @@ RECORDED = ("data_share", "compute_share", "communication_share", "slowest_share
 
 
 class StepClock:
-    """Times the parts of each step on this process without reading the device.
+    """Counts steps, and times the parts of each on this process without reading the device.
 
     The wait for other processes is the communication that the backward pass does not hide: the time from the gradient
     of the first parameter, which is computed last, to the end of the backward pass. On a GPU two events per step mark
@@ -31,6 +31,8 @@ class StepClock:
     def __init__(self, model: nn.Module, device: torch.device, world_size: int) -> None:
         self.is_cuda = device.type == "cuda"
         self._computed = None
+        self._totals = [0, 0.0, 0.0]  # steps, seconds of training, of these waiting for data
+        self._seen = {}  # the totals that each reader has seen
         self.start_epoch()
         if world_size > 1:
             first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -40,7 +42,7 @@ class StepClock:
         """Forget the earlier steps; the time between two epochs does not count."""
         self.steps = deque(maxlen=MOST_STEPS)  # seconds of each: in all, waiting for data, waiting for other processes
         self._unread = []  # (step, two events)
-        self._waited_s, self._num_steps = 0.0, 0
+        self._mark_s, self._waited_s = time.perf_counter(), 0.0
 
     def begin(self) -> None:
         """Begin a step."""
@@ -66,28 +68,34 @@ class StepClock:
         if not self.is_cuda:
             self._wait_s += time.perf_counter() - since_s
 
-    def end(self, waited_s: float, *, is_read: bool) -> None:
-        """End a step.
+    def count(self, waited_s: float) -> None:
+        """Count a step; `waited_s` is the time that the epoch has waited for data so far."""
+        self._data_s, self._waited_s = waited_s - self._waited_s, waited_s
+        self._totals[0] += 1
+        self._totals[2] += self._data_s
 
-        Args:
-            waited_s: seconds that the epoch has waited for data so far.
-            is_read: the host has just read from the device, so that all its events have occurred.
-        """
-        step = [time.perf_counter() - self._begin_s, waited_s - self._waited_s, self._wait_s]
-        self._waited_s = waited_s
-        self._num_steps += 1
+    def since(self, reader: str) -> tuple[int, float, float]:
+        """Return the steps, their seconds, and those of waiting for data since the reader's last call."""
+        now_s = time.perf_counter()  # the host may have waited for the device since the last step
+        self._totals[1] += now_s - self._mark_s
+        self._mark_s = now_s
+        before, self._seen[reader] = self._seen.get(reader, (0, 0.0, 0.0)), tuple(self._totals)
+        return tuple(now - then for now, then in zip(self._totals, before, strict=True))
+
+    def end(self, *, is_read: bool) -> None:
+        """End a step; `is_read` tells that the host has just read from the device: all its events have occurred."""
+        step = [time.perf_counter() - self._begin_s, self._data_s, self._wait_s]
+        self.steps.append(step)
         if self._pair is not None:
             self._unread.append((step, *self._pair))
-        if self._num_steps > NUM_FIRST:
-            self.steps.append(step)
         if is_read or not self.is_cuda:
             for step, start, end in self._unread:
                 step[2] += start.elapsed_time(end) / 1000 if self.is_cuda else end - start
             self._unread.clear()
 
     def gather(self) -> Tensor:
-        """Return (processes, steps, 3): seconds of each step, as in `steps`. Collective: every rank must call it."""
-        rows = torch.tensor(list(self.steps), dtype=torch.float64).reshape(-1, 3)
+        """Return (processes, steps, 3): seconds of each, as in `steps`, without the first ones. Collective."""
+        rows = torch.tensor(list(self.steps)[NUM_FIRST:], dtype=torch.float64).reshape(-1, 3)
         return torch.stack(collectives.all_gather(rows))
 
 
@@ -141,9 +149,13 @@ def find_shares(steps: Tensor) -> Shares | None:
     return Shares(data_share, compute, communication, slowest, rank, step_s)
 
 
-def as_record(shares: Shares) -> dict[str, float | int]:
-    """Return the fields of metrics.jsonl for an epoch's shares."""
-    return dict(zip(RECORDED, shares, strict=False))
+# The first thing to change, by the limit.
+_ADVICE = {
+    "data": "more --workers, a faster disk or smaller files",
+    "communication": "a larger --batch-size",
+    "slowest": "another machine for that rank, or look for other jobs on it",
+    "compute": "--amp, --channels-last, --compile, or more processes",
+}
 
 
 def describe_bottleneck(shares: Shares, args: Any) -> str:
@@ -156,26 +168,4 @@ def describe_bottleneck(shares: Shares, args: Any) -> str:
     if limit is None:
         return f"balanced: {parts}"
     whose = f"the slowest rank, {shares.rank}" if limit == "slowest" else limit
-    return f"bound by {whose}: {parts}; try {_advise(limit, shares, args)}"
-
-
-def _advise(limit: str, shares: Shares, args: Any) -> str:
-    """Return the first change to make."""
-    cores = max(collectives.count_cores() // collectives.place(1, "env://").num_local, 1)  # of each process
-    if limit == "data":
-        return f"--workers {cores}" if (args.workers or 0) < cores else "a faster disk, more cores or smaller files"
-    if limit == "communication":
-        return f"--batch-size {2 * args.batch_size}"
-    if limit == "slowest":
-        return f"another machine for rank {shares.rank}, or look for other jobs on it"
-    if args.device.startswith("cuda"):
-        return next((flag for flag, is_on in _FAST.items() if not is_on(args)), "more GPUs")
-    is_threaded = torch.get_num_threads() >= cores or args.use_deterministic_algorithms
-    return "more processes" if is_threaded else f"OMP_NUM_THREADS={cores}"
-
-
-_FAST = {
-    "--amp --amp-dtype bfloat16": lambda args: args.amp,
-    "--channels-last": lambda args: args.channels_last,
-    "--compile": lambda args: args.compile is not None,
-}
+    return f"bound by {whose}: {parts}; try {_ADVICE[limit]}"

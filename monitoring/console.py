@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import socket
 import sys
 import time
@@ -17,9 +16,8 @@ import torch
 from torch import nn
 
 from checkpointing.checkpoint import RunState
-from errors import counted, one_line
+from errors import attempt, counted, one_line
 from files import open_regular
-from monitoring.attempts import Attempts
 from options import split_custom
 
 # Most bytes of text that wait for the folder, or for room on a full disk.
@@ -52,7 +50,6 @@ class LogFile:
     def __init__(self) -> None:
         self._streams = ExitStack()
         self._folder, self._file, self._line, self._waiting = None, None, "", b""
-        self._attempt = Attempts()
 
     def keep(self) -> None:
         """Keep what is printed from now on."""
@@ -76,7 +73,7 @@ class LogFile:
         text = "".join(f"{one_line(line)}\n" for line in lines)
         self._waiting = (self._waiting + text.encode(errors="backslashreplace"))[-_MAX_WAITING:]
         if self._folder is not None and self._waiting:  # the warning of a failure comes back here once
-            self._attempt(f"log.txt in {self._folder} is not written", self._write)
+            attempt(f"log.txt in {self._folder} is not written", self._write)
 
     def _write(self) -> None:
         if self._file is None:
@@ -114,21 +111,12 @@ def first_lines(args: Any, model: nn.Module, steps_per_epoch: int, folder: Path)
 def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
     """Return the lines about a finished run beside its result: commands to use it."""
     best = next((name for name, best in state.bests.items() if best is not None), "checkpoint")
-    data = ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
-    data += ["--minival", str(args.minival)] if args.minival and args.synthetic is None else []
-    data += ["--device", str(args.device)] if "device" in args.given else []
-    data += ["--model", args.model] if split_custom(args.model) else []  # a FILE.py is run only if it is named
-    commands = {
-        "curves": ["-m", "tensorboard.main", "--logdir", str(folder)],
-        "evaluate": [sys.argv[0], "--test-only", "--resume", str(folder / f"{best}.pth"), *data],
-    }
-    width = max(map(len, commands))
-    return [f"{name:<{width}}  {python_command()} {shlex.join(words)}" for name, words in commands.items()]
-
-
-def python_command() -> str:
-    """Return the command that starts this Python from the present folder."""
-    if os.path.abspath(shutil.which("python") or "") == os.path.abspath(sys.executable):
-        return "python"
-    relative = os.path.relpath(sys.executable)
-    return shlex.quote(sys.executable if relative.startswith("..") else relative)
+    words = ["--test-only", "--resume", str(folder / f"{best}.pth")]
+    words += ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
+    words += ["--minival", str(args.minival)] if args.minival and args.synthetic is None else []
+    words += ["--device", str(args.device)] if "device" in args.given else []
+    words += ["--model", args.model] if split_custom(args.model) else []  # a FILE.py is run only if it is named
+    return [
+        f"curves    tensorboard --logdir {shlex.quote(str(folder))}",
+        f"evaluate  python {shlex.join([sys.argv[0], *words])}",
+    ]

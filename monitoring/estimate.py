@@ -1,4 +1,4 @@
-"""Estimate the memory and the operations of a training step for `--dry-run`, by a step on fake tensors."""
+"""Estimate the memory of a training step for `--dry-run`, by a step on fake tensors."""
 
 import math
 import warnings
@@ -9,20 +9,34 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import models
 import optim
 from distributed import collectives
-from distributed.launch import read_launch
-from errors import counted, one_line
-from files import memory_bytes
+from errors import one_line
 from loading.progress import size_text
-from monitoring.flops import build_without_memory, count_flops
 
-# Host memory of a process beside its tensors (Python, torch), and of a loader process; Linux without a GPU.
-PROCESS_BYTES, LOADER_BYTES = 720 << 20, 130 << 20
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """Puts weights and statistics that layers allocate on the meta device; other tensors are computed as usual."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = {} if kwargs is None else kwargs
+        if function in (torch.empty, torch.zeros, torch.ones) and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+def build_without_memory(args: Any, num_classes: int) -> nn.Module:
+    """Build the model on the meta device, also where a model computes while it is built (RegNet)."""
+    try:
+        with _WeightsOnMeta():
+            return models.build_model(args, num_classes).to("meta")
+    except RuntimeError:  # it computes with its weights
+        return models.build_model(args, num_classes).to("meta")
 
 
 class PeakBytes(TorchDispatchMode):
@@ -97,24 +111,15 @@ def _num_bytes(tensors: Any) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def describe(args: Any, num_classes: int) -> list[str]:
-    """Return lines about the memory and the work that a run will need."""
+def describe(args: Any, num_classes: int) -> str:
+    """Return a line about the memory that a run will need."""
     device = torch.device("cpu" if args.device == "cpu" else collectives.find_accelerator() or "cpu")
     try:
-        parts, flops = trace(args, num_classes, device), count_flops(args, num_classes)
+        parts = trace(args, num_classes, device)
     except Exception as error:  # a layer may need values, or a kernel that does not support fake tensors
         reason = one_line(f"{type(error).__name__}: {error}")[:200]
-        return [f"no estimate of memory and work: {args.model} cannot be traced ({reason})"]
-    total, saved = sum(parts.values()), sum(parts.values()) - parts["gradients and activations"]
-    processes = read_launch().num_local
-    workers = max(collectives.count_cores() // processes, 1) if args.workers is None else args.workers
-    host = PROCESS_BYTES + saved + workers * LOADER_BYTES + (total if device.type == "cpu" else 0)
+        return f"no estimate of memory: {args.model} cannot be traced ({reason})"
     terms = " + ".join(f"{name} {size_text(part)}" for name, part in parts.items() if part)
-    return [
-        f"tensors of a process at their peak, an estimate for {device.type}: {size_text(total)} = {terms}"
-        + "; the teacher comes on top" * (args.teacher is not None),
-        f"host memory, an estimate: {size_text(host)} a process with Python, torch, the copy that is being saved and "
-        f"{workers} loader processes; {counted(processes, 'process')} here, on {size_text(memory_bytes())}",
-        f"a step: {flops * args.global_batch_size / 1e12:,.3g} TFLOP, {flops / 1e9:,.3g} GFLOP an image, forward and "
-        "backward",
-    ]
+    more = "; the teacher comes on top" if args.teacher is not None else ""
+    total = size_text(sum(parts.values()))
+    return f"tensors of a process at their peak, an estimate for {device.type}: {total} = {terms}{more}"

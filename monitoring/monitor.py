@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,49 +12,30 @@ from typing import Any
 from torch import Tensor
 
 from checkpointing.checkpoint import RunState
-from errors import PreemptedError, StorageError
+from errors import StorageError, attempt
 from files import explain_failure, open_regular, sync_folder, write_atomically
-from monitoring.attempts import Attempts
-from monitoring.console import log
 from monitoring.events import EventFile
-from monitoring.mirrors import Mirrors, check_mirrors
+from monitoring.mirrors import Mirrors
 from monitoring.records import read_records
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
 MACHINE_FIELDS = {
-    "time", "hours", "images_per_s", "images_per_s_per_device", "data_wait", "memory_gib", "mfu", "world_size",
+    "time", "hours", "images_per_s", "images_per_s_per_device", "data_wait", "memory_gib", "world_size",
 }  # fmt: skip
 
 # Kinds of records that are written before an epoch is saved; the others, of evaluations, come after that.
 OF_TRAINING = {"train", "epoch", "bottleneck"}
 
 
-def begin_log(args: Any, lines: Iterable[str]) -> None:
-    """Print lines, and keep them and all later output of a run's first process for log.txt; check `--log-to`.
-
-    Raises:
-        UserError: a service of `--log-to` is not known, or its package is missing.
-    """
-    check_mirrors(args)
-    if args.rank == 0 and not args.test_only:
-        log.keep()
-    for line in lines:
-        print(line)
-
-
 class Monitor:
     """Writes metrics.jsonl, TensorBoard's events and mirrors of one run; nothing if the folder is None."""
 
     def __init__(self, folder: Path | None, run: RunState, log_to: str | None = None) -> None:
-        self.folder = folder
-        self.run = run
-        self.mirrors = Mirrors(folder, log_to)
+        self.folder, self.run = folder, run
+        self.mirrors = Mirrors(folder, run, log_to)
         self._pending = b""  # records that could not be written, as on a full disk; written with the next one
-        self._events = None
-        self._attempt = Attempts()
-        self._no_records = f"metrics.jsonl in {folder} is not written"
-        self._no_events = f"the file of TensorBoard in {folder} is not written"
+        self._events = None  # after a failure the next record writes the file again
 
     def open(self) -> None:
         """Begin to write; in a resumed run, drop records that an earlier process wrote beyond the resumed state.
@@ -70,10 +51,9 @@ class Monitor:
             raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
         self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
         # Hours of training in all earlier starts of the run.
-        hours = [record.get("hours") for record in records]
-        self._hours = max((h for h in hours if isinstance(h, float) and math.isfinite(h)), default=0.0)
+        self._hours = max((r["hours"] for r in records if isinstance(r.get("hours"), float)), default=0.0)
         self._opened_s = time.monotonic()
-        self._attempt(self._no_events, self._open_events, records)
+        self._update_events()
         self.mirrors.open()
 
     def __enter__(self) -> "Monitor":
@@ -81,12 +61,11 @@ class Monitor:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
         if self.folder is not None:
-            self._attempt(self._no_records, self._write_pending)
-            if self._events is None:
-                self._attempt(self._no_events, self._open_events)
+            self._write_pending()
+            self._update_events()
             if self._events is not None:
-                self._attempt(self._no_events, self._events.close, error is None)
-            self.mirrors.close(None if isinstance(error, PreemptedError) else error is None)
+                self._events.close()
+            self.mirrors.close(is_finished=error is None)
             self._file.close()
 
     def records(self, note: Callable[[str], None] | None = None) -> list[dict]:
@@ -103,12 +82,6 @@ class Monitor:
         write_atomically(self.folder / "metrics.jsonl", text.encode())
         return kept
 
-    def _open_events(self, records: list[dict] | None = None) -> None:
-        """Write TensorBoard's file again from `records` or metrics.jsonl, unless that still lacks pending records."""
-        if not self._pending:
-            records = self.records() if records is None else records
-            self._events = EventFile(self.folder, records, self.run.step, self.run.steps_per_epoch)
-
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
         """Write one record: `kind` is in `OF_TRAINING` or an evaluation's name; `step` the steps done at that time.
 
@@ -120,40 +93,41 @@ class Monitor:
         hours = self._hours + (time.monotonic() - self._opened_s) / 3600
         record = {"kind": kind, "step": step, "epoch": epoch, **values, "hours": hours, "time": round(time.time(), 3)}
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
-        self._attempt(self._no_records, self._write_pending)
-        self._attempt(self._no_events, self._update_events, record)
+        self._write_pending()
+        self._update_events(record)
         self.mirrors.add(record)
 
     def _write_pending(self) -> None:
-        while self._pending:
-            self._pending = self._pending[self._file.write(self._pending) :]
+        def write() -> None:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+
+        attempt(f"metrics.jsonl in {self.folder} is not written", write)
 
     def _update_events(self, record: dict | None = None) -> None:
-        """Add a record, or else new pictures, to the file of events; after a failure, the next record rewrites it."""
-        if self._events is None:
-            self._open_events()
-            return
-        try:
-            if record is not None:
-                self._events.add(record)
-            else:
-                self._events.add_pictures(self.run.step)
-        except Exception:
-            with suppress(OSError):
-                self._events.close(is_finished=False)
+        """Add a record to TensorBoard's file; make it anew if there is none."""
+
+        def update() -> None:
+            events, self._events = self._events, None
+            if events is None:
+                events = EventFile(self.folder, self.run, self.records())
+            elif record is not None:
+                events.add(record)
+            self._events = events
+
+        if self._pending:  # the file would lack them
             self._events = None
-            raise
+        else:
+            attempt(f"the file of TensorBoard in {self.folder} is not written", update)
 
     def sync(self) -> int | None:
-        """Hand all records to the system, and show new pictures; called before a checkpoint is begun.
+        """Hand all records to the system; called before a checkpoint is begun.
 
         Return the descriptor of metrics.jsonl, to be made durable before the checkpoint; None without a folder.
         """
         if self.folder is None:
             return None
-        self._attempt(self._no_records, self._write_pending)
-        if self._events is not None:
-            self._attempt(self._no_events, self._update_events)
+        self._write_pending()
         return self._file.fileno()
 
 

@@ -1,10 +1,8 @@
 """Draw a run's first batch and the mistakes of its evaluations; count confusions and calibration for its report."""
 
 import io
-import json
-from collections.abc import Callable, Iterator
-from functools import cache, partial
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +14,9 @@ from torch import Tensor
 from checkpointing.checkpoint import BEST_NAMES, RunState
 from checkpointing.finder import PICTURES, own_files
 from distributed.collectives import all_gather
-from distributed.decision import LoaderAround
-from files import write_atomically
+from errors import attempt
+from files import write_atomically, write_json
 from loading.decode import decode_plainly
-from monitoring.attempts import Attempts
 from transforms import one_hot
 
 # A grid: number of images, columns, smallest and largest side of an image, and the least width of a cell; px.
@@ -81,11 +78,9 @@ def _font() -> ImageFont.FreeTypeFont:
 def _fit(text: str, width: float) -> str:
     """Return a text cut to a width, px; question marks replace characters that cannot be shown."""
     text = "".join(sign if sign.isprintable() else "?" for sign in text[:80])
-    if _font().getlength(text) <= width:
-        return text
-    while text and _font().getlength(f"{text}...") > width:
-        text = text[:-1]
-    return f"{text}..."
+    while _font().getlength(text) > width:
+        text = f"{text[:-4]}..."
+    return text
 
 
 def corner_of(place: int, side: int) -> tuple[int, int]:
@@ -96,23 +91,18 @@ def corner_of(place: int, side: int) -> tuple[int, int]:
 
 def draw_grid(title: str, images: list[Image.Image], captions: list[list[str]]) -> Image.Image:
     """Draw squares of one size, each with up to two lines below it."""
-    side, last = images[0].width, (len(images) - 1) // NUM_COLUMNS * NUM_COLUMNS + NUM_COLUMNS
-    width, height = (
-        corner_of(NUM_COLUMNS, side)[0] + (NUM_COLUMNS * (max(side, CELL_PX) + GAP_PX)),
-        corner_of(last, side)[1],
-    )
+    side = images[0].width
+    cell, num_rows = max(side, CELL_PX), -(-len(images) // NUM_COLUMNS)
+    width, height = GAP_PX + NUM_COLUMNS * (cell + GAP_PX), corner_of(num_rows * NUM_COLUMNS, side)[1]
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
-
-    def write(left: int, top: int, text: str, room: int) -> None:
-        draw.text((left, top), _fit(text, room), fill=INK, font=_font())
-
-    write(GAP_PX, 5, title, width - GAP_PX)
+    draw.text((GAP_PX, 5), _fit(title, width - GAP_PX), fill=INK, font=_font())
     for place, (image, lines) in enumerate(zip(images, captions, strict=True)):
         left, top = corner_of(place, side)
         sheet.paste(image, (left, top))
         for number, line in enumerate(lines):
-            write(left, top + side + number * LINE_PX, line, max(side, CELL_PX))
+            position = left, top + side + number * LINE_PX
+            draw.text(position, _fit(line, cell), fill=INK, font=_font())
     return sheet
 
 
@@ -137,21 +127,6 @@ def _shown(image: Image.Image) -> Image.Image:
     return image.resize((side, side), Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BICUBIC)
 
 
-class FirstBatch(LoaderAround):
-    """A loader that shows its first batch to `take` before it yields it."""
-
-    def __init__(self, loader: Any, take: Callable[[Tensor, Tensor], None]) -> None:
-        super().__init__(loader)
-        self.take = take
-
-    def __iter__(self) -> Iterator:
-        batches = iter(self.loader)
-        for image, target in islice(batches, 1):
-            self.take(image, target)
-            yield image, target
-        yield from batches
-
-
 class Pictures:
     """Draws pictures of a run into its folder, the same after any restart; none of synthetic images.
 
@@ -172,16 +147,20 @@ class Pictures:
         # One set of pictures is enough: that of the averaged weights, if the run has them.
         self.kind = evaluated + ("_ema" if "model_ema" in run.parts else "")
         self._is_new = self.is_active and folder is not None and not run.is_resumed
-        self._batches, self._attempt = [], Attempts()
+        self._batches = []
 
-    def watched(self, data_loader: Any) -> Any:
-        """Return the loader of training batches; in a new run one from which rank 0 draws the first batch."""
-        is_new, self._is_new = self._is_new, False
-        take = partial(self._attempt, "pictures, first-batch", self._draw_batch)
-        return FirstBatch(data_loader, take) if is_new else data_loader
+    def watched(self, data_loader: Iterable) -> Iterator:
+        """Yield the training batches; rank 0 draws the first one of a new run."""
+        batches = iter(data_loader)
+        if self._is_new and (batch := next(batches, None)) is not None:
+            self._is_new = False
+            attempt("pictures, first-batch", self._draw_batch, *batch)
+            yield batch
+            del batch  # which would hold memory of the device
+        yield from batches
 
     def observe(self, kind: str, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor) -> None:
-        """Take a batch of the evaluation `kind`, without a host sync; other arguments as `Metric.batch_sums`."""
+        """Take a batch of the evaluation `kind`, without a host sync; other arguments as `metrics.Metric.update`."""
         if self.is_active and kind == self.kind:
             output = output if isinstance(output, Tensor) else output[0]
             confidence, predicted = output.float().softmax(dim=1).max(dim=1)
@@ -194,12 +173,9 @@ class Pictures:
         found = self.gather()
         if self.folder is None:
             return
-        draw = partial(
-            self._draw_mistakes, f"{self.kind} after step {self.run.step}: mistakes, the surest first", found
-        )
-        self._attempt("pictures, mistakes", self._write, "mistakes", draw)
-        self._attempt("pictures, counts", self._write_counts, found)
-        self._attempt("pictures, old pictures", self._remove_old)
+        attempt("pictures, mistakes", self._draw_mistakes, found)
+        attempt("pictures, counts", self._write_counts, found)
+        attempt("pictures, old pictures", self._remove_old)
 
     def gather(self) -> Predictions:
         """Return the predictions of all processes in the order of the images. Collective: every rank must call it."""
@@ -209,7 +185,7 @@ class Pictures:
         rows = rows[rows[:, 0].argsort(stable=True)]
         return Predictions(*rows[:, :3].long().numpy().T, rows[:, 3].numpy())
 
-    def _draw_mistakes(self, title: str, found: Predictions) -> Image.Image | None:
+    def _draw_mistakes(self, found: Predictions) -> None:
         rows, names = find_mistakes(found), self.val.classes
         payloads = map(self.val.index.read, found.index[rows].tolist())
         images = [ImageOps.fit(decode_plainly(payload), (SMALLEST_PX, SMALLEST_PX)) for payload in payloads]
@@ -217,19 +193,19 @@ class Pictures:
             [f"{found.confidence[row]:.1%} {names[found.predicted[row]]}", f"is {names[found.target[row]]}"]
             for row in rows
         ]
-        return draw_grid(title, images, captions) if rows else None
+        if rows:
+            title = f"{self.kind} after step {self.run.step}: mistakes, the surest first"
+            self._write("mistakes", draw_grid(title, images, captions))
 
     def _draw_batch(self, image: Tensor, target: Tensor) -> None:
-        num_images = len(image)
+        title = f"first batch of {len(image)} as the model sees it"
         image, target = image[:NUM_IMAGES].cpu(), target[:NUM_IMAGES].cpu()
-        args, title = self.args, f"first batch of {num_images} as the model sees it"
-        self._write("first-batch", lambda: draw_batch(title, image, target, self.val.classes, args.mean, args.std))
+        self._write("first-batch", draw_batch(title, image, target, self.val.classes, self.args.mean, self.args.std))
 
-    def _write(self, tag: str, draw: Callable[[], Image.Image | None]) -> None:
-        picture, content = draw(), io.BytesIO()
-        if picture is not None:
-            picture.save(content, "PNG")
-            write_atomically(self.folder / f"picture-{tag}-{self.run.step:08d}.png", content.getvalue())
+    def _write(self, tag: str, picture: Image.Image) -> None:
+        content = io.BytesIO()
+        picture.save(content, "PNG")
+        write_atomically(self.folder / f"picture-{tag}-{self.run.step:08d}.png", content.getvalue())
 
     def _write_counts(self, found: Predictions) -> None:
         chosen, num_classes = find_confused(found, len(self.val.classes)), len(self.val.classes)
@@ -240,18 +216,12 @@ class Pictures:
             "confusion": count_confusion(found, chosen, num_classes).tolist(),
             "calibration": count_calibration(found),
         }
-        write_atomically(self.folder / f"picture-counts-{self.run.step:08d}.json", json.dumps(counts).encode())
+        write_json(self.folder / f"picture-counts-{self.run.step:08d}.json", counts)
 
     def _remove_old(self) -> None:
         best = self.run.bests[BEST_NAMES[self.kind]] or {}
-        for tag, step, path in list(self.folder):
-            is_kept = step in (self.run.step, best.get("step")) or (step // self.run.steps_per_epoch).bit_count() == 1
-            if tag != "first-batch" and not is_kept:
-                path.unlink(missing_ok=True)
-
-
-def list(folder: Path) -> list[tuple[str, int, Path]]:
-    """Return (tag, step, path) of each picture of a run, sorted by tag and step."""
-    paths = own_files(folder, PICTURES)
-    named = [(PICTURES.fullmatch(path.name), path) for path in paths]
-    return sorted((match["tag"], int(match["step"]), path) for match, path in named if path.is_file())
+        for path in own_files(self.folder, PICTURES):
+            step = int(PICTURES.fullmatch(path.name)["step"])
+            is_kept = step in (self.run.step, best.get("step"))
+            if not is_kept and (step // self.run.steps_per_epoch).bit_count() > 1:
+                path.unlink()

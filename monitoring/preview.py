@@ -18,7 +18,6 @@ from loading.forms import find_sources, open_source
 from loading.loader import check_memory
 from loading.source import minival_numbers
 from monitoring import estimate
-from monitoring.flops import build_without_memory
 from monitoring.mirrors import check_mirrors
 from sampler import VirtualShards
 
@@ -29,13 +28,18 @@ IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
 def preview(args: Any, *, is_estimated: bool = False) -> str:
     """Return the text of `--dry-run`. It reads no image, writes to no output folder and needs no particular device.
 
-    If a launcher started several processes, only the first can print afterwards. `is_estimated` also estimates memory
-    and work, which takes seconds.
+    If a launcher started several processes, only the first can print afterwards. `is_estimated` also estimates memory,
+    which takes seconds.
 
     Raises:
         UserError: the options cannot be used together.
     """
-    _check(args)
+    optim.check_schedule(args)
+    check_memory(args)
+    config.find_device(args)
+    check_mirrors(args)
+    if args.resume not in ("", "auto") and not Path(args.resume).is_file():
+        raise UserError(f"--resume {args.resume} is not a file")
     launch = read_launch(world_size=args.world_size)
     collectives.setup_for_distributed(launch.rank == 0)
     args = args.replaced(world_size=launch.world_size, distributed=False)
@@ -49,7 +53,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
     models.check_model(args)
-    model = build_without_memory(args, num_classes)
+    model = estimate.build_without_memory(args, num_classes)
     _check_weights(args, num_classes)
     lacking = []
     groups = optim.build_parameter_groups(args, model, lacking.append)
@@ -80,7 +84,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
         f"learning rate at the start of epoch {', '.join(rates)}",
     ]
     if is_estimated:
-        lines += estimate.describe(args, num_classes)
+        lines.append(estimate.describe(args, num_classes))
     return "\n".join([*(f"# {line}" for line in lines), "", config.write_recipe(args)])
 
 
@@ -93,16 +97,6 @@ def _check_weights(args: Any, num_classes: int) -> None:
         is_known = args.data_path is not None or args.synthetic is not None
         with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
             models.build_model(args.replaced(test_only=args.test_only and is_known), num_classes, weights)
-
-
-def _check(args: Any) -> None:
-    """Raise UserError for what the run would refuse before it reads data."""
-    optim.check_schedule(args)
-    check_memory(args)
-    config.find_device(args)
-    check_mirrors(args)
-    if args.resume not in ("", "auto") and not Path(args.resume).is_file():
-        raise UserError(f"--resume {args.resume} is not a file")
 
 
 def count_images(args: Any) -> tuple[int, int, str]:

@@ -59,4 +59,6 @@ def _is_value(value: Any) -> bool:
     """Tell whether a value may be in a record: a number that a curve can hold, None, or a list of these."""
     if isinstance(value, list):
         return all(map(_is_value, value))
-    return value is None or type(value) is float or (type(value) is int and abs(value) < 1 << 62)
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or (type(value) is int and abs(value) < 1 << 62)

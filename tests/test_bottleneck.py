@@ -72,37 +72,36 @@ ARGV = """
 
 @pytest.mark.slow  # real processes that sleep: what is measured depends on what else the machine does
 @pytest.mark.parametrize(
-    ("trouble", "begin", "advice"),
+    ("trouble", "begin"),
     [
-        ("model", "bound by compute: ", "try more processes"),
-        ("loader", "bound by data: waiting for data ", "--workers "),
-        ("links", "bound by communication: ", "try --batch-size "),
-        ("rank", "bound by the slowest rank, 1: ", "try another machine for rank 1"),
+        ("model", "bound by compute: "),
+        ("loader", "bound by data: waiting for data "),
+        ("links", "bound by communication: "),
+        ("rank", "bound by the slowest rank, 1: "),
     ],
 )
-def test_the_limit_of_a_run_is_named(trouble, begin, advice, tmp_path):
+def test_the_limit_of_a_run_is_named(trouble, begin, tmp_path):
     argv = [*ARGV, "--output-dir", str(tmp_path / "out")]
     output = run_ranks(limited_rank, 2, argv, trouble, log_folder=tmp_path).check().outputs[0]
     found = re.search(r"Epoch: \[0\] (bound by .*|balanced.*)", output)[1]
     assert found.startswith(begin)
-    if trouble != "loader":  # whether there are cores for more workers depends on the machine
-        assert advice in found
+    assert "; try " in found
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     (record,) = [record for record in records if record["kind"] == "bottleneck"]
     assert sum(record[name] for name in bottleneck.RECORDED[:-1]) == pytest.approx(1, abs=0.02)
 
 
 def simulate(
-    world_size: int,
-    num_steps: int = 100,
+    world_size,
+    num_steps=100,
     *,
-    seed: int = 0,
-    compute_s: float = 0.05,
-    load_s: float = 0.03,
-    send_s: float = 0.004,
-    slow_rank: int | None = None,
-    jitter: float = 0.1,
-) -> torch.Tensor:
+    seed=0,
+    compute_s=0.05,
+    load_s=0.03,
+    send_s=0.004,
+    slow_rank=None,
+    jitter=0.1,
+):
     """Return the seconds of steps of made-up processes: each has a loader that is up to four batches ahead."""
     draws = random.Random(seed)
     now = [0.0] * world_size
@@ -126,14 +125,15 @@ def simulate(
     return torch.tensor(steps, dtype=torch.float64).transpose(0, 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize(
-    ("limit", "trouble"),
-    [("data", {"load_s": 0.1}), ("communication", {"send_s": 0.05}), ("slowest", {"slow_rank": 1})],
+    ("world_size", "limit", "trouble"),
+    [
+        *((size, "data", {"load_s": 0.1}) for size in (1, 2, 3, 8)),
+        *((size, "communication", {"send_s": 0.05}) for size in (2, 3, 8)),
+        *((size, "slowest", {"slow_rank": 1}) for size in (2, 3, 8)),
+    ],
 )
 def test_a_simulated_limit_is_named_with_the_time_that_the_run_would_save(world_size, limit, trouble):
-    if world_size == 1 and limit != "data":
-        return
     troubled, untroubled = simulate(world_size, **trouble), simulate(world_size, send_s=0.0, load_s=0.0)
     shares = bottleneck.find_shares(troubled)
     assert shares.limit() == limit
@@ -144,24 +144,13 @@ def test_a_simulated_limit_is_named_with_the_time_that_the_run_would_save(world_
         assert shares.rank == 1
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_ordinary_simulated_runs_are_not_accused(seed):
-    draws = random.Random(100 + seed)
-    ordinary = {
-        "load_s": draws.uniform(0.005, 0.04),
-        "send_s": draws.uniform(0, 0.008),
-        "jitter": draws.uniform(0, 0.2),
-    }
-    for world_size in (1, 2, 4, 16):
-        assert bottleneck.find_shares(simulate(world_size, seed=seed, **ordinary)).limit() in ("compute", None)
-
-
-def test_a_short_epoch_gets_no_answer(tmp_path):
+def test_ordinary_and_short_simulated_runs_are_not_accused():
+    for seed in range(10):
+        draws = random.Random(100 + seed)
+        load_s, send_s, jitter = draws.uniform(0.005, 0.04), draws.uniform(0, 0.008), draws.uniform(0, 0.2)
+        for world_size in (1, 2, 4, 16):
+            steps = simulate(world_size, seed=seed, load_s=load_s, send_s=send_s, jitter=jitter)
+            assert bottleneck.find_shares(steps).limit() in ("compute", None)
     assert bottleneck.find_shares(simulate(2, num_steps=bottleneck.LEAST_STEPS - 1)) is None
-    assert (
-        bottleneck.find_shares(simulate(2, compute_s=0.001, load_s=0.001, send_s=0.0, num_steps=30, jitter=0)) is None
-    )
-    argv = [*ARGV, "--synthetic", "16", "--output-dir", str(tmp_path / "out")]
-    output = run_ranks(limited_rank, 1, argv, "none", log_folder=tmp_path).check().output
-    assert "bound by" not in output
-    assert "balanced" not in output
+    short = simulate(2, compute_s=0.001, load_s=0.001, send_s=0.0, num_steps=30, jitter=0)
+    assert bottleneck.find_shares(short) is None

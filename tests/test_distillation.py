@@ -204,7 +204,7 @@ def test_a_teacher_that_cannot_be_used_is_one_line(taught, tmp_path):
             build_teacher(config.parse_args(["--synthetic", *SMALL, "--teacher", teacher, *more]), CLASSES)
         assert "\n" not in str(refusal.value)
 
-    refuse("none.pth", "there is no such file")
+    refuse("none.pth", "no such file")
     refuse("resnet5O", "did you mean resnet50")
     refuse("timm/nothing", "timm knows no weights of that name")
     refuse("bare.pth", "does not say of which model it is", timm.create_model("test_resnet").state_dict())

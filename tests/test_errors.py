@@ -2,7 +2,6 @@
 
 import csv
 import io
-import shutil
 import time
 
 import pytest
@@ -14,8 +13,6 @@ from distributed import launch
 from tests.exports import refused, run_tool, write_checkpoint
 from tests.images import write_images
 from tests.ranks import in_group, run_ranks
-from tests.started import SMALL_PLAIN, run_train
-from tests.started import refused as refused_run
 
 
 def leave_group(rank, world_size, ranks, error):
@@ -45,7 +42,7 @@ def test_an_error_of_one_rank_names_it(tmp_path):
 
 def test_what_means_that_the_machine_gives_no_more_is_known_by_number_and_by_text():
     for error in [OSError(24, "Too many open files"), RuntimeError("[enforce fail] Too many open files (24)")]:
-        assert str(errors.explain_limit(error)).startswith("Too many open files; raise `ulimit -n`, which is ")
+        assert str(errors.explain_limit(error)).startswith("Too many open files; raise `ulimit -n`")
     assert "ulimit -u" in str(errors.explain_limit(RuntimeError("can't start new thread")))
     for error in [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]:
         assert "out of memory" in str(errors.explain_limit(error))
@@ -87,15 +84,3 @@ def test_names_are_no_formulas_in_a_table_and_no_commands_to_a_terminal(tmp_path
 
 def test_numbers_in_a_table_stay_numbers():
     assert files.csv_text([["a, b", -0.5, -3], ["+1", float("-inf"), None]]) == '"a, b",-0.5,-3\n\'+1,-inf,\n'
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for the CPU")
-def test_a_damaged_cache_of_torch_compile_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    argv = [*SMALL_PLAIN, "--synthetic", 16, "--epochs", 1, "--batch-size", 8, "--compile", "--overwrite"]
-    run_train(tmp_path, *argv, "--output-dir", tmp_path / "out").check()
-    for library in (tmp_path / "cache").rglob("*.so"):
-        library.write_bytes(bytes(library.stat().st_size))
-    outcome = run_train(tmp_path, *argv, "--output-dir", tmp_path / "out")
-    refused_run(outcome, "--compile", f"remove the folder {tmp_path / 'cache'}", code=1)

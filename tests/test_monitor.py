@@ -1,16 +1,14 @@
 """Records of equal windows of steps, and all that is made of them, read back by its own readers."""
 
+import gzip
 import json
 import re
-import shlex
 import statistics
 import sys
-import tomllib
 from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -19,13 +17,11 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
-import config
-from checkpointing.checkpoint import RunState
-from monitoring import flops, gauges
+from checkpointing.finder import OWN_FILES
+from monitoring import profile
 from monitoring.events import LAYOUT, NOT_DRAWN
-from monitoring.monitor import MACHINE_FIELDS, Monitor, read_records
+from monitoring.monitor import MACHINE_FIELDS, read_records
 from scripts.report import write_report
-from tests.endings import read_points
 from tests.ranks import run_ranks, train_rank
 from tests.started import SMALL, SMALL_ANYWHERE, refused
 
@@ -139,17 +135,6 @@ def test_the_loss_scale_is_recorded_under_float16(image_folder, tmp_path):
     assert scales[-1] == state["scaler"]["scale"]
 
 
-def test_mfu_is_images_times_operations_over_the_peak(monkeypatch):
-    args = config.parse_args(["--synthetic", "--model", "resnet50"])
-    monkeypatch.setattr(gauges, "peak_tflops", lambda *_: 312.0)
-    # He et al.: 4.1 billion multiply-adds forward; twice as many backward, but for the images' own gradient.
-    share = gauges.flops_share(args, torch.device("cpu"), 1000)
-    assert 1000 * share == pytest.approx(1000 * 3 * 2 * 4.09e9 / 312e12, rel=0.02)
-    # Depthwise convolutions: MobileNetV3 small has 56.5 million multiply-adds.
-    args = config.parse_args(["--synthetic", "--model", "mobilenet_v3_small"])
-    assert flops.count_flops(args, 1000) == pytest.approx(3 * 2 * 56.5e6, rel=0.05)
-
-
 def provider_of(*folders):
     """Return what TensorBoard's own server reads of some runs."""
     multiplexer = EventMultiplexer()
@@ -178,7 +163,7 @@ def test_hparams_are_the_options_that_differ_with_the_last_results(finished):
     assert found["val/loss"] == pytest.approx(last["loss"], rel=1e-6)
 
 
-def test_charts_and_texts_are_there(finished):
+def test_charts_are_there(finished):
     events = EventAccumulator(str(finished.out), size_guidance={"scalars": 0}).Reload()
     tags = set(events.Tags()["scalars"])
     (event,) = events.Tensors("custom_scalars__config__")
@@ -186,63 +171,6 @@ def test_charts_and_texts_are_there(finished):
     assert [category.title for category in layout.category] == list(LAYOUT)
     loss = layout.category[0].chart[0].multiline.tag
     assert [any(re.match(pattern, tag) for tag in tags) for pattern in loss] == [True] * 3
-    texts = {}
-    for name in ("recipe", "environment", "data", "command"):
-        (event,) = events.Tensors(f"run/{name}/text_summary")
-        texts[name] = "\n".join(line[4:] for line in event.tensor_proto.string_val[0].decode().splitlines())
-    assert tomllib.loads(texts["recipe"]) == tomllib.loads((finished.out / "recipe.toml").read_text())
-    run = json.loads((finished.out / "run.json").read_text())
-    assert shlex.split(texts["command"]) == run["command"]
-    assert json.loads(texts["environment"]) == run["environment"]
-    assert json.loads(texts["data"])["fingerprint"] == run["data"]["fingerprint"]
-
-
-def opened(folder, step=0):
-    state = RunState(2, {}, {})
-    state.epoch, state.steps, state.is_resumed = *divmod(step, 2), bool(step)
-    monitor = Monitor(folder, state)
-    monitor.open()
-    return monitor
-
-
-def pictures(folder):
-    events = EventAccumulator(str(folder), size_guidance={"images": 0}).Reload()
-    return {tag: [(e.step, e.width, e.height) for e in events.Images(tag)] for tag in events.Tags()["images"]}
-
-
-def test_pictures_of_epochs_one_two_four_are_shown_at_their_steps_also_after_another_start(tmp_path, capsys):
-    with opened(tmp_path) as monitor:
-        monitor.sync()  # there are none
-        Image.new("RGB", (4, 3)).save(tmp_path / "picture-first-batch-00000000.png")
-        for epoch in range(1, 9):
-            monitor.run.epoch = epoch
-            Image.new("RGB", (5, epoch)).save(tmp_path / f"picture-mistakes-{2 * epoch:08d}.png")
-            (tmp_path / f"picture-torn-{2 * epoch:08d}.png").write_bytes(b"\x89PN")
-            monitor.sync()
-            monitor.sync()
-        Image.new("RGB", (1, 1)).save(tmp_path / "picture-mistakes-00000032.png")  # of a state that was given up
-        monitor.sync()
-    expected = {"view/first-batch": [(0, 4, 3)], "view/mistakes": [(2 * epoch, 5, epoch) for epoch in (1, 2, 4, 8)]}
-    assert pictures(tmp_path) == expected
-    with opened(tmp_path, step=16) as monitor:
-        pass
-    assert pictures(tmp_path) == expected
-    assert capsys.readouterr().out == ""
-
-
-def test_hostile_files_of_a_run_end_no_start(tmp_path):
-    record = b'{"kind": "val", "step": 1, "epoch": 0, "time": 1.0, "acc1": 2.0, "hours": Infinity}\n'
-    for content in (
-        b"[1]",
-        b'{"args": {"given": 3, "lr": 1e999, "model": "\\ud800"}, "data": 5}',
-        b'{"args": {"lr": {}}}',
-    ):
-        (tmp_path / "run.json").write_bytes(content)
-        (tmp_path / "recipe.toml").write_bytes(b"\xff")
-        (tmp_path / "metrics.jsonl").write_bytes(record)
-        with opened(tmp_path) as monitor:
-            monitor.write("val", 2, 0, acc1=3.0)
-        assert read_points(tmp_path) in ({"val/acc1": [(1, 2.0), (2, 3.0)]}, {})
 
 
 def test_damaged_records_are_told_unless_a_kill_tore_the_last_one(tmp_path, capsys):
@@ -265,8 +193,9 @@ def note(name, arguments):
     print(json.dumps([name, arguments]), file=open(os.environ["SENT"], "a"))
 def init(id, resume, config, name, dir):
     note("init", [id, resume, name, config["model"]])
-    return SimpleNamespace(id=id or "new", define_metric=lambda *_, **__: None, log=lambda values: note("log", values),
-                           finish=lambda exit_code: note("finish", exit_code))
+    return SimpleNamespace(id=id or "new", define_metric=lambda *_, **__: None)
+def log(values): note("log", values)
+def finish(exit_code): note("finish", exit_code)
 def start_run(run_id, run_name):
     note("init", [run_id, run_name])
     return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "new"))
@@ -284,7 +213,7 @@ def mirrored_rank(folder, variables, argv, faults=()):
     train_rank(argv, faults)
 
 
-@pytest.mark.parametrize(("name", "ends"), [("wandb", [1, 0]), ("mlflow", ["KILLED", "FINISHED"])])
+@pytest.mark.parametrize(("name", "ends"), [("wandb", [1, 0]), ("mlflow", ["FAILED", "FINISHED"])])
 def test_a_service_gets_each_record_in_one_run_over_an_interruption(image_folder, tmp_path, name, ends):
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / f"{name}.py").write_text(STAND_IN)
@@ -304,12 +233,11 @@ def test_a_service_gets_each_record_in_one_run_over_an_interruption(image_folder
     assert json.loads((tmp_path / "run" / "mirrors.json").read_text()) == {name: "new"}
 
 
-@pytest.mark.parametrize("call", ["init", "log"])
-def test_a_service_that_fails_is_one_warning(image_folder, tmp_path, call):
+def test_a_service_that_fails_is_one_warning(image_folder, tmp_path):
     (tmp_path / "wandb.py").write_text(STAND_IN)
     argv = ["--data-path", image_folder, "--output-dir", tmp_path / "run", *SMALL, "--epochs", 2, "--log-to", "wandb"]
     argv = [str(word) for word in [*argv, "--batch-size", 8, "--print-freq", 1]]
-    variables = {"SENT": str(tmp_path / "sent"), "FAILS": call}
+    variables = {"SENT": str(tmp_path / "sent"), "FAILS": "log"}
     outcome = run_ranks(mirrored_rank, 1, tmp_path, variables, argv, log_folder=tmp_path).check()
     assert outcome.output.count("warning: nothing more is sent to wandb: no answer; training continues") == 1
     assert len(read_records(tmp_path / "run")) == 10
@@ -321,3 +249,18 @@ def test_a_service_that_is_not_there_is_one_line_before_anything_begins(tmp_path
         command = [str(word) for word in [*argv, given]]
         refused(run_ranks(train_rank, 1, command, log_folder=tmp_path), *words)
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_profile_traces_as_many_steps_as_asked_for_and_ends_no_run(tmp_path, is_writable):
+    path = tmp_path / "out" / profile.TRACE_NAME
+    assert OWN_FILES.fullmatch(path.name)
+    argv = ["--synthetic", "40", *SMALL, "--batch-size", "4", "--epochs", "1", "--profile", "3", "--output-dir"]
+    if not is_writable:
+        path.mkdir(parents=True)
+    output = run_ranks(train_rank, 1, [*argv, str(path.parent)], log_folder=tmp_path).check().output
+    assert f"warning: --profile: {path} is not written" in output or is_writable
+    if is_writable:
+        names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+        steps = {f"ProfilerStep#{profile.NUM_FIRST + number}" for number in range(3)}
+        assert {name for name in names if name.startswith("ProfilerStep")} == steps

@@ -1,7 +1,6 @@
 """Pictures of a run: their numbers by scikit-learn, their pixels read back, and the same files after kills."""
 
 import io
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from PIL import Image
 
 import data
 import sampler
-from checkpointing.finder import OWN_FILES
+from checkpointing.finder import OWN_FILES, PICTURES
 from loading.forms import open_source
 from monitoring import pictures
 from presets import ClassificationPresetTrain
@@ -60,15 +59,6 @@ def test_the_surest_mistakes_come_first_and_equal_ones_in_their_order():
     expected = sorted(rows, key=lambda row: (-found.confidence[row], row))[:16]
     assert pictures.find_mistakes(found) == expected
     assert len({found.confidence[row] for row in expected}) < 16  # some are equal
-
-
-def test_the_most_confused_classes_are_chosen():
-    target = numpy.array([*[70] * 9, *[3] * 5, *[50] * 7, *range(100)])
-    predicted = numpy.array([*[20] * 9, *[4] * 5, *[20] * 7, *range(100)])
-    found = pictures.Predictions(numpy.arange(len(target)), target, predicted, numpy.ones(len(target)))
-    chosen = pictures.find_confused(found, 100)
-    assert chosen == sorted({20, 70, 50, 3, 4} | {0, 1, 2, *range(5, 13)})  # and the first others
-    assert pictures.find_confused(predictions(num_classes=7), 7) == [*range(7)]
 
 
 def cell(sheet, place, side):
@@ -145,8 +135,7 @@ def test_pictures_are_the_same_bytes_on_any_number_of_processes(image_folder, tm
         (tmp_path / str(world_size)).mkdir()
         run_check(world_size, draw_in_rank, tmp_path, tmp_path, image_folder / "val")
     expected = contents(tmp_path / "1")
-    names = {"counts": "picture-counts-00000003.json", "mistakes": "picture-mistakes-00000003.png"}
-    assert pictures.list(tmp_path / "1") == [(tag, 3, tmp_path / "1" / name) for tag, name in names.items()]
+    assert expected.keys() == {"picture-counts-00000003.json", "picture-mistakes-00000003.png", "picture-numbers"}
     assert all(contents(tmp_path / str(world_size)) == expected for world_size in (2, 3, 4))
     assert all(OWN_FILES.fullmatch(name) for name in expected.keys() - {"picture-numbers"})
 
@@ -173,7 +162,7 @@ def test_pictures_of_a_long_run_are_few(image_folder, tmp_path):
         if epoch in (1, 2, 11, 25):
             best = {"step": 3 * epoch}
         evaluate(pictures_of(tmp_path, image_folder / "val", step=3 * epoch, bests=best))
-    steps = {step for _, step, _ in pictures.list(tmp_path)}
+    steps = {int(PICTURES.fullmatch(name)["step"]) for name in contents(tmp_path)}
     assert steps == {3 * epoch for epoch in (1, 2, 4, 8, 16, 32, 25, 40)}
 
 
@@ -188,43 +177,13 @@ def test_a_picture_that_fails_is_one_warning(image_folder, tmp_path, capsys):
     assert [line.split(":")[1].split(", ")[1] for line in warnings] == ["mistakes", "counts"]
 
 
-def test_an_evaluation_reads_nothing_of_the_device(image_folder):
-    drawing = pictures_of(None, image_folder / "val")
-    drawing.observe("val", torch.ones(2, 3, device="meta"), torch.ones(2, device="meta"), torch.arange(2))
-    with pytest.raises(NotImplementedError, match="meta"):
-        drawing.draw()
-
-
-# Whole runs
-
-
-def argv_of(images, out, *more):
-    return [
-        "--data-path", images, "--output-dir", out, *SMALL, "--batch-size", 4, "--global-batch-size", 8, "--epochs", 3,
-        "--lr", 0.05, "--use-deterministic-algorithms", "--model-ema", *more,
-    ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def undisturbed(image_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run_train(folder, *argv_of(image_folder, folder / "out")).check()
-    return folder / "out"
-
-
-def test_the_first_batch_is_what_the_model_sees(image_folder, undisturbed):
+def test_the_first_batch_is_what_the_model_sees(image_folder, tmp_path):
+    argv = ["--data-path", image_folder, "--output-dir", tmp_path / "out", *SMALL, "--epochs", 1]
+    run_train(tmp_path, *argv, "--batch-size", 4, "--global-batch-size", 8).check()
     images = data.IndexedImageFolder(image_folder / "train", ClassificationPresetTrain(crop_size=32))
     order = sampler.TrainSampler(29, sampler.VirtualShards(8, 2)).epoch_order()[:8:2].tolist()
     loaded = [images.load(sampler.SampleKey(number, 0)) for number in order]
     squares = [Image.fromarray(image.permute(1, 2, 0).numpy()).resize((96, 96), 0) for image, _ in loaded]
     captions = [[f"100% class{label}"] for _, label in loaded]
     expected = pictures.draw_grid("first batch of 4 as the model sees it", squares, captions)
-    assert Image.open(undisturbed / "picture-first-batch-00000000.png").tobytes() == expected.tobytes()
-
-
-def test_overwrite_removes_the_pictures_and_a_made_up_run_has_none(tmp_path, undisturbed):
-    out = tmp_path / "out"
-    shutil.copytree(undisturbed, out)
-    made_up = ["--synthetic", 8, "--output-dir", out, *SMALL, "--batch-size", 4, "--epochs", 1]
-    run_train(tmp_path, *made_up, "--overwrite").check()
-    assert not [name for name in os.listdir(out) if name.startswith("picture")]
+    assert Image.open(tmp_path / "out" / "picture-first-batch-00000000.png").tobytes() == expected.tobytes()

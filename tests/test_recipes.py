@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import shlex
 import tomllib
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import models
 import optim
 import presets
 from errors import UserError
-from monitoring import flops, preview
+from monitoring import estimate, preview
 from tests.images import pack_shards
 from tests.ranks import run_ranks, train_rank
 from transforms import RandomMix
@@ -71,26 +72,20 @@ COMMANDS = [
     *[f"--model {name} --lr 1e-2" for name in ("alexnet", "vgg11")],
     "--model inception_v3 --test-only --weights Inception_V3_Weights.IMAGENET1K_V1",
     "--model resnet50",
-    "--model resnext50_32x4d --epochs 100",
     "--model resnext50_32x4d --epochs 100 --amp",
     "--model mobilenet_v2 --epochs 300 --lr 0.045 --wd 0.00004 --lr-step-size 1 --lr-gamma 0.98",
     "--model mobilenet_v3_large --epochs 600 --opt rmsprop --batch-size 128 --lr 0.064 --wd 0.00001 --lr-step-size 2 "
     "--lr-gamma 0.973 --auto-augment imagenet --random-erase 0.2",
-    *[f"--model efficientnet_b{n} --test-only --weights EfficientNet_B{n}_Weights.IMAGENET1K_V1" for n in range(8)],
+    *[f"--model efficientnet_b{n} --test-only --weights EfficientNet_B{n}_Weights.IMAGENET1K_V1" for n in (0, 7)],
     f"--model efficientnet_v2_s {NEW} --weight-decay 0.00002 --norm-weight-decay 0.0 --train-crop-size 300 --model-ema "
     "--val-crop-size 384 --val-resize-size 384 --ra-sampler --ra-reps 4",
-    f"--model efficientnet_v2_m {NEW} --weight-decay 0.00002 --norm-weight-decay 0.0 --train-crop-size 384 --model-ema "
-    "--val-crop-size 480 --val-resize-size 480 --ra-sampler --ra-reps 4",
     f"--model regnet_x_400mf {REGNET} --batch-size 128 --lr=0.8",
-    f"--model regnet_y_8gf {REGNET} --batch-size 64 --lr=0.4",
-    f"--model regnet_x_32gf {REGNET} --batch-size 32 --lr=0.2",
     f"--model vit_b_16 {VIT} --auto-augment ra",
     f"--model vit_b_32 {VIT} --auto-augment imagenet",
     "--model vit_l_16 --epochs 600 --batch-size 128 --lr 0.5 --lr-scheduler cosineannealinglr --lr-warmup-method "
     "linear --lr-warmup-epochs 5 --label-smoothing 0.1 --mixup-alpha 0.2 --auto-augment ta_wide --random-erase 0.1 "
     "--weight-decay 0.00002 --norm-weight-decay 0.0 --clip-grad-norm 1 --ra-sampler --cutmix-alpha 1.0 --model-ema "
     "--val-resize-size 232",
-    f"--model vit_l_32 {VIT} --auto-augment ra",
     f"--model convnext_tiny {NEW} --opt adamw --lr 1e-3 --weight-decay 0.05 --norm-weight-decay 0.0 --train-crop-size "
     "176 --model-ema --val-resize-size 232 --ra-sampler --ra-reps 4",
     f"--model swin_t {SWIN} --val-resize-size 224",
@@ -129,7 +124,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
         assert value is True if text is True else value == type(value)(text), name
 
     args = args.replaced(distributed=False, global_batch_size=8 * args.batch_size, device="cpu")
-    model = flops.build_without_memory(args, 1000)
+    model = estimate.build_without_memory(args, 1000)
     with monkeypatch.context() as patch:  # memory that is not drawn to is never there
         for draw in ("kaiming_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "xavier_uniform_"):
             patch.setattr(nn.init, draw, lambda tensor, *_, **__: tensor)
@@ -230,19 +225,14 @@ def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
     assert not out.exists()
 
 
-def ema_line(*argv):
-    text = preview.preview(config.parse_args(["--synthetic", "8192", "--model-ema", *DRY, *argv]))
-    (line,) = [line for line in text.splitlines() if "--model-ema:" in line]
-    return line
-
-
 def test_a_dry_run_says_and_refuses_what_the_run_would():
     idle = ["--synthetic", "8192", "--lr-min", "1", "--model-ema-decay", "0.9"]
     text = preview.preview(config.parse_args([*idle, *DRY]))
     assert [line.split()[1] for line in text.splitlines() if "no effect" in line] == ["--model-ema-decay", "--lr-min"]
     # By torchvision's formula 1 - decay is (1 - 0.99998) x 4096 x 32 / epochs, at most 1.
-    for epochs, decay in [(2, 0), (90, 1 - (1 - 0.99998) * 4096 * 32 / 90)]:
-        line = ema_line("--global-batch-size", "4096", "--epochs", str(epochs))
+    for epochs, decay in [("2", 0), ("90", 1 - (1 - 0.99998) * 4096 * 32 / 90)]:
+        argv = ["--synthetic", "8192", "--model-ema", *DRY, "--global-batch-size", "4096", "--epochs", epochs]
+        (line,) = re.findall(r"--model-ema: .*", preview.preview(config.parse_args(argv)))
         assert f"decay {decay:.6g} " in line
         assert ("is a copy of the weights" in line) is (decay == 0)
     for refused in ("--device mps", "--log-to nonsense", "--resume nowhere.pth", "--train-crop-size 8"):
@@ -267,8 +257,7 @@ def test_what_a_dry_run_prints_is_itself_a_recipe(tmp_path):
     assert not any(line.startswith("#") for line in table.splitlines())
     again = vars(config.parse_args(["--recipe", str(path), "--dry-run"]))
     first = vars(config.parse_args(["--recipe", "resnet50-v2", "--dry-run"]))
-    for name in first.keys() - {"recipe", "given"}:
-        assert again[name] == first[name], name
+    assert again | {"recipe": None, "given": None} == first | {"recipe": None, "given": None}
 
 
 def dry_run(argv):
@@ -281,29 +270,26 @@ def dry_run(argv):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--train-crop-size-min", "160"], ["needs --crop-ramp-epochs"]),
-        (["--train-crop-size-min", "160", "--crop-ramp-epochs", "9", "3"], ["the first before the last"]),
-        (["--train-crop-size-min", "300", "--crop-ramp-epochs", "1", "3"], ["is above --train-crop-size"]),
-        (["--model", "vit_b_16"], ["--model vit_b_16 cannot take --train-crop-size 176"]),
-        (["--stochastic-depth", "0.1"], ["resnet50 has none"]),
-        (["--dropout", "0.1"], ["has no dropout layer"]),
-        (["--model", "timm/resnet5O"], ["timm has no such model"]),
-        (["--auto-augment", "timm/nonsense-m9"], ["timm does not know"]),
+        ("--train-crop-size-min 160", "needs --crop-ramp-epochs"),
+        ("--train-crop-size-min 160 --crop-ramp-epochs 9 3", "the first before the last"),
+        ("--train-crop-size-min 300 --crop-ramp-epochs 1 3", "is above --train-crop-size"),
+        ("--model vit_b_16", "--model vit_b_16 cannot take --train-crop-size 176"),
+        ("--stochastic-depth 0.1", "resnet50 has none"),
+        ("--dropout 0.1", "has no dropout layer"),
+        ("--model timm/resnet5O", "timm has no such model"),
+        ("--auto-augment timm/nonsense-m9", "timm does not know"),
     ],
 )
 def test_impossible_combinations_are_one_line(argv, words):
-    with pytest.raises(UserError) as refusal:
-        dry_run(["--recipe", "resnet50-v2", *argv])
-    assert "\n" not in str(refusal.value)
-    for word in words:
-        assert word in str(refusal.value)
+    with pytest.raises(UserError, match=rf"^[^\n]*{words}[^\n]*$"):
+        dry_run(["--recipe", "resnet50-v2", *argv.split()])
 
 
-def test_lr_scaling_needs_a_reference():
+def test_lr_scaling_follows_the_reference():
+    text = dry_run(["--recipe", "resnet50-v2", "--lr-scaling", "linear", "--global-batch-size", "512"])
+    assert "0.5 of it here; --lr-scaling linear: 0.5 -> 0.25" in text
     with pytest.raises(UserError, match="reference-global-batch"):
         config.parse_args(["--synthetic", "--lr-scaling", "linear"])
-    argv = ["--recipe", "resnet50-v2", "--dry-run", "--lr-scaling", "linear", "--global-batch-size", "512"]
-    assert "0.5 of it here; --lr-scaling linear: 0.5 -> 0.25" in preview.preview(config.parse_args(argv))
 
 
 def test_without_timm_the_message_says_what_to_install(monkeypatch):
@@ -352,7 +338,7 @@ def test_each_parameter_decays_as_the_source_says(name):
     args = options_by_name(name)
     if needs_timm(args):
         pytest.importorskip("timm")
-    model = flops.build_without_memory(args, 1000)
+    model = estimate.build_without_memory(args, 1000)
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = optim.build_parameter_groups(args, model)
     found = {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}

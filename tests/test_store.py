@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from checkpointing import folder as folders
 from checkpointing.archive import load_checkpoint
@@ -210,6 +211,7 @@ def test_a_full_disk_holds_metrics_back_and_loses_none(tmp_path, capsys):
         monitor._file = file
         monitor.write("train", 4, 0, loss=1.0)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert read_points(tmp_path) == {"train/loss": [(step, 1.0) for step in (1, 2, 3, 4)]}
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"warning: metrics.jsonl in {tmp_path} is not written: No space left on device")
 
@@ -230,14 +232,11 @@ def test_tensorboard_and_status_on_a_full_disk_end_no_run(tmp_path, monkeypatch,
     with opened(tmp_path, state) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
         with monkeypatch.context() as patch:
-            (path,) = tmp_path.glob("events.*")
-            path.unlink()
-            path.mkdir()
+            monitor._events._file = RecordWriter(open("/dev/full", "wb"))  # noqa: SIM115
             patch.setattr("checkpointing.status.write_json", refuse)
             monitor.write("train", 2, 0, loss=2.0)
             monitor.sync()
             monitor.write("train", 3, 0, loss=3.0)
-            path.rmdir()
             status = StatusFile(tmp_path, state)
             status.write("running")
             with pytest.raises(StorageError, match=r"all is saved, but status.json was not written: disk full"):

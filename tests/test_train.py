@@ -17,14 +17,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import config
-import gradients
 import sampler
 import train
 import utils
 from checkpointing.archive import load_checkpoint
 from distributed import collectives
 from errors import UserError
-from tests.ranks import REPOSITORY, run_ranks, slurm_environment, train_rank
+from tests.ranks import REPOSITORY, run_ranks, train_rank
 from tests.started import SMALL, SMALL_PLAIN
 
 
@@ -124,20 +123,6 @@ def test_a_set_without_a_length_is_evaluated_and_trained_on():
     assert train.evaluate(model, nn.CrossEntropyLoss(), batches, "cpu") >= 0
 
 
-def test_only_shard_0_moves_the_buffers():
-    model = Scorer(3, 0)
-    step = gradients.ShardedStep(model, sampler.VirtualShards(8, 2), device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(4)
-    first, second = torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)
-    expected = nn.BatchNorm1d(6)
-    expected(first)
-    for shard, image in enumerate([first, second]):
-        with step.shard(0, shard):
-            model(image).sum().backward()
-    assert torch.equal(model.norm.running_mean, expected.running_mean)
-    assert model.norm.num_batches_tracked == 1
-
-
 def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_folder, tmp_path, torchrun):
     out = tmp_path / "out"
     done = torchrun(
@@ -162,9 +147,7 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
     assert set(once.values()) == {1}, once
     assert sum(line.startswith("Epoch: [1]  [") and "eta: " in line for line in lines) == 3
     # What rank 0 has of an evaluation is not taken for its result.
-    assert (
-        sum(bool(re.match(r"Test: (EMA )?\(rank 0 of 2\)  \[0/1\]  eta: 0:00:00  loss: ", line)) for line in lines) == 4
-    )
+    assert len(re.findall(r"^Test: (?:EMA )?\(rank 0 of 2\)  \[0/1\]  eta: 0:00:00  loss: ", done.stdout, re.M)) == 4
     results = [line for line in lines if "Acc@1" in line]
     assert len(results) == 4
     assert all(line.endswith(" n=7") for line in results)
@@ -175,15 +158,6 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
         ("train", 1), ("train", 2), ("train", 3), ("epoch", 3), ("val", 3), ("val_ema", 3),
         ("train", 4), ("train", 5), ("train", 6), ("epoch", 6), ("val", 6), ("val_ema", 6),
     ]  # fmt: skip
-
-
-@pytest.mark.dist
-def test_srun_alone_joins_the_processes(tmp_path):
-    argv = ["--synthetic", "16", *SMALL, "--batch-size", "4", "--epochs", "1", "--output-dir", str(tmp_path / "out")]
-    outcome = run_ranks(train_rank, 2, argv, log_folder=tmp_path, launcher=slurm_environment).check()
-    assert "joining 2 processes" in outcome.output
-    assert "global batch 8 = 2 micro-batches x 4 images, 1 a process; 2 steps an epoch" in outcome.output
-    assert outcome.output.count("finished 1 epoch,") == 1
 
 
 def run_train(tmp_path, *argv, world_size=1, **options):
@@ -221,16 +195,6 @@ def test_test_only_repeats_the_last_evaluation_on_any_world_size_and_writes_noth
             expected = f"{prefix} {record['acc1']:.3f} Acc@5 {record['acc5']:.3f} loss {record['loss']:.3f} n=7"
             assert outcome.output.splitlines().count(expected) == 1
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
-
-
-def test_a_run_whose_first_loss_is_not_finite_claims_no_checkpoint(image_folder, tmp_path):
-    out = tmp_path / "out"
-    argv = ["--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", "4", "--lr", 1e20]
-    outcome = run_train(tmp_path, *argv)
-    assert outcome.codes == [5], outcome.output
-    assert "no checkpoint was saved yet" in outcome.output
-    assert "is kept" not in outcome.output
-    assert not list(out.glob("*.pth"))
 
 
 def test_every_train_command_of_the_readme_and_docs_parses(documented_commands, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import builtins
 import io
 import re
-import time
 from argparse import Namespace
 
 import numpy as np
@@ -14,15 +13,9 @@ import utils
 from tests.ranks import run_check
 
 
-def quarters(count, seed=0):
-    """Values whose sums are exact in floating point, in any order."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(-400, 400, (count,), generator=generator) / 4).tolist()
-
-
-@pytest.mark.parametrize("count", [1, 2, 6, 7, 40])
+@pytest.mark.parametrize("count", [1, 6, 40])
 def test_meter_looks_at_a_window_and_at_everything(count):
-    values, meter = quarters(count), utils.SmoothedValue(window_size=7)
+    values, meter = (torch.randint(-400, 400, (count,)) / 4).tolist(), utils.SmoothedValue(window_size=7)
     for value in values:
         meter.update(value)
     window = values[-7:]
@@ -42,8 +35,6 @@ def test_meters_are_empty_weighted_and_take_numbers_and_tensors():
     assert (meter.total, meter.count, meter.global_avg, meter.avg) == (8.0, 4, 2.0, 3.0)
     assert str(meter) == "1.0 3.0 2.000 5.0 5.0"
     assert isinstance(meter.value, float)
-    assert torch.equal(meter.sums(), torch.tensor([[3.0, 3.0], [5.0, 1.0]], dtype=torch.float64))
-    assert utils.SmoothedValue().sums().shape == (0, 2)
 
 
 def test_meter_does_not_wait_for_the_device():
@@ -72,20 +63,6 @@ def test_log_every_prints_each_nth_item_and_the_last(capsys, start, count, print
     assert printed == [(number, end) for number in expected]
     assert due == expected
     assert re.fullmatch(r"Epoch: \[3\] Total time: \d+:\d\d:\d\d", total)
-
-
-def test_timed_counts_the_wait_but_not_the_work():
-    def slow():
-        for item in range(3):
-            time.sleep(0.02)
-            yield item
-
-    logger, begin = utils.MetricLogger(), time.perf_counter()
-    for _ in logger.timed(slow()):
-        time.sleep(0.02)
-    elapsed = time.perf_counter() - begin
-    # time.sleep never returns early; the three sleeps of the body are no wait.
-    assert 0.06 <= logger.wait_s <= elapsed - 0.06
 
 
 def test_logger_gives_meters_as_attributes_and_nothing_else():
@@ -139,21 +116,13 @@ def test_reduce_keeps_a_number_as_it_is(value):
     assert not isinstance(value, torch.Tensor) or not torch.equal(total, value)  # it is a copy
 
 
-def check_meters(rank, world_size):
-    batches = [(1e16, 3), (1.0, 3), (1.0, 3), (-1e16, 3), (0.1, 2), (0.2, 1), (0.3, 5)]
+def check_processes(rank, world_size, folder):
+    utils.save_on_master({"rank": rank}, folder / f"by-rank-{rank}.pth")
     logger = utils.MetricLogger()
-    for mean, n in batches[rank::world_size]:
+    for mean, n in [(0.25, 3), (1.0, 3), (-1.5, 2), (0.5, 1), (2.0, 5)][rank::world_size]:
         logger.meters["hits"].update(mean, n)
     logger.synchronize_between_processes()
-    expected = 0.0
-    for mean, n in batches:  # the order of the batches, where another order gives another sum
-        expected += mean * n
-    assert logger.hits.total == expected
-    assert logger.hits.count == 20
-    assert logger.hits.global_avg == expected / 20
-
-
-def check_reduce(rank, world_size):
+    assert (logger.hits.total, logger.hits.count, logger.hits.global_avg) == (11.25, 14, 11.25 / 14)
     total = utils.reduce_across_processes(2**24 + 1)
     assert (total.item(), total.dtype) == (world_size * (2**24 + 1), torch.int64)
     mixed = torch.tensor([2.0**53 - 2, 1e-300], dtype=torch.float64) if rank == 0 else torch.zeros(2).double()
@@ -163,26 +132,11 @@ def check_reduce(rank, world_size):
     assert utils.reduce_across_processes([0.1 if rank == 0 else 0.0, 0.0]).tolist() == [0.1, 0.0]
 
 
-def check_save(rank, world_size, folder):
-    utils.save_on_master({"rank": rank}, folder / f"by-rank-{rank}.pth")
-
-
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_meters_are_summed_in_the_order_of_batches(tmp_path, world_size):
-    run_check(world_size, check_meters, tmp_path)
-
-
-@pytest.mark.dist
-def test_reduce_is_exact_over_processes(tmp_path):
-    run_check(3, check_reduce, tmp_path)
-
-
-@pytest.mark.dist
-def test_save_on_master_writes_one_file(tmp_path):
+def test_processes_sum_meters_and_numbers_and_write_one_file(tmp_path):
     folder = tmp_path / "files"
     folder.mkdir()
-    run_check(3, check_save, tmp_path, folder)
+    run_check(3, check_processes, tmp_path, folder)
     assert [path.name for path in folder.iterdir()] == ["by-rank-0.pth"]
     assert torch.load(folder / "by-rank-0.pth", weights_only=True) == {"rank": 0}
 
