@@ -11,7 +11,8 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from loading.forms import find_sources, open_source
 from loading.progress import Progress
 from loading.source import Source, labels_of, list_folder
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
+from options import BY_NAME
 from presets import build_presets
 from scripts.check import NUM_VAL
 from scripts.tool import as_json, build_parser, explain, output_file, positive, run, write_output
@@ -412,14 +414,6 @@ def numbers(text: str) -> list[int]:
     return sorted({positive(word) for word in text.split(",")} | {1})
 
 
-def fraction(text: str) -> float:
-    """Return a fraction that train.py's --minival takes; an argparse type."""
-    with suppress(ValueError):
-        if 0 < (number := float(text)) <= 0.5:
-            return number
-    raise argparse.ArgumentTypeError(f"{text}: expected a fraction above 0, at most 0.5")
-
-
 def json_file(text: str) -> Path:
     """Return the path of --json, or `_STDOUT`; an argparse type."""
     return _STDOUT if Path(text) == _STDOUT else output_file(".json")(text)
@@ -429,16 +423,15 @@ def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     usage = "CHECKPOINT --set NAME=DIR ... [options]"
     parser = build_parser(PROG, usage, "Evaluate a checkpoint on one set or on several.", EPILOG)
+    parser.set_defaults(minival=None)
     add_options(parser)
     parser.add_argument(
         "--set", metavar="NAME=DIR[,LIST]", action="extend", nargs="+", required=True, dest="sets",
         help="a set; give as many as you like",
     )  # fmt: skip
     parser.add_argument("--real", metavar="FILE", type=Path, help="ReaL labels of ILSVRC2012's val")
-    parser.add_argument(
-        "--minival", metavar="FRACTION", type=fraction,
-        help="evaluate --set minival=DIR/train only on the images that training with this --minival held out",
-    )  # fmt: skip
+    text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
+    replace(BY_NAME["minival"], help=text).add_to(parser)
     for name, kind, text in (
         ("--json", json_file, "write the results to FILE; - prints them, and nothing else, to standard output"),
         ("--per-class", output_file(".csv"), "write the accuracy of each class to FILE, as CSV"),
@@ -468,6 +461,7 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
     given = [text.partition("=")[0] for text in options.sets]
     if len(set(given)) < len(given):
         raise UserError(f"--set: two sets are called {next(name for name in given if given.count(name) > 1)}")
+    BY_NAME["minival"].check(options.minival)
     if (options.minival is not None) != ("minival" in given):
         raise UserError("--minival FRACTION and --set minival=DIR/train, the training images, are given together")
     seen = trained.trained_with.get("minival")

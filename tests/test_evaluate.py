@@ -356,7 +356,7 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
         (["--set", val, "--predictions", tmp_path / "a", "--per-class", tmp_path / "a"], "one file"),
         (["--set", val, "--real", tmp_path / "real.json", "--json", tmp_path / "real.json"], "one file"),
         (["--set", val, "--minival", "0.1"], "are given together"),
-        (["--set", val, "--minival", "0"], "--minival: 0: expected a fraction above 0, at most 0.5"),
+        (["--set", val, "--minival", "0"], "--minival 0.0: expected a number above 0"),
         (["--set", val, "--model", "resnet18"], "--model is resnet18"),
     ]:
         assert re.search(words, line := refusal(checkpoint, *argv)), line
