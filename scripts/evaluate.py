@@ -79,7 +79,6 @@ _INTERRUPTED = "interrupted; start it again: no results are kept"
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\b")
 _SYNSET = re.compile(r"n\d{8}")
 _HEADERS = {"file", "filename", "file_name", "image", "path", "name"}
-_MOST_LIST_BYTES = 1 << 28
 
 # The class of images of which only ReaL labels are known; no folder can have this name.
 _UNKNOWN = "n/a"
@@ -188,7 +187,7 @@ def open_list(given: str, name: str, folder: Path, table: Path) -> ImageSet:
 def read_list(given: str, table: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each line of a list, and its file and label."""
     with in_one_line(f"{given}: the list {table} cannot be read"):
-        lines = read_bytes(table, _MOST_LIST_BYTES).decode("utf-8-sig", "surrogateescape").splitlines()
+        lines = read_bytes(table).decode("utf-8-sig", "surrogateescape").splitlines()
         is_csv = table.suffix.lower() == ".csv" or "," in "".join(lines[:1])
         rows = list(csv.reader(lines)) if is_csv else [line.rsplit(None, 1) for line in lines]
     for number, row in enumerate(rows, 1):
@@ -274,7 +273,7 @@ def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
     """Give each set of ILSVRC2012's val its ReaL labels; UserError if there is no such set, or they do not fit it."""
     given = f"--real {path}"
     with in_one_line(f"{given} cannot be read"):
-        real = json.loads(read_bytes(path, _MOST_LIST_BYTES))
+        real = json.loads(read_bytes(path))
     if not isinstance(real, list) or not all(isinstance(labels, list) for labels in real):
         raise UserError(f"{given} is no list of lists of labels, as the published real.json is")
     if any(type(label) is not int or not 0 <= label < num_classes for labels in real for label in labels):
