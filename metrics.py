@@ -232,7 +232,7 @@ def build_evaluated(
         source: the name of the weights in a message.
         name: the model's name.
         weights: the weights, with the options that they were trained or published with.
-        given: preprocessing in place of the weights' own: some of `options.PREPROCESSING`.
+        given: preprocessing in place of the weights' own.
         is_typed: the command line names the model, so its own file may be run.
     """
     models.check_name(name)

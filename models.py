@@ -118,20 +118,18 @@ def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], source: str
         )
 
 
-# Keyword arguments that other options set, with these options.
+# Keyword arguments that the data or other options set; some would fetch weights.
 _NOT_FOR_KWARGS = {
-    "weights": "--weights", "weights_backbone": "--weights", "pretrained": "--weights", "pretrained_cfg": "--weights",
-    "pretrained_cfg_overlay": "--weights", "checkpoint_path": "--weights", "cache_dir": "--weights",
-    "num_classes": "the data", "model_name": "--model", "img_size": "--val-crop-size", "image_size": "--val-crop-size",
-    "drop_rate": "--dropout", "drop_path_rate": "--stochastic-depth",
+    "weights", "weights_backbone", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path",
+    "cache_dir", "num_classes", "model_name", "img_size", "image_size", "drop_rate", "drop_path_rate",
 }  # fmt: skip
 
 
 def _build_library(args: Any, num_classes: int) -> nn.Module:
     """Build a model of torchvision's or timm's from our options and the keyword arguments of `--model-kwargs`."""
     given = parse_kwargs(args.model_kwargs)
-    for key in given.keys() & _NOT_FOR_KWARGS.keys():
-        raise UserError(f"--model-kwargs {key}: {_NOT_FOR_KWARGS[key]} sets that; leave it out")
+    for key in given.keys() & _NOT_FOR_KWARGS:
+        raise UserError(f"--model-kwargs {key}: another option sets that, or the data; leave it out")
     is_timms = args.model.startswith("timm/")
     build, options = _find_timm(args) if is_timms else _find_torchvision(args)
     try:
@@ -317,13 +315,7 @@ def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
 
 
 def count_classes(model: nn.Module, weights: Mapping[str, Tensor], num_classes: int) -> int:
-    """Return the number of classes of a state dict's classifier; `num_classes` if it has no classifier.
-
-    Args:
-        model: a model of the same kind, perhaps with another number of classes.
-        weights: the state dict.
-        num_classes: the model's number of classes.
-    """
+    """Return the number of classes of a state dict's classifier; `num_classes`, the model's, if it has none."""
     head = weights.get(f"{classifier_layers(model, num_classes)[-1]}.weight")
     return num_classes if head is None or not head.ndim else len(head)
 
@@ -347,14 +339,6 @@ def set_training_mode(model: nn.Module) -> None:
             module.eval()
 
 
-def check_dtypes(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Refuse weights that are integers, or of 8 bits, where the model has floats: they lack the scale to read them."""
-    for name, own in model.state_dict().items():
-        found = weights.get(name)
-        if found is not None and own.is_floating_point() and (not found.is_floating_point() or found.itemsize < 2):
-            raise UserError(f"{source} is quantized: {name} is {found.dtype}; give weights of 16 bits or more")
-
-
 def load_matching(
     model: nn.Module,
     weights: Mapping[str, Tensor],
@@ -366,20 +350,17 @@ def load_matching(
 ) -> None:
     """Load a state dict into a model; its classifier may be for another number of classes, and is then left out.
 
-    A model with the state dict's number of classes loads it first, so that modules can translate older versions.
-
-    Args:
-        model: the model that takes the weights.
-        weights: the state dict.
-        source: the name of the weights in a message.
-        build: makes a model for a number of classes.
-        num_classes: the number of classes of `model`.
-        needs_classifier: the state dict must have a classifier for `num_classes`, since no training follows.
+    A model by `build` with the state dict's number of classes loads it first, so that modules can translate older
+    versions. With `needs_classifier` no training follows, and the classifier must be for the model's `num_classes`.
+    Messages call the weights `source`.
 
     Raises:
         UserError: the state dict belongs to another model, or its classifier does not fit.
     """
-    check_dtypes(model, weights, source)
+    for name, own in model.state_dict().items():
+        found = weights.get(name)
+        if found is not None and own.is_floating_point() and (not found.is_floating_point() or found.itemsize < 2):
+            raise UserError(f"{source} is quantized: {name} is {found.dtype}; give weights of 16 bits or more")
     ends = classifier_layers(model, num_classes)
     theirs = count_classes(model, weights, num_classes)
     reader = model if theirs == num_classes else build(theirs)
@@ -522,8 +503,7 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
 def set_tf32(*, is_allowed: bool | None) -> None:
     """Let float32 convolutions and matrix products on NVIDIA GPUs round their inputs to TF32, or forbid it for both.
 
-    Args:
-        is_allowed: None keeps torch's default, and so torchvision's numbers and speed: TF32 in convolutions only.
+    None keeps torch's default, and so torchvision's numbers and speed: TF32 in convolutions only.
     """
     if is_allowed is None:
         return

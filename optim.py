@@ -68,20 +68,14 @@ _UNDECAYED = ("class_token", "layer_scale", "pos_embedding", "relative_position_
 _EMBEDDINGS = ("class_token", "position_embedding", "relative_position_bias_table")
 
 
-def build_parameter_groups(args: Any, model: nn.Module, log: Callable[[str], None] | None = None) -> list[dict]:
-    """Return the parameter groups that the weight-decay options and `--layer-decay` ask for.
-
-    `log` is called with each line of `unmatched`.
-    """
+def build_parameter_groups(args: Any, model: nn.Module) -> list[dict]:
+    """Return the parameter groups that the weight-decay options and `--layer-decay` ask for."""
     if args.decay_1d:
         decays = {"bias": args.bias_weight_decay, **dict.fromkeys(_EMBEDDINGS, args.transformer_embedding_decay)}
         keys = [(name, decay) for name, decay in decays.items() if decay is not None]
         groups = set_weight_decay(model, args.weight_decay, args.norm_weight_decay, custom_keys_weight_decay=keys)
     else:
         groups = exempt_from_decay(model, args.weight_decay)
-    if log is not None:
-        for line in unmatched(args, model):
-            log(line)
     return groups if args.layer_decay is None else split_by_layer(model, groups, args.layer_decay, scaled_lr(args))
 
 
@@ -98,29 +92,6 @@ def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
         if parameter.requires_grad:
             groups[parameter.ndim <= 1 or name.endswith("bias") or is_named].append(parameter)
     return [{"params": groups[key], "weight_decay": 0.0 if key else weight_decay} for key in groups if groups[key]]
-
-
-def unmatched(args: Any, model: nn.Module) -> list[str]:
-    """Return a line about each option of decay, layers or optimizer that has no effect with this model."""
-    trained = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    norms = [each for each in model.modules() if isinstance(each, _NORM_CLASSES)]
-    norms = [each for each in norms if any(parameter.requires_grad for parameter in each.parameters())]
-    parts = {
-        "norm_weight_decay": (norms, "normalisation layers"),
-        "bias_weight_decay": (trained & {"bias"}, "biases"),
-        "transformer_embedding_decay": (trained & {*_EMBEDDINGS}, " or ".join(_EMBEDDINGS)),
-        "sync_bn": ([each for each in norms if isinstance(each, nn.modules.batchnorm._BatchNorm)], "BatchNorm"),
-    }
-    lines = [
-        f"{BY_NAME[name].flag} has no effect: {args.model} has no trainable {words}"
-        for name, (found, words) in parts.items()
-        if not found and getattr(args, name) is not None and getattr(args, name) is not False  # 0.0 is a decay
-    ]
-    if not args.decay_1d and len(exempt_from_decay(model, args.weight_decay)) == 1:
-        lines.append(f"--no-decay-1d has no effect: all parameters of {args.model} decay, or none")
-    if "momentum" in args.given and "momentum" not in find_optimizer(args).options:
-        lines.append(f"--momentum has no effect: --opt {args.opt} has no such option")
-    return lines
 
 
 # A part of a parameter's name that numbers a layer among layers of one kind: 3, encoder_layer_3, denseblock2 ...

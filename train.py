@@ -257,7 +257,7 @@ def main(args):
         evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return
 
-    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp, print))
+    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
     scaler = models.build_scaler(args, device)
     model = gradients.wrap_model(model_without_ddp, args)
     run = Run(

@@ -24,12 +24,8 @@ from options import BY_NAME, PREPROCESSING, is_same_model, split_custom
 def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
     """Return the state dict that `--weights` names, or None without the option.
 
-    Args:
-        args: the options.
-        val: the validation set, for the names of its classes.
-
     Raises:
-        UserError: it names no weights, or weights that cannot be evaluated on these classes.
+        UserError: it names no weights, or weights that cannot be evaluated on the classes of the validation set `val`.
     """
     if args.weights is None:
         return None
@@ -181,12 +177,7 @@ def settle_preprocessing(
 
 
 def preprocessing_line(values: Any, origin: str) -> str:
-    """Return the line about how images are prepared; its options can be given to train.py and to the tools.
-
-    Args:
-        values: an object with the attributes of `PREPROCESSING`.
-        origin: words about where they come from.
-    """
+    """Return the line about how images are prepared, and why; its options can be given to train.py and to the tools."""
     words = " ".join(f"{BY_NAME[name].flag} {_text(getattr(values, name))}" for name in PREPROCESSING)
     return f"preprocessing: {words}: {origin}"
 
@@ -211,9 +202,7 @@ def _text(value: Any) -> str:
 def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[str, Any], str]:
     """Return the options that torchvision or timm publish with a model, and words about them; {} where none are.
 
-    Args:
-        model: the model's name; of torchvision's weights the first ones count, mostly IMAGENET1K_V1.
-        crop: another size of the central crop, which scales timm's resize.
+    Of torchvision's weights the first ones count, mostly IMAGENET1K_V1. Another `crop` scales timm's resize.
     """
     if split_custom(model) is not None:
         return {}, ""
@@ -231,11 +220,7 @@ def _note_on_crop(mode: Any) -> str:
 
 
 def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our options for a model as timm's script builds and evaluates it.
-
-    Args:
-        name: timm/ and the model's name.
-        trained: the options of timm's script.
+    """Return our options for the model timm/NAME as timm's script builds and evaluates it with its options `trained`.
 
     Raises:
         UserError: the sizes of its images cannot be used.
@@ -269,11 +254,9 @@ def describe_published(weights: WeightsEnum) -> tuple[dict[str, Any], str]:
 
 
 def find_published(name: str, source: str) -> tuple[str, WeightsEnum]:
-    """Return the model and the weights of torchvision's that a name means; UserError if there are none.
+    """Return the model and the weights of torchvision's that a name means; UserError, about `source`, if none are.
 
-    Args:
-        name: `resnet50` for its default weights, `resnet50.IMAGENET1K_V1` or `ResNet50_Weights.IMAGENET1K_V1`.
-        source: the weights' name in messages.
+    Names are `resnet50`, for its default weights, `resnet50.IMAGENET1K_V1` and `ResNet50_Weights.IMAGENET1K_V1`.
     """
     names = torchvision.models.list_models(module=torchvision.models)
     enums = {name: torchvision.models.get_model_weights(name) for name in names}
@@ -311,10 +294,6 @@ def fetch_by_name(source: str) -> Weights:
 
 def fetch_published(weights: WeightsEnum, source: str) -> dict[str, Tensor]:
     """Return the state dict of torchvision's weights, from torch's cache or the network.
-
-    Args:
-        weights: a member of a weights enumeration.
-        source: the weights' name in messages.
 
     Raises:
         UserError: they cannot be fetched, or the copy in the cache is damaged.

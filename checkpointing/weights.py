@@ -100,11 +100,9 @@ def take_weights(content: dict, name: str, *, is_average: bool = False) -> Weigh
 
 
 def fetch_from_hub(name: str, source: str | None = None) -> Path:
-    """Return the path of a file of the Hugging Face hub in its local cache.
+    """Return the path of a file of the Hugging Face hub in its local cache; messages call it `source`.
 
-    Args:
-        name: hf-hub:ORG/NAME, which means model.safetensors there, or hf-hub:ORG/NAME/FILE.
-        source: the file's name in messages; by default an argument of `--weights`.
+    The name is hf-hub:ORG/NAME, which means model.safetensors there, or hf-hub:ORG/NAME/FILE.
 
     Raises:
         UserError: the file cannot be fetched, or the hub's package is not installed.

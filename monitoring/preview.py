@@ -55,8 +55,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     models.check_model(args)
     model = estimate.build_without_memory(args, num_classes)
     _check_weights(args, num_classes)
-    lacking = []
-    groups = optim.build_parameter_groups(args, model, lacking.append)
+    groups = optim.build_parameter_groups(args, model)
     optimizer = optim.build_optimizer(args, groups)
     scheduler = optim.LRScheduler(args, optimizer)
     steps_per_epoch = num_images // args.global_batch_size
@@ -77,7 +76,6 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
         f"{steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
         f"{num_images % args.global_batch_size} images left out of each epoch, different ones each time",
         *([f"--sync-bn: needs {args.num_shards} processes, one for each micro-batch"] if is_short else []),
-        *lacking,
         *config.remarks(args),
         *([models.describe_ema(args)] if args.model_ema else []),
         *reference_lines(args),

@@ -233,16 +233,3 @@ def test_count_correct_and_accuracy_agree_with_ranks(num_classes):
         assert all(count.dtype == torch.int64 and count.ndim == 0 for count in counts)
     percent = utils.accuracy(output, target, topk=(1, 3, 5))
     assert [share.item() for share in percent] == [count * 100 / 64 for count in expected]  # / 64 is exact
-
-
-@pytest.mark.parametrize(("smoothing", "threshold", "target", "expected"), [
-    (0.0, None, [2, 0], [[0, 0, 1, 0], [1, 0, 0, 0]]),
-    (0.1, None, [2, 0], [[0.025, 0.025, 0.925, 0.025], [0.925, 0.025, 0.025, 0.025]]),
-    (0.0, 0.2, [[0.7, 0.3, 0.0, 0.0], [0.9, 0.0, 0.1, 0.0]], [[1, 1, 0, 0], [1, 0, 0, 0]]),
-])  # fmt: skip
-def test_binary_cross_entropy_is_one_decision_for_each_class(smoothing, threshold, target, expected):
-    output, expected = torch.tensor([[0.5, -1.0, 2.0, 0.0], [1.0, 0.0, 0.0, -3.0]]), torch.tensor(expected).double()
-    probability = 1 / (1 + (-output.double()).exp())
-    by_definition = -(expected * probability.log() + (1 - expected) * (1 - probability).log()).mean()
-    loss = metrics.BinaryCrossEntropy(smoothing, threshold)(output, torch.tensor(target))
-    assert float(loss) == pytest.approx(float(by_definition), rel=1e-6)  # float32

@@ -14,7 +14,6 @@ from torch.optim import lr_scheduler as torchs
 
 import config
 import metrics
-import models
 import optim
 import options
 import presets
@@ -245,26 +244,6 @@ def test_no_decay_1d_exempts_in_torchvisions_models_what_their_sources_do(name, 
     assert all(names[parameter].endswith("weight") and parameter.ndim > 1 for parameter in decayed["params"])
     assert {names[parameter].rpartition(".")[2] for parameter in rest["params"] if parameter.ndim > 1} == exempt
     assert {p for p in names if p.ndim <= 1} <= set(rest["params"])
-
-
-@pytest.mark.parametrize(("model", "changes", "flags"), [
-    ("alexnet", {"norm_weight_decay": 0.0}, ["--norm-weight-decay"]),
-    ("resnet18", {"norm_weight_decay": 0.0, "bias_weight_decay": 0.0}, []),
-    ("resnet18", {"transformer_embedding_decay": 0.0}, ["--transformer-embedding-decay"]),
-    ("vit_b_16", {"transformer_embedding_decay": 0.0, "sync_bn": True}, ["--sync-bn"]),
-    ("timm/deit_tiny_patch16_224", {"transformer_embedding_decay": 0.0}, ["--transformer-embedding-decay"]),
-    ("resnet18", {"sync_bn": True, "decay_1d": False}, []),
-    ("resnet18", {"sync_bn": True, "norm_weight_decay": 0.0, "freeze": True}, ["--norm-weight-decay", "--sync-bn"]),
-    ("resnet18", {"opt": "timm/lamb", "given": ["momentum"]}, ["--momentum"]),
-    ("resnet18", {"opt": "adamw", "given": ["momentum"]}, ["--momentum"]),
-    ("resnet18", {"opt": "timm/muon", "given": ["momentum"]}, []),
-])  # fmt: skip
-def test_an_option_that_matches_nothing_is_named(model, changes, flags):
-    args, built, lines = options_of(model=model, **changes), model_of(model), []
-    if args.freeze:
-        models.freeze_all_but_classifier(built, 1000)
-    optim.build_parameter_groups(args, built, lines.append)
-    assert [line.split()[0] for line in lines] == flags
 
 
 # Optimizers

@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 import torchvision
+from PIL import Image
 from torchvision.models import list_models
 
 import config
@@ -21,7 +22,7 @@ from checkpointing.schema import check_schema
 from presets import ClassificationPresetTrain, ProgressivePreset, TimmPolicy
 from randomness import seed_host
 from sampler import TrainSampler, VirtualShards
-from tests.endings import differing
+from tests.endings import differing, flatten
 
 
 def test_progressive_crops_grow_in_steps_of_32_and_end_at_the_size():
@@ -44,9 +45,6 @@ def test_a_run_trains_at_the_sizes_of_its_epochs(image_folder):
 
 
 def test_timms_policy_draws_from_the_address_alone(image_folder):
-    pytest.importorskip("timm")
-    from PIL import Image
-
     image = Image.open(next((image_folder / "train" / "class0").iterdir())).convert("RGB").resize((32, 32))
     policy = TimmPolicy("timm/rand-m7-mstd0.5-inc1", 32, torchvision.transforms.InterpolationMode.BICUBIC)
     results = []
@@ -56,8 +54,7 @@ def test_timms_policy_draws_from_the_address_alone(image_folder):
         results.append(policy(image).tobytes())
     assert results[0] == results[1]
     seed_host(1, 2, 4)
-    others = [policy(image).tobytes() for _ in range(5)]
-    assert len(set(others)) > 1
+    assert len({policy(image).tobytes() for _ in range(5)}) > 1
 
 
 # What is not happy with 64 px.
@@ -78,7 +75,6 @@ def step_save_and_resume(name, tmp_path):
     generator = torch.Generator().manual_seed(0)
     loader = [(torch.randn(2, 3, size, size, generator=generator), torch.tensor([1, 3]))]
     train.train_one_epoch(model, metrics.build_criterion(args), optimizer, loader, torch.device("cpu"), 0, args)
-    assert optim.all_finite(model.parameters())
     moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
     # A ViT's classifier begins at zero, and nothing below it moves yet.
     assert any(moved) if name.startswith("vit_") else sum(moved) > 0.9 * len(moved)
@@ -97,9 +93,7 @@ def step_save_and_resume(name, tmp_path):
     run = RunState(1, facts, {"model": restored, "optimizer": optim.OptimizerState(restored_optimizer)})
     run.load_state_dict(check_schema(load_checkpoint(tmp_path / "checkpoint.pth", "it"), "it"))
     assert differing(model.state_dict(), restored.state_dict()) == []
-    momenta = [entry["momentum_buffer"] for entry in optimizer.state.values()]
-    again = [entry["momentum_buffer"] for entry in restored_optimizer.state.values()]
-    assert all(torch.equal(a, b) for a, b in zip(momenta, again, strict=True))
+    assert differing(*(flatten(each.state_dict()["state"]) for each in (optimizer, restored_optimizer))) == []
 
 
 OTHERS = sorted(set(list_models(module=torchvision.models)) - set(REPRESENTATIVE))
@@ -108,7 +102,3 @@ OTHERS = sorted(set(list_models(module=torchvision.models)) - set(REPRESENTATIVE
 @pytest.mark.parametrize("name", [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_a_classifier_trains_a_step_and_resumes(name, tmp_path):
     step_save_and_resume(name, tmp_path)
-
-
-def test_there_are_80_classifiers():
-    assert len(REPRESENTATIVE + OTHERS) >= 80

@@ -1,13 +1,11 @@
 """Files of weights: as torchvision, pytorch/examples, timm, the hub and safetensors have them, and of other sizes."""
 
 import argparse
-import hashlib
 import os
 import pickle
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import timm
 import torch
@@ -26,7 +24,6 @@ from checkpointing.weights import fetch_from_hub, load_weights
 from errors import UserError
 from scripts.trained import open_trained
 from tests.images import write_images
-from tests.ranks import run_ranks
 from tests.started import SMALL, SMALL_ANYWHERE, Hostile, refused, run_train
 
 
@@ -160,70 +157,25 @@ def test_a_file_that_torch_never_wrote_is_refused_for_that_and_without_a_warning
             load_weights(tmp_path / "w.pth")
 
 
-@pytest.fixture
-def three(tmp_path):
-    """Checkpoints of torchvision's with the weights 1, 2 and 6, the counts 5, 8 and 9, and options."""
-    paths = []
-    for number, count in [(1.0, 5), (2.0, 8), (6.0, 9)]:
-        model = {
-            "weight": torch.full((2,), number),
-            "count": torch.tensor(count),
-            "half": torch.full((1,), 3 * number).half(),
-        }
-        paths.append(tmp_path / f"model_{count}.pth")
-        torch.save({"model": model, "epoch": count, "args": NAMESPACE}, paths[-1])
-    return paths
-
-
-def test_checkpoints_are_averaged(three):
-    mean = utils.average_checkpoints(map(str, three))
-    assert list(mean["model"]) == ["weight", "count", "half"]
-    assert mean["model"]["weight"].tolist() == [3.0, 3.0]
-    assert mean["model"]["count"].tolist() == 7  # 22 / 3, rounded down
-    assert mean["model"]["count"].dtype == torch.int64
-    assert mean["model"]["half"].dtype == torch.float32
-    assert mean["model"]["half"].item() == 9.0
-    assert (mean["epoch"], mean["args"]) == (5, NAMESPACE)
-    alone = utils.average_checkpoints(three[:1])["model"]
-    assert alone["weight"].tolist() == [1.0, 1.0]
-
-
+# What averaging and storing give is compared with torchvision's own in tests/test_torchvision_script.py.
 @pytest.mark.parametrize(("content", "error", "words"), [
-    ({"model": {"weight": torch.zeros(2), "other": torch.zeros(1)}}, KeyError, "model_5.pth: count, half, other"),
-    ({"model": {"weight": torch.zeros(3), "count": torch.tensor(3), "half": torch.ones(1)}}, KeyError, ": weight"),
+    ({"model": {"weight": torch.zeros(2), "other": torch.zeros(1)}}, KeyError, "model.pth: half, other"),
+    ({"model": {"weight": torch.zeros(3), "half": torch.ones(1)}}, KeyError, ": weight"),
     ({"state_dict": {}}, UserError, "no weights as `model`"), ({"model": Thing()}, UserError, "contains code"),
 ])  # fmt: skip
-def test_checkpoints_that_do_not_fit_are_not_averaged(three, tmp_path, content, error, words):
+def test_checkpoints_that_do_not_fit_are_not_averaged(tmp_path, content, error, words):
+    torch.save({"model": {"weight": torch.zeros(2), "half": torch.ones(1).half()}}, tmp_path / "model.pth")
     torch.save(content, tmp_path / "other.pth")
     with pytest.raises(error, match=words):
-        utils.average_checkpoints([*three, tmp_path / "other.pth"])
+        utils.average_checkpoints([tmp_path / "model.pth", tmp_path / "other.pth"])
     with pytest.raises(ValueError, match="no checkpoints"):
         utils.average_checkpoints([])
 
 
-def test_weights_are_stored_under_their_hash(tmp_path):
-    model, trained = small_model(), small_model(3)
-    checkpoint = {"model": trained.state_dict(), "model_ema": averaged(trained, 3).state_dict(), "args": NAMESPACE}
-    checkpoint["more"] = trained.state_dict()
-    checkpoint["more"]["aux.weight"] = torch.zeros(1)
-    torch.save(checkpoint, tmp_path / "checkpoint.pth")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    paths = [
-        utils.store_model_weights(model, str(tmp_path / "checkpoint.pth")),
-        utils.store_model_weights(model, tmp_path / "checkpoint.pth", checkpoint_key="model_ema"),
-        utils.store_model_weights(model, tmp_path / "checkpoint.pth", "more", strict=False),
-    ]
-    for path in map(Path, paths):
-        assert path.parent == tmp_path
-        assert path.name == f"weights-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}.pth"
-        stored = torch.load(path, weights_only=True)
-        assert list(stored) == list(trained.state_dict())
-        assert torch.equal(stored["layers.0.weight"], trained.layers[0].weight)
-    assert {type(path) for path in paths} == {str}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert len(list(tmp_path.iterdir())) == 1 + len(set(paths))
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        utils.store_model_weights(model, tmp_path / "checkpoint.pth", "more")
+def test_no_weights_are_stored_of_a_checkpoint_without_them(tmp_path):
+    torch.save({"model": {}}, tmp_path / "checkpoint.pth")
+    with pytest.raises(UserError, match="holds no weights as `model`"):
+        utils.store_model_weights(small_model(), tmp_path / "checkpoint.pth")
 
 
 def test_a_safetensors_file_is_a_state_dict_and_a_damaged_one_is_refused(tmp_path):
@@ -253,45 +205,20 @@ def test_a_run_starts_from_one(tmp_path):
     refused(run_train(tmp_path, *argv, *weights, "--test-only"), "belongs to another model")
 
 
-def write_hub(folder, files):
-    """Write a repository of the hub as its package caches it."""
-    home = folder / "models--someone--something"
+def test_a_name_of_the_hub_means_a_file_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    checkpoint = {"model": {"weight": torch.tensor([1.0])}, "model_ema": {"module.weight": torch.tensor([2.0])}}
+    home = tmp_path / "models--someone--something"  # as the hub's package caches a repository
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text("1" * 40)
     (home / "snapshots" / ("1" * 40)).mkdir(parents=True)
-    for name, write in files.items():
-        write(home / "snapshots" / ("1" * 40) / name)
-
-
-def fetch_each(folder, names):
-    os.environ.update(HF_HUB_CACHE=str(folder), HF_HUB_OFFLINE="1")
-    for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
-        del sys.modules[name]  # which has read the environment
-    for name, kind in names:
-        try:
-            weights = load_weights(fetch_from_hub(name), is_average=kind == "ema")
-            print(weights.kind, float(weights["weight"]))
-        except UserError as error:
-            print("refused", error)
-
-
-def test_a_name_of_the_hub_means_a_file_there(tmp_path):
-    checkpoint = {"model": {"weight": torch.tensor([1.0])}, "model_ema": {"module.weight": torch.tensor([2.0])}}
-    write_hub(
-        tmp_path,
-        {
-            "model.safetensors": lambda path: save_file({"weight": torch.tensor([3.0])}, path),
-            "best.pth": lambda path: torch.save(checkpoint, path),
-        },
-    )
-    names = [
-        ("hf-hub:someone/something", "raw"), ("hf-hub:someone/something/best.pth", "ema"),
-        ("hf-hub:someone/nothing", "raw"),
-    ]  # fmt: skip
-    ran = run_ranks(fetch_each, 1, tmp_path, names, log_folder=tmp_path).check()
-    whole, average, missing = ran.output.splitlines()
-    assert (whole, average) == ("a bare state dict 3.0", "the average 2.0")
-    assert missing.startswith("refused --weights hf-hub:someone/nothing: cannot fetch model.safetensors: ")
+    save_file({"weight": torch.tensor([3.0])}, home / "snapshots" / ("1" * 40) / "model.safetensors")
+    torch.save(checkpoint, home / "snapshots" / ("1" * 40) / "best.pth")
+    assert load_weights(fetch_from_hub("hf-hub:someone/something"))["weight"] == 3
+    assert load_weights(fetch_from_hub("hf-hub:someone/something/best.pth"), is_average=True)["weight"] == 2
+    with pytest.raises(UserError, match=r"hf-hub:someone/nothing: cannot fetch model\.safetensors: "):
+        fetch_from_hub("hf-hub:someone/nothing")
 
 
 @pytest.fixture(params=["resnet18", "vit_tiny_patch16_224"])
