@@ -11,13 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import config
 import data
 import metrics
 import sampler
 import train
 import utils
-from checkpointing.checkpoint import RunState
 from monitoring import monitor
 from tests.ranks import run_check, run_ranks, train_rank
 from tests.started import SMALL
@@ -154,29 +152,6 @@ def test_what_is_measured_reaches_console_records_and_curves_by_its_name(image_f
         assert set(events.Tags()["scalars"]) == curves | rates
         assert [event.value for event in events.Scalars("val/even")] == pytest.approx([r["even"] for r in values])
     assert all_records[0] == all_records[1]
-
-
-def test_a_further_set_needs_no_list_to_be_in(tmp_path, capsys):
-    args = config.parse_args(["--synthetic"])
-    loaders = {"val": loader_of(0, 1), "other": loader_of(0, 1, batch_size=5)}
-    results = train.evaluate_all(
-        args, nn.Identity(), nn.Identity(), nn.CrossEntropyLoss(), loaders, torch.device("cpu")
-    )
-    assert list(results) == ["val", "val_ema", "other", "other_ema"]
-    results["other"]["acc1"] = 100.0
-    state = RunState(1, {}, {})
-    state.note_results(results, "acc1")
-    assert state.bests["best"]["value"] == results["val"]["acc1"]
-    assert sorted(state.best_now) == ["best", "best_ema"]
-    writer = monitor.Monitor(tmp_path, state)
-    writer.open()
-    with writer:
-        for kind, result in results.items():
-            writer.write(kind, 1, 0, **result)
-    tags = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
-    assert set(tags) == {f"{kind}/{name}" for kind in results for name in ("loss", "acc1", "acc5")}
-    starts = [line.split(" Acc@1")[0] for line in capsys.readouterr().out.splitlines() if " Acc@1" in line]
-    assert starts == ["Test:", "Test: EMA", "Test: other", "Test: other EMA"]
 
 
 def check_order(rank, world_size):

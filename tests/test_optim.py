@@ -171,19 +171,14 @@ def test_norms_of_all_kinds_beside_frozen_and_shared_parameters(norm):
     assert [id(parameter) for parameter in norms["params"]] == [id(norm.weight), id(norm.bias)]
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        # 16 blocks; the stem is 0 and the classifier 17
-        ("resnet50", {"conv1.weight": 0, "bn1.bias": 0, "layer1.0.conv3.weight": 1, "layer2.0.conv1.weight": 4,
-                      "layer4.2.bn3.weight": 16, "fc.bias": 17}),
-        # 12 blocks
-        ("vit_b_16", {"class_token": 0, "conv_proj.weight": 0, "encoder.pos_embedding": 0,
-                      "encoder.layers.encoder_layer_0.mlp.0.weight": 1,
-                      "encoder.layers.encoder_layer_11.ln_2.bias": 12, "encoder.ln.weight": 13,
-                      "heads.head.weight": 13}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "expected"), [
+    # 16 blocks: the stem is 0 and the classifier 17
+    ("resnet50", {"conv1.weight": 0, "bn1.bias": 0, "layer1.0.conv3.weight": 1, "layer2.0.conv1.weight": 4,
+                  "layer4.2.bn3.weight": 16, "fc.bias": 17}),
+    # 12 blocks
+    ("vit_b_16", {"class_token": 0, "encoder.pos_embedding": 0, "encoder.layers.encoder_layer_0.mlp.0.weight": 1,
+                  "encoder.layers.encoder_layer_11.ln_2.bias": 12, "encoder.ln.weight": 13, "heads.head.weight": 13}),
+])  # fmt: skip
 def test_layers_are_numbered_from_the_input(model, expected):
     numbers = optim.layers_of(model_of(model))
     assert {name: numbers[name] for name in expected} == expected
