@@ -314,11 +314,3 @@ def test_sets_of_options_that_a_parser_made_are_checked_in_one_line(image_folder
     train_set, val_set, train_sampler, _ = load(tmp_path, *argv)
     assert train_set is train_sampler is None
     assert val_set[0][0].shape == (3, 224, 224)  # the weights' own, as there
-
-
-def test_training_images_that_are_evaluated_too_are_said(image_folder, tmp_path, capsys):
-    for split in ("train", "val"):
-        (tmp_path / split).symlink_to(image_folder / "train")
-    args = arguments(tmp_path)
-    data.build_datasets(*config.split_dirs(args), args)
-    assert "train and val are the same folder" in capsys.readouterr().out
