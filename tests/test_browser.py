@@ -1,20 +1,16 @@
-"""Pages in a real browser: the report of a run, which loads nothing, and TensorBoard on a run's folder."""
+"""The report of a run in a real browser, in which it loads nothing."""
 
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
-import threading
-import urllib.request
 
 import numpy
 import pytest
 from PIL import Image
 
 from scripts.report import write_report
-from tests.ranks import REPOSITORY
 
 # CI must not pass without it; who has it not may still run the other tests.
 pytestmark = [
@@ -44,11 +40,6 @@ def open_page(url, folder):
     return done.stdout, [url for url in pages if url.startswith("http")]
 
 
-def read_json(url):
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        return json.load(answer)
-
-
 def test_report_shows_the_run_and_asks_the_network_for_nothing(started, tmp_path):
     out = started.copy(tmp_path / "a <b>run</b>")
     # The page forbids itself all loading; without that, it must not even try.
@@ -76,48 +67,3 @@ def test_forbidding_loads_lets_the_curves_be_drawn(started, tmp_path):
     pixels = numpy.asarray(Image.open(tmp_path / "page.png").convert("RGB"))
     for color in [(31, 119, 180), (255, 127, 14)]:  # matplotlib's first two: training, validation
         assert (pixels == color).all(axis=2).sum() > 20
-
-
-@pytest.fixture(scope="module")
-def tensorboard(started):
-    """The address of a TensorBoard on a run's folder."""
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(started.out)]
-    command += ["--host", "127.0.0.1", "--port", "0", "--load_fast", "false"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY)
-    limit = threading.Timer(120, process.kill)
-    limit.start()
-    try:
-        found = next((m for line in process.stdout if (m := re.search(r"http://127\.0\.0\.1:\d+/", line))), None)
-        assert found, "TensorBoard has ended"
-        limit.cancel()
-        yield found[0]
-    finally:
-        limit.cancel()
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def test_tensorboard_shows_the_run(tensorboard, started):
-    records = [json.loads(line) for line in (started.out / "metrics.jsonl").read_text().splitlines()]
-    losses = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
-    tags = read_json(f"{tensorboard}data/plugin/scalars/tags")
-    (name,) = tags
-    assert {"train/loss", "train/acc1", "train/lr", "val/loss", "val/acc1", "val/acc5"} <= set(tags[name])
-    scalars = read_json(f"{tensorboard}data/plugin/scalars/scalars?run={name}&tag=train%2Floss")
-    assert {step: pytest.approx(value) for _, step, value in scalars} == losses
-
-
-@pytest.mark.parametrize(
-    ("tab", "asks"),
-    [
-        ("timeseries", ["timeseries/tags"]),
-        ("hparams", ["hparams/session_groups"]),
-        ("custom_scalars", ["custom_scalars/layout", "val_ema%2Floss"]),
-    ],
-)
-def test_each_tab_of_tensorboard_finds_the_run(tensorboard, tmp_path, tab, asks):
-    """The page asks for the run's own tags, of which it has learnt from the run; its DOM hides the tabs' contents."""
-    _, asked = open_page(f"{tensorboard}#{tab}", tmp_path)
-    assert [words for words in asks if not any(words in url for url in asked)] == []
-    assert all(url.startswith(tensorboard) for url in asked)
