@@ -8,11 +8,13 @@ import math
 import re
 import statistics
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy
 
 from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
@@ -100,48 +102,38 @@ def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-class Curve(NamedTuple):
-    """The means and standard deviations of one measure over runs that differ in their seeds alone."""
-
-    label: str
-    style: dict[str, Any]
-    run: LoggedRun  # one of them
-    steps: list[int]
-    means: list[float]
-    spreads: list[float]
-
-
-def read_curves(groups: dict[str, list[LoggedRun]], name: str) -> Iterator[Curve]:
-    """Yield the curves of one measure: of each group of runs, and of each kind of record."""
+def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> None:
+    """Draw one measure over epochs of training: a line for each group of runs and each kind of record, and a band."""
+    axis.grid(alpha=0.3)
     for number, (label, group) in enumerate(groups.items()):
         for place, (kind, title) in enumerate(KINDS.items()):
             curves = [run.points(kind, name) for run in group]
-            if steps := sorted({step for curve in curves for step in curve}):
-                values = [[curve[step] for curve in curves if step in curve] for step in steps]
-                style = {"linestyle": "--", "marker": "."} if place else {"linewidth": 1}
-                style["color"] = f"C{(number if len(groups) > 1 else place) % 10}"
-                title = f"{label}: {title}" if len(groups) > 1 else title
-                means, spreads = map(statistics.fmean, values), map(spread, values)
-                yield Curve(plain(title), style, group[0], steps, list(means), list(spreads))
+            steps = sorted({step for curve in curves for step in curve})
+            if not steps:
+                continue
+            values = [[curve[step] for curve in curves if step in curve] for step in steps]
+            means, spreads = numpy.array([[statistics.fmean(each), spread(each)] for each in values]).T
+            xs = [step / group[0].steps_per_epoch for step in steps]
+            style = {"linestyle": "--", "marker": "."} if place else {"linewidth": 1}
+            color = f"C{(number if len(groups) > 1 else place) % 10}"
+            title = f"{label}: {title}" if len(groups) > 1 else title
+            axis.plot(xs, means, color=color, label=plain(title), **style)
+            axis.fill_between(xs, means - spreads, means + spreads, color=color, alpha=0.2)
+    if name == "loss" and min(line.get_ydata().min() for line in axis.lines) > 0:
+        axis.set_yscale("log")  # a linear scale would be flat beside an evaluation that is far off
 
 
 def draw_curves(groups: dict[str, list[LoggedRun]]) -> Any:
-    """Return a figure with one plot for each measure over epochs of training; None if there are no curves."""
-    panels = {name: curves for name in PANELS if (curves := list(read_curves(groups, name)))}
-    if not panels:
+    """Return a figure with one plot for each measure; None if there are no curves."""
+    runs = [run for group in groups.values() for run in group]
+    names = [name for name in PANELS if any(run.points(kind, name) for run in runs for kind in KINDS)]
+    if not names:
         return None
-    rows, handles = (len(panels) + 1) // 2, {}
+    rows = (len(names) + 1) // 2
     figure = new_figure(13, 3.2 * rows)
-    for place, (name, curves) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(rows, 2, place, title=PANELS[name], xlabel="epochs of training")
-        axis.grid(alpha=0.3)
-        for curve in curves:
-            xs = [step / curve.run.steps_per_epoch for step in curve.steps]
-            (handles[curve.label],) = axis.plot(xs, curve.means, **curve.style)
-            low, high = zip(*((m - s, m + s) for m, s in zip(curve.means, curve.spreads, strict=True)), strict=True)
-            axis.fill_between(xs, low, high, color=curve.style["color"], alpha=0.2)
-        if name == "loss" and min(min(curve.means) for curve in curves) > 0:
-            axis.set_yscale("log")  # a linear scale would be flat beside an evaluation that is far off
+    for place, name in enumerate(names, 1):
+        draw_measure(figure.add_subplot(rows, 2, place, title=PANELS[name], xlabel="epochs of training"), groups, name)
+    handles = {line.get_label(): line for axis in figure.axes for line in axis.lines}
     figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
     return figure
 

@@ -3,7 +3,6 @@
 import gzip
 import io
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from torchvision.datasets import imagenet
-from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from scripts import prepare
 from tests import archives
@@ -84,45 +82,25 @@ def test_the_official_archives_become_what_torchvision_makes_of_them(official, t
         assert content(tmp_path / "ours" / split) == content(theirs / split)
 
 
-def test_alphabetical_synsets_are_the_classes_of_torchvisions_weights(tmp_path):
-    """WordNet's words for the 1,000 synsets, by timm's table, against the categories of torchvision's weights."""
-    pytest.importorskip("scipy")
-    info = Path(pytest.importorskip("timm").__file__).parent / "data" / "_info"
-    lemmas = dict(line.split("\t") for line in (info / "imagenet_synset_to_lemma.txt").read_text().splitlines())
-    synsets = (info / "imagenet_synsets.txt").read_text().split()
-    random.Random(0).shuffle(synsets)  # as the devkit's numbers are
-    numbered = {number: (synset, lemmas[synset]) for number, synset in enumerate(synsets, 1)}
-    (tmp_path / DEVKIT).write_bytes(archives.devkit(numbered, [*numbered]))
-    truth = prepare.read_devkit(tmp_path / DEVKIT)
-    assert [truth[f"ILSVRC2012_val_{number:08d}"] for number in numbered] == synsets
-    classes = sorted({*truth.values()})
-    assert [classes[0], classes[1], classes[-1]] == ["n01440764", "n01443537", "n15075141"]
-    assert [_IMAGENET_CATEGORIES[n] for n in (0, 1, -1)] == ["tench", "goldfish", "toilet tissue"]
-    pairs = zip(_IMAGENET_CATEGORIES, classes, strict=True)
-    # Some words are spelt otherwise there.
-    assert sum(category.lower() in lemmas[synset].lower() for category, synset in pairs) > 990
-
-
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        ("official", ("scripts.prepare.os.replace", 9, "before")),  # a file is whole, and has no name yet
         ("official", ("scripts.prepare.os.sync", 1, "after")),  # train is whole, and has no name yet
         ("official", ("scripts.prepare.os.rename", 2, "before")),
-        ("kaggle", ("scripts.prepare.os.replace", 9, "before")),
+        ("kaggle", ("scripts.prepare.os.replace", 9, "before")),  # a file is whole, and has no name yet
         ("parquet", ("scripts.prepare.os.replace", 9, "after")),
     ],
 )
 def test_killed_and_run_again_it_gives_the_same_folders(source, tmp_path, request, fault):
-    command = [request.getfixturevalue(source), tmp_path / "out", "--skip-md5"]
+    out = tmp_path / "out"
+    command = [request.getfixturevalue(source), out, "--skip-md5"]
     killed = run(tmp_path, *command, fault=fault)
     assert killed.codes == [-signal.SIGKILL], killed.output
-    assert_nothing_is_half_written(tmp_path / "out")
-    there = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.JPEG")}
+    assert_nothing_is_half_written(out)
+    there = {path.name: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")}
     run(tmp_path, *command).check()
-    assert content(tmp_path / "out") == archives.tree()
-    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.JPEG")}
-    assert {name: after[name] for name in there} == there
+    assert content(out) == archives.tree()
+    assert there.items() <= {path.name: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")}.items()
 
 
 def assert_nothing_is_half_written(out):
@@ -141,10 +119,10 @@ def test_a_finished_split_is_left_as_it_is(official, tmp_path):
     out = shutil.copytree(official, tmp_path / "out")
     archived = content(out)
     run(tmp_path, out, out, "--skip-md5", "--splits", "val").check()
-    before = {path: path.stat().st_mtime_ns for path in (out / "val").rglob("*")}
+    (out / "val" / "mark").touch()
     done = run(tmp_path, out, out, "--skip-md5").check()
     assert f"{out / 'val'} is there already" in done.output
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    (out / "val" / "mark").unlink()
     assert content(out) == {**archives.tree(), **archived}
 
 
@@ -157,7 +135,8 @@ def test_another_source_does_not_continue_a_half(official, kaggle, tmp_path):
     assert content(tmp_path / "out") == archives.tree()
 
 
-def test_images_are_not_written_among_their_source(kaggle, tmp_path):
+def test_what_is_in_the_way_is_named_and_kept(kaggle, tmp_path):
+    """An OUT among the images, a file in place of a folder, and a pipe in place of an image."""
     source = shutil.copytree(kaggle / "ILSVRC/Data/CLS-LOC/train", tmp_path / "source" / "train").parent
     before = content(source)
     (tmp_path / "link").symlink_to(source / "train")
@@ -165,28 +144,15 @@ def test_images_are_not_written_among_their_source(kaggle, tmp_path):
         assert f"{out} is inside {source / 'train'}" in error_line(run(tmp_path, source, out))
     assert content(source) == before
     assert "is there already" in run(tmp_path, source, source).check().output
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
-def test_an_image_that_is_no_file(kaggle, tmp_path, kind):
-    source = shutil.copytree(kaggle / "ILSVRC/Data/CLS-LOC/train", tmp_path / "source" / "train").parent
+    for name in ("train", "train.partial"):
+        (tmp_path / f"out of {name}").mkdir()
+        (tmp_path / f"out of {name}" / name).write_text("kept")
+        assert f"{name}" in error_line(run(tmp_path, source, tmp_path / f"out of {name}"))
+        assert (tmp_path / f"out of {name}" / name).read_text() == "kept"
     odd = next((source / "train").iterdir()) / "odd.JPEG"
-    {"folder": odd.mkdir, "pipe": lambda: os.mkfifo(odd), "link": lambda: odd.symlink_to("nowhere")}[kind]()
+    os.mkfifo(odd)
     assert f" {odd} " in error_line(run(tmp_path, source, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "is_folder"),
-    [("train", False), ("train.partial", False), ("train.partial/train/{synset}/a.JPEG", True)],
-)
-def test_a_file_or_folder_in_the_way_is_named_and_kept(kaggle, tmp_path, name, is_folder):
-    source, out = kaggle / "ILSVRC/Data/CLS-LOC", tmp_path / "out"
-    path = out / name.format(synset=next((source / "train").iterdir()).name)
-    path.parent.mkdir(parents=True)
-    path.mkdir() if is_folder else path.write_text("kept")
-    assert str(path) in error_line(run(tmp_path, source, out, "--splits", "train"))
-    assert path.exists()
 
 
 def test_files_on_the_same_disk_take_no_space(kaggle, tmp_path):
@@ -216,7 +182,7 @@ def halved(payload: bytes) -> bytes:
     return payload[: len(payload) // 2]
 
 
-def tar_of_a_link() -> bytes:
+def tar_of_a_link(_: bytes) -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
         member = tarfile.TarInfo("ILSVRC2012_val_00000001.JPEG")
@@ -229,16 +195,14 @@ IMAGE = archives.tar_of({"a.JPEG": b"a"})
 DAMAGED = {
     "truncated train": (TRAIN, halved, "is truncated"),
     "cut between members": (VAL, lambda tar: tar[: tar.index(b"ILSVRC2012_val_00000005")], "end is missing"),
-    "no tar": (TRAIN, lambda _: b"<html>" * 1000, "no tar"),
     "flat train": (TRAIN, lambda _: IMAGE, "holds no images where"),
     "leading out": (VAL, lambda _: archives.tar_of({"../a.JPEG": b"a"}), "points outside"),
     "bad class": (TRAIN, lambda _: archives.tar_of({"...tar": IMAGE}), "class '..'"),
     "an image twice": (TRAIN, lambda _: archives.tar_of({"n1.tar": IMAGE, "x/n1.tar": IMAGE}), "n1/a.JPEG twice"),
-    "link": (VAL, lambda _: tar_of_a_link(), "as a link"),
+    "link": (VAL, tar_of_a_link, "as a link"),
     "unknown image": (VAL, lambda _: archives.tar_of({"ILSVRC2012_val_00000099.JPEG": b"a"}), "no class"),
     "gzip": (TRAIN, gzip.compress, "unpack it"),
     "truncated devkit": (DEVKIT, halved, "not a readable"),
-    "devkit of another kind": (DEVKIT, lambda _: gzip.compress(archives.tar_of({"a": b"b"})), "not a readable"),
 }
 
 
@@ -257,9 +221,7 @@ def test_a_damaged_archive_is_refused_in_one_line(official, tmp_path, kind):
 @pytest.mark.parametrize("name", [TRAIN, DEVKIT])
 def test_another_archive_than_the_official_one_is_refused_before_anything_is_written(official, tmp_path, name):
     source = [official / (VAL if name == DEVKIT else name), official / DEVKIT]
-    line = error_line(run(tmp_path, *source, tmp_path / "out"))
-    assert f"{official / name} has the MD5" in line
-    assert "--skip-md5" in line
+    assert f"{official / name} has the MD5" in error_line(run(tmp_path, *source, tmp_path / "out"))
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -277,22 +239,17 @@ def test_what_is_missing_is_named(official, tmp_path):
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half(official, tmp_path):
-    """A limit on the size of a file stands for a full disk: the system refuses to write on."""
-    images = archives.tree()
-    largest = max(len(payload) for payload in images.values())
-    outcome = run(tmp_path, official, tmp_path / "out", "--skip-md5", largest_file=largest - 1)
+    """A limit on the size of a file stands for a full disk; and an archive with a hole of eight terabytes behind it."""
+    out, largest = tmp_path / "out", max(map(len, archives.tree().values()))
+    outcome = run(tmp_path, official, out, "--skip-md5", largest_file=largest - 1)
     assert "allows no file so large" in error_line(outcome, 1)
-    assert_nothing_is_half_written(tmp_path / "out")
-    run(tmp_path, official, tmp_path / "out", "--skip-md5").check()
-    assert content(tmp_path / "out") == images
-
-
-def test_what_does_not_fit_is_refused_before_it_is_written(official, tmp_path):
-    """An archive with a hole of eight terabytes behind it: more than the disk has free."""
+    assert_nothing_is_half_written(out)
+    run(tmp_path, official, out, "--skip-md5").check()
+    assert content(out) == archives.tree()
     folder = shutil.copytree(official, tmp_path / "downloads")
     os.truncate(folder / TRAIN, 1 << 43)
-    assert "train needs 8192.0 GiB" in error_line(run(tmp_path, folder, tmp_path / "out", "--skip-md5"))
-    assert not list((tmp_path / "out").rglob("*.JPEG"))
+    assert "train needs 8192.0 GiB" in error_line(run(tmp_path, folder, tmp_path / "new", "--skip-md5"))
+    assert not list((tmp_path / "new").rglob("*.JPEG"))
 
 
 def test_odd_parquet_is_refused_in_one_line(tmp_path, parquet):
