@@ -1,6 +1,7 @@
 """What limits a run is found out: in real runs that were built to be limited, and in simulated ones of any size."""
 
 import json
+import os
 import random
 import re
 import time
@@ -18,9 +19,9 @@ SHORT_S, LONG_S = 0.005, 0.04
 class Sleeper(nn.Module):
     """A model of a few weights whose forward pass takes as long as it is told."""
 
-    def __init__(self, seconds, num_classes=1000):
+    def __init__(self, num_classes):
         super().__init__()
-        self.fc, self.seconds = nn.Linear(3, num_classes), seconds
+        self.fc, self.seconds = nn.Linear(3, num_classes), float(os.environ["SLEEP_S"])
 
     def forward(self, image):
         if self.training and not image.is_meta:
@@ -30,15 +31,10 @@ class Sleeper(nn.Module):
 
 def limited_rank(argv: list[str], trouble: str) -> None:
     """Run train.py with something slow in it."""
-    import os
-
     import data
-    import gradients
-    import models
 
-    is_slow = trouble == "model" or (trouble == "rank" and os.environ["RANK"] == "1")
-    seconds = LONG_S if is_slow else SHORT_S
-    models._build_torchvision = lambda args, num_classes: Sleeper(seconds, num_classes)
+    is_slow = trouble == "rank" and os.environ["RANK"] == "1"
+    os.environ["SLEEP_S"] = str(LONG_S if is_slow else SHORT_S)
     if trouble == "loader":
         load = data.SyntheticImages.load
 
@@ -47,20 +43,6 @@ def limited_rank(argv: list[str], trouble: str) -> None:
             return load(self, key)
 
         data.SyntheticImages.load = load_slowly
-    wrap = gradients.wrap_model
-
-    def wrap_slowly(model, args):
-        wrapped = wrap(model, args)
-
-        def send(_, bucket):
-            sent = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
-            return sent.then(lambda done: time.sleep(LONG_S) or done.value()[0].div_(2))
-
-        wrapped.register_comm_hook(None, send)
-        return wrapped
-
-    if trouble == "links":
-        gradients.wrap_model = wrap_slowly
     train_rank(argv)
 
 
@@ -73,15 +55,10 @@ ARGV = """
 @pytest.mark.slow  # real processes that sleep: what is measured depends on what else the machine does
 @pytest.mark.parametrize(
     ("trouble", "begin"),
-    [
-        ("model", "bound by compute: "),
-        ("loader", "bound by data: waiting for data "),
-        ("links", "bound by communication: "),
-        ("rank", "bound by the slowest rank, 1: "),
-    ],
+    [("loader", "bound by data: waiting for data "), ("rank", "bound by the slowest rank, 1: ")],
 )
 def test_the_limit_of_a_run_is_named(trouble, begin, tmp_path):
-    argv = [*ARGV, "--output-dir", str(tmp_path / "out")]
+    argv = [*ARGV, "--model", f"{__file__}:Sleeper", "--output-dir", str(tmp_path / "out")]
     output = run_ranks(limited_rank, 2, argv, trouble, log_folder=tmp_path).check().outputs[0]
     found = re.search(r"Epoch: \[0\] (bound by .*|balanced.*)", output)[1]
     assert found.startswith(begin)
@@ -92,15 +69,7 @@ def test_the_limit_of_a_run_is_named(trouble, begin, tmp_path):
 
 
 def simulate(
-    world_size,
-    num_steps=100,
-    *,
-    seed=0,
-    compute_s=0.05,
-    load_s=0.03,
-    send_s=0.004,
-    slow_rank=None,
-    jitter=0.1,
+    world_size, num_steps=100, *, seed=0, compute_s=0.05, load_s=0.03, send_s=0.004, slow_rank=None, jitter=0.1
 ):
     """Return the seconds of steps of made-up processes: each has a loader that is up to four batches ahead."""
     draws = random.Random(seed)

@@ -88,56 +88,37 @@ def test_other_spellings():
         assert getattr(parse(*argv), name) == value
 
 
-def test_help_shows_nine_groups_and_examples_that_parse():
-    text = options.get_args_parser().format_help()
-    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles[-9:] == options.GROUPS
-    examples = [line.partition("train.py ")[2] for line in options.EPILOG.splitlines() if "train.py " in line]
-    assert len([config.parse_args(shlex.split(example)) for example in examples]) == 3
-    named = {word for line in options.EPILOG.splitlines()[:2] for word in re.findall(r"--[a-z-]+", line)}
-    assert named <= {f"--{key}" for option in options.BY_NAME.values() for key in option.keys}
-
-
-def test_an_unknown_model_is_refused_with_the_nearest():
-    for name, words in {
-        "resnet5O": "did you mean resnet50?",
-        "efficientnet_v2": "did you mean efficientnet_v2_l, efficientnet_v2_m or efficientnet_v2_s?",
-        "qqqq": "there are alexnet, ",
-        "fasterrcnn_resnet50_fpn": "is no classification model",  # it is torchvision's
-    }.items():
-        with pytest.raises(UserError, match=re.escape(words)):
-            models.check_name(name)
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--batch=8"], "unrecognized argument --batch=8; write --batch-size in full"),
         (["--bach-size", "8"], "--bach-size; did you mean --batch-size?"),
-        (["--no-ampp"], "did you mean --no-amp?"),
-        (["--ep", "8"], "--epochs"),
         (["images"], "unrecognized argument images"),
         (["--pretrained"], "--weights DEFAULT"),
-        (["--gpu", "0"], "--device cuda:N"),
-        (["-a", "resnet50"], "--model NAME"),
-        (["/data/imagenet"], "--data-path DIR"),
         (["--lr-scheduler", "cosine"], "did you mean cosineannealinglr?"),
-        (["--recipe", "resnet50"], "did you mean resnet50-a1, resnet50-a2, "),
         (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
-        (["--recipe", "none.toml"], "no such recipe"),
         (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
+        (["--batch-size", "12", "--global-batch-size", "64"], "--global-batch-size 64 is not a multiple of"),
+        (["--overwrite", "--resume", "auto"], "give one of them"),
+        (["--test-only"], "--test-only needs something to evaluate"),
+        (["--test-only", "--resume", "auto"], "needs --output-dir"),
+        (["--resume", "auto", "--allow-change", "lr,epoch"], "--allow-change epoch: there is no such option; did you"),
+        (["--resume", "auto", "--allow-change", "model"], "--allow-change model: it cannot be changed"),
+        (["--epochs", "five"], "argument --epochs: invalid int value: 'five'"),
+        (["--lr"], "argument --lr: expected one argument"),
+        (["-b--"], "argument -b/--batch-size: expected a value, not --"),
+        (["--weights", f"runs/{'x' * 256}", "--ema"], "...: a name in it has more than 255 characters"),
+        (["--output-dir", ""], "--output-dir is empty"),
     ],
 )
-def test_a_mistyped_word_is_answered_with_the_right_one(argv, words):
-    assert words in refusal(*argv)
+def test_what_is_mistyped_contradictory_or_empty_is_refused_with_the_right_word(argv, words):
+    assert words in refusal(*DATA, *argv)
 
 
 def test_a_run_cannot_write_into_its_own_images(tmp_path, monkeypatch):
     inside = str(tmp_path / "train" / "runs")
     assert "lies inside train/" in refusal("--data-path", str(tmp_path), "--output-dir", inside)
     (tmp_path / "val").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "val")
-    assert "inside val/" in refusal("--data-path", str(tmp_path), "--output-dir", str(tmp_path / "link" / "out"))
     monkeypatch.chdir(tmp_path / "val")  # where runs/MODEL would be
     assert "inside val/" in refusal("--data-path", "..")
     config.parse_args(["--data-path", "..", "--test-only", "--weights", "DEFAULT"])
@@ -163,27 +144,6 @@ def test_a_number_out_of_range_is_refused():
         message = refusal(*DATA, f"{option}={value}")
         assert message.startswith(f"{option} ")
         assert expected in message
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--batch-size", "12", "--global-batch-size", "64"], "--global-batch-size 64 is not a multiple of"),
-        (["--overwrite", "--resume", "auto"], "give one of them"),
-        (["--test-only"], "--test-only needs something to evaluate"),
-        (["--test-only", "--resume", "auto"], "needs --output-dir"),
-        (["--epochs", "five"], "argument --epochs: invalid int value: 'five'"),
-        (["--lr"], "argument --lr: expected one argument"),
-        (["--recipe"], "argument --recipe: expected one argument"),
-        (["--model=--"], "argument --model: expected a value, not --"),
-        (["-b--"], "argument -b/--batch-size: expected a value, not --"),
-        (["--weights", f"runs/{'x' * 256}", "--ema"], "...: a name in it has more than 255 characters"),
-        (["--output-dir", ""], "--output-dir is empty"),
-        (["--data-path", ""], "--data-path is empty"),
-    ],
-)
-def test_options_that_contradict_each_other_or_say_nothing_are_refused(argv, message):
-    assert message in refusal(*DATA, *argv)
 
 
 @pytest.fixture
@@ -240,21 +200,15 @@ def test_the_command_line_wins_wherever_it_stands(recipe):
     [
         ("[optimisation]\nlr = 1.0\n", "unknown table [optimisation]; did you mean optimization?"),
         ("[optimization]\nmomentun = 0.9\n", "unknown option momentun in [optimization]; did you mean momentum?"),
-        ("[optimization]\nbatch_size = 3\n", "unknown option batch_size in [optimization]; did you mean batch-size?"),
         ("[model]\nno-sync-bn = true\n", "unknown option no-sync-bn in [model]"),
         ("tolerence = 0.1\n", "unknown fact tolerence; did you mean tolerance?"),
         ('[optimization]\nlr = "0.1"\n', 'lr = "0.1", but lr takes a number'),
-        ("[optimization]\nbatch-size = 3.0\n", "batch-size = 3.0, but batch-size takes an integer"),
-        ("[optimization]\nopt = 3\n", "opt = 3, but opt takes a string"),
         ("[optimization]\nopt = 1979-05-27\n", 'opt = "1979-05-27", but opt takes a string'),
         ("[model]\nsync-bn = 1\n", "sync-bn = 1, but sync-bn takes true or false"),
-        ("[schedule]\nlr-milestones = []\n", "lr-milestones = [], but lr-milestones takes a list, each an integer"),
         ("[augmentation]\nmean = [0.5, 0.5]\n", "but mean takes three in a list, each a number"),
         ('[schedule]\nlr-scheduler = "cosine"\n', "lr-scheduler takes one of cosineannealinglr, "),
-        ('[optimization]\nopt = "nonsense"\n', "--opt nonsense is no optimizer"),
         ("[optimization]\nlr = -1.0\n", "--lr -1.0: expected 0 or more"),
         ("[optimization\n", "is not valid TOML"),
-        ('title = "a"\ntitle = "b"\n', "is not valid TOML"),
     ],
 )
 def test_what_a_recipe_may_not_say(recipe, text, message):
@@ -292,16 +246,11 @@ def test_a_written_recipe_holds_the_defaults_and_what_was_given_but_neither_plac
     elsewhere = ["--output-dir", "here", "--resume", "auto", "--world-size", "4", "--dist-url", "tcp://host:1"]
     again = config.parse_args(recipe(config.write_recipe(parse(*elsewhere))))
     assert (again.output_dir, again.resume, again.world_size, again.dist_url) == (None, "", 1, "env://")
-    derived, _ = config.on_machine(parse())
-    table = tomllib.loads(config.write_recipe(derived))
-    assert None not in (derived.device, derived.workers)
+    table = tomllib.loads(config.write_recipe(config.on_machine(parse())[0]))
     assert "workers" not in table["data"]
     assert "device" not in table.get("distributed", {})
     assert table["optimization"]["momentum"] == 0.9
     assert "clip-grad-norm" not in table["optimization"]  # TOML has no word for none
-    given, _ = config.on_machine(parse("--device", "cpu", "--workers", "2"))
-    table = tomllib.loads(config.write_recipe(given))
-    assert (table["data"]["workers"], table["distributed"]["device"]) == (2, "cpu")
 
 
 def test_what_is_derived_is_said_once(monkeypatch):
@@ -339,15 +288,6 @@ def test_an_option_is_one_entry(monkeypatch, capsys, tmp_path):
     assert options.parse_allowed("focus") == {"focus"}
 
 
-def test_a_record_is_never_written_to():
-    record, _ = config.on_machine(parse())
-    with pytest.raises(AttributeError, match="options are immutable; set lr by `replaced`"):
-        record.lr = 0.5
-    with pytest.raises(TypeError):
-        del record.lr
-    assert (record.replaced(lr=0.5).lr, record.lr) == (0.5, 0.1)
-
-
 HERE = ["--device", "cpu", "--workers", "0", "--output-dir", "out"]
 
 
@@ -361,20 +301,14 @@ def lines_about(*argv):
     [
         (["--ra-sampler", "--ra-reps", "2", "--model-ema-decay", "0.9", "--model-ema-steps", "8"],
          ["--model-ema-steps", "--model-ema-decay"]),
-        (["--no-model-ema-adjust"], ["--model-ema-adjust"]),
         (["--model-ema", "--model-ema-decay", "0.9"], []),
         (["--lr-gamma", "0.2", "--lr-min", "0.01", "--lr-scheduler", "cosineannealinglr"], ["--lr-gamma"]),
         (["--lr-min", "0.01", "--lr-warmup-decay", "0.1", "--ra-magnitude", "3"],
          ["--ra-magnitude", "--lr-warmup-decay", "--lr-min"]),
         (["--epochs", "3", "--lr-warmup-epochs", "3"], ["--lr-warmup-epochs"]),
         (["--val-crop-size", "256", "--val-resize-size", "224"], ["--val-crop-size"]),
-        (["--val-crop-size", "256", "--val-resize-size", "256"], []),
-        (["--auto-augment", "ta_wide", "--ra-magnitude", "15"], ["--ra-magnitude"]),
-        (["--random-erase-fill", "pixel"], ["--random-erase-fill"]),
-        (["--no-decay-1d", "--norm-weight-decay", "0"], ["--norm-weight-decay"]),
         (["--freeze"], ["--freeze"]),
         (["--freeze", "--weights", "DEFAULT", "--layer-decay", "0.5"], ["--layer-decay"]),
-        (["--mixup-mode", "elem"], ["--mixup-mode"]),
         (["--synthetic", "64", "--crop-scale", "0.2", "--auto-augment", "ra"],
          ["--data-path", "--crop-scale", "--auto-augment"]),
         (["--test-only", "--resume", "a.pth", "--weights", "IMAGENET1K_V1"], ["--weights"]),

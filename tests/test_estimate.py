@@ -4,7 +4,6 @@ import contextlib
 import gc
 import io
 import json
-import re
 import resource
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ import metrics
 import models
 import optim
 import train
-from monitoring import estimate, preview
+from monitoring import estimate
 from tests.ranks import run_ranks, train_rank
 
 SMALL = ["--model", "resnet18", "--train-crop-size", "64", "--val-crop-size", "64", "--batch-size", "8"]
@@ -83,29 +82,6 @@ def test_accumulation_holds_sums_of_gradients(more, copies):
     plain, summed = (sum(estimate.trace(args, CLASSES, CPU).values()) for args in (plain, summed))
     # Without sums, the gradients of the first layers are made when the activations of the last ones are free.
     assert (copies - 1) * 4 * 11_689_512 < summed - plain < copies * 4 * 11_689_512 + (1 << 20)
-
-
-def test_a_dry_run_prints_the_estimate():
-    text = preview.preview(resolve(*SMALL), is_estimated=True)
-    assert re.search(
-        r"^# tensors of a process at their peak, an estimate for \w+: [\d.]+ MiB = weights 44.6 MiB", text, re.M
-    )
-
-
-class Reader(torch.nn.Linear):
-    """A layer that reads its input."""
-
-    def __init__(self):
-        super().__init__(3 * 64 * 64, 10)
-
-    def forward(self, image):
-        return super().forward(image.flatten(1)) * float(image.sum())
-
-
-def test_a_model_that_cannot_be_traced_is_said_and_ends_nothing(monkeypatch):
-    monkeypatch.setattr(estimate, "build_without_memory", lambda *_: Reader())
-    line = estimate.describe(resolve(*SMALL), CLASSES)
-    assert line.startswith("no estimate of memory: resnet18 cannot be traced (DataDependentOutputException")
 
 
 def starved_rank(argv, num_bytes):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import signal
 import stat
@@ -10,18 +9,13 @@ import subprocess
 import time
 
 import pytest
-import yaml  # timm and huggingface_hub bring it
 
-import config
 from tests.ranks import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "launching.md").read_text()
 BASH = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
-YAML = [part for block in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.S) for part in yaml.safe_load_all(block)]
-SKY = next(part for part in YAML if "kind" not in part)
 SCRIPTS = {
     **{f"block{number}": f"#!/usr/bin/env bash\n{block}" for number, block in enumerate(BASH)},
-    **{f"sky-{step}": f"#!/usr/bin/env bash\n{SKY[step]}" for step in ("setup", "run")},
     **{path.name: path.read_text() for path in (REPOSITORY / "scripts").glob("*.sh")},
 }
 DOCKERFILE = (REPOSITORY / "scripts" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
@@ -39,47 +33,13 @@ def test_every_shell_block_and_script_is_sound(name, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_pods_and_containers_are_given_longer_than_torchrun_waits():
-    wait_s = int(re.search(r"SHUTDOWN_TIMEOUT:-(\d+)", SCRIPTS["container.sh"])[1])
-    found = re.findall(r"(?:terminationGracePeriodSeconds:|--stop-timeout) (\d+)", PAGE)
-    assert len(found) == 2
-    assert all(int(number) > wait_s for number in found)
-
-
-def container_commands():
-    """Return the options that the page gives to scripts/container.sh, in manifests, in shells and to the image."""
-    for part in YAML:
-        if part.get("kind") == "TrainJob":
-            yield part["spec"]["trainer"]["args"]
-    for line in [*SKY["run"].splitlines(), *"\n".join(BASH).replace("\\\n", " ").splitlines()]:
-        words = shlex.split(line, comments=True)
-        if "scripts/container.sh" in words:
-            yield words[words.index("scripts/container.sh") + 1 :]
-        if words[:2] == ["docker", "run"]:
-            yield words[words.index("touchstone") + 1 :]
-
-
-def test_train_py_takes_the_options_that_containers_give_it():
-    found = list(container_commands())
-    assert len(found) == 3
-    for command in found:
-        args = config.parse_args(["--output-dir", "/runs/x", "--resume", "auto", *command])
-        assert (args.resume, args.data_path) == ("auto", "/data")
-
-
-def copied():
-    """Return what the Dockerfile copies: patterns of the repository's root, and where they go."""
-    lines = [line.split()[1:] for line in DOCKERFILE if line.startswith("COPY ")]
-    return [(source, line[-1]) for line in lines for source in line[:-1]]
-
-
 def test_the_image_holds_every_module_and_package_and_nothing_else():
     tracked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         capture_output=True, text=True, timeout=60, check=True, cwd=REPOSITORY,
     ).stdout.split()  # fmt: skip
     packages = {name.split("/")[0] for name in tracked if re.fullmatch(r"\w+/(.*\.py|\w+\.toml)", name)} - {"tests"}
-    sources = {source for source, _ in copied()}
+    sources = {source for line in DOCKERFILE if line.startswith("COPY ") for source in line.split()[1:-1]}
     assert sources == packages | {"*.py", "LICENSE", "requirements.txt"}
     ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignored if line.startswith("!")} == sources

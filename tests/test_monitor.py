@@ -9,21 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.context import RequestContext
-from tensorboard.plugins.base_plugin import TBContext
-from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
 from checkpointing.finder import OWN_FILES
 from monitoring import profile
-from monitoring.events import LAYOUT, NOT_DRAWN
+from monitoring.events import NOT_DRAWN
 from monitoring.monitor import MACHINE_FIELDS, read_records
 from scripts.report import write_report
 from tests.ranks import run_ranks, train_rank
-from tests.started import SMALL, SMALL_ANYWHERE, refused
+from tests.started import SMALL, SMALL_ANYWHERE
 
 # 29 images in steps of 8: 3 steps an epoch, 12 in all; windows of 5 steps reach over the ends of epochs.
 ARGV = """
@@ -135,44 +129,6 @@ def test_the_loss_scale_is_recorded_under_float16(image_folder, tmp_path):
     assert scales[-1] == state["scaler"]["scale"]
 
 
-def provider_of(*folders):
-    """Return what TensorBoard's own server reads of some runs."""
-    multiplexer = EventMultiplexer()
-    for folder in folders:
-        multiplexer.AddRun(str(folder), folder.name)
-    multiplexer.Reload()
-    return MultiplexerDataProvider(multiplexer, "")
-
-
-def test_hparams_are_the_options_that_differ_with_the_last_results(finished):
-    provider, request = provider_of(finished.out), RequestContext()
-    context = backend_context.Context(TBContext(data_provider=provider))
-    asked = api_pb2.ListSessionGroupsRequest(
-        start_index=0, slice_size=9, include_metrics=True, allowed_statuses=[api_pb2.STATUS_SUCCESS]
-    )
-    (group,) = list_session_groups.Handler(request, context, "", asked).run().session_groups
-    values = {name: getattr(value, value.WhichOneof("kind")) for name, value in group.hparams.items()}
-    assert values == {
-        "model": "timm/test_resnet", "train_crop_size": 32, "val_resize_size": 32, "val_crop_size": 32,
-        "batch_size": 4, "global_batch_size": 8, "epochs": 4, "lr": 0.05, "layer_decay": 0.5, "model_ema": True,
-        "use_deterministic_algorithms": True,
-    }  # fmt: skip
-    last = [record for record in read_records(finished.out) if record["kind"] == "val"][-1]
-    found = {metric.name.tag: metric.value for metric in group.metric_values}
-    assert found["val/acc1"] == pytest.approx(last["acc1"], rel=1e-6)
-    assert found["val/loss"] == pytest.approx(last["loss"], rel=1e-6)
-
-
-def test_charts_are_there(finished):
-    events = EventAccumulator(str(finished.out), size_guidance={"scalars": 0}).Reload()
-    tags = set(events.Tags()["scalars"])
-    (event,) = events.Tensors("custom_scalars__config__")
-    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == list(LAYOUT)
-    loss = layout.category[0].chart[0].multiline.tag
-    assert [any(re.match(pattern, tag) for tag in tags) for pattern in loss] == [True] * 3
-
-
 def test_damaged_records_are_told_unless_a_kill_tore_the_last_one(tmp_path, capsys):
     line = b'{"kind": "val", "step": 1, "epoch": 0, "time": 1.0}\n'
     for content, expected in [(line + line[:9], 0), (line + b"?\n" + line[:7] + b"\n" + line, 2)]:
@@ -241,14 +197,6 @@ def test_a_service_that_fails_is_one_warning(image_folder, tmp_path):
     outcome = run_ranks(mirrored_rank, 1, tmp_path, variables, argv, log_folder=tmp_path).check()
     assert outcome.output.count("warning: nothing more is sent to wandb: no answer; training continues") == 1
     assert len(read_records(tmp_path / "run")) == 10
-
-
-def test_a_service_that_is_not_there_is_one_line_before_anything_begins(tmp_path):
-    argv = ["--synthetic", 8, *SMALL, "--output-dir", tmp_path / "run", "--log-to"]
-    for given, words in [("mlflow", ["mlflow", "pip install mlflow"]), ("wanbd", ["wanbd", "wandb, mlflow"])]:
-        command = [str(word) for word in [*argv, given]]
-        refused(run_ranks(train_rank, 1, command, log_folder=tmp_path), *words)
-        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("is_writable", [True, False])

@@ -1,7 +1,6 @@
 """Recipes and torchvision's published commands: each resolves, and builds what it means."""
 
 import functools
-import math
 import re
 import shlex
 import tomllib
@@ -222,6 +221,7 @@ def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
     assert "sync-bn = true" in outcome.output
     assert "global batch 4096 = 32 micro-batches x 128 images" in outcome.output
     assert "# --sync-bn: needs 32 processes, one for each micro-batch\n" in outcome.output
+    assert "# tensors of a process at their peak, an estimate for " in outcome.output
     assert not out.exists()
 
 
@@ -249,24 +249,6 @@ def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
         assert "3 steps an epoch, 6 in all; 5 images left out" in text
 
 
-def test_what_a_dry_run_prints_is_itself_a_recipe(tmp_path):
-    path = tmp_path / "printed.toml"
-    path.write_text(text := preview.preview(config.parse_args(["--recipe", "resnet50-v2", "--dry-run"])))
-    answer, _, table = text.partition("\n\n")
-    assert all(line.startswith("# ") for line in answer.splitlines())
-    assert not any(line.startswith("#") for line in table.splitlines())
-    again = vars(config.parse_args(["--recipe", str(path), "--dry-run"]))
-    first = vars(config.parse_args(["--recipe", "resnet50-v2", "--dry-run"]))
-    assert again | {"recipe": None, "given": None} == first | {"recipe": None, "given": None}
-
-
-def dry_run(argv):
-    """Return what the script prints."""
-    args = config.parse_args([*argv, "--dry-run"])
-    presets.build_presets(args)
-    return preview.preview(args)
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -277,17 +259,16 @@ def dry_run(argv):
         ("--stochastic-depth 0.1", "resnet50 has none"),
         ("--dropout 0.1", "has no dropout layer"),
         ("--model timm/resnet5O", "timm has no such model"),
-        ("--auto-augment timm/nonsense-m9", "timm does not know"),
     ],
 )
 def test_impossible_combinations_are_one_line(argv, words):
     with pytest.raises(UserError, match=rf"^[^\n]*{words}[^\n]*$"):
-        dry_run(["--recipe", "resnet50-v2", *argv.split()])
+        preview.preview(config.parse_args(["--recipe", "resnet50-v2", "--dry-run", *argv.split()]))
 
 
 def test_lr_scaling_follows_the_reference():
-    text = dry_run(["--recipe", "resnet50-v2", "--lr-scaling", "linear", "--global-batch-size", "512"])
-    assert "0.5 of it here; --lr-scaling linear: 0.5 -> 0.25" in text
+    argv = ["--recipe", "resnet50-v2", "--lr-scaling", "linear", "--global-batch-size", "512", "--dry-run"]
+    assert "0.5 of it here; --lr-scaling linear: 0.5 -> 0.25" in preview.preview(config.parse_args(argv))
     with pytest.raises(UserError, match="reference-global-batch"):
         config.parse_args(["--synthetic", "--lr-scaling", "linear"])
 
@@ -295,55 +276,9 @@ def test_lr_scaling_follows_the_reference():
 def test_without_timm_the_message_says_what_to_install(monkeypatch):
     # The import system's own way to say that a module is not there.
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
-    for argv in (["--model", "timm/resnet50"], ["--opt", "timm/lamb"], ["--auto-augment", "timm/rand-m7"]):
+    for argv in (["--model", "timm/resnet50"], ["--opt", "timm/lamb"]):
         with pytest.raises(UserError, match="pip install timm"):
-            dry_run(["--synthetic", *argv])
-
-
-def decays_by_torchvisions_rules(args, model):
-    """{parameter's name: its decay}, by the words of torchvision's three options."""
-    decays = {}
-    for name, _ in model.named_parameters():
-        owner, _, last = name.rpartition(".")
-        kind = type(model.get_submodule(owner)).__name__
-        decays[name] = args.weight_decay
-        if args.norm_weight_decay is not None and ("BatchNorm" in kind or "LayerNorm" in kind):
-            decays[name] = args.norm_weight_decay
-        if args.bias_weight_decay is not None and last == "bias":
-            decays[name] = args.bias_weight_decay
-        embeddings = ("class_token", "position_embedding", "relative_position_bias_table")
-        if args.transformer_embedding_decay is not None and last in embeddings:
-            decays[name] = args.transformer_embedding_decay
-    return decays
-
-
-def decays_by_timm(args, model):
-    """{parameter's name: its decay}, as timm groups them; torchvision's models do not name what they exempt."""
-    factory = pytest.importorskip("timm.optim._param_groups")
-    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ("*layer_scale", "*_token", "*pos_*")
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = factory.param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=exempt)
-    return {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
-
-
-# The large RegNets have the parts of the smallest and take seconds to build.
-@pytest.mark.parametrize(
-    "name",
-    one_of_each(
-        lambda args: (args.model, args.decay_1d, args.weight_decay, args.norm_weight_decay, args.bias_weight_decay),
-        [name for name in RECIPES if "regnet" not in name or "_400mf" in name],
-    ),
-)
-def test_each_parameter_decays_as_the_source_says(name):
-    args = options_by_name(name)
-    if needs_timm(args):
-        pytest.importorskip("timm")
-    model = estimate.build_without_memory(args, 1000)
-    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    groups = optim.build_parameter_groups(args, model)
-    found = {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
-    expected = (decays_by_torchvisions_rules if args.decay_1d else decays_by_timm)(args, model)
-    assert found == {name: expected[name] for name in names.values()}
+            preview.preview(config.parse_args(["--synthetic", "--dry-run", *argv]))
 
 
 def timms_rates(args):
@@ -406,21 +341,6 @@ def test_learning_rates_are_the_sources(name):
     assert rates == pytest.approx(list(reference(counted_in_parts(args, num))), rel=1e-9, abs=1e-11)
 
 
-def test_convnexts_rates_are_those_of_its_own_code():
-    args, per_epoch = options_by_name("convnext_tiny-paper"), 312
-    warmup = np.linspace(0, args.lr, 20 * per_epoch)
-    steps = np.arange(280 * per_epoch)
-    cosine = 1e-6 + 0.5 * (args.lr - 1e-6) * (1 + np.cos(math.pi * steps / len(steps)))
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
-    lr_scheduler = optim.LRScheduler(args, optimizer)
-    for number, rate in enumerate(np.concatenate((warmup, cosine))):
-        if number % 97:
-            continue
-        lr_scheduler.set_position(*divmod(number, per_epoch), per_epoch)
-        # Its warm-up reaches the peak one step earlier.
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-9, abs=args.lr / len(warmup))
-
-
 def average_of(args):
     """Return the options that the average depends on."""
     return args.model_ema_adjust, args.model_ema_decay, args.model_ema_steps, args.global_batch_size, args.epochs
@@ -469,7 +389,7 @@ def loss_of(args):
 
 
 @pytest.mark.parametrize("name", one_of_each(loss_of))
-@pytest.mark.parametrize("share", [1.0, 0.7, 0.15])
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.05])
 def test_losses_are_the_sources(name, share):
     args = options_by_name(name)
     generator = torch.Generator().manual_seed(0)
@@ -478,20 +398,6 @@ def test_losses_are_the_sources(name, share):
     mixed = share * nn.functional.one_hot(target, 10) + (1 - share) * nn.functional.one_hot(target.roll(1), 10)
     expected = references_loss(args, output, target, share)
     assert float(criterion(output, mixed)) == pytest.approx(float(expected), rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["deit3-s", "deit3-b"])
-def test_both_classes_of_a_mixed_image_are_present_for_deit_iii(name):
-    """Its engine turns every target above zero into one, which threshold and loss must do together."""
-    output, target = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 1, 4, 1, 5, 9])
-    mixed = 0.95 * nn.functional.one_hot(target, 10) + 0.05 * nn.functional.one_hot(target.roll(1), 10)
-    expected = nn.functional.binary_cross_entropy_with_logits(output, mixed.gt(0).float())
-    assert torch.allclose(metrics.build_criterion(options_by_name(name))(output, mixed), expected)
-
-
-def test_the_average_of_nfnet_forgets_as_fast_as_the_sources_at_its_end():
-    args, last = options_by_name("nfnet_f0-paper"), 1_281_167 * 360 // 4096
-    assert args.model_ema_decay == pytest.approx(min(0.99999, (1 + last) / (10 + last)), abs=1e-7)
 
 
 def test_fast_crops_grow_as_in_ffcv():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,17 +152,10 @@ class Cluster:
         environment = {**self.environment, "OUT": str(folder / "out")}
         return subprocess.check_output([*command, str(script), *argv], env=environment, text=True).strip()
 
-    def preempt(self):
-        """Queue a short job that needs the CPUs of those in lower partitions."""
-        self.call("sbatch", "--partition=high", "--cpus-per-task=50", "--output=/dev/null", "--wrap=sleep 1")
-
     def job(self, job):
         """Return what Slurm knows of a job: {"JobState": "RUNNING", ...}."""
         words = self.call("scontrol", "show", "job", job, "--oneliner").split()
         return dict(word.split("=", 1) for word in words if "=" in word)
-
-    def has_step(self, job):
-        return f"{job}.0" in self.call("squeue", "--steps", "--noheader", "--format=%i").split()
 
     def wait_for_end(self, job):
         """Wait for a job's end, restarts included; return (state, restarts, exit code)."""
@@ -177,51 +171,23 @@ def cluster(tmp_path_factory):
     cluster.end()
 
 
-class Runs:
-    """Runs of one recipe on the same images, each in a folder of its own, from where it is started, too."""
-
-    def __init__(self, cluster, images, folder):
-        self.cluster, self.folder = cluster, folder
-        self.options = ["--data-path", str(images), *OPTIONS]
-        self.jobs = {}
-
-    def prepare(self, name):
-        (self.folder / name).mkdir(exist_ok=True)
-        (self.folder / name / "train.py").write_text(HELD)
-        return self.folder / name
-
-    def submit(self, name, *options):
-        self.jobs[name] = self.cluster.submit(self.prepare(name), *options, argv=self.options)
-
-    def srun(self, name, *options):
-        folder = self.prepare(name)
-        command = ["srun", "--ntasks=2", *options, sys.executable, "train.py", *self.options, "--output-dir", "out"]
-        with open(folder / "log", "a") as log:
-            return subprocess.call(
-                command, stdout=log, stderr=log, env=self.cluster.environment, cwd=folder, timeout=180
-            )  # fmt: skip
-
-    def log(self, name):
-        path = self.folder / name / "log"
-        return path.read_text() if path.exists() else ""
-
-    def status(self, name):
-        return json.loads((self.folder / name / "out" / "status.json").read_text())
-
-    def check_same(self, name):
-        assert "all 2 ranks stopped after step" in self.log(name), self.log(name)
-        assert differing_results(self.folder / name / "out", self.folder / "undisturbed") == []
-        assert self.status(name)["state"] == "finished"
-
-
 @pytest.fixture(scope="module")
-def runs(cluster, image_folder, tmp_path_factory):
-    """The one that waits for a time limit is started first, for Slurm looks every 30 s."""
-    runs = Runs(cluster, image_folder, tmp_path_factory.mktemp("runs"))
-    runs.submit("limit", "--time=1")
-    out = runs.folder / "undisturbed"
-    run_ranks(train_rank, 1, [*runs.options, "--output-dir", str(out)], log_folder=runs.folder).check()
-    return runs
+def limited(cluster, image_folder, tmp_path_factory):
+    """A job that waits for its time limit, submitted before all others, for Slurm looks every 30 s; and its oracle."""
+    folder = tmp_path_factory.mktemp("limited")
+    (folder / "train.py").write_text(HELD)
+    options = ["--data-path", str(image_folder), *OPTIONS]
+    job = cluster.submit(folder, "--time=1", argv=options)
+    undisturbed = folder / "undisturbed"
+    run_ranks(train_rank, 1, [*options, "--output-dir", str(undisturbed)], log_folder=folder).check()
+    return SimpleNamespace(folder=folder, options=options, job=job, undisturbed=undisturbed)
+
+
+def check_same(folder, limited):
+    log = (folder / "log").read_text()
+    assert "all 2 ranks stopped after step" in log, log
+    assert differing_results(folder / "out", limited.undisturbed) == []
+    assert json.loads((folder / "out" / "status.json").read_text())["state"] == "finished"
 
 
 # What stands for torchrun, at a job's first start; at the next one it finishes.
@@ -270,33 +236,39 @@ def ended(cluster, tmp_path_factory):
         jobs[name] = cluster.submit(own, f"--export=ALL,PATH={own}:{cluster.environment['PATH']}", *options)
     for name in jobs:
         if name.startswith(("warned", "preempted", "cancelled")):
-            wait_for(lambda job=jobs[name]: cluster.has_step(job))
+            step = f"{jobs[name]}.0"
+            wait_for(lambda step=step: step in cluster.call("squeue", "--steps", "--noheader", "--format=%i").split())
     for name in ("preempted", "preempted-with-time-left", "cancelled"):
         wait_for(lambda name=name: "running" in (folder / name / "out" / "status.json").read_text())
     cluster.call("scancel", "--batch", "--signal=USR1", jobs["warned while it starts"])  # as at the time limit
     cluster.call("scancel", jobs["cancelled"])
-    cluster.preempt()
+    # A short job that needs the CPUs of those in lower partitions.
+    cluster.call("sbatch", "--partition=high", "--cpus-per-task=50", "--output=/dev/null", "--wrap=sleep 1")
     return {name: cluster.wait_for_end(job) for name, job in jobs.items()}
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_script_requeues_what_was_preempted_and_nothing_else(runs, ended, name):
+def test_the_script_requeues_what_was_preempted_and_nothing_else(limited, ended, name):
     assert ended[name] == JOBS[name][1:]
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_srun_without_torchrun_saves_at_the_time_limit_and_goes_on_with_the_same_bits(runs):
-    assert runs.srun("step", "--time=1", "--signal=TERM@10") == 0, runs.log("step")
-    assert "all 2 ranks stopped after step 5, saved" in runs.log("step"), runs.log("step")
-    assert runs.status("step")["state"] == "preempted"
-    assert runs.srun("step") == 0, runs.log("step")
-    runs.check_same("step")
+def test_srun_without_torchrun_saves_at_the_time_limit_and_resumes_with_the_same_bits(cluster, limited, tmp_path):
+    (tmp_path / "train.py").write_text(HELD)
+    command = [sys.executable, "train.py", *limited.options, "--output-dir", "out"]
+    for options in (["--time=1", "--signal=TERM@10"], []):
+        with open(tmp_path / "log", "a") as log:
+            subprocess.run(
+                ["srun", "--ntasks=2", *options, *command],
+                stdout=log, stderr=log, env=cluster.environment, cwd=tmp_path, timeout=180, check=True,
+            )  # fmt: skip
+    check_same(tmp_path, limited)
 
 
 @pytest.mark.dist
-def test_a_job_that_reaches_its_time_limit_saves_and_goes_on_with_the_same_bits(cluster, runs):
-    state, restarts, _ = cluster.wait_for_end(runs.jobs["limit"])
+def test_a_job_that_reaches_its_time_limit_saves_and_resumes_with_the_same_bits(cluster, limited):
+    state, restarts, _ = cluster.wait_for_end(limited.job)
     # More than once where the rest takes more than half a minute, too.
-    assert (state, restarts >= 1) == ("COMPLETED", True), runs.log("limit")
-    runs.check_same("limit")
+    assert (state, restarts >= 1) == ("COMPLETED", True)
+    check_same(limited.folder, limited)

@@ -1,9 +1,7 @@
 """Meters, printing, launchers, and what processes tell each other."""
 
-import builtins
 import io
 import re
-from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -63,46 +61,6 @@ def test_log_every_prints_each_nth_item_and_the_last(capsys, start, count, print
     assert printed == [(number, end) for number in expected]
     assert due == expected
     assert re.fullmatch(r"Epoch: \[3\] Total time: \d+:\d\d:\d\d", total)
-
-
-def test_logger_gives_meters_as_attributes_and_nothing_else():
-    logger = utils.MetricLogger()
-    logger.update(loss=1.5)
-    logger.add_meter("img/s", utils.SmoothedValue(fmt="{value:.0f}"))
-    logger.meters["img/s"].update(7)
-    assert logger.loss.value == 1.5
-    assert str(logger) == "loss: 1.5000 (1.5000)\timg/s: 7"
-    with pytest.raises(AttributeError, match="'MetricLogger' object has no attribute 'nothing'"):
-        _ = logger.nothing
-    assert "nothing" not in logger.meters
-
-
-def test_print_is_silent_off_the_master_unless_forced_and_set_up_once(own_print, capsys):
-    utils.setup_for_distributed(False)
-    print("hidden")
-    print("shown", force=True)
-    utils.setup_for_distributed(True)
-    print("a", "b", sep="-", end="!\n", force=True)
-    utils.setup_for_distributed(False)
-    print("hidden")
-    assert capsys.readouterr().out == "shown\na-b!\n"
-    assert builtins.print.original is own_print
-
-
-@pytest.fixture
-def no_launcher(own_print, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_init_sets_torchvisions_fields_on_options_that_lack_most(no_launcher):
-    for args in (Namespace(), Namespace(device=None, world_size=1, dist_url="env://")):
-        utils.init_distributed_mode(args)
-        accelerator = torch.accelerator.current_accelerator()
-        is_cuda = torch.accelerator.is_available() and accelerator.type == "cuda"
-        assert (args.distributed, args.rank, args.world_size, args.gpu) == (False, 0, 1, 0)
-        assert args.dist_backend == ("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
-        torch.empty(0, device=args.device)
 
 
 @pytest.mark.parametrize("value", [2**40 + 1, 0.1, [1, 2**24 + 1], [3, 0.1], torch.tensor([1, 2]), torch.tensor(0.5)])
