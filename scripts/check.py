@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 from PIL import ExifTags, Image
@@ -123,7 +123,7 @@ class Report:
     """The findings, for people and for programs; those of allowed kinds do not make the data set unhealthy."""
 
     def __init__(self, allowed: list[str]) -> None:
-        self.allowed = allowed
+        self.is_problem = {kind: is_bad and kind not in allowed for kind, (is_bad, _) in KINDS.items()}
         self.splits: dict[str, dict] = {}
         self.findings: dict[str, list[dict]] = {kind: [] for kind in KINDS}
 
@@ -131,41 +131,34 @@ class Report:
         """Note a finding."""
         self.findings[kind].append({"split": split, "image": image, "reason": reason})
 
-    def is_problem(self, kind: str) -> bool:
-        """Tell whether findings of a kind make the data set unhealthy."""
-        return KINDS[kind][0] and kind not in self.allowed
-
     @property
     def is_healthy(self) -> bool:
         """Whether nothing was found that does harm."""
-        return not any(found and self.is_problem(kind) for kind, found in self.findings.items())
+        return not any(found and self.is_problem[kind] for kind, found in self.findings.items())
 
     def show(self) -> None:
         """Print the report."""
         for name, facts in self.splits.items():
-            print(
-                f"{name}: {counted(facts['images'], 'image', ',')} of {counted(facts['classes'], 'class', ',')} "
-                f"({facts['per_class']} each)"
-            )
+            amounts = counted(facts["images"], "image", ","), counted(facts["classes"], "class", ",")
+            print(f"{name}: {' of '.join(amounts)} ({facts['per_class']} each)")
             print(f"  decoded {facts['looked_at']:,}, {size_text(facts['bytes'])}")
         for kind, found in self.findings.items():
             if found:
-                print(f"{'PROBLEM' if self.is_problem(kind) else 'note'} {kind}: {len(found):,} ({KINDS[kind][1]})")
+                print(f"{'PROBLEM' if self.is_problem[kind] else 'note'} {kind}: {len(found):,} ({KINDS[kind][1]})")
                 for each in found[:_SHOWN]:
                     print("  " + one_line(": ".join(filter(None, (each["image"], each["reason"])))))
                 if len(found) > _SHOWN:
                     print(f"  and {len(found) - _SHOWN:,} more, which --json FILE lists")
         print("healthy" if self.is_healthy else "NOT healthy")
 
-    def save(self, path: Path, facts: dict) -> None:
-        """Write the report as JSON."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report for JSON."""
         findings = [
-            {"kind": kind, "is_problem": self.is_problem(kind), "count": len(found), "images": found}
+            {"kind": kind, "is_problem": self.is_problem[kind], "count": len(found), "images": found}
             for kind, found in self.findings.items()
             if found
         ]
-        content = {**facts, "healthy": self.is_healthy, "splits": self.splits, "findings": findings}
-        write_output(path, as_json(content), "--json")
+        return {"healthy": self.is_healthy, "splits": self.splits, "findings": findings}
 
 
 def open_splits(data_path: Path, names: tuple[str, ...], report: Report) -> dict[str, Source]:
@@ -265,31 +258,23 @@ def fraction(text: str) -> float:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    parser = build_parser(
-        PROG, "DATA_PATH [options]", "Decode every image of a data set, and compare its counts and classes.", EPILOG
-    )
-    parser.add_argument("data_path", metavar="DATA_PATH", type=given_path, help="as train.py's --data-path")
-    for name, number in {"train": NUM_TRAIN, "val": NUM_VAL, "classes": NUM_CLASSES}.items():
-        noun = "classes of each split" if name == "classes" else f"images of {name}"
-        parser.add_argument(
-            f"--expect-{name}", metavar="N", type=expectation, default=number,
-            help=f"how many {noun}, or any (default: {number:,}, ImageNet's)",
-        )  # fmt: skip
-    parser.add_argument(
-        "--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced"
-    )
-    parser.add_argument(
-        "--minival", metavar="FRACTION", type=fraction,
-        help="check train alone, as train.py --minival FRACTION reads it; val may be missing",
-    )  # fmt: skip
-    parser.add_argument(
-        "--json", metavar="FILE", type=output_file(".json"), help="write the report to FILE, with every finding"
-    )
-    parser.add_argument(
-        "--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="kinds that are notes, not problems"
-    )
-    cores = collectives.count_cores()
-    parser.add_argument("--workers", metavar="N", type=positive, default=cores, help="processes (default: 1 per core)")
+    about = "Decode every image of a data set, and compare its counts and classes."
+    parser = build_parser(PROG, "DATA_PATH [options]", about, EPILOG)
+    add, cores = parser.add_argument, collectives.count_cores()
+    add("data_path", metavar="DATA_PATH", type=given_path, help="as train.py's --data-path")
+    for name, number, noun in (
+        ("train", NUM_TRAIN, "images of train"), ("val", NUM_VAL, "images of val"),
+        ("classes", NUM_CLASSES, "classes of each split"),
+    ):  # fmt: skip
+        words = f"how many {noun}, or any (default: {number:,}, ImageNet's)"
+        add(f"--expect-{name}", metavar="N", type=expectation, default=number, help=words)
+    add("--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced")
+    words = "check train alone, as train.py --minival FRACTION reads it; val may be missing"
+    add("--minival", metavar="FRACTION", type=fraction, help=words)
+    words = "write the report to FILE, with every finding"
+    add("--json", metavar="FILE", type=output_file(".json"), help=words)
+    add("--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="kinds that are notes, not problems")
+    add("--workers", metavar="N", type=positive, default=cores, help="processes (default: 1 per core)")
     return parser
 
 
@@ -304,7 +289,8 @@ def check(options: argparse.Namespace) -> int:
     look_at_all(splits, options.sample, options.workers, report)
     report.show()
     if options.json:
-        report.save(options.json, {"data_path": str(options.data_path), "sample": options.sample})
+        facts = {"data_path": str(options.data_path), "sample": options.sample}
+        write_output(options.json, as_json({**facts, **report.as_dict()}), "--json")
     return 0 if report.is_healthy else 1
 
 

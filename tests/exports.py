@@ -67,8 +67,10 @@ def run_tool(tmp_path: Path, name: str, *argv, fault=None, largest_file=None, co
     return outcome, stdout.read_text()
 
 
-def refused(outcome: Outcome, name: str) -> str:
-    """Return the one line that a refused command must leave."""
+def refused(outcome: Outcome, name: str, code: int = 2) -> str:
+    """Return the one line that a refused or failed command must leave."""
+    assert outcome.codes == [code], outcome.output
+    assert "Traceback" not in outcome.output, outcome.output
     lines = [line for line in outcome.output.splitlines() if f"python -m scripts.{name}: error: " in line]
     assert len(lines) == 1, outcome.output
     return lines[0]

@@ -136,11 +136,6 @@ def test_a_model_of_which_nothing_trains_is_refused(net):
         optim.build_optimizer(args, optim.build_parameter_groups(args, model))
 
 
-def test_an_error_in_the_function_is_its_authors(net):
-    with pytest.raises(KeyError):
-        build("--model", f"{net}:tiny", "--model-kwargs", "act=none")
-
-
 def test_the_model_is_its_functions_and_the_files_name_is_no_models(net, monkeypatch):
     monkeypatch.chdir(net.parent)
     net = net.rename("vit_mine.py")

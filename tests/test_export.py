@@ -127,17 +127,6 @@ def test_int8_is_a_third_as_large_and_computes_nearly_the_same(exported):
     assert re.search(r"int8: .*the same class as the checkpoint for \d+\.\d\d% of 12 images", output)
 
 
-def test_average_is_exported_by_choice_beside_the_raw_weights(exported, tmp_path):
-    checkpoint, _, _ = exported
-    argv = [checkpoint, "--format", "weights", "--output", tmp_path / "out"]
-    for extra in ([], ["--ema"]):
-        run_tool(tmp_path, "export", *argv, *extra)
-    raw, average = (next((tmp_path / "out").glob(f"{MODEL}{end}-????????.pth")) for end in ("", "-ema"))
-    for path, key in ((raw, "model"), (average, "model_ema")):
-        expected, found = plain_model(checkpoint, key).state_dict(), torch.load(path, weights_only=True)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
     checkpoint, _, _ = exported
     other = write_checkpoint(tmp_path, "other.pth", args={"model": "no_such_model"})
@@ -153,9 +142,14 @@ def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_another_checkpoint_does_not_mix_with_the_files_of_one(exported, tmp_path):
+def test_average_lies_beside_the_raw_weights_and_another_checkpoint_is_refused(exported, tmp_path):
     checkpoint, _, _ = exported
-    run_tool(tmp_path, "export", checkpoint, "--format", "weights", "--output", tmp_path / "out")
+    for extra in ([], ["--ema"]):
+        run_tool(tmp_path, "export", checkpoint, "--format", "weights", "--output", tmp_path / "out", *extra)
+    for end, key in (("", "model"), ("-ema", "model_ema")):
+        expected = plain_model(checkpoint, key).state_dict()
+        found = torch.load(next((tmp_path / "out").glob(f"{MODEL}{end}-????????.pth")), weights_only=True)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     other = write_checkpoint(tmp_path, "other.pth", seed=5)
     outcome, _ = run_tool(tmp_path, "export", other, "--format", "weights", "--output", tmp_path / "out", code=2)
@@ -297,16 +291,15 @@ def test_table_csv_and_page_say_the_same(made, tmp_path):
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_classes_are_numbers_where_nothing_names_them_and_can_be_named(made, tmp_path):
+def test_classes_are_numbers_or_lines_of_a_file_where_nothing_names_them(made, tmp_path):
     checkpoint, _, images, files = made
-    bare = tmp_path / "bare.pth"
-    torch.save(torch.load(checkpoint, weights_only=True)["model"], bare)
-    _, output = run_tool(tmp_path, "predict", bare, images, "--json", "--model", MODEL)
-    assert {top["class"] for each in json.loads(output)["images"] for top in each["top"]} == set("0123")
-    names = tmp_path / "names.txt"
-    names.write_text("w\nx\ny\nz\n")
-    _, output = run_tool(tmp_path, "predict", checkpoint, images, "--json", "--classes", names)
-    check(json.loads(output)["images"], plain_model(checkpoint), files, classes="wxyz")
+    torch.save(torch.load(checkpoint, weights_only=True)["model"], tmp_path / "bare.pth")
+    (tmp_path / "names.txt").write_text("w\nx\ny\nz\n")
+    for names, more in [("0123", []), ("wxyz", ["--classes", tmp_path / "names.txt"])]:
+        argv = [tmp_path / "bare.pth", images, "--json", "--model", MODEL, "--val-resize-size", 40]
+        argv += ["--val-crop-size", 32, "--interpolation", "bicubic", *more]
+        _, output = run_tool(tmp_path, "predict", *argv)
+        check(json.loads(output)["images"], plain_model(checkpoint), files, classes=names)
 
 
 def test_unreadable_images_are_named_and_the_others_predicted(made, tmp_path):
@@ -348,7 +341,7 @@ def test_mistakes_are_one_line(made, tmp_path):
     ]:
         code = 5 if "nan" in str(source) else 2
         outcome, output = run_tool(tmp_path, "predict", source, *argv, "--json", code=code)
-        assert words in refused(outcome, "predict"), outcome.output
+        assert words in refused(outcome, "predict", code), outcome.output
         assert output == ""
 
 

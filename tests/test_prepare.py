@@ -14,6 +14,7 @@ from torchvision.datasets import imagenet
 
 from scripts import prepare
 from tests import archives
+from tests.exports import refused
 from tests.ranks import Outcome, run_ranks, tool_rank
 
 TRAIN, VAL, DEVKIT = prepare.TRAIN_TAR, prepare.VAL_TAR, prepare.DEVKIT
@@ -29,12 +30,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def error_line(outcome: Outcome, exit_code: int = 2) -> str:
-    """Return the one line that a failed run must leave."""
-    assert outcome.codes == [exit_code], outcome.output
-    assert "Traceback" not in outcome.output, outcome.output
-    lines = [line for line in outcome.output.splitlines() if line.startswith("python -m scripts.prepare: error: ")]
-    assert len(lines) == 1, outcome.output
-    return lines[0]
+    return refused(outcome, "prepare", exit_code)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
     assert OWN_FILES.fullmatch(path.name)
     assert OWN_FILES.fullmatch(curves.name)
     assert Image.open(curves).size == (1300, 640)
+    assert not re.search(r"https?:|url\(|<link", path.read_text())
     page = Cells(path.read_text())
     head = next(row for row in page.rows if row[0] == "epoch")
     body = [row for row in page.rows if len(row) == len(head) and row != head]
