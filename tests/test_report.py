@@ -156,8 +156,8 @@ def test_damaged_lines_and_odd_files_are_passed_over(tmp_path):
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path):
-    # Of all tools this one alone is started as users do, in a Python of its own: it is among those that start fastest.
-    command = [sys.executable, "-m", "scripts.report", str(tmp_path)]
+    # Of all tools this one alone is started as users do, in a Python of its own, and with closed streams.
+    command = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-m", "scripts.report", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "holds no metrics.jsonl" in done.stderr
