@@ -65,14 +65,6 @@ def started(image_folder, tmp_path_factory):
     return Started(image_folder, tmp_path_factory.mktemp("started"))
 
 
-@pytest.fixture(scope="session")
-def started_anywhere(image_folder, tmp_path_factory):
-    """As `started`, of a larger model that a Python of its own knows, with checkpoints of 3 MB."""
-    from tests.started import SMALL_ANYWHERE, Started
-
-    return Started(image_folder, tmp_path_factory.mktemp("started-anywhere"), SMALL_ANYWHERE)
-
-
 @pytest.fixture
 def torchrun(tmp_path):
     """Return a function that runs train.py under the real torchrun and returns the finished process."""

@@ -221,7 +221,7 @@ class Trial:
         (self.folder / "log").unlink(missing_ok=True)
         watched = watch_run, self.folder, trouble, counted, stop_at, self.scenario.is_late, self.spoil
         argv = [*OPTIONS, *command]
-        outcome = run_ranks(train_rank, 1, argv, (), watched, log_folder=self.folder, timeout_s=60)
+        outcome = run_ranks(train_rank, 1, argv, (), watched, log_folder=self.folder)
         return Start(outcome.codes[0], outcome.output, read_log(self.folder / "log"))
 
     def attempt(self, kind: str, strike: Callable[["Trial", Any], None], point: Any) -> None:
@@ -293,8 +293,3 @@ class Trial:
         before = self.template / path.relative_to(self.disk)
         is_beyond = int(path.name[11:19]) > self.recorded.notes("resumed")[0][0]
         return is_beyond and not (before.exists() and before.read_bytes() == path.read_bytes())
-
-
-def spread(points: list, most: int) -> list:
-    """Return so many points at equal distances, or all."""
-    return [points[index * len(points) // most] for index in range(most)] if len(points) > most else points

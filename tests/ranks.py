@@ -20,6 +20,7 @@ import time
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,12 +30,11 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.warm"])
 
 
-class Outcome:
-    """What became of the ranks: exit codes (negative: the signal that ended it) and what each wrote."""
+class Outcome(NamedTuple):
+    """What became of the ranks."""
 
-    def __init__(self, codes: list[int], outputs: list[str]) -> None:
-        self.codes = codes
-        self.outputs = outputs
+    codes: list[int]  # exit codes; negative: the signal that ended it
+    outputs: list[str]
 
     @property
     def output(self) -> str:
@@ -45,14 +45,15 @@ class Outcome:
         return self
 
 
-# Below those that the kernel gives to whoever asks for any port, so that nothing else takes one between here and its
-# use; each process that runs tests has some of its own.
-_ports = itertools.cycle(range(12000 + os.getpid() % 200 * 100, 12100 + os.getpid() % 200 * 100))
+_offsets = itertools.cycle(range(100))
 
 
 def free_port() -> int:
     """Return a port of this machine that nobody listens on and that no other test is given."""
-    for port in itertools.islice(_ports, 100):
+    # Below those that the kernel gives to whoever asks for any port, so that nothing else takes one between here and
+    # its use; each process that runs tests has some of its own.
+    first = 12000 + os.getpid() % 200 * 100
+    for port in (first + offset for offset in itertools.islice(_offsets, 100)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -64,15 +65,6 @@ def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str
     return {
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-
-
-def slurm_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What Slurm's srun tells a task, and a port, so that tests do not meet each other."""
-    return {
-        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": str(world_size),
-        "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7", "SLURM_STEP_TASKS_PER_NODE": str(world_size),
-        "MASTER_PORT": str(port),
     }  # fmt: skip
 
 

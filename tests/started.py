@@ -128,7 +128,7 @@ def damage_folder(path):
     (path / "notes.txt").write_text("mine")
 
 
-HOSTILE = [damage_hostile, damage_hostile_legacy, damage_hostile_pickle]
 DAMAGES = [
-    damage_truncated, damage_zeroed, damage_flipped, damage_garbage, damage_empty, damage_folder, *HOSTILE,
+    damage_truncated, damage_zeroed, damage_flipped, damage_garbage, damage_empty, damage_folder, damage_hostile,
+    damage_hostile_legacy, damage_hostile_pickle,
 ]  # fmt: skip

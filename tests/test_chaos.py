@@ -1,4 +1,4 @@
-"""A short round of what `make chaos` does at length: nothing lost, nothing different, nothing executed."""
+"""A short round of what `make chaos` does at length: nothing lost, nothing different."""
 
 import json
 import shutil
@@ -17,8 +17,8 @@ def chaos(tmp_path_factory):
 
 # How many faults of a kind strike; the campaigns themselves compare each run with an uninterrupted one.
 ROUNDS = {
-    "kills": 8, "loader_kills": 4, "rank_kills": 4, "all_rank_kills": 2, "resizes": 4, "signals": 8, "rank_signals": 3,
-    "bitflips": 1000,
+    "kills": 4, "loader_kills": 2, "rank_kills": 2, "all_rank_kills": 1, "resizes": 3, "signals": 4, "rank_signals": 2,
+    "bitflips": 500,
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from tests.power_loss import lose_power, possible_states
 from tests.ranks import REPOSITORY
 
 # Points of each scenario.
-SHORT = {"crash_points": 4, "failing_calls": 4, "power_loss": 6}
+SHORT = {"crash_points": 2, "failing_calls": 2, "power_loss": 2}
 
 
 @pytest.mark.parametrize("index", range(len(SCENARIOS)), ids=lambda index: SCENARIOS[index].name)

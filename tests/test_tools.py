@@ -204,13 +204,13 @@ def test_a_layer_that_no_image_passes_keeps_its_statistics():
     assert (model.bn.momentum, model.bn.training) == (0.3, False)
 
 
-def test_statistics_that_cannot_be_estimated(started_anywhere, image_folder, tmp_path):
+def test_statistics_that_cannot_be_estimated(started, image_folder, tmp_path):
     plain = torchvision.models.squeezenet1_1(num_classes=3)
     torch.save({"model": plain.state_dict(), "args": {"model": "squeezenet1_1"}}, tmp_path / "plain.pth")
-    bad = weights_in(started_anywhere.out / "checkpoint.pth")
+    bad = weights_in(started.out / "checkpoint.pth")
     next(iter(bad.values())).fill_(float("nan"))
-    torch.save({"model": bad, "args": {"model": "timm/test_resnet", "val_crop_size": 32}}, tmp_path / "nan.pth")
-    checkpoint, output = started_anywhere.out / "checkpoint.pth", tmp_path / "new.pth"
+    torch.save({"model": bad, "args": {"model": "timm/tiny_test", "val_crop_size": 32}}, tmp_path / "nan.pth")
+    checkpoint, output = started.out / "checkpoint.pth", tmp_path / "new.pth"
     command = ["--workers", 0, "--device", "cpu", "--output", output, "--data-path"]
     for argv, words in [
         ([tmp_path / "plain.pth", *command, image_folder], "squeezenet1_1 has no BatchNorm"),

@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import copy
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -43,13 +44,9 @@ presets = sampler = train = transforms = utils = None
 
 
 def import_folder(folder):
-    global presets, sampler, train, transforms, utils  # noqa: PLW0603
     sys.path.insert(0, str(folder))
-    import presets
-    import sampler
-    import train
-    import transforms
-    import utils
+    for name in ("presets", "sampler", "train", "transforms", "utils"):
+        globals()[name] = importlib.import_module(name)
 
 
 class Place:
@@ -114,20 +111,19 @@ def sum_of(model):
     return round(sum(float(p.detach().double().abs().sum()) for p in model.parameters()), 4)
 
 
-def picture(place):
-    path = sorted((place.images / "val").rglob("*.jpg"))[0]
-    return Image.open(path).convert("RGB")
-
-
 # The parser and main.
 
 
+def own_parser():
+    """The folder's parser as the parent of a script's own."""
+    parser = argparse.ArgumentParser(parents=[train.get_args_parser(add_help=False)])
+    parser.add_argument("--note", default="")
+    return parser
+
+
 def parser(place):
-    """As it is, and as the parent of a script's own."""
     args = vars(train.get_args_parser().parse_args(["--data-path", "images"]))
-    child = argparse.ArgumentParser(parents=[train.get_args_parser(add_help=False)])
-    child.add_argument("--note", default="")
-    own = child.parse_args([*place.argv("parent"), "--note", "mine", "-b", "7", "-j", "0", "--wd", "0.5"])
+    own = own_parser().parse_args([*place.argv("parent"), "--note", "mine", "-b", "7", "-j", "0", "--wd", "0.5"])
     return [{name: args[name] for name in OPTIONS}, own.note, own.batch_size, own.workers, own.weight_decay, own.opt]
 
 
@@ -136,7 +132,7 @@ def checkpoint_of(folder):
     names = ("model", "optimizer", "epoch", "args", "lr_scheduler", "model_ema")
     model = torchvision.models.get_model(MODEL, num_classes=NUM_CLASSES)
     model.load_state_dict(checkpoint["model"])
-    result = {"keys": [name for name in names if name in checkpoint], "epoch": checkpoint["epoch"]}
+    result = {"keys": " ".join(name for name in names if name in checkpoint), "epoch": checkpoint["epoch"]}
     if "model_ema" in checkpoint:
         average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
         average.load_state_dict(checkpoint["model_ema"])
@@ -149,10 +145,9 @@ def results_of(printed):
     return [[suffix, 0 <= float(acc1) <= float(acc5) <= 100] for suffix, acc1, acc5 in found]
 
 
-def run_main(place, name, *more, parser=None):
+def run_main(place, name, *more):
     """What main returns, its evaluations and its epochs."""
-    args = (parser or train.get_args_parser()).parse_args(place.argv(name, *more))
-    returned, printed = captured(train.main, args)
+    returned, printed = captured(train.main, own_parser().parse_args(place.argv(name, *more)))
     epochs = re.findall(r"^Epoch: \[(\d+)\] +\[ *(\d+)/(\d+)\]", printed, flags=re.M)
     return [returned, results_of(printed), sorted({epoch for epoch, *_ in epochs}), epochs[:1]]
 
@@ -170,13 +165,10 @@ def main_resumes_and_tests_only(place):
 
 
 def main_with_much(place):
-    """With an option of the script's own beside the folder's."""
-    parser = argparse.ArgumentParser(parents=[train.get_args_parser(add_help=False)])
-    parser.add_argument("--note", default="")
     argv = "--model-ema --model-ema-steps 2 --mixup-alpha 0.2 --cutmix-alpha 1.0 --label-smoothing 0.1 --opt adamw "
     argv += "--norm-weight-decay 0 --lr-scheduler cosineannealinglr --lr-warmup-epochs 1 --lr-warmup-method linear "
     argv += "--auto-augment ta_wide --random-erase 0.1 --clip-grad-norm 1 --epochs 2 --note mine"
-    return [run_main(place, "much", *argv.split(), parser=parser), checkpoint_of(place.out / "much")]
+    return [run_main(place, "much", *argv.split()), checkpoint_of(place.out / "much")]
 
 
 # Data.
@@ -415,9 +407,7 @@ def weight_decays(place):
 
 def moving_average(place):
     model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
-    nn.init.ones_(model[0].weight)
-    ema = utils.ExponentialMovingAverage(model, decay=0.75, device="cpu")
-    values = []
+    ema, values = utils.ExponentialMovingAverage(model, decay=0.75, device="cpu"), []
     for value in (1.0, 2.0, 6.0):
         nn.init.constant_(model[0].weight, value)
         model[1].running_mean.fill_(value)
@@ -425,8 +415,8 @@ def moving_average(place):
         values.append([ema.module[0].weight[0, 0].item(), ema.module[1].running_mean.item(), int(ema.n_averaged)])
     fresh = utils.ExponentialMovingAverage(model, 0.75)
     fresh.load_state_dict(ema.state_dict())
-    is_torchs = isinstance(ema, torch.optim.swa_utils.AveragedModel)
     loaded, output = fresh.module[0].weight[0, 0].item(), ema.eval()(torch.zeros(3, 2))
+    is_torchs = isinstance(ema, torch.optim.swa_utils.AveragedModel)
     return [values, is_torchs, list(ema.state_dict()), loaded, list(output.shape)]
 
 
@@ -437,26 +427,18 @@ def averages(place):
         paths.append(str(place.out / f"model_{count}.pth"))
         torch.save({"model": state, "epoch": count}, paths[-1])
     averaged = utils.average_checkpoints(paths)
-    torch.save({"model": {"other": torch.ones(1)}}, place.out / "other.pth")
-    return {
-        "keys": [list(averaged), averaged["epoch"]],
-        "model": {name: [str(value.dtype), value.tolist()] for name, value in averaged["model"].items()},
-        "other": error_of(utils.average_checkpoints, [paths[0], place.out / "other.pth"]),
-    }
+    return [averaged["epoch"], {name: [str(each.dtype), each.tolist()] for name, each in averaged["model"].items()}]
 
 
 def stored_weights(place):
-    path = str(place.out / "stored" / "checkpoint.pth")
-    utils.mkdir(place.out / "stored")
-    model, source = small_model(), small_model()
-    ema = utils.ExponentialMovingAverage(model, decay=0.5)
-    ema.update_parameters(model)
+    path = str(place.out / "checkpoint.pth")
+    source = small_model()
     source[0].weight.data.add_(1.0)
     unneeded = {**source.state_dict(), "aux.weight": torch.ones(1)}
-    torch.save({"model": source.state_dict(), "model_ema": ema.state_dict(), "aux": unneeded, "epoch": 3}, path)
-    results = [error_of(utils.store_model_weights, model, path, "aux")]
-    for options in ({}, {"checkpoint_key": "model_ema"}, {"checkpoint_key": "aux", "strict": False}):
-        output = utils.store_model_weights(model, path, **options)
+    torch.save({"model": source.state_dict(), "aux": unneeded, "epoch": 3}, path)
+    results = [error_of(utils.store_model_weights, small_model(), path, "aux")]
+    for options in ({}, {"checkpoint_key": "aux", "strict": False}):
+        output = utils.store_model_weights(small_model(), path, **options)
         digest = hashlib.sha256(Path(output).read_bytes()).hexdigest()[:8]
         target = small_model()
         target.load_state_dict(torch.load(output, weights_only=True))
@@ -468,53 +450,31 @@ def stored_weights(place):
 
 
 def presets_on_an_image(place):
-    image = picture(place)
+    image = Image.open(place.images / "val" / "class0" / "image000.jpg").convert("RGB")
+    evaluations = {"crop_size": 224}, {"crop_size": 32, "resize_size": 36, "use_v2": True}
+    results = [shown(presets.ClassificationPresetEval(**options)(image)) for options in evaluations]
     bicubic = torchvision.transforms.InterpolationMode.BICUBIC
-    results = {}
-    for options in ({"crop_size": 224}, {"crop_size": 32, "resize_size": 36, "use_v2": True}):
-        results[f"eval {sorted(options)}"] = shown(presets.ClassificationPresetEval(**options)(image))
-    keywords = {
-        "train": {},
-        "no flip": {"hflip_prob": 0.0},
-        "bicubic": {"interpolation": bicubic},
-        "mean": {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
-        "pil": {"backend": "PIL"},
-        "tensor": {"backend": "tensor"},
-    }
-    for name, more in keywords.items():
+    mean = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+    others = {"hflip_prob": 0.0}, {"interpolation": bicubic}, {"backend": "PIL"}, {"backend": "tensor"}
+    for options in ({}, mean, *others):
         torch.manual_seed(5)
-        results[name] = shown(presets.ClassificationPresetTrain(crop_size=24, **more)(image))
-    results["positional"] = error_of(presets.ClassificationPresetEval, 32)
-    results["backend"] = error_of(presets.ClassificationPresetEval, crop_size=32, backend="other")
-    results["modules"] = [presets.get_module(use_v2).__name__ for use_v2 in (False, True)]
-    return results
+        results.append(shown(presets.ClassificationPresetTrain(crop_size=24, **options)(image)))
+    errors = [error_of(presets.ClassificationPresetEval, *size, crop_size=32, backend="other") for size in ((), (32,))]
+    return [results, errors, [presets.get_module(use_v2).__name__ for use_v2 in (False, True)]]
 
 
 def presets_augment(place):
-    image, results = picture(place), {}
-    torch.manual_seed(5)
+    image, results = Image.effect_noise((40, 32), 60).convert("RGB"), []
     for policy in ("ra", "ta_wide", "augmix", "imagenet", "cifar10"):
-        preset = presets.ClassificationPresetTrain(crop_size=24, auto_augment_policy=policy, ra_magnitude=5,
-                                                   augmix_severity=2)  # fmt: skip
-        results[policy] = shown(preset(image))[:2]
+        options = {"auto_augment_policy": policy, "ra_magnitude": 5, "augmix_severity": 2}
+        results.append(shown(presets.ClassificationPresetTrain(crop_size=24, **options)(image))[:2])
     erased = presets.ClassificationPresetTrain(crop_size=24, random_erase_prob=1.0)(image)
-    return {**results, "erased": bool((erased == 0).all(0).float().mean() > 0.01)}
-
-
-def presets_in_an_image_folder(place):
-    folder = torchvision.datasets.ImageFolder
-    train_set = folder(place.images / "train", presets.ClassificationPresetTrain(crop_size=24))
-    val_set = folder(place.images / "val", transform=presets.ClassificationPresetEval(crop_size=32, resize_size=36))
-    image, target = next(iter(DataLoader(train_set, batch_size=4, shuffle=True, num_workers=2)))
-    means = [round(float(image.mean()), 3) for image, _ in val_set]
-    return [str(image.dtype), list(image.shape), bool(image.min() < 0), str(target.dtype), means[:4]]
+    return [results, bool((erased == 0).all(0).float().mean() > 0.01)]
 
 
 def mixed_batch(mix):
-    """What became of a batch, put so that it is independent of what was drawn."""
-    torch.manual_seed(7)
-    image = torch.randn(4, 3, 16, 16)
-    target = torch.tensor([0, 3, 3, 5])
+    """What became of a batch, whatever was drawn."""
+    image, target = torch.randn(4, 3, 16, 16), torch.tensor([0, 3, 3, 5])
     given = image.clone()
     mixed, soft = mix(image, target)
     neighbour, own = given.roll(1, 0), nn.functional.one_hot(target, NUM_CLASSES).float()
@@ -523,13 +483,8 @@ def mixed_batch(mix):
     is_cut = bool((is_own | is_other).all()) and abs(float(is_own.float().mean()) - share) < 1e-4
     is_blended = torch.allclose(mixed, share * given + (1 - share) * neighbour, atol=1e-5)
     is_soft = torch.allclose(soft, share * own + (1 - share) * own.roll(1, 0), atol=1e-5)
-    return {
-        "image": shown(mixed)[:2],
-        "target": shown(soft)[:2],
-        "mixed": is_soft and ("cut" if is_cut else "blended" if is_blended else "neither"),
-        "given": bool((image == given).all()),
-        "in place": mixed is image,
-    }
+    kind = is_soft and ("cut" if is_cut else "blended" if is_blended else "neither")
+    return [kind, shown(mixed)[:2], shown(soft)[:2], bool((image == given).all()), mixed is image]
 
 
 def mixing(place):
@@ -545,7 +500,7 @@ def mixing(place):
         ]  # fmt: skip
         results += [
             mixed_batch(mix), isinstance(mix, nn.Module), repr(mix), bool((kept == image).all()), soft.tolist(),
-            0.2 < share < 0.6, refusals, mixed_batch(kind(NUM_CLASSES, p=1.0, alpha=0.8, inplace=True))["in place"],
+            0.2 < share < 0.6, refusals, mixed_batch(kind(NUM_CLASSES, p=1.0, alpha=0.8, inplace=True))[-1],
         ]  # fmt: skip
     return results
 
@@ -555,7 +510,7 @@ def mixup_or_cutmix(place):
     for use_v2 in (False, True):
         build = partial(transforms.get_mixup_cutmix, num_classes=NUM_CLASSES, use_v2=use_v2)
         one, other = build(mixup_alpha=0.4, cutmix_alpha=0.0), build(mixup_alpha=0.0, cutmix_alpha=1.0)
-        results.append([mixed_batch(each)["mixed"] for each in (one, other)])
+        results.append([mixed_batch(each)[0] for each in (one, other)])
         both, num_cut = build(mixup_alpha=0.4, cutmix_alpha=1.0), 0
         for _ in range(40):
             image = torch.randn(4, 3, 16, 16)
@@ -694,8 +649,8 @@ PARTS = {
     "one": [
         parser, datasets, plain_loaders, loaders_of_other_kinds, load_data_with_published_weights, evaluate,
         train_one_epoch, own_loop, meters, metric_logger, processes, files_and_sums, weight_decays, moving_average,
-        averages, stored_weights, presets_on_an_image, presets_augment, presets_in_an_image_folder, mixing,
-        mixup_or_cutmix, repeated_augmentation, quantization, main_trains, main_resumes_and_tests_only, main_with_much,
+        averages, stored_weights, presets_on_an_image, presets_augment, mixing, mixup_or_cutmix,
+        repeated_augmentation, quantization, main_trains, main_resumes_and_tests_only, main_with_much,
     ],
     "ranks": [ranks_join, ranks_print, ranks_reduce, ranks_save, ranks_sample, ranks_repeat, ranks_train],
 }  # fmt: skip
