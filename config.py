@@ -20,7 +20,6 @@ from options import (
     GROUPS,
     IF_GIVEN,
     INTERPOLATIONS,
-    MEASURED_MODES,
     MOST_COUNT,
     OPTIMIZERS,
     OPTIONS,
@@ -81,7 +80,7 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--lr-scaling {lr_scaling} needs a --recipe with a reference-global-batch, the one that --lr is for"),
     (lambda args: args.clip_agc is not None and args.clip_grad_norm is not None,
      "--clip-agc and --clip-grad-norm both limit the gradients; give one of them"),
-    (lambda args: args.use_deterministic_algorithms and args.compile in MEASURED_MODES,
+    (lambda args: args.use_deterministic_algorithms and (args.compile or "").startswith("max-autotune"),
      "--compile {compile} chooses kernels by measuring their speed, which --use-deterministic-algorithms "
      "excludes; use --compile default"),
     (lambda args: args.start_epoch >= args.epochs,

@@ -32,7 +32,6 @@ INTERPOLATIONS = ["nearest", "nearest-exact", "bilinear", "bicubic", "box", "ham
 COMPILE_MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 # The preprocessing of an evaluation.
 PREPROCESSING = ("val_resize_size", "val_crop_size", "interpolation", "mean", "std")
-MEASURED_MODES = {"max-autotune", "max-autotune-no-cudagraphs"}  # choose kernels by measuring them
 
 
 def read_table(module: str, table: str) -> dict[str, dict[str, Any]]:
@@ -495,16 +494,12 @@ def defaults() -> dict[str, Any]:
 OTHER_NAMES = {
     "--pretrained": "write --weights DEFAULT",
     "--gpu": "write --device cuda:N",
-    "--gpus": "start a process for each: torchrun --nproc_per_node=N train.py ...",
     "--arch": "write --model NAME",
     "-a": "write --model NAME",
     "--evaluate": "write --test-only",
-    "-e": "write --test-only",
     "--fp16": "write --amp",
     "--cosine": "write --lr-scheduler cosineannealinglr",
     "--nproc_per_node": "it is torchrun's, and goes before train.py",
-    "--nproc-per-node": "it is torchrun's, and goes before train.py",
-    "--multiprocessing-distributed": "start a process for each GPU: torchrun --nproc_per_node=N train.py ...",
 }
 
 # Options of earlier versions and their defaults there: recipes that those versions wrote hold them all, and checkpoints
@@ -577,17 +572,10 @@ def parse_allowed(text: str | None) -> set[str]:
     known = {"data": "data", "threads": "threads"} | aliases
     names = {word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")} - {""}
     for name in sorted(names):
-        shown = name.replace("_", "-")
         if name not in known:
-            hint = did_you_mean(shown, (word.replace("_", "-") for word in known))
-            raise UserError(f"--allow-change {shown}: there is no such option{hint}")
+            raise UserError(f"--allow-change {name}: there is no such option{did_you_mean(name, known)}")
         if known[name] in BY_NAME and (reason := BY_NAME[known[name]].why_fixed):
-            raise UserError(
-                f"--allow-change {shown}: it cannot be changed, since {reason}; "
-                "another run can start from the weights: pass the checkpoint to --weights"
-            )
-    if text is not None and not names:
-        raise UserError("--allow-change is empty; give names of options with commas between them, such as lr,epochs")
+            raise UserError(f"--allow-change {name}: it cannot be changed, since {reason}; start from its --weights")
     return {known[name] for name in names}
 
 
@@ -599,13 +587,6 @@ class OneLineParser(argparse.ArgumentParser):
         if "--" in arg_strings:
             raise argparse.ArgumentError(action, "expected a value, not --")
         return super()._get_values(action, arg_strings)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value outside the choices, and name the nearest one."""
-        if action.choices is not None and value not in action.choices:
-            known = f" (choose from {', '.join(action.choices)})"
-            message = f"invalid choice: {value!r}{did_you_mean(value, action.choices)}{known}"
-            raise argparse.ArgumentError(action, message)
 
     def error(self, message: str) -> None:
         """Raise the error instead of printing two pages of usage first, on every rank."""

@@ -128,17 +128,6 @@ def test_replaced_images_are_counted_over_all_processes(tmp_path, world_size, wo
 
 
 @pytest.mark.dist
-def test_under_torchrun_the_line_appears_exactly_once(folders, tmp_path, torchrun):
-    argv, words = command(folders, tmp_path, "flat val")  # found after torch is imported
-    done = torchrun(2, *argv, "--model", "squeezenet1_1")
-    output = done.stdout + done.stderr
-    assert done.returncode == 1, output  # torchrun's, whatever the exit code
-    assert output.count("train.py: error") == 1, output
-    assert "exitcode  : 2" in output
-    assert all(word in output for word in words), output
-
-
-@pytest.mark.dist
 def test_a_command_that_torchrun_starts_again_is_refused_once_each_time_and_before_torch_is_imported(
     folders, torchrun, monkeypatch
 ):

@@ -95,7 +95,7 @@ def test_other_spellings():
         (["--bach-size", "8"], "--bach-size; did you mean --batch-size?"),
         (["images"], "unrecognized argument images"),
         (["--pretrained"], "--weights DEFAULT"),
-        (["--lr-scheduler", "cosine"], "did you mean cosineannealinglr?"),
+        (["--lr-scheduler", "cosine"], "argument --lr-scheduler: invalid choice: 'cosine' (choose from "),
         (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
         (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
         (["--batch-size", "12", "--global-batch-size", "64"], "--global-batch-size 64 is not a multiple of"),

@@ -3,10 +3,6 @@
 import contextlib
 import gc
 import io
-import json
-import resource
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ import models
 import optim
 import train
 from monitoring import estimate
-from tests.ranks import run_ranks, train_rank
 
 SMALL = ["--model", "resnet18", "--train-crop-size", "64", "--val-crop-size", "64", "--batch-size", "8"]
 CLASSES, CPU = 1000, torch.device("cpu")
@@ -82,31 +77,3 @@ def test_accumulation_holds_sums_of_gradients(more, copies):
     plain, summed = (sum(estimate.trace(args, CLASSES, CPU).values()) for args in (plain, summed))
     # Without sums, the gradients of the first layers are made when the activations of the last ones are free.
     assert (copies - 1) * 4 * 11_689_512 < summed - plain < copies * 4 * 11_689_512 + (1 << 20)
-
-
-def starved_rank(argv, num_bytes):
-    """Run train.py, whose process gets no more than so much memory from its first step on."""
-    import run
-
-    begin = run.Run.begin_step
-
-    def limited(self, *args):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes,) * 2)
-        run.Run.begin_step = begin
-        begin(self, *args)
-
-    run.Run.begin_step = limited
-    train_rank(argv)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's memory")
-def test_a_run_without_memory_ends_in_one_line(tmp_path):
-    argv = [*SMALL, "--batch-size", "64", "--synthetic", "64", "--workers", "0", "--output-dir", str(tmp_path / "out")]
-    outcome = run_ranks(starved_rank, 1, [*argv, "--device", "cpu"], 150 << 20, log_folder=tmp_path)
-    assert outcome.codes == [2]
-    (line,) = [line for line in outcome.output.splitlines() if line.startswith("train.py: error")]
-    assert "out of memory" in line
-    assert "--batch-size" in line
-    assert "Traceback" not in outcome.output
-    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "failed"

@@ -129,16 +129,6 @@ def test_the_loss_scale_is_recorded_under_float16(image_folder, tmp_path):
     assert scales[-1] == state["scaler"]["scale"]
 
 
-def test_damaged_records_are_told_unless_a_kill_tore_the_last_one(tmp_path, capsys):
-    line = b'{"kind": "val", "step": 1, "epoch": 0, "time": 1.0}\n'
-    for content, expected in [(line + line[:9], 0), (line + b"?\n" + line[:7] + b"\n" + line, 2)]:
-        (tmp_path / "metrics.jsonl").write_bytes(content)
-        records = read_records(tmp_path, print)
-        assert len(records) == content.count(line)
-        words = f"metrics.jsonl in {tmp_path}: {expected} lines cannot be read, and will be left out\n"
-        assert capsys.readouterr().out == words * bool(expected)
-
-
 # The services' packages, as small as can be: they write down how they are called.
 STAND_IN = """
 import json, os
@@ -199,16 +189,11 @@ def test_a_service_that_fails_is_one_warning(image_folder, tmp_path):
     assert len(read_records(tmp_path / "run")) == 10
 
 
-@pytest.mark.parametrize("is_writable", [True, False])
-def test_a_profile_traces_as_many_steps_as_asked_for_and_ends_no_run(tmp_path, is_writable):
+def test_a_profile_traces_as_many_steps_as_asked_for(tmp_path):
     path = tmp_path / "out" / profile.TRACE_NAME
     assert OWN_FILES.fullmatch(path.name)
     argv = ["--synthetic", "40", *SMALL, "--batch-size", "4", "--epochs", "1", "--profile", "3", "--output-dir"]
-    if not is_writable:
-        path.mkdir(parents=True)
-    output = run_ranks(train_rank, 1, [*argv, str(path.parent)], log_folder=tmp_path).check().output
-    assert f"warning: --profile: {path} is not written" in output or is_writable
-    if is_writable:
-        names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
-        steps = {f"ProfilerStep#{profile.NUM_FIRST + number}" for number in range(3)}
-        assert {name for name in names if name.startswith("ProfilerStep")} == steps
+    run_ranks(train_rank, 1, [*argv, str(path.parent)], log_folder=tmp_path).check()
+    names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    steps = {f"ProfilerStep#{profile.NUM_FIRST + number}" for number in range(3)}
+    assert {name for name in names if name.startswith("ProfilerStep")} == steps

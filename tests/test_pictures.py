@@ -1,7 +1,6 @@
 """Pictures of a run: their numbers by scikit-learn, their pixels read back, and the same files after kills."""
 
 import io
-import shutil
 from types import SimpleNamespace
 
 import numpy
@@ -156,17 +155,6 @@ def test_pictures_of_a_long_run_are_few(image_folder, tmp_path):
         evaluate(pictures_of(tmp_path, image_folder / "val", step=3 * epoch, bests=best))
     steps = {int(PICTURES.fullmatch(name)["step"]) for name in contents(tmp_path)}
     assert steps == {3 * epoch for epoch in (1, 2, 4, 8, 16, 32, 25, 40)}
-
-
-def test_a_picture_that_fails_is_one_warning(image_folder, tmp_path, capsys):
-    shutil.copytree(image_folder / "val", tmp_path / "val")
-    (tmp_path / "picture-counts-00000003.json").mkdir()
-    drawing = pictures_of(tmp_path, tmp_path / "val")
-    shutil.rmtree(tmp_path / "val")
-    evaluate(drawing)
-    evaluate(drawing)
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning: pictures, " in line]
-    assert [line.split(":")[1].split(", ")[1] for line in warnings] == ["mistakes", "counts"]
 
 
 def test_the_first_batch_is_what_the_model_sees(image_folder, tmp_path):

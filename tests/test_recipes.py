@@ -199,8 +199,6 @@ def test_expected_accuracies_are_those_of_torchvisions_weights():
 def test_the_list_of_recipes_names_each_once_fits_the_terminal_and_is_filtered(monkeypatch):
     lines = config.list_recipes().splitlines()
     assert [line.split()[0] for line in lines[1:-2]] == RECIPES
-    assert next(line for line in lines if line.startswith("resnet50-v2")).split()[1:5] == ["80.858", "1024", "600", "-"]
-    assert next(line for line in lines if line.startswith("resnet50-fast16")).split()[4] == "differs"
     monkeypatch.setenv("COLUMNS", "60")
     assert max(map(len, config.list_recipes().splitlines()[:-1])) == 60
     names = [line.split()[0] for line in config.list_recipes("FFCV").splitlines()[1:-2]]

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from checkpointing.checkpoint import RunState
 from checkpointing.status import StatusFile
-from tests.ranks import REPOSITORY, module_rank, run_ranks
+from tests.ranks import REPOSITORY
 from tests.started import SMALL_PLAIN, Started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -30,20 +29,8 @@ def started(image_folder, tmp_path_factory):
 
 
 def command(started, out, *extra):
-    return [sys.executable, str(REPOSITORY / "train.py"), *arguments(started, out, *extra)]
-
-
-def arguments(started, out, *extra):
-    argv = [*started.argv, "--output-dir", out, "--epochs", 3, "--workers", 2, *extra]
-    return [str(word) for word in argv]
-
-
-def run_forked(started, out, *extra, prepare=(), **files):
-    """Run the script from its first line on in a process that has imported all already: a tenth of the time."""
-    return run_ranks(
-        partial(module_rank, REPOSITORY / "train.py", arguments(started, out, *extra), prepare, **files),
-        1, log_folder=out.parent,
-    )  # fmt: skip
+    argv = [sys.executable, REPOSITORY / "train.py", *started.argv, "--output-dir", out, "--epochs", 3, "--workers", 2]
+    return [str(word) for word in [*argv, *extra]]
 
 
 def start(started, out, *extra, **options):
@@ -150,21 +137,3 @@ def test_closed_standard_files_are_no_reason_to_fail(started, tmp_path):
     assert outcome.returncode == 0, outcome.stderr
     assert read_status(out)["state"] == "finished"
     assert outcome.stderr == ""
-
-
-def write_to(path):
-    """Write to a file or to a pipe that nobody reads, through the buffer that Python has where nobody forbids it."""
-    os.environ.pop("PYTHONUNBUFFERED", None)
-    read, write = os.pipe() if path is None else (None, os.open(path, os.O_WRONLY))
-    if read is not None:
-        os.close(read)
-    os.dup2(write, 1)
-
-
-@pytest.mark.parametrize("path", [None, "/dev/full"])
-def test_nobody_who_listens_is_no_reason_to_fail(started, tmp_path, path):
-    """Not even where loader processes are forked, at which Python would write again what was not taken."""
-    out = started.copy(tmp_path / "out")
-    outcome = run_forked(started, out, "--resume", "auto", prepare=(write_to, path)).check()
-    assert read_status(out)["state"] == "finished"
-    assert outcome.output == ""

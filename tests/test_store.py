@@ -55,18 +55,6 @@ def test_the_newest_and_the_best_stay(tmp_path):
     assert load_checkpoint(tmp_path / "checkpoint.pth", "newest")["step"] == 13
 
 
-def test_going_back_twice_keeps_what_was_superseded_first(folder):
-    older = folder.path_of(1)
-    for value in (1.0, 2.0, 3.0):
-        if older.exists():
-            folder.adopt(str(older), folder.read(str(older)), FixedRun(1))
-        folder.save(state_at(1))
-        folder.save(state_at(2, value))
-    kept = ["superseded-checkpoint-00000002.pth", "superseded-2-checkpoint-00000002.pth", "checkpoint-00000002.pth"]
-    values = [load_checkpoint(folder.folder / name, name)["model"]["weight"][0].item() for name in kept]
-    assert values == [1.0, 2.0, 3.0]
-
-
 # When, and what is best
 
 
