@@ -55,12 +55,8 @@ def encoded(image, kind, **options):
     return stream.getvalue()
 
 
-def rotated_by_exif():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return encoded(picture(), "JPEG", exif=exif)
-
-
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 6
 FILES = {
     "4:2:0": encoded(picture(), "JPEG", quality=85),
     "4:4:4": encoded(picture(), "JPEG", quality=95, subsampling=0),
@@ -71,7 +67,7 @@ FILES = {
     "progressive": encoded(picture(), "JPEG", progressive=True),
     "restart markers": encoded(picture(), "JPEG", restart_marker_rows=1),
     "restart blocks": encoded(picture(), "JPEG", restart_marker_blocks=3),
-    "EXIF": rotated_by_exif(),
+    "EXIF": encoded(picture(), "JPEG", exif=ROTATED),
     "comment": encoded(picture(), "JPEG", comment=b"x" * 5000),
     "PNG": encoded(picture(), "PNG"),
     "palette": encoded(picture().quantize(16), "PNG"),

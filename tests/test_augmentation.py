@@ -9,10 +9,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image, ImageFilter
-from timm.data import Mixup
-from timm.data.mixup import cutmix_bbox_and_lam
 from timm.data.random_erasing import RandomErasing
-from timm.data.transforms import RandomResizedCropAndInterpolation
 from timm.data.transforms_factory import transforms_imagenet_train
 from torchvision import transforms as tv
 from torchvision.transforms import InterpolationMode, autoaugment, v2
@@ -21,8 +18,8 @@ from torchvision.transforms import functional as F
 import config
 import data
 import transforms
-from presets import ClassificationPresetTrain, TimmPolicy, build_presets
-from randomness import AUGMENTATION, MIXING, Draws, fold_seed, seed_host
+from presets import TimmPolicy, build_presets
+from randomness import AUGMENTATION, MIXING, fold_seed, seed_host
 
 COUNT = 10_000
 
@@ -54,11 +51,6 @@ def assert_same_distribution(ours, theirs):
     assert numpy.abs(shares[0] - shares[1]).max() <= most
 
 
-def assert_same_distributions(ours, theirs):
-    for one, other in zip(ours, theirs, strict=True):
-        assert_same_distribution(one, other)
-
-
 @cache
 def recipes():
     paths = sorted(config.RECIPES_DIR.glob("*.toml"))
@@ -72,10 +64,6 @@ def one_of_each(*names):
         if getattr(args, names[0]):
             found.setdefault(tuple(map(str, (getattr(args, name) for name in names))), args)
     return [pytest.param(args, id=" ".join(values)) for values, args in found.items()]
-
-
-def is_timms(args):
-    return any(str(value).startswith("timm/") for value in (args.model, args.opt, args.auto_augment))
 
 
 def mixed(number):
@@ -211,60 +199,6 @@ def test_policies_draw_as_their_sources(args, monkeypatch):
         assert_same_rate(len(values), len(theirs.values[name]))
         if not math.isnan(values[0]):
             assert_same_distribution(values, theirs.values[name])
-    if args.auto_augment == "timm/3a":
-        # The paper: one of three, each as often, solarised from 128 on; its code: a radius from 0.1 to 2.
-        for name in ("Solarize", "Desaturate", "blur"):
-            assert abs(len(ours.values[name]) - COUNT / 3) < ERRORS * math.sqrt(COUNT * 2 / 9)
-        assert set(ours.values["Solarize"]) == {128}
-        assert set(ours.values["Desaturate"]) == {1.0}
-        assert_same_distribution(ours.values["blur"], numpy.linspace(0.1, 2, COUNT))
-        assert_same_distribution(ours.values["contrast"], numpy.linspace(0.7, 1.3, COUNT))
-
-
-class Wide:
-    """A file of 500 x 375 px whose part is as wide as two pixels, dark and bright, and which notes what was drawn."""
-
-    size = (500, 375)
-
-    def __init__(self):
-        self.boxes = []
-
-    def decode(self, *box):
-        self.boxes.append(box)
-        return torch.tensor([0, 255], dtype=torch.uint8).expand(3, 1, 2)
-
-
-@pytest.mark.parametrize("args", one_of_each("crop_scale", "hflip_prob"))
-def test_crops_and_flips_are_drawn_as_in_their_sources(args):
-    """Places, sides, areas and ratios of the boxes against torchvision's and timm's, and the rate of flips."""
-    file, scale, p = Wide(), (args.crop_scale, 1.0), args.hflip_prob
-    preset = ClassificationPresetTrain(crop_size=2, crop_scale=args.crop_scale, hflip_prob=p)
-    address = partial(Draws, AUGMENTATION, args.seed, 0)
-    num_mirrored = sum(int(preset._load_fast(file, address(number, 0))[0, 0, 0] > 127) for number in range(COUNT))
-    assert abs(num_mirrored - COUNT * p) <= ERRORS * math.sqrt(COUNT * p * (1 - p))
-    random.seed(2)
-    torch.manual_seed(2)
-    for kind in (tv.RandomResizedCrop, RandomResizedCropAndInterpolation):
-        image = Image.new("L", Wide.size)
-        boxes = [kind.get_params(image, scale, (3 / 4, 4 / 3)) for _ in range(COUNT)]
-        assert_same_distributions(*map(measures_of_boxes, (file.boxes, boxes)))
-
-
-def measures_of_boxes(boxes):
-    top, left, height, width = numpy.array(boxes, float).T
-    return top, left, height, width, height * width, numpy.log(width / height)
-
-
-def mixings_of_timm(args, image):
-    mixing = Mixup(args.mixup_alpha, args.cutmix_alpha, prob=1.0, switch_prob=0.5)
-    numpy.random.seed(3)
-    for _ in range(COUNT):
-        share, is_cut = mixing._params_per_batch()
-        if is_cut:
-            (top, bottom, left, right), share = cutmix_bbox_and_lam(image.shape, share)
-            yield left, top, right, bottom, share
-        else:
-            yield (share,)
 
 
 def mixings_of_torchvision(args, image):
@@ -286,12 +220,12 @@ def test_mixing_draws_as_its_source(args):
     assert {len(drawn) for drawn in ours} == ({1} if args.mixup_alpha else set()) | (
         {5} if args.cutmix_alpha else set()
     )
-    for reference in [mixings_of_timm] if is_timms(args) else [mixings_of_timm, mixings_of_torchvision]:
-        theirs = list(reference(args, image))
-        for kind in {len(drawn) for drawn in ours}:
-            sides = [[drawn for drawn in all_drawn if len(drawn) == kind] for all_drawn in (ours, theirs)]
-            assert_same_rate(*map(len, sides))
-            assert_same_distributions(*(numpy.array(side).T for side in sides))
+    theirs = list(mixings_of_torchvision(args, image))
+    for kind in {len(drawn) for drawn in ours}:
+        sides = [[drawn for drawn in all_drawn if len(drawn) == kind] for all_drawn in (ours, theirs)]
+        assert_same_rate(*map(len, sides))
+        for one, other in zip(*(numpy.array(side).T for side in sides), strict=True):
+            assert_same_distribution(one, other)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """Images and classes that are others, when a run goes on or is evaluated, than they were before."""
 
 import json
-import os
 import shutil
-import tarfile
 
 import pytest
 
@@ -57,14 +55,6 @@ def lines_of(outcome, words):
     return [line for line in outcome.output.splitlines() if words in line]
 
 
-def add_a_byte(path):
-    """Change a file's size in its place, which its folder does not tell, and no pixel of it."""
-    status = path.stat()
-    with open(path, "ab") as file:
-        file.write(b"\0")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 def test_other_validation_images_are_refused(run):
     (run.images / "val" / "class1" / "image001.jpg").rename(run.images / "val" / "class1" / "other.jpg")
     refused(run.go_on(), "cannot resume (--resume auto): data of val: ", "give --allow-change data")
@@ -74,33 +64,6 @@ def test_other_validation_images_are_refused(run):
     allowed = run.go_on("--allow-change", "data").check()
     assert lines_of(allowed, "changed as --allow-change says: data of val: ")
     assert "finished" in run.go_on().check().output
-
-
-def write_tars(images, target):
-    """Pack each split as one tar, and return its folder."""
-    target.mkdir(exist_ok=True)
-    for split in ("train", "val"):
-        with tarfile.open(target / f"{split}.tar", "w") as archive:
-            archive.add(images / split, split)
-    return target
-
-
-def test_tars_tell_their_sizes_and_times_before_the_first_step(run, tmp_path):
-    tars = Run(write_tars(run.images, tmp_path / "tars"), run.out)
-    first = tars.go_on().check()  # from folders, which have other times and may have other sizes
-    assert lines_of(first, "data of") == []
-    os.utime(tars.images / "val.tar", (1e9, 1e9))
-    assert lines_of(tars.go_on("--epochs", 3).check(), "data of") == [
-        f"data of val: {tars.images / 'val'} has changed since the checkpoint, but no name in it"
-    ]
-    for split in ("train", "val"):
-        path = run.images / split / "class1" / "image001.jpg"
-        add_a_byte(path)
-        write_tars(run.images, tars.images)
-        refused(tars.go_on("--epochs", 4), f"data of {split}: sizes ", "images have other sizes", "--allow-change data")
-        path.write_bytes(path.read_bytes()[:-1])
-        write_tars(run.images, tars.images)
-    assert tars.go_on("--epochs", 4).check()
 
 
 def test_class_names_are_kept_and_compared(run):

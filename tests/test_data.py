@@ -73,16 +73,13 @@ def test_draws_of_a_key_are_those_of_its_address(image_folder, policy, erase):
     assert ((first == expected) | (first == 0)).all()
 
 
-TWO_SHARDS = VirtualShards(8, 2)
-
-
-def epoch_hashes(folder, workers, start_step=0, argv=(), shards=TWO_SHARDS, repetitions=1):
+def epoch_hashes(folder, workers, start_step=0, argv=()):
     """Return a hash of every batch of an epoch, as the model would get it."""
     mixing = "--random-erase 0.5 --mixup-alpha 0.2 --cutmix-alpha 1.0 --auto-augment ta_wide".split()
     batch = ["--batch-size", "4", "--workers", str(workers), "--train-crop-size", "24"]
     args = arguments(folder, *batch, *mixing, *argv)
     dataset, _ = data.build_datasets(str(folder / "train"), str(folder / "val"), args)
-    sampler = TrainSampler(len(dataset), shards, 3, repetitions)
+    sampler = TrainSampler(len(dataset), VirtualShards(8, 2), 3)
     sampler.set_epoch(1, start_step)
     transform, _ = data.build_batch_transforms(args, num_classes=3)
     loader = data.DeviceLoader(data.build_loader(dataset, sampler, args), torch.device("cpu"), transform, seed=3)
@@ -97,16 +94,6 @@ def test_workers_and_the_place_of_a_restart_change_no_pixel(image_folder):
     for workers in [0, 1, 3]:
         assert epoch_hashes(image_folder, workers) == expected
     assert epoch_hashes(image_folder, workers=2, start_step=2) == expected[4:]
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_micro_batches_are_the_same_at_any_world_size(image_folder, world_size):
-    expected = epoch_hashes(image_folder, 0, shards=VirtualShards(8, 4), repetitions=2)
-    assert len(set(expected)) == 12  # three steps of four micro-batches
-    for rank in range(world_size):
-        shards = VirtualShards(8, 4, rank, world_size)
-        own = [batch for number, batch in enumerate(expected) if number % 4 in shards.local]
-        assert epoch_hashes(image_folder, 0, shards=shards, repetitions=2) == own
 
 
 def damage(path, kind):
@@ -193,17 +180,16 @@ def test_what_was_replaced_in_the_batches_that_were_taken_is_reported(damaged_fo
 
 
 @pytest.mark.parametrize("kind", ["vanished", "a folder"])
-@pytest.mark.parametrize("place", [3, 4])
-def test_what_is_not_in_the_bytes_ends_the_run_also_where_bad_images_are_skipped(tmp_path, monkeypatch, kind, place):
-    """Of an image itself, and of one that stands in for the bad one before it."""
+def test_what_is_not_in_the_bytes_ends_the_run_also_where_bad_images_are_skipped(tmp_path, monkeypatch, kind):
+    """Also of an image that stands in for the bad one before it."""
     monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
     root = write_images(tmp_path, {"train": [6], "val": [1]}) / "train"
     dataset = data.IndexedImageFolder(root, ClassificationPresetTrain(crop_size=24), skips_bad=True)
-    damage(root / "class0" / f"image{place:03d}.jpg", kind)
-    if place == 4:
-        damage(root / "class0" / "image003.jpg", "truncated")
-    with pytest.raises(ImageError, match=rf"image{place:03d}.jpg \(class class0\): .*its bytes are not at fault"):
-        dataset.load(SampleKey(3, 0, 0))
+    damage(root / "class0" / "image003.jpg", "truncated")
+    damage(root / "class0" / "image004.jpg", kind)
+    for number in (3, 4):
+        with pytest.raises(ImageError, match=r"image004.jpg \(class class0\): .*its bytes are not at fault"):
+            dataset.load(SampleKey(number, 0, 0))
 
 
 def test_a_failure_of_the_system_is_tried_again_with_the_same_draws_and_ends_the_run_in_the_end(tmp_path, monkeypatch):
@@ -236,9 +222,6 @@ def test_a_failure_of_the_system_is_tried_again_with_the_same_draws_and_ends_the
 
     dataset.index.read = flaky
     assert dataset.load(SampleKey(1, 0, 0)) == expected
-    failures += [OSError(5, "Input/output error")] * 4
-    with pytest.raises(ImageError, match=r"Input/output error \(tried 4 times\)"):
-        dataset.load(SampleKey(1, 0, 0))
 
 
 @pytest.mark.parametrize("is_truncated", [False, True])
@@ -283,18 +266,17 @@ def expected_batches(image_folder, sampler, *argv):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("argv", [[], ["--ra-sampler", "--auto-augment", "ta_wide", "--train-crop-size", "64"]])
-@pytest.mark.parametrize("world_size", [2])
-def test_a_plain_loader_of_the_sets_and_samplers_yields_our_loaders_shards(image_folder, tmp_path, argv, world_size):
-    run_ranks(plain_batches, world_size, image_folder, tmp_path, *argv, log_folder=tmp_path).check()
-    for rank in range(world_size):
+def test_a_plain_loader_of_the_sets_and_samplers_yields_our_loaders_shards(image_folder, tmp_path, argv):
+    run_ranks(plain_batches, 2, image_folder, tmp_path, *argv, log_folder=tmp_path).check()
+    for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
-        shards = VirtualShards(3 * world_size, world_size, rank, world_size)
+        shards = VirtualShards(6, 2, rank, 2)
         sampler = TrainSampler(29, shards, repetitions=3 if "--ra-sampler" in argv else 1)
         expected = []
         for epoch in range(2):
             sampler.set_epoch(epoch)
             expected.append(expected_batches(image_folder, sampler, *argv))
-        evaluated = expected_batches(image_folder, EvalSampler(7, 3, rank, world_size), *argv)
+        evaluated = expected_batches(image_folder, EvalSampler(7, 3, rank, 2), *argv)
         for ours, theirs in zip([*expected, evaluated], [*found["train"], found["val"]], strict=True):
             assert len(ours) == len(theirs)
             for (image, target), (their_image, their_target) in zip(ours, theirs, strict=True):

@@ -12,7 +12,7 @@ from PIL import Image
 from errors import BadImageError
 from loading.decode import ImageFile, decode_with_pillow, load_image
 from presets import ClassificationPresetEval, ClassificationPresetTrain
-from scripts import check, pack, predict
+from scripts import pack, predict
 from tests.ranks import REPOSITORY
 
 SIDE = 32
@@ -204,6 +204,3 @@ def test_deep_grey_is_scaled_wherever_a_file_is_read(tmp_path):
     assert predict.open_image(path).getpixel((7, 7)) == (41, 41, 41)  # 10537 / 257
     small = pack.shrink(load_image(path.read_bytes()), px=16, quality=95)
     assert Image.open(io.BytesIO(small)).getpixel((7, 7)) == (41, 41, 41)
-    assert dict(check.look_at(path.read_bytes()).findings) == {"deep": "16 bits"}
-    for payload in (encoded(FOUR, "PNG"), encoded(PALETTE, "PNG", "P", transparency=3)):
-        assert [kind for kind, _ in check.look_at(payload).findings] == ["alpha"]

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import timm.optim
+import timm.utils
 import torch
 import torchvision
 from torch import nn
@@ -325,23 +326,20 @@ def test_clipping_is_torchs(scale, max_norm):
     assert (optim.clip_gradients(ours, max_norm, False) is None) is (max_norm is None)
 
 
-def test_adaptive_clipping_bounds_each_output_but_the_classifiers():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter) * 10
-    model[0].weight.grad[2] *= 1e-6
-    weight, *_, head, head_bias = before = [parameter.grad.clone() for parameter in model.parameters()]
-    assert len(before) == 4
-    assert optim.clip_gradients(model.parameters(), None, False, agc=0.01) is None
-    for output in range(4):
-        limit = 0.01 * model[0].weight[output].norm()
-        expected = weight[output] if output == 2 else weight[output] / weight[output].norm() * limit
-        assert torch.allclose(model[0].weight.grad[output], expected, rtol=1e-5)
-    limit = 0.01 * max(float(model[0].bias.detach().norm()), 1e-3)
-    assert float(model[0].bias.grad.norm()) == pytest.approx(limit, rel=1e-5)
-    assert torch.equal(model[2].weight.grad, head)
-    assert torch.equal(model[2].bias.grad, head_bias)
+def test_adaptive_clipping_is_timms_but_for_the_classifier():
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter) * 10
+        model[0].weight.grad[2] *= 1e-6
+        return list(model.parameters())
+
+    ours, theirs = build(), build()
+    assert optim.clip_gradients(iter(ours), None, False, agc=0.01) is None
+    timm.utils.agc.adaptive_clip_grad(theirs[:-2], clip_factor=0.01)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=0)
 
 
 # State
@@ -432,9 +430,6 @@ def test_a_restored_optimizer_keeps_the_hyper_parameters_of_its_own_run_and_torc
     groups = changed.param_groups
     assert [(group["lr"], group["betas"], group["step"]) for group in groups] == [(0.2, (0.8, 0.95), 5)] * 2
     assert {group["weight_decay"] for group in groups} == {0.3, 0.0}
-    groups[0]["colour"] = object()
-    with pytest.raises(UserError, match="object, which no checkpoint can hold"):
-        optim.OptimizerState(changed).state_dict()
 
 
 @pytest.mark.parametrize(("opt", "key", "change"), [
@@ -451,18 +446,6 @@ def test_damaged_state_is_refused_before_a_step_fails(opt, key, change):
         state["state"][1][key] = change(value)
     with pytest.raises(UserError, match="parameter 1"):
         optim.OptimizerState(classifier(opt)[1]).load_state_dict(state)
-
-
-def test_kron_draws_the_same_whatever_torchs_generator_has_drawn():
-    """As on several processes, where each one's generator is that of its own micro-batch."""
-    runs = []
-    with torch.compiler.set_stance("force_eager"):
-        for seed in (1, 2):
-            model, optimizer = classifier("timm/kron")
-            torch.manual_seed(seed)
-            train_steps(model, optimizer, range(2))
-            runs.append(model.state_dict())
-    assert unlike(*runs) == []
 
 
 # Numbers that are not finite

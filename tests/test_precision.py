@@ -321,15 +321,12 @@ def test_same_bits_at_another_world_size_in_bfloat16_and_nhwc(runs):
 
 
 @pytest.mark.slow
-def test_compiled_in_bfloat16_killed_and_resumed_same_bits_and_another_world_size_is_refused(runs):
+def test_compiled_in_bfloat16_killed_and_resumed_same_bits(runs):
     options = [FLAG, *FAST, "--compile", "--model", "squeezenet1_1", "--train-crop-size", 64, "--val-crop-size", 64]
     options += ["--val-resize-size", 64, "--norm-weight-decay", 0.1, "--lr", 0.01]
     runs.run("compiled", 2, *options, timeout_s=600).check()
     killed = runs.run("compiled-killed", 2, *options, faults=[(0, "torch.optim.SGD.step", 5, "after")], timeout_s=600)
     assert killed.codes[0] == -9, killed.output
-    refused = runs.run("compiled-killed", 1, *options, "--resume", "auto")
-    assert refused.codes == [2]
-    assert "world-size 2 in the checkpoint, 1 now" in refused.output
     runs.run("compiled-killed", 2, *options, "--resume", "auto", timeout_s=600).check()
     assert_same(runs, "compiled-killed", "compiled")
     assert not any("_orig_mod" in name for name in runs.final("compiled"))

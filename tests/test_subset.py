@@ -1,7 +1,6 @@
 """Parts of a set: a minival that is held out, and the images of a trial."""
 
 import hashlib
-from pathlib import Path
 
 import pytest
 
@@ -9,32 +8,9 @@ import config
 import data
 from errors import UserError
 from loading.forms import open_source
-from loading.source import Source, Subset, first_of_each_class, minival_numbers, without
+from loading.source import Subset, first_of_each_class, minival_numbers, without
 from monitoring import preview
 from tests.images import write_images
-
-
-class Named(Source):
-    """A source of names alone."""
-
-    form = "named"
-
-    def __init__(self, *counts):
-        super().__init__(Path("train"))
-        self.classes = [f"c{label}" for label in range(len(counts))]
-        self.labels = [label for label, count in enumerate(counts) for _ in range(count)]
-
-    def __len__(self):
-        return len(self.labels)
-
-    def label(self, number):
-        return self.labels[number]
-
-    def name(self, number):
-        return f"c{self.labels[number]}/{number}.jpg"
-
-    def read(self, number):
-        return self.name(number).encode()
 
 
 def arguments(folder, *argv):
@@ -71,8 +47,8 @@ def test_a_minival_is_the_images_of_smallest_hashes_of_each_class(image_folder, 
     assert train.classes == minival.classes == ["class0", "class1", "class2"]
 
 
-def test_each_class_has_at_least_one_image_on_either_side_where_it_has_two():
-    source = Named(1, 2, 3, 40)
+def test_each_class_has_at_least_one_image_on_either_side_where_it_has_two(tmp_path):
+    source = open_source(write_images(tmp_path, {"train": [1, 2, 3, 40]}) / "train")
     held = minival_numbers(source, 0.01)
     assert sorted(source.label(number) for number in held) == [1, 2, 3]
     assert len(minival_numbers(source, 0.5)) == 0 + 1 + 2 + 20
