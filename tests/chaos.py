@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -38,45 +37,36 @@ OPTIONS = """
 """.split()
 
 
-def kill_one(rng: random.Random, duration_s: float, world_size: int) -> list[tuple]:
-    """Return one SIGKILL to a random rank at a random time, mostly before a resumed run has ended."""
-    return [(rng.uniform(0, 0.6 * duration_s), rng.randrange(world_size), signal.SIGKILL)]
-
-
-def kill_all(rng: random.Random, duration_s: float, world_size: int) -> list[tuple]:
-    """Return a SIGKILL to every rank at one random time."""
-    at_s = rng.uniform(0, duration_s)
-    return [(at_s, rank, signal.SIGKILL) for rank in range(world_size)]
-
-
-def signal_one(rng: random.Random, duration_s: float, world_size: int) -> list[tuple]:
-    """Return a signal that asks for a stop, to a random rank at a random time."""
-    number = rng.choice([signal.SIGTERM, signal.SIGUSR1]) if world_size > 1 else signal.SIGTERM
-    return [(rng.uniform(0, duration_s), rng.randrange(world_size), number)]
-
-
 class Campaign(NamedTuple):
     """Random faults of a kind against runs of the recipe."""
 
-    strike: Callable[[random.Random, float, int], list[tuple]]  # returns signals as `run_ranks` takes them
+    signals: tuple[signal.Signals, ...]  # one of which is sent to a random rank at a random time
     world_sizes: tuple[int, ...] = (1,)  # processes of a run; each start takes one of them
     options: tuple[str, ...] = ("--checkpoint-steps", "1")  # without which a run saves at the ends of epochs only
     shards: int = 4  # of the global batch
+    is_for_all: bool = False  # whether every rank is sent it, at one time
 
     @property
     def has_same_saves(self) -> bool:
         """Whether a run saves at every step; if not, one that was told to stop has saved at other steps."""
         return "--checkpoint-steps" in self.options
 
+    def strike(self, rng: random.Random, duration_s: float, world_size: int) -> list[tuple]:
+        """Return signals as `run_ranks` takes them; most come before a resumed run, which is shorter, has ended."""
+        at_s, number = rng.uniform(0, 0.7 * duration_s), rng.choice(self.signals)
+        ranks = range(world_size) if self.is_for_all else [rng.randrange(world_size)]
+        return [(at_s, rank, number) for rank in ranks]
 
+
+KILL = (signal.SIGKILL,)
 CAMPAIGNS = {
-    "kills": Campaign(kill_one),
-    "loader_kills": Campaign(kill_one, options=("--checkpoint-steps", "1", "--workers", "2")),
-    "rank_kills": Campaign(kill_one, (4,)),
-    "all_rank_kills": Campaign(kill_all, (3,), shards=3),
-    "resizes": Campaign(kill_one, (1, 2, 4)),
-    "signals": Campaign(signal_one, options=()),
-    "rank_signals": Campaign(signal_one, (4,), options=()),
+    "kills": Campaign(KILL),
+    "loader_kills": Campaign(KILL, options=("--checkpoint-steps", "1", "--workers", "2")),
+    "rank_kills": Campaign(KILL, (4,)),
+    "all_rank_kills": Campaign(KILL, (3,), shards=3, is_for_all=True),
+    "resizes": Campaign(KILL, (1, 2, 4)),
+    "signals": Campaign((signal.SIGTERM,), options=()),
+    "rank_signals": Campaign((signal.SIGTERM, signal.SIGUSR1), (4,), options=()),
 }
 
 # How often each kind strikes; the points of the last three, at equal distances, are of each scenario of tests/crash.py.
