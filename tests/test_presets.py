@@ -43,20 +43,6 @@ def test_evaluation_pixels_are_torchvisions(size, mode, backend):
     assert torch.equal(preset(image), tv.Compose([*steps, *NORMALIZE])(image))
 
 
-def assert_same_draws(preset, oracle, image, num_seeds=8):
-    results = []
-    for seed in range(num_seeds):
-        torch.manual_seed(seed)
-        results.append(preset(image))
-        state = torch.get_rng_state()
-        torch.manual_seed(seed)
-        assert torch.equal(results[-1], oracle(image))
-        assert torch.equal(state, torch.get_rng_state())  # and nothing more was drawn
-        assert results[-1].dtype == torch.float32
-        assert results[-1].shape[0] == 3
-    assert not torch.equal(results[0], results[1])
-
-
 def reference_policy(name, interpolation, magnitude, severity):
     """The policies of torchvision's reference preset."""
     match name:
@@ -98,7 +84,16 @@ def test_training_pixels_are_torchvisions_for_the_same_seed(policy, backend):
         backend=backend,
         use_v2=backend == "tensor",  # which changes no pixel
     )
-    assert_same_draws(preset, oracle, picture(67, 45))
+    image, results = picture(67, 45), []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        results.append(preset(image))
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(results[-1], oracle(image))
+        assert torch.equal(state, torch.get_rng_state())  # and nothing more was drawn
+    assert (results[0].dtype, results[0].shape) == (torch.float32, (3, 32, 32))
+    assert not torch.equal(results[0], results[1])
 
 
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (20, 300), (300, 20), (1, 1), (3, 2), (224, 224)])
