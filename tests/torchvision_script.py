@@ -433,11 +433,13 @@ def averages(place):
 def stored_weights(place):
     path = str(place.out / "checkpoint.pth")
     source = small_model()
+    ema = utils.ExponentialMovingAverage(source, decay=0.5)
+    ema.update_parameters(source)
     source[0].weight.data.add_(1.0)
     unneeded = {**source.state_dict(), "aux.weight": torch.ones(1)}
-    torch.save({"model": source.state_dict(), "aux": unneeded, "epoch": 3}, path)
+    torch.save({"model": source.state_dict(), "model_ema": ema.state_dict(), "aux": unneeded, "epoch": 3}, path)
     results = [error_of(utils.store_model_weights, small_model(), path, "aux")]
-    for options in ({}, {"checkpoint_key": "aux", "strict": False}):
+    for options in ({}, {"checkpoint_key": "model_ema"}, {"checkpoint_key": "aux", "strict": False}):
         output = utils.store_model_weights(small_model(), path, **options)
         digest = hashlib.sha256(Path(output).read_bytes()).hexdigest()[:8]
         target = small_model()
@@ -470,6 +472,15 @@ def presets_augment(place):
         results.append(shown(presets.ClassificationPresetTrain(crop_size=24, **options)(image))[:2])
     erased = presets.ClassificationPresetTrain(crop_size=24, random_erase_prob=1.0)(image)
     return [results, bool((erased == 0).all(0).float().mean() > 0.01)]
+
+
+def presets_in_an_image_folder(place):
+    folder = torchvision.datasets.ImageFolder
+    train_set = folder(place.images / "train", presets.ClassificationPresetTrain(crop_size=24))
+    val_set = folder(place.images / "val", transform=presets.ClassificationPresetEval(crop_size=32, resize_size=36))
+    image, target = next(iter(DataLoader(train_set, batch_size=4, shuffle=True, num_workers=2)))
+    means = [round(float(image.mean()), 3) for image, _ in val_set]
+    return [str(image.dtype), list(image.shape), bool(image.min() < 0), str(target.dtype), means[:4]]
 
 
 def mixed_batch(mix):
@@ -649,8 +660,8 @@ PARTS = {
     "one": [
         parser, datasets, plain_loaders, loaders_of_other_kinds, load_data_with_published_weights, evaluate,
         train_one_epoch, own_loop, meters, metric_logger, processes, files_and_sums, weight_decays, moving_average,
-        averages, stored_weights, presets_on_an_image, presets_augment, mixing, mixup_or_cutmix,
-        repeated_augmentation, quantization, main_trains, main_resumes_and_tests_only, main_with_much,
+        averages, stored_weights, presets_on_an_image, presets_augment, presets_in_an_image_folder, mixing,
+        mixup_or_cutmix, repeated_augmentation, quantization, main_trains, main_resumes_and_tests_only, main_with_much,
     ],
     "ranks": [ranks_join, ranks_print, ranks_reduce, ranks_save, ranks_sample, ranks_repeat, ranks_train],
 }  # fmt: skip
