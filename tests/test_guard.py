@@ -92,6 +92,7 @@ REFUSED = {
     },
     "threads": (BITS, BITS, {"threads": 99}, ["threads 99 in the checkpoint, 1 now", "--allow-change threads"]),
     "world size": (["--sync-bn"], ["--sync-bn"], {"world_size": 4}, ["world-size 4 in", "--allow-change world-size"]),
+    "compiled": ([*BITS, "--compile"], [*BITS, "--compile"], {"world_size": 4}, ["--allow-change world-size"]),
 }  # fmt: skip
 
 
