@@ -216,7 +216,6 @@ def test_statistics_that_cannot_be_estimated(started, image_folder, tmp_path):
         ([tmp_path / "plain.pth", *command, image_folder], "squeezenet1_1 has no BatchNorm"),
         ([tmp_path / "nan.pth", *command, image_folder], "its statistics are not finite"),
         ([checkpoint, *command, image_folder, "--output", checkpoint], "a run's own checkpoints have such names"),
-        ([checkpoint, *command, image_folder, "--images", 1], "--images 1: Expected more than 1 value per channel"),
     ]:
         assert words in refused(run(tmp_path, "reestimate_bn", *argv), "reestimate_bn")
     full = run(tmp_path, "reestimate_bn", checkpoint, *command, image_folder, largest_file=1000)
