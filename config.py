@@ -450,7 +450,7 @@ def _validate_text(option: Option, text: str) -> None:
     """Refuse empty text, long names, and those that are not one line of UTF-8, which no recipe could repeat."""
     if not is_printable(text):
         raise UserError(f"{option.flag} {text!a}: expected one line of UTF-8; rename it, or give a link to it")
-    if not text and option.default is None:
+    if not text and option.default != "":
         raise UserError(f"{option.flag} is empty; give a value, or leave it out")
     if max(map(len, re.split("[/,]", text))) > 255:
         raise UserError(f"{option.flag} {text[:20]}...: a name in it has more than 255 characters")

@@ -38,10 +38,10 @@ def read_checkpoint(path: Path, name: str) -> Found:
     def read() -> bytes:
         with open_to_read(path) as file:
             check_size(file, name)
-            if zipfile.is_zipfile(file):
-                file.seek(0)
-                return file.read()
+            is_archive = file.read(4) == b"PK\3\4"
             file.seek(0)
+            if is_archive:
+                return file.read()
             load_checkpoint(file.read(_MOST_OLD_BYTES), name)
             raise UserError(f"{name} is no checkpoint of this script, but one that torch wrote before version 1.6")
 
@@ -69,7 +69,6 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
     with stream, torch.serialization.safe_globals([argparse.Namespace]) if is_new else nullcontext():
         try:
             check_size(stream, name)
-            stream.seek(0)
             begin = stream.read(4)
             # Torch too tells archives by these bytes from the pickles of versions before 1.6, all of protocol 2.
             if begin == b"PK\3\4":
@@ -92,8 +91,9 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
 
 
 def check_size(file: Any, name: str) -> None:
-    """Raise UserError if an open file is larger than this machine's memory."""
+    """Raise UserError if an open file is larger than this machine's memory; continue at its beginning."""
     size = file.seek(0, os.SEEK_END)
+    file.seek(0)
     if size > memory_bytes():
         raise UserError(f"{name} has {size / 1e9:,.1f} GB, and this machine {memory_bytes() / 1e9:,.1f} GB of memory")
 
