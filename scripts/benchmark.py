@@ -30,7 +30,7 @@ from errors import UserError
 from loading import decode
 from run import BareRun
 from sampler import SampleKey, TrainSampler, VirtualShards
-from scripts.tool import as_json, build_parser, given_path, output_file, positive, run, write_output
+from scripts.tool import build_parser, given_path, output_file, positive, run, write_report
 
 PROG = "python -m scripts.benchmark"
 
@@ -302,7 +302,7 @@ def measure() -> None:
         raise UserError("loader needs --data-path DIR, and step makes up images")
     figures = COMMANDS[options.command](options, argv)
     if options.json and read_launch().rank == 0:
-        write_output(options.json, as_json({"argv": sys.argv[1:], "torch": torch.__version__, **figures}), "--json")
+        write_report(options.json, {"argv": sys.argv[1:], "torch": torch.__version__, **figures})
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.source import Source, minival_numbers
-from scripts.tool import as_json, build_parser, given_path, in_order, output_file, positive, run, write_output
+from scripts.tool import add_train_option, build_parser, given_path, in_order, output_file, positive, run, write_report
 
 PROG = "python -m scripts.check"
 
@@ -248,14 +248,6 @@ def expectation(text: str) -> int | None:
     return None if text == "any" else positive(text)
 
 
-def fraction(text: str) -> float:
-    """Return a fraction that train.py's --minival takes; an argparse type."""
-    with suppress(ValueError):
-        if 0 < float(text) <= 0.5:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text}: expected a fraction above 0 and up to 0.5, such as 0.02")
-
-
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     about = "Decode every image of a data set, and compare its counts and classes."
@@ -270,7 +262,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         add(f"--expect-{name}", metavar="N", type=expectation, default=number, help=words)
     add("--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced")
     words = "check train alone, as train.py --minival FRACTION reads it; val may be missing"
-    add("--minival", metavar="FRACTION", type=fraction, help=words)
+    add_train_option(parser, "minival", words)
     words = "write the report to FILE, with every finding"
     add("--json", metavar="FILE", type=output_file(".json"), help=words)
     add("--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="kinds that are notes, not problems")
@@ -290,7 +282,7 @@ def check(options: argparse.Namespace) -> int:
     report.show()
     if options.json:
         facts = {"data_path": str(options.data_path), "sample": options.sample}
-        write_output(options.json, as_json({**facts, **report.as_dict()}), "--json")
+        write_report(options.json, {**facts, **report.as_dict()})
     return 0 if report.is_healthy else 1
 
 

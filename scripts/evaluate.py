@@ -1,7 +1,6 @@
 """Evaluate one checkpoint on several sets at once: `python -m scripts.evaluate CHECKPOINT --set NAME=DIR ...`."""
 
 import argparse
-import csv
 import importlib
 import json
 import math
@@ -12,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torchvision.datasets.folder import is_image_file
 
 import data
 import models
@@ -30,12 +27,11 @@ from errors import UserError, aligned, counted, end_by, in_one_line, require_tim
 from files import csv_text, read_bytes
 from loading.forms import find_sources, open_source
 from loading.progress import Progress
-from loading.source import Source, labels_of, list_folder
+from loading.source import Source, labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
-from options import BY_NAME
 from presets import build_presets
 from scripts.check import NUM_VAL
-from scripts.tool import as_json, build_parser, explain, output_file, positive, run, write_output
+from scripts.tool import add_train_option, as_json, build_parser, explain, output_file, positive, run, write_output
 from scripts.trained import Evaluation, Trained, add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.evaluate"
@@ -45,7 +41,6 @@ examples:
   {PROG} runs/resnet50/best.pth --set val=/data/imagenet/val
   {PROG} resnet50.IMAGENET1K_V2 --set val=/data/imagenet/val --real real.json \\
       --set v2=/data/imagenetv2-matched-frequency --set a=/data/imagenet-a --json results.json
-  {PROG} best.pth --set flat=/data/images,labels.csv --predictions predictions.csv
   torchrun --nproc_per_node=8 -m scripts.evaluate runs/resnet50/best_ema.pth --ema --set val=/data/imagenet/val
 
 sets:
@@ -55,13 +50,11 @@ sets:
                   numbers are taken only if their order is alphabetical too (000, 001 ...).
                   If there are folders of some classes alone (ImageNet-A, -R), the scores of all other classes are
                   left out before anything is computed, as in the papers of these sets.
-  NAME=DIR,LIST   images below DIR, and a list of them: one `file label` per line, or CSV with the same two columns.
-                  A label is the name or the number of a class; no classes are left out.
   --minival F     evaluate --set minival=DIR/train, the training images, only on those that train.py --minival F
                   held out.
   --real FILE     ReaL labels (real.json of Beyer et al., arXiv 2006.07159) for each set whose files are named
-                  ILSVRC2012_val_00000001.JPEG and so on, also where they lie in DIR without class folders. ReaL is
-                  the share of images whose best class is among their labels; images without labels are left out.
+                  ILSVRC2012_val_00000001.JPEG and so on. ReaL is the share of images whose best class is among their
+                  labels; images without labels are left out.
 
 Acc@k is the percentage of images whose class is among the k best; classes with equal scores rank by their numbers.
 NLL is the mean of the negative logarithm of the probability of an image's class, ECE the expected calibration error
@@ -78,134 +71,60 @@ _INTERRUPTED = "interrupted; start it again: no results are kept"
 
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\b")
 _SYNSET = re.compile(r"n\d{8}")
-_HEADERS = {"file", "filename", "file_name", "image", "path", "name"}
-
-# The class of images of which only ReaL labels are known; no folder can have this name.
-_UNKNOWN = "n/a"
-
-
-class ListedImages(Source):
-    """Images at given paths below a folder, and the word for the class of each: a name, a number or `_UNKNOWN`."""
-
-    form = "list"
-
-    def __init__(self, root: Path, names: list[str], words: list[str]) -> None:
-        super().__init__(root)
-        self.names, self.classes = names, sorted(set(words))
-        labels = {word: label for label, word in enumerate(self.classes)}
-        self.labels = [labels[word] for word in words]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def label(self, number: int) -> int:
-        """Return the class of an image."""
-        return self.labels[number]
-
-    def name(self, number: int) -> str:
-        """Return an image's path below the folder."""
-        return self.names[number]
 
 
 class ImageSet:
-    """A set to evaluate on.
+    """A set of class folders, tars or a pack to evaluate on.
 
     Attributes:
         source: its images.
-        is_folder: there is a folder for each class.
-        words: the names or numbers of its classes in the model; empty where the classes of the images are not known.
-        labels: (N,) int64: the number of each image's class in the model; -1 if none is known.
-        columns: the numbers of the classes whose scores count, if there are folders of some classes alone; else None.
-        found_by: how the classes were found: `name`, `number`, `order`, `synset` or `none`.
+        given: its name in messages.
+        words: the names or numbers of its classes in the model.
+        labels: (N,) int64: the number of each image's class in the model.
+        columns: the numbers of the classes whose scores count, if the set has some classes alone; else None.
+        found_by: how the classes were found: `name`, `number`, `order` or `synset`.
         real: the ReaL labels of each image, or None.
     """
 
     real: list[list[int]] | None = None
 
-    def __init__(self, name: str, source: Source, *, is_folder: bool) -> None:
-        self.name, self.source, self.is_folder = name, source, is_folder
-        self.given = f"--set {name}"  # its name in messages
-        self.words = [] if source.classes == [_UNKNOWN] else source.classes
+    def __init__(self, name: str, source: Source, given: str) -> None:
+        self.name, self.source, self.given, self.words = name, source, given, source.classes
 
     def number_classes(self, numbers: list[int], found_by: str, num_classes: int) -> None:
         """Set the numbers that the set's classes have in the model."""
-        self.labels = numpy.array(numbers or [-1], dtype=numpy.int64)[labels_of(self.source)]
+        self.labels = numpy.array(numbers, dtype=numpy.int64)[labels_of(self.source)]
         self.found_by = found_by
-        self.columns = torch.tensor(sorted(numbers)) if self.is_folder and len(numbers) < num_classes else None
+        self.columns = torch.tensor(sorted(numbers)) if len(numbers) < num_classes else None
 
 
-def open_set(text: str, *, has_real: bool) -> ImageSet:
+def open_set(text: str) -> ImageSet:
     """Open the whole set that a `--set` names."""
     name, _, place = text.partition("=")
     if not name or not place:
-        raise UserError(f"--set {text}: expected NAME=DIR or NAME=DIR,LIST, such as val=/data/imagenet/val")
-    folder, comma, table = place.rpartition(",")
-    if comma and not find_sources(Path(place)):
-        return open_list(f"--set {text}", name, Path(folder), Path(table))
+        raise UserError(f"--set {text}: expected NAME=DIR, such as val=/data/imagenet/val")
     root = Path(place) if Path(place).name not in ("", "..") else Path(os.path.abspath(place))
     if not find_sources(root):
         raise UserError(
-            f"--set {text}: {place} holds no images; give a folder with one folder for each class, the path of tars or "
-            "of a pack without their ending, or DIR,LIST"
+            f"--set {text}: {place} holds no images; give a folder with one folder for each class, or the path of tars "
+            "or of a pack without their ending"
         )
-    names = list_folder(root)
-    images = [] if any(os.path.isdir(root / each) for each in names) else list(filter(is_image_file, names))
-    if not images:
-        return ImageSet(name, open_source(root), is_folder=True)
-    if not has_real:
-        raise UserError(
-            f"--set {text}: {place} holds {counted(len(images), 'image')} and no class folders; give "
-            f"{name}={place},LIST with a list of their classes, or --real FILE"
-        )
-    return ImageSet(name, ListedImages(root, images, [_UNKNOWN] * len(images)), is_folder=False)
+    return ImageSet(name, open_source(root), f"--set {name}")
 
 
 def open_folder(root: Path, trained: Trained) -> ImageSet:
-    """Return a set of class folders, tars or a pack, with the numbers that its classes have in the model."""
-    each = ImageSet(root.name, open_source(root), is_folder=True)
-    each.given = str(root)
+    """Return a set with the numbers that its classes have in the model."""
+    each = ImageSet(root.name, open_source(root), str(root))
     number_classes([each], trained, trained.count_classes())
     return each
 
 
-def open_list(given: str, name: str, folder: Path, table: Path) -> ImageSet:
-    """Return the set of the images in a list."""
-    if not folder.is_dir():
-        raise UserError(f"{given}: {folder} is not a folder; give the one that holds the images of the list")
-    words, here = {}, set(list_folder(folder))
-    for line, (file, word) in read_list(given, table):
-        if file not in here and not os.path.isfile(folder / file):
-            raise UserError(f"{given}: line {line} of {table} names {file}, which is not in {folder}")
-        if file in words:
-            raise UserError(f"{given}: {table} names {file} twice; an image is evaluated once")
-        words[file] = word
-    if not words:
-        raise UserError(f"{given}: {table} is empty; expected `file label` a line")
-    return ImageSet(name, ListedImages(folder, [*words], [*words.values()]), is_folder=False)
-
-
-def read_list(given: str, table: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line of a list, and its file and label."""
-    with in_one_line(f"{given}: the list {table} cannot be read"):
-        lines = read_bytes(table).decode("utf-8-sig", "surrogateescape").splitlines()
-        is_csv = table.suffix.lower() == ".csv" or "," in "".join(lines[:1])
-        rows = list(csv.reader(lines)) if is_csv else [line.rsplit(None, 1) for line in lines]
-    for number, row in enumerate(rows, 1):
-        words = [word.strip() for word in row[:2]]
-        if not any(words) or (number == 1 and words[0].lower() in _HEADERS):
-            continue
-        if len(words) < 2 or not all(words):
-            raise UserError(f"{given}: line {number} of {table} is {row}; expected a file and its label")
-        yield number, words
-
-
 def number_classes(sets: list[ImageSet], trained: Trained, num_classes: int) -> list[str]:
     """Find the classes of all sets among the model's, and return the names of the model's classes."""
-    parts = [each.words for each in sets if each.is_folder and len(each.words) == num_classes]
+    parts = [each.words for each in sets if len(each.words) == num_classes]
     whole = next((words for words in parts if not _are_numbers(words, num_classes)), None)
     for each in sets:
-        numbers, found_by = find_classes(each, trained, num_classes, whole) if each.words else ([], "none")
-        each.number_classes(numbers, found_by, num_classes)
+        each.number_classes(*find_classes(each, trained, num_classes, whole), num_classes)
     return trained.classes or whole or list(map(str, range(num_classes)))
 
 
@@ -229,9 +148,8 @@ def find_classes(each: ImageSet, trained: Trained, num_classes: int, whole: list
         pass
     elif _are_numbers(words, num_classes):
         known, found_by = {word: int(word) for word in words}, "number"
-        if each.is_folder:
-            _check_numbers(each, num_classes, has_names=names is not None)
-    elif not has_folder_names and each.is_folder and len(words) == num_classes:
+        _check_numbers(each, num_classes, has_names=names is not None)
+    elif not has_folder_names and len(words) == num_classes:
         known, found_by = {word: number for number, word in enumerate(words)}, "order"
     elif not has_folder_names:
         known, found_by = _number_synsets(words, num_classes, whole), "synset"
@@ -257,7 +175,7 @@ def _check_numbers(each: ImageSet, num_classes: int, *, has_names: bool) -> None
     if not has_names and num_classes > 10 and not has_zeros:
         raise UserError(
             f"{each.given}: the alphabetical order of its class folders, torchvision's, is not that of their numbers, "
-            "and the checkpoint holds no names; write leading zeros, or give a list"
+            "and the checkpoint holds no names; write leading zeros"
         )
 
 
@@ -288,8 +206,6 @@ def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
                     f"{len(numbers):,}, up to ILSVRC2012_val_{max(numbers):08d}; expected {NUM_VAL:,}"
                 )
             each.real = [real[number - 1] for number in numbers]
-        elif not each.words:
-            raise UserError(f"--set {each.name}: its files are not named ILSVRC2012_val_*, by which --real finds them")
     if all(each.real is None for each in sets):
         raise UserError(f"{given}: there is no --set whose files are named ILSVRC2012_val_00000001.JPEG and so on")
 
@@ -324,7 +240,7 @@ def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int) -> num
 def _rank(columns: Tensor | None, output: Tensor, target: Tensor, k: int) -> Tensor:
     """Return the rows of `rank_classes` as if there were only the classes of these columns; None means all."""
     if columns is None:
-        return rank_classes(output, target.clamp(min=0), k)
+        return rank_classes(output, target, k)
     columns = columns.to(output.device)
     ranked = rank_classes(output[:, columns], torch.searchsorted(columns, target), k)
     ranked[:, 2 : 2 + k] = columns.to(ranked.device)[ranked[:, 2 : 2 + k].long()].double()
@@ -344,7 +260,7 @@ class Scores:
     """The records of a set's images, in order, from the rows of `score_set` and the names of the model's classes.
 
     Attributes:
-        labels: (n,) the class, or -1.
+        labels: (n,) the class.
         places: (n,) the place of the image's class among all by score, from 0.
         best: (n, k) the best classes.
         probabilities: (n, k) the probabilities of the best classes.
@@ -359,15 +275,12 @@ class Scores:
     def summarize(self) -> dict[str, Any]:
         """Return the results of the set, for JSON."""
         each, is_hit = self.set, self.places == 0
-        classes = len(each.words) if each.is_folder else len(set(self.labels.tolist()) - {-1})
         found = {
-            "images": len(self.labels), "classes": classes, "classes_found_by": each.found_by,
+            "images": len(self.labels), "classes": len(each.words), "classes_found_by": each.found_by,
             "is_restricted_to_its_classes": each.columns is not None,
+            **self._accuracies(self.places), **count_hits(is_hit), "nll": math.fsum(self.nll) / len(self.nll),
+            "ece": calibration_error(self.probabilities[:, 0], is_hit),
         }  # fmt: skip
-        if each.words:
-            found |= self._accuracies(self.places) | count_hits(is_hit)
-            found["nll"] = math.fsum(self.nll) / len(self.nll)
-            found["ece"] = calibration_error(self.probabilities[:, 0], is_hit)
         if each.real is not None:
             hits = [best in real for best, real in zip(self.best[:, 0].tolist(), each.real, strict=True) if real]
             found["real"] = {"images": len(hits), **count_hits(numpy.array(hits))}
@@ -378,7 +291,7 @@ class Scores:
 
     def per_class(self) -> Iterator[list]:
         """Yield the lines of `--per-class`."""
-        for label in numpy.unique(self.labels[self.labels >= 0]).tolist():
+        for label in numpy.unique(self.labels).tolist():
             places = self.places[self.labels == label]
             yield [self.set.name, label, self.names[label], len(places), *self._accuracies(places).values()]
 
@@ -387,7 +300,7 @@ class Scores:
         columns = self.labels.tolist(), self.best.tolist(), self.probabilities.tolist()
         for number, (label, best, probabilities) in enumerate(zip(*columns, strict=True)):
             words = [word for one, share in zip(best, probabilities, strict=True) for word in (self.names[one], share)]
-            yield [self.set.name, self.set.source.name(number), self.names[label] if label >= 0 else "", *words]
+            yield [self.set.name, self.set.source.name(number), self.names[label], *words]
 
 
 def show(report: dict[str, Any], topk: list[int]) -> None:
@@ -395,11 +308,9 @@ def show(report: dict[str, Any], topk: list[int]) -> None:
     print(f"{report['checkpoint']}: {report['weights']}")
     rows = [["set", "images", "classes", *(f"Acc@{k}" for k in topk), "95% of Acc@1", "NLL", "ECE", "ReaL"]]
     for name, found in report["sets"].items():
-        numbers = ["-"] * (len(topk) + 3)
-        if "nll" in found:
-            low, high = found["acc1_interval"]
-            numbers = [f"{found[f'acc{k}']:.3f}" for k in topk]
-            numbers += [f"{low:.2f} to {high:.2f}", f"{found['nll']:.4f}", f"{found['ece']:.4f}"]
+        low, high = found["acc1_interval"]
+        numbers = [f"{found[f'acc{k}']:.3f}" for k in topk]
+        numbers += [f"{low:.2f} to {high:.2f}", f"{found['nll']:.4f}", f"{found['ece']:.4f}"]
         real = found.get("real", {}).get("acc1")
         words = f"{found['classes']:,}{'*' if found['is_restricted_to_its_classes'] else ''}"
         rows.append([name, f"{found['images']:,}", words, *numbers, "-" if real is None else f"{real:.3f}"])
@@ -422,15 +333,14 @@ def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     usage = "CHECKPOINT --set NAME=DIR ... [options]"
     parser = build_parser(PROG, usage, "Evaluate a checkpoint on one set or on several.", EPILOG)
-    parser.set_defaults(minival=None)
     add_options(parser)
     parser.add_argument(
-        "--set", metavar="NAME=DIR[,LIST]", action="extend", nargs="+", required=True, dest="sets",
+        "--set", metavar="NAME=DIR", action="extend", nargs="+", required=True, dest="sets",
         help="a set; give as many as you like",
     )  # fmt: skip
     parser.add_argument("--real", metavar="FILE", type=Path, help="ReaL labels of ILSVRC2012's val")
     text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
-    replace(BY_NAME["minival"], help=text).add_to(parser)
+    add_train_option(parser, "minival", text)
     for name, kind, text in (
         ("--json", json_file, "write the results to FILE; - prints them, and nothing else, to standard output"),
         ("--per-class", output_file(".csv"), "write the accuracy of each class to FILE, as CSV"),
@@ -445,10 +355,15 @@ def get_args_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_outputs(options: argparse.Namespace) -> None:
-    """Refuse outputs that are the same file, or one of the lists and labels that are read."""
+def validate(options: argparse.Namespace) -> None:
+    """Raise UserError if two sets have one name, two files are the same one, or options contradict each other."""
+    names = [text.partition("=")[0] for text in options.sets]
+    if len(set(names)) < len(names):
+        raise UserError(f"--set: two sets are called {next(name for name in names if names.count(name) > 1)}")
+    if (options.minival is not None) != ("minival" in names):
+        raise UserError("--minival FRACTION and --set minival=DIR/train, the training images, are given together")
     given = [("--json", options.json), ("--per-class", options.per_class), ("--predictions", options.predictions)]
-    given += [("--real", options.real), *(("--set", text.rpartition(",")[2]) for text in options.sets)]
+    given.append(("--real", options.real))
     seen = {}
     for option, path in given:
         if path is not None and (other := seen.setdefault(os.path.realpath(path), option)) != option:
@@ -457,18 +372,12 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -> tuple[list[ImageSet], list[str]]:
     """Return the sets, and the names of the model's classes for the results."""
-    given = [text.partition("=")[0] for text in options.sets]
-    if len(set(given)) < len(given):
-        raise UserError(f"--set: two sets are called {next(name for name in given if given.count(name) > 1)}")
-    BY_NAME["minival"].check(options.minival)
-    if (options.minival is not None) != ("minival" in given):
-        raise UserError("--minival FRACTION and --set minival=DIR/train, the training images, are given together")
     seen = trained.trained_with.get("minival")
     if options.minival is not None and not (isinstance(seen, float) and options.minival <= seen):
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
     sets = []
     for text in options.sets:
-        each = open_set(text, has_real=options.real is not None)
+        each = open_set(text)
         if each.name == "minival":
             each.source, _ = data.hold_out(each.source, options.minival)
         each.source = data.limit_images(each.source, options.limit, each.name)
@@ -481,7 +390,7 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
     """Write the files that were asked for, and return the report on rank 0. Collective: every rank must call it."""
-    check_outputs(options)
+    validate(options)
     trained = open_given(options)
     args = settle(trained, options, is_alone=False)
     num_classes = trained.count_classes()

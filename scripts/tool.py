@@ -11,13 +11,15 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from distributed.signals import open_closed_files
 from errors import ImageError, StorageError, UserError, error_line, explain_limit, loader_killed
 from files import explain_failure, make_folder, write_atomically
-from options import OneLineParser
+from options import BY_NAME, OneLineParser
 
 # Errors of the system by which a path that was given cannot be used.
 _WRONG_PATH = {
@@ -35,6 +37,20 @@ def build_parser(prog: str, usage: str, description: str, epilog: str) -> argpar
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def add_train_option(parser: argparse.ArgumentParser, name: str, text: str) -> None:
+    """Add an option of train.py with a help of its own; None if it is not given, and refused outside its bounds."""
+    option = BY_NAME[name]
+
+    @wraps(option.type)
+    def parse(word: str) -> Any:
+        value = option.type(word)
+        option.check(value)
+        return value
+
+    replace(option, help=text, default=None, type=parse).add_to(parser)
+    parser.set_defaults(**{option.dest: None})
 
 
 def positive(text: str) -> int:
@@ -106,6 +122,11 @@ def write_output(path: Path, content: bytes, option: str = "", verify: Callable[
 def as_json(content: Any) -> bytes:
     """Return plain values as the bytes of a JSON file, which has no word for NaN and infinity: ValueError for them."""
     return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def write_report(path: Path, content: Any) -> None:
+    """Write plain values to the JSON file that `--json` names."""
+    write_output(path, as_json(content), "--json")
 
 
 def explain(error: BaseException) -> BaseException:

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +17,11 @@ from distributed import collectives
 from errors import UserError
 from loading.loader import check_memory, check_workers
 from metrics import build_evaluated
-from options import BY_NAME, PREPROCESSING, WHY_TYPED, is_same_model, split_custom
+from options import PREPROCESSING, WHY_TYPED, is_same_model, split_custom
 from presets import ClassificationPresetEval, build_presets
 from sampler import EvalSampler
 from scripts.exported import describe_weights
-from scripts.tool import positive
+from scripts.tool import add_train_option, positive
 
 
 class Trained(NamedTuple):
@@ -62,19 +61,14 @@ def add_options(
     names = "a torchvision name, timm/NAME, or FILE.py:FUNCTION, which must be given even if the file says it"
     parser.add_argument("--model", metavar="NAME", help=f"the model, where the file does not say it: {names}")
     for name in PREPROCESSING:
-        text = "in place of the checkpoint's own or the published one"
-        replace(BY_NAME[name], help=text, default=None).add_to(parser)
+        add_train_option(parser, name, "in place of the checkpoint's own or the published one")
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for loading images and choosing the device."""
     parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
-    texts = {
-        "workers": "loader processes (default: as train.py)",
-        "device": "cuda, cpu ... (default: the accelerator of this machine, else cpu)",
-    }
-    for name, text in texts.items():
-        replace(BY_NAME[name], help=text, default=None).add_to(parser)
+    add_train_option(parser, "workers", "loader processes (default: as train.py)")
+    add_train_option(parser, "device", "cuda, cpu ... (default: the accelerator of this machine, else cpu)")
 
 
 def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Record:

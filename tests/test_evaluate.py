@@ -16,10 +16,11 @@ import torch
 import config
 from data import IndexedImageFolder
 from errors import UserError
+from loading.source import Source
 from metrics import bootstrap_interval, calibration_error, rank_classes
 from models import build_model
 from scripts import evaluate
-from scripts.evaluate import ImageSet, ListedImages, number_classes
+from scripts.evaluate import ImageSet, number_classes
 from scripts.trained import open_trained
 from tests.endings import read_metrics
 from tests.images import pack_whole, write_images
@@ -148,18 +149,17 @@ def test_scores_of_classes_that_a_set_lacks_are_left_out(checkpoint, images, tmp
 
 def test_results_are_the_same_on_any_number_of_processes(checkpoint, images, tmp_path):
     whole, written = {}, ["results.json", "predictions.csv", "per_class.csv"]
-    names = [f"{image.parent.name}/{image.name} {image.parent.name}" for image in sorted(images.rglob("*.jpg"))]
-    (tmp_path / "list.txt").write_text("\n".join(names[::-2]))
+    shutil.copytree(images / "class1", tmp_path / "part" / "class1")
     for world_size in (1, 2, 3):
         folder = tmp_path / str(world_size)
         folder.mkdir()
-        argv = ["--set", f"val={images}", "--set", f"list={images},{tmp_path / 'list.txt'}"]
+        argv = ["--set", f"val={images}", "--set", f"part={tmp_path / 'part'}"]
         argv += ["--predictions", folder / written[1], "--per-class", folder / written[2]]
         outcome = run(folder, checkpoint, *argv, "--json", folder / written[0], world_size=world_size).check()
         assert sum("95% of Acc@1" in output for output in outcome.outputs) == 1, outcome.output
         whole[world_size] = [(folder / name).read_bytes() for name in written]
     assert whole[1] == whole[2] == whole[3]
-    assert len(whole[1][1].splitlines()) == 1 + 34 + 17
+    assert len(whole[1][1].splitlines()) == 1 + 34 + 12
 
 
 def test_the_interval_is_that_of_a_plain_bootstrap():
@@ -185,13 +185,14 @@ def test_of_equal_scores_the_first_is_the_better_class():
 
 def as_val(images: Path, folder: Path, numbers: list[int]) -> list[Path]:
     """Copy images as files of ILSVRC2012's val with these numbers, and return them in their order."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     sources = sorted(images.rglob("*.jpg"))[: len(numbers)]
     return [shutil.copy(src, folder / f"ILSVRC2012_val_{n:08d}.JPEG") for src, n in zip(sources, numbers, strict=True)]
 
 
 def test_real_is_scored_by_its_formula(checkpoint, images, tmp_path):
-    as_val(images, tmp_path / "val", [3, 1, 5, 2, 4, 6])
+    as_val(images, tmp_path / "val" / "class0", [3, 1, 5])
+    as_val(images, tmp_path / "val" / "class4", [2, 4, 6])
     argv = [checkpoint, "--set", f"val={tmp_path / 'val'}", "--real", tmp_path / "real.json"]
     argv += ["--predictions", tmp_path / "predictions.csv"]
     real = [[0, 1], [], [2], [1, 4], [], [0, 1, 2, 3, 4]]
@@ -203,24 +204,6 @@ def test_real_is_scored_by_its_formula(checkpoint, images, tmp_path):
     is_correct = [predictions[i + 1] in real[i] for i in range(6) if real[i]]
     assert found["real"]["images"] == len(is_correct) == 4
     assert found["real"]["acc1"] == 100 * sum(is_correct) / 4
-    assert "acc1" not in found  # nothing else is known of these images
-
-
-@pytest.mark.parametrize("ending", ["txt", "csv"])
-def test_a_flat_folder_with_a_list_is_the_set_of_its_folders(of_three, images, tmp_path, ending):
-    flat, lines = tmp_path / "flat, with a comma", ["file,label"] * (ending == "csv")
-    flat.mkdir()
-    for image in sorted(images.rglob("*.jpg")):
-        label = image.parent.name
-        shutil.copy(image, flat / f"{label} {image.name}")
-        # By name, or by number as of "class1".
-        lines.append(f"{label} {image.name} {label}" if ending == "txt" else f"{label} {image.name},{label[5]}")
-    table = tmp_path / f"list.{ending}"
-    table.write_text("\n".join(lines) + "\n")
-    found = results(tmp_path, of_three, "--set", f"flat={flat},{table}", f"val={images}")
-    assert found["flat"].pop("classes_found_by") == {"txt": "name", "csv": "number"}[ending]
-    assert found["val"].pop("classes_found_by") == "name"
-    assert found["flat"] == found["val"]
 
 
 def test_a_tar_a_limit_and_the_average(of_three, images, tmp_path):
@@ -255,16 +238,32 @@ def test_broken_weights_are_refused(of_three, images, tmp_path):
     assert "are not finite" in outcome.output
 
 
-def image_set(name: str, words: list[str], is_folder: bool = True) -> ImageSet:
-    return ImageSet(name, ListedImages(Path(), words, words), is_folder=is_folder)
+class Folders(Source):
+    """Class folders with these names and one image each."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(Path())
+        self.classes = names
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def label(self, number: int) -> int:
+        return number
+
+    def name(self, number: int) -> str:
+        return f"{self.classes[number]}/image.jpg"
+
+
+def image_set(name: str, words: list[str]) -> ImageSet:
+    return ImageSet(name, Folders(words), name)
 
 
 def found(each: ImageSet, names: list[str] | None, num_classes: int, sets=(), *, is_published=False):
     """Return the numbers of a set's classes in a model, and how they were found."""
     trained = SimpleNamespace(classes=names, is_published=is_published)
     number_classes([each, *sets], trained, num_classes)
-    numbers = dict(zip(each.source.names, each.labels.tolist(), strict=True))
-    return [numbers[word] for word in each.words], each.found_by
+    return each.labels.tolist(), each.found_by
 
 
 def test_classes_are_found_by_name_number_order_or_synset():
@@ -297,30 +296,28 @@ def test_synsets_of_a_part_are_numbered_as_torchvision_does():
 
 def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_path):
     val = f"val={images}"
-    (tmp_path / "missing.txt").write_text("class0/image000.jpg class0\nnone.jpg class1\n")
-    (tmp_path / "long.csv").write_text(f"class0/image000.jpg,{'x' * 200_000}\n")
-    (tmp_path / "twice.txt").write_text("class0/image000.jpg 0\nclass0/image000.jpg 1\n")
     shutil.copytree(images / "class0", tmp_path / "other" / "dog")
     as_val(images, tmp_path / "flat", [1, 2, 3])
+    as_val(images, tmp_path / "named" / "class0", [1, 2, 3])
     (tmp_path / "real.json").write_text("[[0], [1]]")
     (tmp_path / "labels.json").write_text("[[0], [1], [5]]")
     for argv, words in [
         (["val"], "expected NAME=DIR"), ([f"val={tmp_path / 'nowhere'}"], "holds no images"),
-        ([val, val], "two sets are called val"), ([f"flat={tmp_path / 'flat'}"], "3 images and no class folders"),
+        ([val, val], "two sets are called val"),
+        ([f"flat={tmp_path / 'flat'}"], "3 images and no class folders.* scripts.prepare"),
         ([f"a={tmp_path / 'other'}"], "dog is none of the 5 classes of the checkpoint, such as class0, class1"),
-        ([f"{val},{tmp_path / 'missing.txt'}"], "line 2 of .* names none.jpg"),
-        ([f"{val},{tmp_path / 'long.csv'}"], "long.csv cannot be read"),
-        ([f"{val},{tmp_path / 'twice.txt'}"], "twice"),
-        ([f"f={tmp_path / 'flat'}", "--real", tmp_path / "real.json"], "labels of 2 images, and --set f has 3"),
-        ([f"f={tmp_path / 'flat'}", "--real", tmp_path / "labels.json"], "no numbers of the 5 classes"),
+        ([f"f={tmp_path / 'named'}", "--real", tmp_path / "real.json"], "labels of 2 images, and --set f has 3"),
+        ([f"f={tmp_path / 'named'}", "--real", tmp_path / "labels.json"], "no numbers of the 5 classes"),
+        ([val, "--real", tmp_path / "real.json"], "there is no --set whose files are named ILSVRC2012_val_"),
         ([val, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder that is there"),
         ([val, "--predictions", tmp_path / "a", "--per-class", tmp_path / "a"], "one file"),
         ([val, "--real", tmp_path / "real.json", "--json", tmp_path / "real.json"], "one file"),
-        ([val, "--minival", "0.1"], "are given together"), ([val, "--minival", "0"], "expected a number above 0"),
+        ([val, "--minival", "0.1"], "are given together"),
         ([val, "--model", "resnet18"], "--model is resnet18"),
     ]:  # fmt: skip
         assert re.search(words, line := refusal(checkpoint, "--set", *argv)), line
     assert "no such file" in refusal(tmp_path / "none.pth", "--set", val)
+    assert "above 0" in refusal(tmp_path / "none.pth", "--set", val, "--minival", 0)  # before the model is opened
     assert not list(tmp_path.glob("*.tmp*"))
 
 
