@@ -52,8 +52,6 @@ RECIPE_FACTS = {
 REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.weights and args.resume and args.test_only,
      "--weights has no effect: the checkpoint of --resume is evaluated"),
-    (lambda args: args.decoder != "pillow" and not _is_fast(args),
-     "--decoder {decoder} has no effect: exact pixels and rare interpolations need Pillow"),
     (lambda args: args.val_crop_size > args.val_resize_size and args.synthetic is None,
      "--val-crop-size {val_crop_size} is above --val-resize-size {val_resize_size}: images whose shorter side is "
      "resized to less than the crop are padded with black, as in torchvision"),
@@ -365,7 +363,6 @@ def on_machine(args: Record) -> tuple[Record, list[str]]:
         "world_size": launch.world_size,
         "distributed": launch.is_launched,
         "gpu": collectives.choose_gpu(launch, device),
-        "decoder": args.decoder if _is_fast(args) else "pillow",
     }
     return args.replaced(**changes), lines + remarks(args)
 
@@ -391,7 +388,10 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
         raise UserError(f"the checkpoint is of {changes['model']}, {WHY_TYPED}")
     args = args.replaced(**changes)
     validate(args)
-    return args, [f"{BY_NAME[name].flag} {value}: as in the checkpoint" for name, value in changes.items()]
+    lines = [f"{BY_NAME[name].flag} {value}: as in the checkpoint" for name, value in changes.items()]
+    if trained.get("decoder") == "torchcodec":
+        lines.append("the checkpoint's run decoded with TorchCodec; Pillow's pixels may differ by a grey level")
+    return args, lines
 
 
 def _differing(args: Record, trained: dict, names: Sequence[str]) -> dict[str, Any]:
@@ -480,8 +480,3 @@ def _validate_interpolation(args: Record) -> None:
         needed_by = f"--auto-augment {args.auto_augment}"
     if args.interpolation not in known:
         raise UserError(f"--interpolation {args.interpolation}: {needed_by} takes {', '.join(sorted(known))}")
-
-
-def _is_fast(args: Record) -> bool:
-    """Tell whether images are loaded the fast way, by --decoder and with addressed random draws."""
-    return args.backend is None and args.interpolation in ("bilinear", "bicubic")

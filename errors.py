@@ -206,18 +206,6 @@ def require_package(package: str, needed_by: str) -> ModuleType:
         raise UserError(f"{needed_by} needs {name}, which is not installed: pip install {name} ({error})") from error
 
 
-def require_torchcodec(option: str) -> ModuleType:
-    """Return TorchCodec for an option that needs its image decoder; UserError if it cannot be used."""
-    try:
-        torchcodec = importlib.import_module("torchcodec")
-        importlib.import_module("torchcodec.decoders").decode_jpeg  # noqa: B018
-    except (AttributeError, ImportError, OSError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        advice = "pip install --upgrade torchcodec"
-        raise UserError(f"{option} needs TorchCodec 0.16 or later, made for this torch: {advice} ({reason})") from error
-    return torchcodec
-
-
 _LIMITS = {
     errno.EMFILE: "raise `ulimit -n`",
     errno.ENFILE: "the machine has as many files open as it can",

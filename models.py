@@ -6,9 +6,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +17,6 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from files import own_temporary_folder
@@ -102,7 +100,7 @@ def build_model(
     elif args.test_only and args.resume:
         check_sizes(model, args)
     if args.grad_checkpointing:
-        recompute_blocks(model, args.model, is_compiled=args.compile is not None)
+        set_grad_checkpointing(model, args.model)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
 
 
@@ -409,56 +407,20 @@ def load_resized(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
         print(f"{source}: made for images of another size; resized {others[0]}{more} from {sizes}")
 
 
-def recompute_blocks(model: nn.Module, name: str, *, is_compiled: bool = False) -> None:
-    """Let each block of a model keep only its input, and compute its activations again in the backward pass.
-
-    A block is a module with a forward pass of its own whose class occurs at least twice: a residual block, a
-    transformer's encoder layer, an Inception module. Of nested blocks the outermost counts.
+def set_grad_checkpointing(model: nn.Module, name: str) -> None:
+    """Let a model of this name recompute the activations of its blocks in the backward pass, as timm's models can.
 
     Raises:
-        UserError: the model has no blocks, or blocks with BatchNorm that are to be compiled too.
+        UserError: the model cannot do so, or has running statistics, which each pass would move.
     """
-    blocks = list(_blocks(model, Counter(map(type, model.modules()))))
-    if not blocks:
-        raise UserError(f"--grad-checkpointing: {name} has no repeated blocks; leave it out")
-    for block in blocks:
-        if is_compiled and any(isinstance(module, nn.modules.batchnorm._NormBase) for module in block.modules()):
-            raise UserError(
-                f"--grad-checkpointing with --compile would move the running statistics of {name} twice a step; "
-                "leave one of them out"
-            )
-        # torch restores the generators for the second pass; we must keep running statistics from moving twice.
-        has_buffers = any(True for _ in block.buffers())
-        contexts = lambda block=block: (nullcontext(), _unmoved(block))  # noqa: E731
-        keep = {"context_fn": contexts} if has_buffers and not is_compiled else {}
-        again = partial(checkpoint, block.forward, use_reentrant=False, **keep)
-        block.forward = partial(_recomputed, block.forward, again)
-
-
-def _blocks(module: nn.Module, counts: Mapping[type, int]) -> Iterator[nn.Module]:
-    for child in module.children():
-        # Recomputing torch's own layers saves little, and a row of modules is no block.
-        is_own = not type(child).__module__.startswith(("torch.nn.", "torchvision.ops."))
-        is_composite = is_own and not isinstance(child, nn.Sequential) and any(True for _ in child.children())
-        if is_composite and counts[type(child)] > 1:
-            yield child
-        else:
-            yield from _blocks(child, counts)
-
-
-def _recomputed(forward: Callable[..., Any], again: Callable[..., Any], *args: Any) -> Any:
-    return (again if torch.is_grad_enabled() else forward)(*args)
-
-
-@contextmanager
-def _unmoved(module: nn.Module) -> Iterator[None]:
-    """Restore a module's buffers at the end of the context."""
-    buffers = list(module.buffers())
-    saved = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:  # torch ends the second pass early, by an exception
-        torch._foreach_copy_(buffers, saved)
+    if not hasattr(model, "set_grad_checkpointing"):
+        raise UserError(
+            f"--grad-checkpointing: {name} has no set_grad_checkpointing, unlike timm's models; leave it out"
+        )
+    if any("running_" in buffer for buffer, _ in model.named_buffers()):
+        raise UserError(f"--grad-checkpointing would move the running statistics of {name} twice a step; leave it out")
+    with in_one_line(f"--grad-checkpointing: {name}"):
+        model.set_grad_checkpointing(True)
 
 
 def place_model(model: nn.Module, args: Any, device: torch.device) -> nn.Module:

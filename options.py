@@ -228,9 +228,6 @@ OPTIONS = {
         Option("--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
                help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
                     "torchvision's tensor resize (default: a faster way, mostly within one grey level of pil)"),
-        Option("--decoder", default="pillow", choices=["pillow", "torchcodec"], is_of_checkpoint=True,
-               help="library that decodes JPEGs; torchcodec is an optional package, faster, and may differ by a grey "
-                    "level"),
         Option("--use-v2", default=False, resume=FREE, help="no effect, accepted for torchvision's commands"),
     ],
     "augmentation": [
@@ -423,8 +420,8 @@ OPTIONS = {
                help="compile the model with torch.compile in this mode (--compile alone: default); takes a minute "
                     "before the first step, and bits are the same only for the same number of processes"),
         Option("--grad-checkpointing", default=False, resume=FREE,
-               help="recompute activations inside the model's blocks in the backward pass: less memory, a third more "
-                    "work"),
+               help="recompute activations of the model's blocks in the backward pass: less memory, a third more work; "
+                    "for timm's models without BatchNorm"),
         Option("--use-deterministic-algorithms", default=False,
                help="same weights in every bit after any restart and on 1, 2, 4, 8 ... processes: deterministic "
                     "kernels and order of sums"),
@@ -508,7 +505,7 @@ REMOVED = {
     "worker-type": "process", "train-split": "train", "val-split": "val", "val-path": None, "limit-train-images": None,
     "limit-val-images": None, "early-stop": None, "eval-batch-size": None, "decode-device": "cpu",
     "prefetch-factor": 2, "mixup-prob": 1.0, "mixup-switch-prob": 0.5, "mixup-off-epoch": None, "keep-every": None,
-    "grad-compression": "none", "distillation-temperature": 3.0,
+    "grad-compression": "none", "distillation-temperature": 3.0, "decoder": "pillow",
 }  # fmt: skip
 FREELY_REMOVED = {
     "worker-type", "train-split", "val-split", "val-path", "early-stop", "prefetch-factor", "keep-every",

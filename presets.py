@@ -21,7 +21,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from config import IMAGENET_MEAN, IMAGENET_STD
 from errors import UserError, require_timm
-from loading.decode import ImageFile, build_decoder, check_num_pixels, decode_plainly
+from loading.decode import ImageFile, check_num_pixels, decode_plainly
 from randomness import Draws, TorchDraws, unit
 
 # torch resizes uint8 with antialiasing only in these modes; Pillow resizes in the others.
@@ -94,7 +94,6 @@ class _Preset:
         interpolation: InterpolationMode,
         mean: tuple[float, ...],
         std: tuple[float, ...],
-        decoder: str,
         random_erase_prob: float = 0.0,
         random_erase_fill: str = "zero",
     ) -> None:
@@ -111,7 +110,6 @@ class _Preset:
         self.to_pixels, self.finish = transforms.Compose(steps), transforms.Compose(finish)
         self.random_erase_prob = random_erase_prob
         self.fast_mode = _RESIZABLE.get(interpolation) if backend is None else None
-        self.decoder = build_decoder(decoder)
         self.mean, self.std = mean, std
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -138,7 +136,7 @@ class _Preset:
         """
         if self.fast_mode is None:
             return self.pixels(decode_plainly(payload))
-        return self._load_fast(ImageFile(payload, self.decoder), draws or TorchDraws())
+        return self._load_fast(ImageFile(payload), draws or TorchDraws())
 
 
 class ClassificationPresetTrain(_Preset):
@@ -156,7 +154,6 @@ class ClassificationPresetTrain(_Preset):
         color_jitter: brightness, contrast and saturation change by factors from 1 minus this to 1 plus this.
         backend: pil (resize by Pillow), tensor (by torchvision, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's, rarely two; bicubic ones, of Pillow's before version 13.
-        decoder: library that decodes JPEGs in the fast way: pillow or torchcodec.
         use_v2: no effect, since both versions of torchvision's transforms draw and compute the same.
     """
 
@@ -176,7 +173,6 @@ class ClassificationPresetTrain(_Preset):
         random_erase_fill: str = "zero",
         color_jitter: float = 0.0,
         backend: str | None = None,
-        decoder: str = "pillow",
         use_v2: bool = False,
     ) -> None:
         scale = (crop_scale, 1.0)
@@ -190,7 +186,7 @@ class ClassificationPresetTrain(_Preset):
         if color_jitter > 0:
             on_images.append(transforms.ColorJitter(*3 * [color_jitter]))
         steps += on_images
-        super().__init__(steps, backend, interpolation, mean, std, decoder, random_erase_prob, random_erase_fill)
+        super().__init__(steps, backend, interpolation, mean, std, random_erase_prob, random_erase_fill)
         self.crop_size, self.crop_scale, self.hflip_prob = crop_size, crop_scale, hflip_prob
         self.policy = transforms.Compose(on_images) if on_images else None
         self.takes_draws = self.fast_mode is not None and not on_images
@@ -335,12 +331,11 @@ class ClassificationPresetEval(_Preset):
         std: tuple[float, ...] = IMAGENET_STD,
         interpolation: InterpolationMode = InterpolationMode.BILINEAR,
         backend: str | None = None,
-        decoder: str = "pillow",
         use_v2: bool = False,
     ) -> None:
         self.cut = transforms.CenterCrop(crop_size)
         steps = [transforms.Resize(resize_size, interpolation=interpolation, antialias=True), self.cut]
-        super().__init__(steps, backend, interpolation, mean, std, decoder)
+        super().__init__(steps, backend, interpolation, mean, std)
         self.crop_size, self.resize_size = crop_size, resize_size
         self.takes_draws = True  # it draws nothing at all
 
@@ -393,7 +388,7 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
     """Return the presets for training and for evaluation."""
     common = {
         "mean": args.mean, "std": args.std, "interpolation": InterpolationMode(args.interpolation),
-        "backend": args.backend, "decoder": args.decoder,
+        "backend": args.backend,
     }  # fmt: skip
     build_train = partial(
         ClassificationPresetTrain,

@@ -28,7 +28,6 @@ from distributed.watch import StallWatchdog
 from errors import PreemptedError, StorageError, UserError, loader_killed
 from files import write_atomically
 from gradients import ShardedStep
-from loading.decode import describe_decoder
 from metrics import Accuracy, Metric, Tally
 from monitoring.bottleneck import RECORDED, StepClock, describe_bottleneck, find_shares
 from monitoring.console import first_lines, last_lines, log
@@ -137,7 +136,7 @@ class Run(BareRun):
             **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.window,
             "log_epoch": self.epoch_tally, "scaler": scaler if scaler and scaler.is_enabled() else None,
         }  # fmt: skip
-        facts = run_facts(args, describe_decoder(args.decoder), *datasets)
+        facts = run_facts(args, *datasets)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
         self.begun = self.saved = self.saving = self.position  # nothing to save yet

@@ -28,7 +28,6 @@ from distributed.decision import StepDecisions
 from distributed.launch import read_launch
 from distributed.signals import follow_agent, take_signals
 from errors import PreemptedError, UserError, end_by, end_process
-from loading.decode import describe_decoder
 from loading.loader import check_memory
 from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_lines
 from monitoring.console import log
@@ -224,7 +223,7 @@ def find_checkpoint(args, manager):
         return args, state
     manager.check(args.resume, overwrite=args.overwrite)
     if state is not None:
-        check_options(state, args, describe_decoder(args.decoder))
+        check_options(state, args)
     args = config.with_shards(args, state)
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn)

@@ -10,6 +10,7 @@ from typing import Any
 import PIL
 import torch
 import torchvision
+from PIL import features
 
 from errors import UserError, one_line
 from options import (
@@ -40,12 +41,12 @@ def _describe_set(dataset: Any) -> dict:
     return {"num_images": len(dataset), "fingerprint": dataset.index.fingerprint(), **dataset.index.identity()}
 
 
-def describe_environment(args: Any, decoder: str) -> dict[str, Any]:
+def describe_environment(args: Any) -> dict[str, Any]:
     """Return all that a run's numbers may depend on: versions, processor, code revision, threads and processes."""
     found = {
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
-        "decoder": decoder,
+        "decoder": f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}",
         "grey": "scaled from 16 bits",  # runs of older versions, which made such images white, have no entry
         "python": platform.python_version(),
         "pillow": PIL.__version__,
@@ -80,17 +81,17 @@ def describe_revision(folder: Path) -> str | None:
     return commit and commit + "-dirty" * any(not line.startswith("# ") for line in lines)
 
 
-def run_facts(args: Any, decoder: str, train: Any, val: Any) -> dict:
+def run_facts(args: Any, train: Any, val: Any) -> dict:
     """Return the plain values that describe a run in its checkpoints and in run.json."""
     return {
         "args": dict(vars(args)),
         "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
         "data": describe_data(train, val),
-        "environment": describe_environment(args, decoder),
+        "environment": describe_environment(args),
     }
 
 
-def check_options(state: dict, args: Any, decoder: str) -> None:
+def check_options(state: dict, args: Any) -> None:
     """Check that the options compute the same numbers as the checkpoint's run; print harmless and allowed differences.
 
     The caller has neither read data nor set the micro-batches yet.
@@ -105,7 +106,7 @@ def check_options(state: dict, args: Any, decoder: str) -> None:
                 f"cannot resume (--resume {args.resume}): the run has --{name} {known}, an option that was removed; "
                 "resume it with the version that wrote it, or start from its weights: --weights"
             )
-    there, here = state["environment"], describe_environment(args, decoder)
+    there, here = state["environment"], describe_environment(args)
     is_deterministic = args.use_deterministic_algorithms
     differing = _differing_options(state["args"], args)
     for name in ("world_size", "threads") if is_deterministic else ("world_size",):

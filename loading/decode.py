@@ -5,17 +5,15 @@ import io
 import mmap
 import struct
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy
-import PIL
 import torch
-from PIL import Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin, features
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
 from torch import Tensor
 
-from errors import BadImageError, require_torchcodec
+from errors import BadImageError
 
 # The formats that ImageFolder's extensions stand for. Pillow reads others too, and starts Ghostscript for one of them.
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
@@ -35,8 +33,7 @@ _SAMPLE_KINDS = {2: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
 
 # Markers of a JPEG. Those of a frame say how it is coded: baseline to progressive are decoded here, other kinds by
 # `decode_plainly`, as are files with segments beside the skipped ones.
-_BASELINE, _PROGRESSIVE, _START_OF_SCAN, _EXIF = 0xC0, 0xC2, 0xDA, 0xE1
-_IGNORED = 0xEF  # an application's segment that no decoder reads
+_BASELINE, _PROGRESSIVE, _START_OF_SCAN = 0xC0, 0xC2, 0xDA
 _SKIPPED = {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}  # tables, restart interval, comment, applications' segments
 _END_OF_IMAGE = b"\xff\xd9"
 
@@ -52,29 +49,26 @@ class Frame(NamedTuple):
     # blocks in a progressive file, since libjpeg smooths blocks whose coefficients are not complete.
     margin: int
     num_components: int  # 1 grey, 3 colour; Pillow converts the 4 of CMYK as a whole
-    exif: int  # place of the segment that may say how to rotate the image; 0 if there is none
 
 
 def read_frame(payload: bytes) -> Frame | None:
     """Return the frame of a JPEG; None if the file is no JPEG, an unusual one, or truncated."""
     if payload[:2] != b"\xff\xd8":
         return None
-    place, start_of_frame, exif = 2, 0, 0
+    place, start_of_frame = 2, 0
     while place + 4 <= len(payload) and payload[place] == 0xFF:
         marker = payload[place + 1]
         if marker == _START_OF_SCAN:
-            return _frame(payload, start_of_frame, place, exif) if start_of_frame else None
+            return _frame(payload, start_of_frame, place) if start_of_frame else None
         if _BASELINE <= marker <= _PROGRESSIVE and not start_of_frame:
             start_of_frame = place
-        elif marker == _EXIF and payload[place + 4 : place + 8] == b"Exif":
-            exif = place
         elif marker not in _SKIPPED:
             return None
         place += 2 + (payload[place + 2] << 8 | payload[place + 3])
     return None
 
 
-def _frame(payload: bytes, place: int, scan: int, exif: int) -> Frame | None:
+def _frame(payload: bytes, place: int, scan: int) -> Frame | None:
     # Whether a truncated file can be read must not depend on the rows that are wanted, so Pillow decodes it. Coded rows
     # never hold the end marker, though a thumbnail in a header does, and other bytes may follow it. A scan's header has
     # ten bytes at least, so a marker behind them means that the file holds both headers whole.
@@ -88,13 +82,13 @@ def _frame(payload: bytes, place: int, scan: int, exif: int) -> Frame | None:
         return None
     is_progressive = payload[place + 1] == _PROGRESSIVE
     margin = int(down > 1) + 16 * down * int(is_progressive)
-    return Frame(place, height, width, 8 * down, margin, num_components, exif)
+    return Frame(place, height, width, 8 * down, margin, num_components)
 
 
 def shorten(payload: bytes, frame: Frame, bottom: int) -> tuple[bytes | bytearray, Frame]:
     """Return a JPEG that ends, by its header, soon after row `bottom`, so that a decoder stops there; and its frame.
 
-    No pixel above `bottom` changes: compared on 300 photographs. A copy is a bytearray, which the caller may modify.
+    No pixel above `bottom` changes: compared on 300 photographs.
     """
     rows = -(-(bottom + frame.margin) // frame.block_rows) * frame.block_rows
     if rows >= frame.height:
@@ -232,13 +226,15 @@ def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None)
         return to_rgb(image)
 
 
-# Decodes a JPEG and returns a box of it (left, top, right, bottom, px): (3, height, width) uint8, a view of
-# channels-last pixels. A damaged file raises OSError, RuntimeError or ValueError.
-Decoder = Callable[[bytes | bytearray, Frame, tuple[int, int, int, int]], Tensor]
+def decode_jpeg(payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
+    """Decode a box (left, top, right, bottom, px) of a JPEG with Pillow, which torchvision's loader uses too.
 
+    Returns:
+        (3, height, width) uint8, a view of channels-last pixels.
 
-def decode_with_pillow(payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
-    """Decode with Pillow, which torchvision's loader uses too: a `Decoder`."""
+    Raises:
+        OSError: the file is damaged; also ValueError.
+    """
     mode = "RGB" if frame.num_components == 3 else "L"
     # Call Pillow's decoder directly: `Image.open` would parse the header again.
     image = Image.frombytes(mode, (frame.width, frame.height), payload, "jpeg", mode, "")
@@ -247,40 +243,11 @@ def decode_with_pillow(payload: bytes | bytearray, frame: Frame, box: tuple[int,
     return torch.from_numpy(numpy.array(image if mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
 
 
-def _decode_with_torchcodec(
-    decode_jpeg: Callable, payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]
-) -> Tensor:
-    """Decode with TorchCodec, PyTorch's own and faster decoder; an optional extra."""
-    jpeg = payload if isinstance(payload, bytearray) else bytearray(payload)
-    if frame.exif:
-        jpeg[frame.exif + 1] = _IGNORED  # TorchCodec would rotate the image, unlike Pillow and torchvision
-    image = decode_jpeg(torch.frombuffer(jpeg, dtype=torch.uint8))
-    left, top, right, bottom = box
-    return image[:, top:bottom, left:right]
-
-
-def build_decoder(name: str) -> Decoder:
-    """Return the decoder of `--decoder`, pillow or torchcodec. UserError if it is not installed or too old."""
-    if name == "pillow":
-        return decode_with_pillow
-    return partial(_decode_with_torchcodec, require_torchcodec("--decoder torchcodec").decoders.decode_jpeg)
-
-
-def describe_decoder(name: str) -> str:
-    """Return a decoder's name and versions, on which pixels depend; raises as `build_decoder`."""
-    if name == "pillow":
-        return f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}"
-    return f"torchcodec {require_torchcodec('--decoder torchcodec').__version__}"
-
-
 class ImageFile:
-    """An image in memory with a known size, not decoded yet.
+    """An image in memory with a known size, not decoded yet; raises as `open_image`."""
 
-    The decoder is for ordinary JPEGs; Pillow decodes all other files. Raises as `open_image`.
-    """
-
-    def __init__(self, payload: bytes, decoder: Decoder) -> None:
-        self.payload, self.decoder, self.frame = payload, decoder, read_frame(payload)
+    def __init__(self, payload: bytes) -> None:
+        self.payload, self.frame = payload, read_frame(payload)
         if self.frame is None:
             self.size = open_image(payload).size
         else:
@@ -296,8 +263,8 @@ class ImageFile:
         box = (left, top, left + width, top + height)
         if self.frame is not None:
             try:
-                return self.decoder(*shorten(self.payload, self.frame, top + height), box)
-            except (OSError, RuntimeError, ValueError):
+                return decode_jpeg(*shorten(self.payload, self.frame, top + height), box)
+            except (OSError, ValueError):
                 # The file is damaged: Pillow tells how, or decodes as much as it can.
                 _check_memory(self.size[0] * self.size[1])
         image = decode_plainly(self.payload, box)

@@ -40,7 +40,7 @@ step     a training step, the same arithmetic with nothing around it, and torchv
          step with DDP, the arithmetic with nothing sent, and the step with --use-deterministic-algorithms
 
 examples:
-  python -m scripts.benchmark loader --data-path /data/imagenet --pack /data/imagenet-256 --decoder torchcodec
+  python -m scripts.benchmark loader --data-path /data/imagenet --pack /data/imagenet-256
   python -m scripts.benchmark step --model resnet50 --batch-size 256 --amp --channels-last --json step.json
   torchrun --nproc_per_node=2 -m scripts.benchmark step --model resnet18 --batch-size 32
 Both commands also take train.py's options; by default --model resnet18 --batch-size 64. OMP_NUM_THREADS sets the CPU

@@ -218,7 +218,7 @@ class Bench:
             "scaler": torch.amp.GradScaler("cpu", enabled=True),
             "log_window": metrics.Tally([metrics.Accuracy()]),
         }
-        facts = guard.run_facts(args, "pillow", self.dataset, self.dataset_test)
+        facts = guard.run_facts(args, self.dataset, self.dataset_test)
         return RunState(len(self.dataset) // 8, facts, parts)
 
     def save(self, opt: str) -> dict:

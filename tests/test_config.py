@@ -346,13 +346,6 @@ def test_an_option_that_was_removed_is_named_as_such(recipe):
     assert text.endswith("decode-device in [data] was removed; leave it out")
 
 
-def test_a_decoder_that_decodes_nothing_is_recorded_as_pillow():
-    for backend, decoder in [([], "torchcodec"), (["--backend", "pil"], "pillow")]:
-        record, lines = config.on_machine(parse("--device", "cpu", "--decoder", "torchcodec", *backend))
-        assert record.decoder == decoder
-        assert any("--decoder torchcodec has no effect" in line for line in lines) is bool(backend)
-
-
 def test_a_vit_is_evaluated_at_the_size_of_its_checkpoint():
     given = {"model": "vit_b_16", "synthetic": 1}
     args = config.resolve(argparse.Namespace(**given, test_only=True, resume="a.pth"))

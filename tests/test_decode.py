@@ -1,6 +1,5 @@
 """decode.py and the fast way of the presets: Pillow's pixels of a box, whatever the file."""
 
-import importlib.util
 import io
 import os
 import resource
@@ -18,12 +17,10 @@ from torchvision.transforms import InterpolationMode
 
 from errors import BadImageError
 from loading import decode
-from loading.decode import ImageFile, decode_with_pillow, read_frame, shorten
+from loading.decode import ImageFile, read_frame, shorten
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from tests.images import FILES, encoded, picture
 from tests.ranks import REPOSITORY
-
-has_torchcodec = pytest.mark.skipif(importlib.util.find_spec("torchcodec") is None, reason="needs torchcodec")
 
 
 def plain(payload):
@@ -41,7 +38,7 @@ def test_a_box_has_exactly_pillows_pixels(kind):
         height, width = (int(torch.randint(1, size + 1, (), generator=generator)) for size in (rows, columns))
         top = int(torch.randint(rows - height + 1, (), generator=generator))
         left = int(torch.randint(columns - width + 1, (), generator=generator))
-        found = ImageFile(payload, decode_with_pillow).decode(top, left, height, width)
+        found = ImageFile(payload).decode(top, left, height, width)
         assert torch.equal(found, whole[:, top : top + height, left : left + width])
 
 
@@ -58,19 +55,15 @@ def test_a_jpeg_is_decoded_no_further_than_the_box():
     assert [shorten(full, read_frame(full), bottom)[1].height for bottom in (20, 24, 25)] == [24, 24, 32]
 
 
-DECODERS = pytest.mark.parametrize("decoder", ["pillow", pytest.param("torchcodec", marks=has_torchcodec)])
-
-
-@DECODERS
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("mode", [InterpolationMode.BILINEAR, InterpolationMode.BICUBIC])
-def test_pixels_are_within_one_grey_level_of_pillows(kind, mode, decoder):
-    # One level of rounding by the decoder, one by the resize; bicubic rounds after each of its two passes, and clips.
-    largest = 1 + (decoder == "torchcodec") + (mode is InterpolationMode.BICUBIC)
+def test_pixels_are_within_one_grey_level_of_pillows(kind, mode):
+    # One level of rounding by the resize; bicubic rounds after each of its two passes, and clips.
+    largest = 1 + (mode is InterpolationMode.BICUBIC)
     sizes = [{"crop_size": crop, "resize_size": size} for crop, size in [(24, 32), (32, 32), (20, 64), (41, 40)]]
     for size in [{"crop_size": 24, "crop_scale": 0.3, "hflip_prob": 0.7}, *sizes]:
         build = ClassificationPresetEval if "resize_size" in size else ClassificationPresetTrain
-        fast = build(interpolation=mode, decoder=decoder, **size)
+        fast = build(interpolation=mode, **size)
         exact = build(interpolation=mode, backend="pil", **size)
         for seed in range(3):
             torch.manual_seed(seed)
@@ -82,7 +75,7 @@ def test_pixels_are_within_one_grey_level_of_pillows(kind, mode, decoder):
             difference = (found.int() - expected.int()).abs().float()
             assert found.shape == expected.shape
             assert difference.max() <= largest
-            assert difference.mean() < (0.05 if decoder == "pillow" else 0.1)
+            assert difference.mean() < 0.05
 
 
 def scans(payload):
@@ -96,15 +89,14 @@ ENDING = {kind: FILES[kind] for kind in ("4:2:0", "grey", "progressive", "restar
 ENDING["thumbnail"] = encoded(picture(), "JPEG", exif=WITH_THUMBNAIL)
 
 
-@DECODERS
 @pytest.mark.parametrize("kind", ENDING)
-def test_a_file_that_is_cut_off_is_pillows_error_whatever_the_box(kind, decoder):
-    payload, decoder = ENDING[kind], decode.build_decoder(decoder)
+def test_a_file_that_is_cut_off_is_pillows_error_whatever_the_box(kind):
+    payload = ENDING[kind]
     first = scans(payload)[0]
     # In the middle, in the last rows, within the end, and where all but the end is there.
     for end in [first + 40, (first + len(payload)) // 2, *range(len(payload) - 60, len(payload), 7), -2, -1]:
         torn = payload[:end]
-        file = ImageFile(torn, decoder)
+        file = ImageFile(torn)
         width, height = file.size
         for box in [(0, 0, height, width), (0, 0, 1, 1), (0, 3, 20, 20), (40, 0, 30, 30), (height - 5, 0, 5, 5)]:
             with pytest.raises(OSError, match="truncated") as expected:
@@ -119,23 +111,19 @@ def test_what_follows_the_end_of_a_file_changes_nothing(kind):
     for trailing in (b"\0" * 500, b"\n", b"more\xff\xd3\xff\xd9 and more"):
         payload = ENDING[kind] + trailing
         assert read_frame(payload)
-        assert torch.equal(ImageFile(payload, decode_with_pillow).decode(5, 5, 20, 20), plain(payload)[:, 5:25, 5:25])
+        assert torch.equal(ImageFile(payload).decode(5, 5, 20, 20), plain(payload)[:, 5:25, 5:25])
 
 
-@DECODERS
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
-def test_progressive_files_that_lack_scans_are_smoothed_as_in_the_whole(subsampling, decoder):
+def test_progressive_files_that_lack_scans_are_smoothed_as_in_the_whole(subsampling):
     payload = encoded(picture(64, 160), "JPEG", progressive=True, quality=30, subsampling=subsampling)
-    decoder, num_different = decode.build_decoder(decoder), 0
+    num_different = 0
     for end in scans(payload)[1:]:
         partial = payload[:end] + b"\xff\xd9"
-        frame = read_frame(partial)
-        whole = decoder(partial, frame, (0, 0, 64, 160))
-        if decoder is decode_with_pillow:
-            assert torch.equal(whole, plain(partial))
+        whole = plain(partial)
         num_different += not torch.equal(whole, plain(payload))
         for bottom in range(1, 160, 3):
-            assert torch.equal(ImageFile(partial, decoder).decode(0, 0, bottom, 64), whole[:, :bottom])
+            assert torch.equal(ImageFile(partial).decode(0, 0, bottom, 64), whole[:, :bottom])
     assert num_different > 3
 
 
@@ -214,7 +202,7 @@ for path in sys.argv[1:]:
             pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + limit,) * 2)
             try:
-                image = decode.ImageFile(payload, decode.decode_with_pillow).decode(0, 0, 1400, 1400)
+                image = decode.ImageFile(payload).decode(0, 0, 1400, 1400)
                 outcome = f"right {zlib.crc32(image.numpy().tobytes())}"
             except BaseException as error:
                 outcome = type(error).__name__

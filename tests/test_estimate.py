@@ -51,7 +51,7 @@ def measure(args, num_steps=2):
         [],
         ["--opt", "adamw", "--model-ema", "--lr", "0.001", "--batch-size", "16"],
         ["--amp", "--amp-dtype", "bfloat16", "--channels-last", "--batch-size", "32"],
-        ["--grad-checkpointing", "--batch-size", "32"],
+        ["--model", "timm/vit_tiny_patch16_224", "--grad-checkpointing", "--batch-size", "32"],
         ["--freeze"],
         ["--model", "googlenet", "--batch-size", "4"],
     ],

@@ -155,7 +155,7 @@ def any_waiting():
 
 @pytest.mark.parametrize("argv", [
     "", "--amp --opt adamw", "--amp --amp-dtype bfloat16 --opt rmsprop --channels-last",
-    "--opt adamw --grad-checkpointing --bce-loss", "--amp --amp-dtype bfloat16 --channels-last --compile",
+    "--opt adamw --bce-loss", "--amp --amp-dtype bfloat16 --channels-last --compile",
 ])  # fmt: skip
 def test_no_step_between_two_lines_waits_for_the_device(argv, tmp_path, any_waiting):
     common = "--print-freq 20 --model-ema --model-ema-steps 2 --clip-grad-norm 1 --lr-warmup-epochs 1"

@@ -24,13 +24,13 @@ def state_of(args, **environment):
     """Return what the guard reads of a checkpoint that a run with these options wrote."""
     args = types.SimpleNamespace(**vars(args))
     args.global_batch_size = args.global_batch_size or args.batch_size
-    here = guard.describe_environment(args, "pillow")
+    here = guard.describe_environment(args)
     return {"args": vars(args), "environment": here | environment, "data": {"num_images": 9, "num_classes": 3}}
 
 
 def check(theirs, ours, **environment):
     args = parse(*ours, "--resume", "auto")
-    guard.check_options(state_of(parse(*theirs), **environment), args, "pillow")
+    guard.check_options(state_of(parse(*theirs), **environment), args)
 
 
 @pytest.mark.parametrize("name", sorted(FREE - {"allow_change", "test_only", "list_recipes", "dry_run"}))
@@ -38,7 +38,7 @@ def test_what_is_free_may_change(name):
     args = parse("--resume", "auto")
     state = state_of(args)
     state["args"][name] = "mps" if name == "device" else "another"
-    guard.check_options(state, args, "pillow")
+    guard.check_options(state, args)
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME.keys() - FREE))
@@ -51,29 +51,29 @@ def test_what_changes_numbers_may_not(name):
     if name in ("mean", "std"):  # else they are the checkpoint's
         args.given.append(name)
     with pytest.raises(UserError, match=f"{name.replace('_', '-')} another in the checkpoint"):
-        guard.check_options(state, args, "pillow")
+        guard.check_options(state, args)
 
 
 def test_an_option_younger_than_the_checkpoint_is_refused_where_it_is_used():
     state = state_of(parse())
     del state["args"]["mixup_alpha"]
-    guard.check_options(state, parse("--resume", "auto"), "pillow")
+    guard.check_options(state, parse("--resume", "auto"))
     with pytest.raises(UserError, match=r"mixup-alpha unknown in the checkpoint, 0\.2 now"):
-        guard.check_options(state, parse("--resume", "auto", "--mixup-alpha", 0.2), "pillow")
+        guard.check_options(state, parse("--resume", "auto", "--mixup-alpha", 0.2))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "is_refused"),
-    [("decode_device", "cpu", False), ("decode_device", "cuda", True), ("early_stop", 3, False)],
+    [("decode_device", "cpu", False), ("decoder", "torchcodec", True), ("early_stop", 3, False)],
 )
 def test_a_removed_option_is_refused_where_the_run_computed_other_numbers_with_it(name, value, is_refused):
     state = state_of(parse())
     state["args"][name] = value
     if is_refused:
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} {value}, an option that was removed"):
-            guard.check_options(state, parse(), "pillow")
+            guard.check_options(state, parse())
     else:
-        guard.check_options(state, parse(), "pillow")
+        guard.check_options(state, parse())
 
 
 LINEAR = ["--recipe", "resnet50-v2", "--lr-scaling", "linear"]
@@ -109,7 +109,7 @@ def test_another_reference_batch_is_another_learning_rate():
     state = state_of(parse(*LINEAR))
     state["args"]["reference_global_batch"] = 256
     with pytest.raises(UserError, match=r"lr-scaling linear from 256 in the checkpoint, linear from 1024 now"):
-        guard.check_options(state, parse(*LINEAR, "--resume", "auto"), "pillow")
+        guard.check_options(state, parse(*LINEAR, "--resume", "auto"))
 
 
 # What is allowed or harmless, and the lines that are printed.

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from errors import BadImageError
-from loading.decode import ImageFile, decode_with_pillow, load_image
+from loading.decode import ImageFile, load_image
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from scripts import pack, predict
 from tests.ranks import REPOSITORY
@@ -183,7 +183,7 @@ def test_a_mode_becomes_the_pixels_that_numpy_computes(request, payload, expecte
     box = {"crop_size": SIDE, "resize_size": SIDE}
     presets = [ClassificationPresetEval(backend=backend, **box) for backend in (None, "pil", "tensor")]
     ways = {
-        "box": lambda: ImageFile(payload, decode_with_pillow).decode(3, 5, 20, 20),
+        "box": lambda: ImageFile(payload).decode(3, 5, 20, 20),
         "train": lambda: ClassificationPresetTrain(crop_size=SIDE, crop_scale=1.0).load(payload),
         **{str(preset.fast_mode): (lambda preset=preset: preset.load(payload)) for preset in presets},
     }
