@@ -7,7 +7,7 @@ import os
 import re
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,16 +181,8 @@ def _classes(content: dict) -> list[str] | None:
     return classes if is_known else None
 
 
-def average_checkpoints(
-    inputs: Iterable[str | Path], look: Callable[[Path, dict], None] | None = None
-) -> dict[str, Any]:
+def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
     """Return the first of several checkpoints with the mean of all their weights as its `model`.
-
-    As in torchvision, means of integers are rounded down, and those of float16 are float32.
-
-    Args:
-        inputs: their paths.
-        look: a function that gets each path and its content, and may raise; or None.
 
     Raises:
         KeyError: a checkpoint has other names or shapes of weights than the first.
@@ -199,21 +191,30 @@ def average_checkpoints(
     paths = list(map(Path, inputs))
     if not paths:
         raise ValueError("no checkpoints to average")
+    mean = average_weights(paths, lambda path: _take(read_content(path), "model", str(path)))
+    return {**read_content(paths[0]), "model": mean}
+
+
+def average_weights(sources: Sequence[Any], read: Callable[[Any], Weights]) -> Weights:
+    """Return the first of the weights that `read` returns for each source, with the mean of all in their place.
+
+    As in torchvision, means of integers are rounded down, and those of float16 are float32.
+
+    Raises:
+        KeyError: a source has other names or shapes of weights than the first.
+    """
     first, sums = None, {}
-    for path in paths:
-        content = read_content(path)
-        weights = _take(content, "model", str(path))
-        if look is not None:
-            look(path, content)
-        first = first or {**content, "model": weights}
-        shapes, expected = ({(name, each.shape) for name, each in part.items()} for part in (weights, first["model"]))
+    for source in sources:
+        weights = read(source)
+        first = first or weights
+        shapes, expected = ({(name, each.shape) for name, each in part.items()} for part in (weights, first))
         if differing := sorted(name for name, _ in shapes ^ expected):
-            raise KeyError(f"{path} holds other weights than {paths[0]}: {', '.join(differing[:3])}")
+            raise KeyError(f"{source} holds other weights than {sources[0]}: {', '.join(differing[:3])}")
         for name, tensor in weights.items():
             sums[name] = sums.get(name, 0) + (tensor.double() if tensor.is_floating_point() else tensor.long())
-    for name, tensor in first["model"].items():
-        mean = torch.div(sums[name], len(paths), rounding_mode=None if tensor.is_floating_point() else "floor")
-        first["model"][name] = mean.to(torch.float32 if tensor.dtype == torch.float16 else tensor.dtype)
+    for name, tensor in first.items():
+        mean = torch.div(sums[name], len(sources), rounding_mode=None if tensor.is_floating_point() else "floor")
+        first[name] = mean.to(torch.float32 if tensor.dtype == torch.float16 else tensor.dtype)
     return first
 
 

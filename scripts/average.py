@@ -1,101 +1,198 @@
-"""Average the weights of several checkpoints of a run: `python -m scripts.average RUN --last 5 --output FILE`."""
+"""Average checkpoints, re-estimate BatchNorm's statistics: `python -m scripts.average RUN --last N --output FILE`."""
 
 import argparse
+import copy
 import os
-import shlex
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+import models
 from checkpointing.finder import numbered
 from checkpointing.published import recorded
-from checkpointing.weights import as_checkpoint, average_checkpoints, options_of, take_weights, write_weights
+from checkpointing.weights import Weights, as_checkpoint, average_weights, write_weights
+from data import IndexedImageFolder
 from errors import UserError, counted
 from loading.progress import Progress
-from scripts.tool import build_parser, check_inputs, given_path, output_file, positive, run
+from options import PREPROCESSING
+from scripts.predict import load_batches
+from scripts.tool import add_train_option, build_parser, check_inputs, given_path, output_file, positive, run
+from scripts.trained import add_options, build_trained, read_weights, settle, show_preprocessing
 
 PROG = "python -m scripts.average"
 
 EPILOG = """\
 examples:
-  python -m scripts.average runs/resnet50 --last 5 --output averaged.pth
+  python -m scripts.average runs/resnet50 --last 5 --reestimate-bn /data/imagenet --output averaged.pth
   python -m scripts.average a.pth b.pth c.pth --output averaged.pth
+  python -m scripts.average best_ema.pth --ema --reestimate-bn /data/imagenet --output published.pth --images 50000
 
 The mean of each weight is taken in float64; a mean of integers, such as BatchNorm's count of batches, is rounded down.
 All checkpoints must be of one model with the same classes: of one run, or of several that began with the same weights
 (Wortsman et al., arXiv 2203.05482). A run keeps its newest checkpoints, as many as train.py's --keep-last says.
 
 FILE holds the weights, the model's name, its classes and the options of the first checkpoint. All tools open it, and so
-does train.py --weights FILE; no run resumes from it. BatchNorm's statistics do not fit the averaged weights:
-python -m scripts.reestimate_bn re-estimates them.
+does train.py --weights FILE; no run resumes from it.
+
+The running means and variances of averaged weights were measured with other weights. --reestimate-bn replaces each by
+the mean of its values in batches of training images, as torch.optim.swa_utils.update_bn does. It reads no labels and no
+validation images. The images are prepared as for evaluation, resized and cropped at the centre at the checkpoint's own
+sizes: random crops show objects larger than evaluation does (Touvron et al., arXiv 1906.06423), so their statistics do
+not fit it. Dropout and stochastic depth stay off. The same images are taken in the same order each time; with the same
+device, --batch-size and number of threads the result is the same in every bit.
 """
 
 
-def choose(sources: list[Path], last: int | None) -> list[Path]:
-    """Return the checkpoints that the command line names; UserError if there are fewer than it asks for."""
+def choose(sources: list[str], last: int | None) -> list[str]:
+    """Return the weights that the command line names; UserError if there are fewer than it asks for."""
     if last is None:
-        for number, path in enumerate(sources):
-            if not path.is_file():
-                raise UserError(f"{path} is no file; give checkpoints, or the folder of a run with --last N")
-            if any(os.path.samefile(path, other) for other in sources[:number]):
-                raise UserError(f"{path} is the same file as another one, and would count twice; give it once")
+        for number, source in enumerate(sources):
+            others = filter(os.path.exists, sources[:number])
+            if os.path.exists(source) and any(os.path.samefile(source, other) for other in others):
+                raise UserError(f"{source} is the same file as another one, and would count twice; give it once")
         return sources
-    folder, *others = sources
+    folder, *others = map(Path, sources)
     if others or not folder.is_dir():
         raise UserError("--last chooses from one folder, that of a run; leave it out to average files")
     found = numbered(folder)
     if len(found) < last:
         raise UserError(f"{folder} holds {counted(len(found), 'numbered checkpoint')}, fewer than --last {last}")
-    return found[:last]
+    return list(map(str, found[:last]))
 
 
-def check_same_kind(path: Path, content: dict[str, Any], first: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose model, classes or images differ from the first one's, which `first` keeps."""
-    options = options_of(content)
-    facts = {"model": options.get("model"), "classes": take_weights(content, str(path)).classes}
-    facts["preprocessing"] = recorded(options) or None
-    first.setdefault("path", path)
-    for name, value in facts.items():
-        other = first.setdefault(name, value)
-        if None not in (value, other) and value != other:
-            more = f" ({value}, {other})" if name == "model" else ""
-            raise UserError(f"{path} differs from {first['path']} in its {name}{more}; give checkpoints of one model")
+def read_mean(sources: list[str], *, is_average: bool) -> Weights:
+    """Return the mean of weights of one model; UserError if their models, classes or images differ."""
+    progress, first = Progress("averaging", len(sources), "checkpoints"), {}
 
-
-def average(options: argparse.Namespace) -> None:
-    """Write the average of the checkpoints that the options name."""
-    paths = choose(options.sources, options.last)
-    check_inputs(options.output, paths)
-    progress, first = Progress("averaging", len(paths), "checkpoints"), {}
-
-    def look(path: Path, content: dict[str, Any]) -> None:
-        check_same_kind(path, content, first)
+    def read(source: str) -> Weights:
+        weights = read_weights(source, is_average=is_average)
+        facts = {"model": weights.options.get("model"), "classes": weights.classes}
+        facts["preprocessing"] = recorded(weights.options) or None
+        for name, value in facts.items():
+            other = first.setdefault(name, value)
+            if None not in (value, other) and value != other:
+                raise UserError(f"{source} differs from {sources[0]} in its {name}; give checkpoints of one model")
         progress.update()
+        return weights
 
     try:
-        mean = average_checkpoints(paths, look)
+        return average_weights(sources, read)
     except KeyError as error:
         raise UserError(f"{error.args[0]}; give checkpoints of one model") from error
-    weights = take_weights(mean, str(paths[0]))
-    write_weights(options.output, as_checkpoint(weights, averaged=list(map(str, paths))))
-    names = ", ".join(path.name for path in paths)
-    print(f"{options.output}: the mean of {counted(len(paths), 'checkpoint')}: {names}")
-    if any(name.endswith(".running_mean") for name in weights):
-        print(
-            "its BatchNorm statistics are means too, which do not fit the mean of the weights; re-estimate them: "
-            f"python -m scripts.reestimate_bn {shlex.quote(str(options.output))} --data-path DIR --output FILE"
-        )
+
+
+def choose_images(num_images: int, number: int, batch_size: int) -> list[int]:
+    """Return the places of `number` images in a set of `num_images`, or of all; full batches alone, if there is one.
+
+    Their order is random and fixed, so that neighbours in a batch are of different classes.
+    """
+    number = min(num_images, number)
+    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(0))
+    # In the mean of all batches a small one would count as much as a full one.
+    return order[: number // batch_size * batch_size or number].tolist()
+
+
+def find_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the BatchNorm layers that normalise by running statistics in evaluation."""
+    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    return [layer for layer in layers if layer.running_mean is not None]
+
+
+@torch.no_grad()
+def reestimate(model: nn.Module, batches: Iterable[Tensor], autocast: AbstractContextManager) -> None:
+    """Set the running statistics of a model to their means over batches; all else stays in evaluation mode.
+
+    A layer that no image reaches, such as those of an auxiliary classifier, keeps its statistics.
+    """
+    layers = find_layers(model)
+    kept = [(layer, layer.momentum, copy.deepcopy(layer.state_dict())) for layer in layers]
+    model.eval()
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # so that torch takes the mean over all batches
+        layer.train()
+    for image in batches:
+        with autocast:
+            model(image)
+    for layer, momentum, state in kept:
+        layer.momentum = momentum
+        layer.eval()
+        if not layer.num_batches_tracked:
+            layer.load_state_dict(state)
+
+
+def with_new_statistics(weights: Weights, options: argparse.Namespace) -> tuple[Weights, int]:
+    """Return weights with statistics re-estimated on training images, and how many images these are."""
+    source = options.checkpoint[0]
+    given = {name: value for name in PREPROCESSING if (value := getattr(options, name)) is not None}
+    trained = build_trained(source, weights, options.model, given)
+    show_preprocessing(trained)
+    layers = find_layers(trained.model)
+    if not layers:
+        raise UserError(f"{source}: {trained.args.model} has no BatchNorm; leave out --reestimate-bn")
+    args = settle(trained, options)
+    images = IndexedImageFolder(Path(options.reestimate_bn) / "train", trained.preset)
+    chosen = choose_images(len(images), options.images, args.batch_size)
+    device = models.set_up_device(args)
+    model = models.place_model(trained.model, args, device)
+    batches = map(default_collate, load_batches(images.__getitem__, chosen, args.batch_size, "re-estimating"))
+    try:
+        reestimate(model, (image.to(device) for image, _ in batches), models.autocast(args, device))
+    except ValueError as error:  # torch's, about a batch of one image
+        raise UserError(f"--batch-size {args.batch_size}, --images {len(chosen)}: {error}; give more") from error
+    if not all(buffer.isfinite().all() for layer in layers for buffer in layer.buffers()):
+        raise UserError(f"{source}: its statistics are not finite; look at its weights")
+    state = model.cpu().state_dict()
+    updated = Weights((name, tensor.contiguous()) for name, tensor in state.items())
+    updated._metadata = state._metadata
+    updated.options = {**trained.trained_with, "model": trained.args.model}
+    updated.classes = trained.classes
+    # Published weights name their classes in English, and folders are named otherwise.
+    if trained.is_published and len(images.classes) == len(trained.classes or ()):
+        updated.classes = list(images.classes)
+    return updated, len(chosen)
+
+
+def average(parser: argparse.ArgumentParser) -> None:
+    """Write the average of the checkpoints that the command line names."""
+    options = parser.parse_args()
+    names = ("model", *PREPROCESSING, "images", "batch_size", "device")
+    idle = [name for name in names if getattr(options, name) != parser.get_default(name)]
+    if idle and options.reestimate_bn is None:
+        raise UserError(f"--{idle[0].replace('_', '-')} has no effect without --reestimate-bn DATA_PATH; leave it out")
+    sources = choose(options.checkpoint, options.last)
+    check_inputs(options.output, sources)
+    weights, more = read_mean(sources, is_average=options.ema), {}
+    kind = weights.kind
+    if options.reestimate_bn is not None:
+        weights, num_images = with_new_statistics(weights, options)
+        more = {"reestimated": {"images": num_images}}
+        print(f"BatchNorm's statistics are re-estimated on {counted(num_images, 'training image', ',')}")
+    write_weights(options.output, as_checkpoint(weights, averaged=sources, **more))
+    print(f"{options.output}: the mean of {counted(len(sources), 'file')} ({kind}): {', '.join(sources)}")
+    if not more and any(name.endswith(".running_mean") for name in weights):
+        print("its BatchNorm statistics are means too, which do not fit the mean of the weights; re-estimate them by "
+              "the same command with --reestimate-bn DATA_PATH")  # fmt: skip
 
 
 def main() -> None:
     """Average the checkpoints of the command line."""
-    usage = "RUN --last N --output FILE | CHECKPOINT... --output FILE"
-    parser = build_parser(PROG, usage, "Average the weights of several checkpoints.", EPILOG)
-    parser.add_argument(
-        "sources", metavar="RUN-OR-CHECKPOINT", nargs="+", type=given_path, help="a run's output folder, or checkpoints"
-    )
+    usage = "RUN --last N --output FILE [options] | CHECKPOINT... --output FILE [options]"
+    parser = build_parser(PROG, usage, "Average checkpoints, and re-estimate BatchNorm's statistics.", EPILOG)
+    add_options(parser, "checkpoints, or with --last the output folder of a run", nargs="+")
     parser.add_argument("--last", metavar="N", type=positive, help="the N newest numbered checkpoints of the run")
     parser.add_argument("--output", metavar="FILE", type=output_file(), required=True, help="the file to write")
-    run(PROG, lambda: average(parser.parse_args()), "interrupted; nothing was written")
+    text = "re-estimate BatchNorm's statistics on its train/; as train.py's --data-path"
+    parser.add_argument("--reestimate-bn", metavar="DATA_PATH", type=given_path, help=text)
+    text = "how many training images (default: 16,384)"
+    parser.add_argument("--images", metavar="N", type=positive, default=16384, help=text)
+    parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
+    add_train_option(parser, "device", "where to re-estimate (default: the accelerator of this machine, else cpu)")
+    run(PROG, lambda: average(parser), "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import data
 import models
@@ -30,9 +30,10 @@ from loading.progress import Progress
 from loading.source import Source, labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
 from presets import build_presets
+from sampler import EvalSampler
 from scripts.check import NUM_VAL
 from scripts.tool import add_train_option, as_json, build_parser, explain, output_file, positive, run, write_output
-from scripts.trained import Evaluation, Trained, add_machine_options, add_options, open_given, settle
+from scripts.trained import Trained, add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.evaluate"
 
@@ -210,23 +211,21 @@ def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
         raise UserError(f"{given}: there is no --set whose files are named ILSVRC2012_val_00000001.JPEG and so on")
 
 
-def score_set(each: ImageSet, place: int, evaluation: Evaluation, k: int) -> numpy.ndarray:
-    """Return the rows of `rank_classes` for the images, in order, of the set at this place of the evaluation.
+def score_set(each: ImageSet, model: nn.Module, loader: data.DeviceLoader, k: int) -> numpy.ndarray:
+    """Return the rows of `rank_classes` for the images of a set, in order; the loader has this process's share.
 
     Collective: every rank must call it.
 
     Raises:
         UserError: the model's scores are not finite.
     """
-    loader = evaluation.load(place)
     labels = torch.from_numpy(each.labels)
     rows = [torch.zeros(0, 3 + 2 * k, dtype=torch.float64)]
     progress = Progress(f"evaluating on {each.name}", len(loader.loader.sampler), "images")
-    with torch.inference_mode(), evaluation.autocast:
-        for (image, _), keys in zip(loader, numbers_of(loader), strict=True):
-            ranked = _rank(each.columns, evaluation.model(image), labels[keys].to(image.device), k)
-            rows.append(torch.cat([keys[:, None].to(ranked.device), ranked], dim=1))
-            progress.update(len(keys))
+    for (image, _), keys in zip(loader, numbers_of(loader), strict=True):
+        ranked = _rank(each.columns, model(image), labels[keys].to(image.device), k)
+        rows.append(torch.cat([keys[:, None].to(ranked.device), ranked], dim=1))
+        progress.update(len(keys))
     gathered = torch.cat(collectives.all_gather(torch.cat([part.cpu() for part in rows]))).numpy()
     gathered = gathered[numpy.argsort(gathered[:, 0], kind="stable")]
     assert gathered[:, 0].tolist() == list(range(len(labels)))
@@ -398,7 +397,12 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
     models.set_up_threads(args.replaced(use_deterministic_algorithms=True))
     preset = build_presets(args)[1]
     images = [data.IndexedImageFolder(each.source.root, preset, source=each.source) for each in sets]
-    evaluation = Evaluation(trained, args, images)
+    # Before other threads start, such as the process group's: see `BatchLoader.start`.
+    loaders = data.start_loaders(images, args)
+    collectives.join_processes(args)
+    device = models.set_up_device(args)
+    model = models.place_model(trained.model, args, device).eval()
+    model = models.FlipAverage(model) if args.eval_flip else model
     report = {
         "checkpoint": options.checkpoint, "weights": trained.kind, "model": args.model,
         "preprocessing": trained.preprocessing, "eval_flip": args.eval_flip, "amp": args.amp,
@@ -406,8 +410,11 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
     }  # fmt: skip
     all_scores = []
     k = min(max(options.topk), num_classes)
-    for place, each in enumerate(sets):
-        rows = score_set(each, place, evaluation, k if each.columns is None else min(k, len(each.columns)))
+    for each, loader in zip(sets, loaders, strict=True):
+        sampler = EvalSampler(len(each.source), args.batch_size, args.rank, args.world_size)
+        loader = data.build_device_loader(args, loader, sampler, device, num_classes)
+        with torch.inference_mode(), models.autocast(args, device):
+            rows = score_set(each, model, loader, k if each.columns is None else min(k, len(each.columns)))
         if args.rank == 0:
             all_scores.append(Scores(each, rows, names, options.topk))
             report["sets"][each.name] = all_scores[-1].summarize()

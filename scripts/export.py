@@ -23,10 +23,9 @@ from loading.progress import size_text
 from options import short_name
 from presets import ClassificationPresetEval
 from scripts.evaluate import open_folder
-from scripts.exported import EXTRA_FILE, FORMAT, OPTIONS, TOLERANCE, checked, open_graph, own_stdout, packed
 from scripts.predict import find_images, load_batches, open_image
-from scripts.tool import as_json, build_parser, given_path, make_out, positive, run, write_output
-from scripts.trained import Trained, add_options, open_given
+from scripts.tool import as_json, build_parser, given_path, make_out, own_stdout, positive, run, write_output
+from scripts.trained import EXTRA_FILE, FORMAT, OPTIONS, Trained, add_options, checked, open_given, open_graph, packed
 
 PROG = "python -m scripts.export"
 
@@ -42,6 +41,9 @@ FORMS = {
     "torch-export": (".pt2", (), "a program of torch.export, for torch without this code"),
     "int8": ("-int8.pt2", ("torchao.quantization.pt2e.quantize_pt2e",), "a program in 8-bit integers (PT2E, x86)"),
 }
+
+# Largest difference of logits, as a share of the largest logit (of 1 if all are smaller): kernels sum in other orders.
+TOLERANCE = 1e-4
 
 EPILOG = f"""\
 forms:
@@ -146,14 +148,14 @@ class Export:
             if wrong:
                 raise UserError(f"{name} was read back and {min(wrong)} differs from the checkpoint's; not written")
             return f"{counted(len(own), 'tensor')} equal in every bit"
-        graph = open_graph(path, name)
+        graph, description = open_graph(path, name)
         if form == "int8":
-            return self.images.compare(self.model, graph.model)
+            return self.images.compare(self.model, graph)
         allowed = TOLERANCE * max(1.0, *(logits.abs().max().item() for logits in self.expected.values()))
         with in_one_line(f"{name} was read back and cannot compute"):
-            found = {number: logits_of(graph.model, self.probe[:number]) for number in self.expected}
+            found = {number: logits_of(graph, self.probe[:number]) for number in self.expected}
         largest = max((found[number] - logits).abs().max().item() for number, logits in self.expected.items())
-        if graph.description != self.description or not largest <= allowed:
+        if description != self.description or not largest <= allowed:
             raise UserError(f"{name} was read back, and its logits are {largest:.2g} off (allowed {allowed:.2g})")
         return f"largest difference of logits {largest:.2g} (allowed {allowed:.2g})"
 

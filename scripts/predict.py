@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from html import escape
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TextIO
 
 import torch
@@ -19,17 +18,14 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from checkpointing.published import preprocessing_line
 from distributed import collectives
 from errors import BadImageError, UserError, counted, in_one_line, one_line
 from files import csv_text, open_to_read, read_bytes
 from loading.decode import decode_plainly
 from loading.progress import Progress
-from options import BY_NAME
 from presets import ClassificationPresetEval
-from scripts.exported import Graph, open_graph, own_stdout
-from scripts.tool import as_json, build_parser, output_file, positive, run, write_output
-from scripts.trained import Trained, add_options, given_preprocessing, open_given
+from scripts.tool import as_json, build_parser, output_file, own_stdout, positive, run, write_output
+from scripts.trained import add_options, open_given, settle
 
 PROG = "python -m scripts.predict"
 
@@ -77,30 +73,6 @@ class Prediction(NamedTuple):
         return {"file": self.file, **top[0], "top": top}
 
 
-def open_model(options: argparse.Namespace) -> Trained | Graph:
-    """Open the checkpoint, exported file or published weights of the command line, for images on the CPU."""
-    path = Path(options.checkpoint)
-    if path.suffix in (".onnx", ".pt2") and path.is_file():
-        given = {"--ema": options.ema, "--model": options.model, "--device": options.device not in (None, "cpu")}
-        given |= {BY_NAME[name].flag: True for name in given_preprocessing(options)}
-        if flags := [flag for flag, is_given in given.items() if is_given]:
-            raise UserError(
-                f"{path} is an exported graph, which has weights and preprocessing in it and runs on the CPU; leave "
-                f"out {' and '.join(flags)}"
-            )
-        graph = open_graph(path, str(path))
-        print(preprocessing_line(SimpleNamespace(**graph.preprocessing), graph.preprocessing["origin"]))
-        return graph
-    trained = open_given(options)
-    name = options.device or collectives.find_accelerator() or "cpu"
-    with in_one_line(f"--device {name} cannot be used"):
-        device = torch.device(name)
-        if device.type not in ("cpu", collectives.find_accelerator()):
-            raise UserError("this machine has none that can compute; try cpu")
-        model = trained.model.to(device)
-    return trained._replace(model=lambda image: model(image.to(device)))
-
-
 def find_images(given: Iterable[str]) -> list[Path]:
     """Return the paths of images: files, all in folders and below them, sorted, and for a - those on standard input."""
     paths = []
@@ -139,13 +111,13 @@ def load_batches(load: Callable[[Any], Any], things: list, size: int, work: str)
 
 
 def predict_all(
-    opened: Trained | Graph, classes: list[str] | None, paths: list[Path], options: argparse.Namespace
+    preset: ClassificationPresetEval, score: Callable, paths: list[Path], options: argparse.Namespace
 ) -> Iterator[Prediction | str]:
-    """Yield for each image its prediction, or why it cannot be read."""
-    load = partial(_load, opened.preset, has_thumbnail=bool(options.html))
+    """Yield for each image its prediction, or why it cannot be read; `score` is `_top` for a batch of images."""
+    load = partial(_load, preset, has_thumbnail=bool(options.html))
     for loaded in load_batches(load, paths, options.batch_size, "predicting"):
         good = [each[1] for each in loaded if not isinstance(each, str)]
-        tops = iter(_top(opened.model, classes, torch.stack(good), options) if good else [])
+        tops = iter(score(torch.stack(good)) if good else [])
         for each in loaded:
             yield each if isinstance(each, str) else Prediction(each[0], next(tops), each[2])
 
@@ -176,7 +148,7 @@ def _thumbnail(image: Image.Image) -> bytes:
 
 
 def _top(
-    model: Callable, classes: list[str] | None, images: Tensor, options: argparse.Namespace
+    model: Callable, classes: list[str] | None, options: argparse.Namespace, images: Tensor
 ) -> list[list[tuple[str, float]]]:
     """Return the likeliest classes of each image; UserError if there are not as many names as classes."""
     with torch.no_grad():
@@ -232,12 +204,15 @@ def predict(options: argparse.Namespace) -> int:
         if options.classes:
             with in_one_line(f"--classes {options.classes} cannot be read as text with one name a line"):
                 names = read_bytes(options.classes).decode().splitlines()
-        opened = open_model(options)
-        results = list(predict_all(opened, names or opened.classes, paths, options))
+        trained = open_given(options, takes_graphs=True)
+        device = torch.device(settle(trained, options).device)
+        model = trained.model if device.type == "cpu" else trained.model.to(device)
+        score = partial(_top, lambda image: model(image.to(device)), names or trained.classes, options)
+        results = list(predict_all(trained.preset, score, paths, options))
         predictions = [each for each in results if isinstance(each, Prediction)]
         if options.html:
-            write_page(options.html, predictions, opened.kind)
-        show(predictions, opened.preprocessing, options, stdout)
+            write_page(options.html, predictions, trained.kind)
+        show(predictions, trained.preprocessing, options, stdout)
     unreadable = [each for each in results if isinstance(each, str)]
     for reason in unreadable:
         print(f"{PROG}: {reason}", file=sys.stderr)

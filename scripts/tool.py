@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from distributed.signals import open_closed_files
 from errors import ImageError, StorageError, UserError, error_line, explain_limit, loader_killed
@@ -152,6 +153,21 @@ def check_outside(out: Path, folder: Path) -> None:
     """Refuse an OUT among the images of a source: it would be read as a class of them."""
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
         raise UserError(f"{out} is inside {folder}; choose a folder outside the images")
+
+
+@contextmanager
+def own_stdout() -> Iterator[TextIO]:
+    """Yield a stream to standard output, and send all other output, C++'s too, to standard error meanwhile."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with open(kept, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as stream:
+            yield stream
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> Iterable[Any]:

@@ -1,34 +1,56 @@
-"""Open a trained model, from a checkpoint or by its published name, and compute with it."""
+"""Open a trained model: a checkpoint, weights by their published name, or a file of `scripts.export`.
+
+Exported files hold a description of the model, or have it beside them.
+"""
 
 import argparse
-from collections.abc import Mapping
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 
 import config
-import data
-import models
 from checkpointing.published import fetch_by_name, preprocessing_line
-from checkpointing.weights import load_weights
-from distributed import collectives
-from errors import UserError
+from checkpointing.weights import Weights, load_weights
+from errors import UserError, in_one_line, is_printable, require_package
+from files import read_json
 from loading.loader import check_memory, check_workers
 from metrics import build_evaluated
-from options import PREPROCESSING, WHY_TYPED, is_same_model, split_custom
+from options import BY_NAME, PREPROCESSING, WHY_TYPED, is_same_model, split_custom
 from presets import ClassificationPresetEval, build_presets
-from sampler import EvalSampler
-from scripts.exported import describe_weights
 from scripts.tool import add_train_option, positive
+
+# Format of the descriptions; its number changes when older readers would misread new descriptions.
+FORMAT = "touchstone-export-1"
+
+# The fields of a description's `preprocessing` and the options that they hold.
+OPTIONS = {
+    "resize_size": "val_resize_size", "crop_size": "val_crop_size", "interpolation": "interpolation",
+    "backend": "backend", "mean": "mean", "std": "std",
+}  # fmt: skip
+
+# The fields that are text already; files that can hold only text have the others as JSON.
+_TEXTS = ("schema", "model", "weights", "sha256")
+_FIELDS = (*_TEXTS, "initial_weights", "num_classes", "classes", "preprocessing")
+
+# The file in a program's archive that holds its description.
+EXTRA_FILE = "touchstone.json"
+
+_ORIGIN = "as in the exported file"
+_HASHED = re.compile(r"-[0-9a-f]{8}$")
 
 
 class Trained(NamedTuple):
     """A model and the facts that its users need."""
 
-    model: nn.Module  # on the CPU, in evaluation mode: (B, 3, S, S) normalised floats to (B, num_classes) logits
-    args: config.Record  # the options that it is evaluated with: `model`, `val_crop_size`, `interpolation` ...
+    # (B, 3, S, S) normalised floats to (B, num_classes) logits, on the CPU; a module in evaluation mode, or a graph.
+    model: Callable[[Tensor], Tensor]
+    args: config.Record  # the options that it is evaluated with: `model`, not of a graph, `val_crop_size` ...
     classes: list[str] | None  # names of the classes; None where the file has none
     kind: str  # words for a message, such as `the raw weights of resnet18`
     trained_with: dict[str, Any]  # all options of its training or publication that the file holds
@@ -53,10 +75,12 @@ class Trained(NamedTuple):
 
 
 def add_options(
-    parser: argparse.ArgumentParser, source: str = "a file, or published weights: resnet50.IMAGENET1K_V2"
+    parser: argparse.ArgumentParser,
+    source: str = "a file, or published weights: resnet50.IMAGENET1K_V2",
+    nargs: str | None = None,
 ) -> None:
     """Add the arguments that name the weights and, for a bare state dict, its model."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=source)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs=nargs, help=source)
     parser.add_argument("--ema", action="store_true", help="take the averaged weights, not the raw ones")
     names = "a torchvision name, timm/NAME, or FILE.py:FUNCTION, which must be given even if the file says it"
     parser.add_argument("--model", metavar="NAME", help=f"the model, where the file does not say it: {names}")
@@ -92,57 +116,36 @@ def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = Tr
     return args.replaced(distributed=args.world_size > 1)
 
 
-class _Numbers(list):
-    """Numbers of images in their order, as a sampler."""
+def open_given(options: argparse.Namespace, *, takes_graphs: bool = False) -> Trained:
+    """Return the model that the arguments of `add_options` name, and print how its images are prepared.
 
-    batch_size: int
-
-
-class Evaluation:
-    """A model on the device of this process, and the loader processes that bring it the images of several sets.
-
-    Collective: every rank must make one.
-
-    Args:
-        trained: the model, which moves to the device.
-        args: as `settle` returns them.
-        sets: images, each set with its own preset; the same images may come several times, with different presets.
+    Exported graphs, which compute on the CPU, are opened only for a tool that takes them: a .pt2 is a program.
     """
-
-    def __init__(self, trained: Trained, args: config.Record, sets: list[data.IndexedImageFolder]) -> None:
-        self.args, self.sets = args, sets
-        # Before other threads start, such as the process group's: see `BatchLoader.start`.
-        self.started = data.start_loaders(sets, args)
-        collectives.join_processes(args)
-        self.device = models.set_up_device(args)
-        model = models.place_model(trained.model, args, self.device).eval()
-        self.model = models.FlipAverage(model) if args.eval_flip else model
-        self.autocast = models.autocast(args, self.device)
-
-    def load(self, place: int, numbers: list[int] | None = None) -> data.DeviceLoader:
-        """Return batches of the images of a set that have these numbers; by default of this process's share of all."""
-        args, images = self.args, self.sets[place]
-        sampler = EvalSampler(len(images), args.batch_size, args.rank, args.world_size)
-        if numbers is not None:
-            sampler = _Numbers(numbers)
-            sampler.batch_size = args.batch_size
-        return data.build_device_loader(args, self.started[place], sampler, self.device, len(images.classes))
+    path, given = Path(options.checkpoint), {name: getattr(options, name) for name in PREPROCESSING}
+    given = {name: value for name, value in given.items() if value is not None}
+    if takes_graphs and path.suffix in (".onnx", ".pt2") and path.is_file():
+        is_given = {"--ema": options.ema, "--model": options.model, "--device": options.device not in (None, "cpu")}
+        if flags := [*filter(is_given.get, is_given), *(BY_NAME[name].flag for name in given)]:
+            raise UserError(
+                f"{path} is an exported graph, which has weights and preprocessing in it and runs on the CPU; leave "
+                f"out {' and '.join(flags)}"
+            )
+        model, description = open_graph(path, str(path))
+        known = _options_in(description)
+        args = config.resolve(argparse.Namespace(test_only=True, resume=str(path), synthetic=1, device="cpu", **known))
+        trained = Trained(model, args, description["classes"], description["weights"], known, _ORIGIN, False)
+    else:
+        trained = open_trained(options.checkpoint, model=options.model, is_average=options.ema, given=given)
+    show_preprocessing(trained)
+    return trained
 
 
-def open_given(options: argparse.Namespace) -> Trained:
-    """Return the model that the arguments of `add_options` name, and print how its images are prepared."""
-    given = given_preprocessing(options)
-    trained = open_trained(str(options.checkpoint), model=options.model, is_average=options.ema, given=given)
+def show_preprocessing(trained: Trained) -> None:
+    """Print how a model's images are prepared."""
     print(preprocessing_line(trained.args, trained.origin))
     if trained.args.eval_flip:
         print("--eval-flip of the checkpoint: evaluations average the scores of an image and its mirror image; "
               "predictions and exported files score the image alone")  # fmt: skip
-    return trained
-
-
-def given_preprocessing(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options about preprocessing that the command line gives."""
-    return {name: value for name in PREPROCESSING if (value := getattr(options, name, None)) is not None}
 
 
 def open_trained(
@@ -161,15 +164,29 @@ def open_trained(
     Raises:
         UserError: `model` contradicts the weights' own options, or is needed and missing.
     """
+    weights = read_weights(source, is_average=is_average)
+    return build_trained(source, weights, model, given or {})
+
+
+def read_weights(source: str, *, is_average: bool) -> Weights:
+    """Return the weights that `open_trained` opens, with the options of their description, if they have one."""
     path = Path(source)
     if path.is_dir():
         raise UserError(f"{source} is a folder; give a file in it, such as {path / 'checkpoint.pth'}")
-    is_published = not path.is_file()
-    if is_published:
-        weights = fetch_by_name(source)
-    else:
-        weights = load_weights(path, is_average=is_average, name=source)
-        describe_weights(weights, path)
+    if not path.is_file():
+        return fetch_by_name(source)
+    weights = load_weights(path, is_average=is_average, name=source)
+    description = None if "model" in weights.options else _find_description(path)
+    if description is not None:
+        weights.kind, weights.classes, weights.origin = description["weights"], description["classes"], _ORIGIN
+        weights.options = {**_options_in(description), "model": description["model"]}
+        if description["initial_weights"] is not None:
+            weights.options["weights"] = description["initial_weights"]
+    return weights
+
+
+def build_trained(source: str, weights: Weights, model: str | None, given: Mapping[str, Any]) -> Trained:
+    """Return the model with these weights; arguments and errors as of `open_trained`."""
     name = weights.options.get("model")
     if None not in (name, model) and not is_same_model(name, model):
         raise UserError(f"{source} holds {weights.kind}, and --model is {model}; leave --model out")
@@ -177,6 +194,101 @@ def open_trained(
         raise UserError(f"{source} does not say of which model it is; give --model NAME")
     if model is None and split_custom(name):
         raise UserError(f"{source} is of {name}, {WHY_TYPED}")
-    built, args, origin = build_evaluated(source, model or name, weights, given or {}, is_typed=model is not None)
+    built, args, origin = build_evaluated(source, model or name, weights, given, is_typed=model is not None)
     options = {**weights.options, **{option: getattr(args, option) for option in PREPROCESSING}}
-    return Trained(built, args, weights.classes, weights.kind, options, origin, is_published)
+    return Trained(built, args, weights.classes, weights.kind, options, origin, not Path(source).is_file())
+
+
+def packed(description: dict[str, Any]) -> dict[str, str]:
+    """Return a description as strings, which the metadata of safetensors, ONNX and .pt2 files can hold."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in description.items()}
+
+
+def _unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:
+    """Return the description in a file's texts; UserError if there is none, or a damaged one."""
+    if texts.get("schema") != FORMAT:
+        raise UserError(
+            f"{source} does not say how its images are prepared and what its classes are; give a file that "
+            "`python -m scripts.export` wrote"
+        )
+    with in_one_line(f"{source}: its description is damaged"):
+        texts = {key: text for key, text in texts.items() if key in _FIELDS}
+        content = {key: text if key in _TEXTS else json.loads(text) for key, text in texts.items()}
+    return checked(content, source)
+
+
+def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a description; UserError names a field that is missing, of another type or impossible."""
+    with in_one_line(f"{source}: its description is damaged"):
+        description = {name: content[name] for name in _FIELDS}
+        for key, option in OPTIONS.items():
+            value = description["preprocessing"][key]
+            if value is None or not BY_NAME[option].is_value(value):
+                raise UserError(f"{key} is {str(value)[:80]!r}")
+            BY_NAME[option].check(value)
+        for text in (*(description[name] for name in _TEXTS), description["initial_weights"] or ""):
+            if not isinstance(text, str) or not is_printable(text):
+                raise UserError(f"expected a line of text, and it is {str(text)[:80]!r}")
+        classes, num_classes = description["classes"], description["num_classes"]
+        if type(num_classes) is not int or num_classes < 1:
+            raise UserError(f"num_classes is {str(num_classes)[:80]!r}")
+        if classes is not None and (not isinstance(classes, list) or len(classes) != num_classes):
+            raise UserError(f"classes are not {num_classes} names")
+        if not all(isinstance(name, str) for name in classes or []):
+            raise UserError("a class is no text")
+        return description
+
+
+def _options_in(description: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of train.py that a description holds."""
+    return {option: description["preprocessing"][key] for key, option in OPTIONS.items()}
+
+
+def _find_description(path: Path) -> dict[str, Any] | None:
+    """Return the description of weights that `scripts.export` wrote: in safetensors, else in the JSON beside them.
+
+    Returns None where there is none.
+    """
+    if path.suffix == ".safetensors":
+        with require_package("safetensors", str(path)).safe_open(str(path), framework="pt") as file:
+            texts = file.metadata() or {}
+        return _unpacked(texts, str(path)) if texts.get("schema") == FORMAT else None
+    content = read_json(path.with_name(f"{_HASHED.sub('', path.stem)}.json"))
+    files = content.get("files")
+    if content.get("schema") != FORMAT or not isinstance(files, dict) or path.name not in files:
+        return None
+    return checked(content, str(path))
+
+
+def open_graph(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    """Return an exported graph, from images to logits on the CPU as of `Trained`, and its description.
+
+    A .pt2 is a program: opening it may run any code in it. Messages call the file `source`, whose ending tells its
+    form: `path` is a temporary name while it is written.
+    """
+    model, texts = (_open_onnx if source.endswith(".onnx") else _open_program)(path, source)
+    return model, _unpacked(texts, source)
+
+
+def _open_onnx(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
+    runtime = require_package("onnxruntime", source)
+    with in_one_line(f"{source} cannot be opened"):
+        settings = runtime.SessionOptions()
+        settings.log_severity_level = 4
+        settings.intra_op_num_threads = torch.get_num_threads()
+        session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        texts = session.get_modelmeta().custom_metadata_map
+
+    def run(image: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(["logits"], {"input": image.contiguous().numpy()})[0])
+
+    return run, texts
+
+
+def _open_program(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
+    # Registers the operations of quantized graphs.
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
+    files = {EXTRA_FILE: ""}
+    with in_one_line(f"{source} cannot be opened"), open(path, "rb") as file:
+        model = torch.export.load(file, extra_files=files).module()
+        return model, json.loads(files[EXTRA_FILE] or "{}")

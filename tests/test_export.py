@@ -331,7 +331,7 @@ def test_mistakes_are_one_line(made, tmp_path):
         (checkpoint, [tmp_path / "gone.jpg"], "gone.jpg: no such file or folder"),
         (checkpoint, [tmp_path / "empty"], "empty holds no images"),
         (checkpoint, [images, "--classes", tmp_path / "two.txt"], "2 names of classes were given, and the model has 4"),
-        (checkpoint, [images, "--device", "meta"], "--device meta cannot be used: this machine has none"),
+        (checkpoint, [images, "--device", "meta"], "--device meta: this machine has none"),
         (graph, [images, "--ema", "--device", "cuda"], "leave out --ema and --device"),
         (tmp_path / "junk.onnx", [images], "junk.onnx cannot be opened"),
         (tmp_path / "junk.pt2", [images], "junk.pt2 cannot be opened"),

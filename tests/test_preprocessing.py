@@ -169,8 +169,8 @@ def test_a_model_of_ones_own_is_prepared_as_given_and_as_the_file_says_from_then
     torch.save({"model": models["own"].state_dict(), "args": {"model": f"{folder / 'net.py'}:odd", **known}}, output)
     for use in (compared.predict, compared.evaluate, compared.test_only):
         use(output, *given, origin="as in the checkpoint")
-    statistics = ["--data-path", folder / "images", "--output", tmp_path / "again.pth", "--batch-size", "6", *MACHINE]
-    run_tool(tmp_path, "reestimate_bn", output, *given, *statistics)
+    statistics = ["--reestimate-bn", folder / "images", "--output", tmp_path / "again.pth", "--batch-size", "6"]
+    run_tool(tmp_path, "average", output, *given, *statistics, "--device", "cpu")
     kept = torch.load(tmp_path / "again.pth", weights_only=True)["args"]
     assert {name: kept[name] for name in in_json(CHOSEN, "") if name != "origin"} == {
         name: value for name, value in in_json(CHOSEN, "").items() if name != "origin"

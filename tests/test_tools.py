@@ -1,4 +1,4 @@
-"""scripts/tool.py, average.py and reestimate_bn.py."""
+"""scripts/tool.py and average.py."""
 
 import os
 import shlex
@@ -14,7 +14,7 @@ import torchvision
 
 import data
 from errors import UserError
-from scripts import benchmark, check, evaluate, make_digits, pack, prepare, reestimate_bn, report, tool
+from scripts import average, benchmark, check, evaluate, make_digits, pack, prepare, report, tool
 from scripts.trained import open_trained
 from tests.exports import refused
 from tests.ranks import Outcome, run_ranks, tool_rank
@@ -104,7 +104,7 @@ def test_a_runs_last_checkpoints_are_averaged(started, tmp_path):
     paths = [started.out / f"checkpoint-{step:08d}.pth" for step in (6, 5)]
     output = tmp_path / "an average.pth"
     outcome = run(tmp_path, "average", started.out, "--last", 2, "--output", output).check()
-    assert f"python -m scripts.reestimate_bn '{output}' --data-path" in outcome.output
+    assert "--reestimate-bn DATA_PATH" in outcome.output
     assert_mean(output, paths)
     trained = open_trained(str(output))
     assert trained.args.model == "timm/tiny_test"
@@ -125,10 +125,14 @@ def test_the_average_of_one_file_is_that_file_in_our_form(tmp_path):
         model="mnasnet0_5", interpolation="bilinear", val_crop_size=192, val_resize_size=200, nested={1: 2}
     )
     torch.save({"model": model.state_dict(), "epoch": 3, "args": args}, tmp_path / "torchvisions.pth")
-    run(tmp_path, "average", tmp_path / "torchvisions.pth", "--output", tmp_path / "ours.pth").check()
-    trained = open_trained(str(tmp_path / "ours.pth"))
-    assert (trained.args.model, trained.args.val_crop_size, trained.args.val_resize_size) == ("mnasnet0_5", 192, 200)
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in trained.model.state_dict().items())
+    wrapped = torch.nn.DataParallel(model).state_dict()
+    torch.save({"arch": "mnasnet0_5", "state_dict": wrapped, "best_acc1": 1.0}, tmp_path / "examples.pth")
+    for name, sizes in (("torchvisions", (192, 200)), ("examples", (224, 256))):
+        run(tmp_path, "average", tmp_path / f"{name}.pth", "--output", tmp_path / "ours.pth").check()
+        trained = open_trained(str(tmp_path / "ours.pth"))
+        assert trained.args.model == "mnasnet0_5"
+        assert (trained.args.val_crop_size, trained.args.val_resize_size) == sizes
+        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in trained.model.state_dict().items())
 
 
 def test_checkpoints_that_cannot_be_averaged(tmp_path):
@@ -149,7 +153,8 @@ def test_checkpoints_that_cannot_be_averaged(tmp_path):
         ([first, tmp_path / "model.pth"], "in its model"),
         ([first, tmp_path / "shape.pth"], "holds other weights than"),
         ([first, tmp_path / "classes.pth"], "in its classes"),
-        ([first, tmp_path / "missing.pth"], "missing.pth is no file"),
+        ([first, tmp_path / "missing.pth"], "missing.pth: no such file"),
+        ([first, "--images", 5], "--images has no effect without --reestimate-bn"),
         ([first, folder / "best.pth"], "is the same file as"),
         ([folder, "--last", 5], "holds 2 numbered checkpoints, fewer than --last 5"),
         ([folder, "--last", 2, "--output", folder / "best_ema.pth"], "a run's own checkpoints have such names"),
@@ -162,8 +167,8 @@ def test_checkpoints_that_cannot_be_averaged(tmp_path):
 
 def test_statistics_are_those_of_torchs_own_update(started, image_folder, tmp_path):
     checkpoint, output = started.out / "checkpoint.pth", tmp_path / "new.pth"
-    command = [checkpoint, "--data-path", image_folder, "--output", output, "--batch-size", 8, "--workers", 0]
-    outcome = run(tmp_path, "reestimate_bn", *command, "--device", "cpu").check()
+    command = [checkpoint, "--reestimate-bn", image_folder, "--batch-size", 8, "--device", "cpu", "--output"]
+    outcome = run(tmp_path, "average", *command, output).check()
     assert "re-estimated on 24 training images" in outcome.output
     trained = open_trained(str(checkpoint))
     images = data.IndexedImageFolder(image_folder / "train", trained.preset)
@@ -180,7 +185,7 @@ def test_statistics_are_those_of_torchs_own_update(started, image_folder, tmp_pa
     assert moved == {"running_mean", "running_var", "num_batches_tracked"}
     assert open_trained(str(output)).classes == ["class0", "class1", "class2"]
     again = tmp_path / "again.pth"
-    run(tmp_path, "reestimate_bn", *command[:4], again, *command[5:], "--images", 31, "--device", "cpu").check()
+    run(tmp_path, "average", *command, again, "--images", 31).check()
     assert again.read_bytes() == output.read_bytes()
 
 
@@ -198,7 +203,7 @@ class Pair(torch.nn.Module):
 
 def test_a_layer_that_no_image_passes_keeps_its_statistics():
     model, batches = Pair(), [torch.randn(4, 3, 5, 5) + step for step in range(3)]
-    reestimate_bn.reestimate(model, iter(batches), nullcontext())
+    average.reestimate(model, iter(batches), nullcontext())
     torch.testing.assert_close(model.bn.running_mean, torch.stack(batches).mean((0, 1, 3, 4)))
     assert model.aux.running_mean.tolist() == [2.0] * 3
     assert (model.bn.momentum, model.bn.training) == (0.3, False)
@@ -211,13 +216,13 @@ def test_statistics_that_cannot_be_estimated(started, image_folder, tmp_path):
     next(iter(bad.values())).fill_(float("nan"))
     torch.save({"model": bad, "args": {"model": "timm/tiny_test", "val_crop_size": 32}}, tmp_path / "nan.pth")
     checkpoint, output = started.out / "checkpoint.pth", tmp_path / "new.pth"
-    command = ["--workers", 0, "--device", "cpu", "--output", output, "--data-path"]
+    command = ["--device", "cpu", "--output", output, "--reestimate-bn"]
     for argv, words in [
         ([tmp_path / "plain.pth", *command, image_folder], "squeezenet1_1 has no BatchNorm"),
         ([tmp_path / "nan.pth", *command, image_folder], "its statistics are not finite"),
         ([checkpoint, *command, image_folder, "--output", checkpoint], "a run's own checkpoints have such names"),
     ]:
-        assert words in refused(run(tmp_path, "reestimate_bn", *argv), "reestimate_bn")
-    full = run(tmp_path, "reestimate_bn", checkpoint, *command, image_folder, largest_file=1000)
-    assert "cannot be written" in refused(full, "reestimate_bn")
+        assert words in refused(run(tmp_path, "average", *argv), "average")
+    full = run(tmp_path, "average", checkpoint, *command, image_folder, largest_file=1000)
+    assert "cannot be written" in refused(full, "average")
     assert not list(tmp_path.glob("new.pth*"))

@@ -125,4 +125,4 @@ def test_the_page_names_every_tool_and_no_other():
     tools = {path.stem for path in (REPOSITORY / "scripts").glob("*.py") if "__main__" in path.read_text()}
     named = set(re.findall(r"scripts\.([a-z]\w+)", PAGE))
     assert named <= tools
-    assert {"prepare", "check", "evaluate", "average", "reestimate_bn", "export", "predict"} <= named
+    assert {"prepare", "check", "evaluate", "average", "export", "predict"} <= named
