@@ -7,7 +7,6 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from errors import UserError, counted, in_one_line, require_package
 from files import read_json
 from loading.progress import size_text
 from options import short_name
-from presets import ClassificationPresetEval
 from scripts.evaluate import open_folder
-from scripts.predict import find_images, load_batches, open_image
+from scripts.predict import load_batches
 from scripts.tool import as_json, build_parser, given_path, make_out, own_stdout, positive, run, write_output
 from scripts.trained import EXTRA_FILE, FORMAT, OPTIONS, Trained, add_options, checked, open_given, open_graph, packed
 
@@ -33,11 +31,7 @@ PROG = "python -m scripts.export"
 FORMS = {
     "weights": ("-SHA256.pth", (), "a state dict that torchvision's model loads, hashed as torch's hub checks it"),
     "safetensors": (".safetensors", ("safetensors.torch",), "the same weights; opening it can run nothing"),
-    "onnx": (
-        ".onnx",
-        ("onnx", "onnxscript", "onnxruntime"),
-        "one file, input: (batch, 3, S, S) floats, output: logits",
-    ),
+    "onnx": (".onnx", ("onnx", "onnxscript", "onnxruntime"), "one file, 2 GiB at most, of (batch, 3, S, S) to logits"),
     "torch-export": (".pt2", (), "a program of torch.export, for torch without this code"),
     "int8": ("-int8.pt2", ("torchao.quantization.pt2e.quantize_pt2e",), "a program in 8-bit integers (PT2E, x86)"),
 }
@@ -61,7 +55,7 @@ them. `python -m scripts.predict FILE IMAGE` reads each of these files.
 
 Each file is read back and compared with the checkpoint before it gets its name: weights in every bit; the logits of a
 graph for 1 and for 3 images may differ by {TOLERANCE:g} of the largest logit, or of 1 if all are smaller. int8 is
-compared on the images of val/, or on those that calibrate it.
+calibrated on images of train/ and compared on those of val/.
 
 A .pt2 is a program: open only those that you trust.
 """
@@ -72,23 +66,16 @@ _BATCH_SIZE = 32
 # Numbers of images that graphs are compared for: one alone is a case of its own to compilers.
 _PROBES = (1, 3)
 
-# A protobuf message can hold no more.
-_LARGEST_ONNX = (1 << 31) - (1 << 20)
-
 
 class Export:
-    """One model on its way into files.
+    """One model on its way into files, by the options of the command line."""
 
-    Args:
-        trained: the model.
-        folder: where the files go.
-        is_average: the weights are a checkpoint's average, and the files' names say so.
-        images: those that calibrate and measure int8; None without int8.
-    """
-
-    def __init__(self, trained: Trained, folder: Path, *, is_average: bool, images: "Measure | None") -> None:
-        self.trained, self.model, self.folder, self.images = trained, trained.model, folder, images
-        self.name = short_name(trained.args.model).rpartition("/")[2] + ("-ema" if is_average else "")
+    def __init__(self, trained: Trained, options: argparse.Namespace) -> None:
+        self.trained, self.model, self.options, self.folder = trained, trained.model, options, options.output
+        if options.data_path is not None:  # for int8
+            self.train = IndexedImageFolder(options.data_path / "train", trained.preset)
+            self.val = open_folder(options.data_path / "val", trained)
+        self.name = short_name(trained.args.model).rpartition("/")[2] + ("-ema" if options.ema else "")
         size = trained.args.val_crop_size
         self.probe = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
         self.expected = {number: logits_of(self.model, self.probe[:number]) for number in _PROBES}
@@ -97,7 +84,7 @@ class Export:
         self.weights = stream.getvalue()
         self.sha256 = hashlib.sha256(self.weights).hexdigest()
         self.description = describe(trained, self.expected[1].shape[1], self.sha256)
-        self.record_path = folder / f"{self.name}.json"
+        self.record_path = self.folder / f"{self.name}.json"
         self.files = self._files_of_before()
 
     def _files_of_before(self) -> dict[str, dict]:
@@ -149,13 +136,15 @@ class Export:
                 raise UserError(f"{name} was read back and {min(wrong)} differs from the checkpoint's; not written")
             return f"{counted(len(own), 'tensor')} equal in every bit"
         graph, description = open_graph(path, name)
+        if description != self.description:
+            raise UserError(f"{name} was read back, and its description is another one; not written")
         if form == "int8":
-            return self.images.compare(self.model, graph)
+            return self.measure(graph)
         allowed = TOLERANCE * max(1.0, *(logits.abs().max().item() for logits in self.expected.values()))
         with in_one_line(f"{name} was read back and cannot compute"):
             found = {number: logits_of(graph, self.probe[:number]) for number in self.expected}
         largest = max((found[number] - logits).abs().max().item() for number, logits in self.expected.items())
-        if description != self.description or not largest <= allowed:
+        if not largest <= allowed:
             raise UserError(f"{name} was read back, and its logits are {largest:.2g} off (allowed {allowed:.2g})")
         return f"largest difference of logits {largest:.2g} (allowed {allowed:.2g})"
 
@@ -167,9 +156,6 @@ class Export:
 
     def make_onnx(self) -> bytes:
         """Return the model as one ONNX message."""
-        size = sum(tensor.nbytes for tensor in self.model.state_dict().values())
-        if size > _LARGEST_ONNX:
-            raise UserError(f"one .onnx file holds 2 GiB, and the weights have {size / (1 << 30):.1f} GiB")
         batch = {"dynamic_shapes": ({0: "batch"},), "input_names": ["input"], "output_names": ["logits"]}
         program = torch.onnx.export(self.model, (self.probe[:2],), dynamo=True, verbose=False, **batch)
         proto = program.model_proto
@@ -190,9 +176,30 @@ class Export:
 
     def make_int8(self) -> bytes:
         """Return the model in 8-bit integers."""
-        batches = _load(self.images.calibrating, "calibrating")
-        quantized = quantize(self.trace(is_strict=True).module(), (image for image, _ in batches))
+        images = (image for image, _ in load_evenly(self.train, _CALIBRATION_IMAGES, "calibrating"))
+        quantized = quantize(self.trace(is_strict=True).module(), images)
         return self.make_program(self.trace(quantized, is_strict=True))
+
+    def measure(self, quantized: Callable[[Tensor], Tensor]) -> str:
+        """Return the accuracy of the model and of its quantized form on val, and how often the two agree."""
+        images = IndexedImageFolder(self.val.source.root, self.trained.preset, source=self.val.source)
+        rows = []
+        for image, numbers in load_evenly(images, self.options.sample or len(images), "measuring"):
+            target = torch.from_numpy(self.val.labels)[numbers]
+            best = [self._best_of_val(logits_of(model, image)) for model in (self.model, quantized)]
+            rows.append(torch.stack([target, *best]))
+        target, before, after = torch.cat(rows, dim=1)
+        pairs = ((before, target), (after, target), (before, after))
+        acc_before, acc_after, agreement = (100 * (one == other).double().mean().item() for one, other in pairs)
+        return (
+            f"Acc@1 {acc_before:.3f} before and {acc_after:.3f} after, n={len(target)}; the same class as the "
+            f"checkpoint for {agreement:.2f}% of {counted(len(target), 'image')}"
+        )
+
+    def _best_of_val(self, logits: Tensor) -> Tensor:
+        """Return the best class of each image, among those of val."""
+        columns = self.val.columns
+        return logits.argmax(dim=1) if columns is None else columns[logits[:, columns].argmax(dim=1)]
 
 
 def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
@@ -237,68 +244,12 @@ def quantize(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
     return converted
 
 
-class Measure:
-    """The images that int8 is calibrated with and measured on.
-
-    Args:
-        trained: the model, whose preprocessing and classes the images have.
-        data_path: val/ measures the accuracy, and train/ calibrates unless `calibration` does; or None.
-        calibration: files and folders of images that calibrate, and measure agreement where there is no val/.
-        sample: how many images of val to measure on, evenly spaced; None for all.
-    """
-
-    def __init__(self, trained: Trained, data_path: Path | None, calibration: list[str], sample: int | None) -> None:
-        preset, self.has_classes = trained.preset, data_path is not None
-        if calibration:
-            self.calibrating = [partial(_load_image, preset, path) for path in find_images(calibration)]
-        elif data_path is not None:
-            images = IndexedImageFolder(data_path / "train", preset)
-            number = min(_CALIBRATION_IMAGES, len(images))
-            self.calibrating = [partial(images.__getitem__, place * len(images) // number) for place in range(number)]
-        else:
-            raise UserError(
-                "--format int8 needs images to calibrate with: give --data-path DATA_PATH, which measures the accuracy "
-                "too, or --calibration IMAGE..."
-            )
-        self.measuring, self.columns = self.calibrating, None
-        if data_path is not None:
-            val = open_folder(data_path / "val", trained)
-            images, self.columns = IndexedImageFolder(val.source.root, preset, source=val.source), val.columns
-            number = min(sample or len(images), len(images))
-            places = [place * len(images) // number for place in range(number)]
-            self.measuring = [partial(_load_numbered, images, place, int(val.labels[place])) for place in places]
-
-    def compare(self, model: Callable, quantized: Callable) -> str:
-        """Return how often two models agree on the same images, and the accuracy of both where classes are known."""
-        guesses = [
-            torch.stack([labels, *(self._guess(logits_of(each, images)) for each in (model, quantized))])
-            for images, labels in _load(self.measuring, "measuring")
-        ]
-        targets, before, after = torch.cat(guesses, dim=1)
-        agreement, n = 100 * (before == after).double().mean().item(), len(targets)
-        words = f"the same class as the checkpoint for {agreement:.2f}% of {counted(n, 'image')}"
-        if not self.has_classes:
-            return words
-        both = [100 * (each == targets).double().mean().item() for each in (before, after)]
-        return f"Acc@1 {both[0]:.3f} before and {both[1]:.3f} after, n={n}; {words}"
-
-    def _guess(self, logits: Tensor) -> Tensor:
-        """Return the best class of each image, among those of val."""
-        return logits.argmax(dim=1) if self.columns is None else self.columns[logits[:, self.columns].argmax(dim=1)]
-
-
-def _load_numbered(images: IndexedImageFolder, place: int, label: int) -> tuple[Tensor, int]:
-    return images[place][0], label
-
-
-def _load_image(preset: ClassificationPresetEval, path: Path) -> tuple[Tensor, int]:
-    with in_one_line(f"{path} cannot be read"):
-        return preset(open_image(path)), -1
-
-
-def _load(loads: list[Callable[[], tuple[Tensor, int]]], work: str) -> Iterator[list[Tensor]]:
-    """Yield images and their classes in batches."""
-    return map(default_collate, load_batches(lambda load: load(), loads, _BATCH_SIZE, work))
+def load_evenly(images: IndexedImageFolder, most: int, work: str) -> Iterator[tuple[Tensor, list[int]]]:
+    """Yield batches of evenly spaced images, at most so many, and the numbers of these images."""
+    num_images = min(most, len(images))
+    numbers = [place * len(images) // num_images for place in range(num_images)]
+    batches = load_batches(lambda number: (images[number][0], number), numbers, _BATCH_SIZE, work)
+    return map(default_collate, batches)
 
 
 def forms(text: str) -> list[str]:
@@ -315,11 +266,11 @@ def export(options: argparse.Namespace) -> None:
     for form in chosen:
         for package in FORMS[form][1]:
             require_package(package, f"--format {form}")
-    trained, images = open_given(options), None
-    if "int8" in chosen:
-        images = Measure(trained, options.data_path, options.calibration, options.sample)
+    if (options.data_path is not None) != ("int8" in chosen) or (options.sample and options.data_path is None):
+        raise UserError("--data-path DATA_PATH and --sample N are for --format int8, which needs the first of them")
+    trained = open_given(options)
     make_out(options.output, "--output")
-    job = Export(trained, options.output, is_average=options.ema, images=images)
+    job = Export(trained, options)
     for form in chosen:
         with own_stdout() as stdout:
             print(job.write(form), file=stdout, flush=True)
@@ -327,9 +278,8 @@ def export(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Export the model of the command line."""
-    parser = build_parser(
-        PROG, "CHECKPOINT --format NAME --output DIR [options]", "Turn a trained model into files for others.", EPILOG
-    )
+    usage = "CHECKPOINT --format NAME --output DIR [options]"
+    parser = build_parser(PROG, usage, "Turn a trained model into files for others.", EPILOG)
     add_options(parser)
     parser.add_argument(
         "--format", metavar="NAME", type=forms, action="extend", required=True, dest="forms",
@@ -337,12 +287,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", type=given_path, required=True, help="the folder to write to")
     parser.add_argument(
-        "--data-path", metavar="DATA_PATH", type=Path,
-        help="as train.py's: train/ calibrates int8, unless --calibration does, and val/ measures its accuracy",
+        "--data-path", metavar="DATA_PATH", type=given_path,
+        help="as train.py's: train/ calibrates int8, and val/ measures its accuracy",
     )  # fmt: skip
-    parser.add_argument(
-        "--calibration", metavar="IMAGE", nargs="+", default=[], help="files and folders to calibrate int8 with"
-    )
     parser.add_argument("--sample", metavar="N", type=positive, help="measure int8 on N images of val/ (default: all)")
     logging.disable(logging.WARNING)  # torch's exporters report each of their passes
     run(PROG, lambda: export(parser.parse_args()), "interrupted; whole files stay; run the same command again")

@@ -31,9 +31,8 @@ def exported(tmp_path_factory):
     run = folder / "run"
     run.mkdir()
     checkpoint = write_checkpoint(run)
-    images = write_images(folder / "images", {"train": [3, 3, 3, 3], "val": [2, 2, 2, 2]}, size=(60, 50))
-    forms = ["--format", "weights,safetensors", "--format", "onnx,torch-export,int8"]
-    argv = [checkpoint, *forms, "--calibration", images / "train", "--output", folder / "out"]
+    forms = ["--format", "weights,safetensors", "--format", "onnx,torch-export"]
+    argv = [checkpoint, *forms, "--output", folder / "out"]
     _, output = run_tool(folder, "export", *argv)
     return checkpoint, folder / "out", output
 
@@ -57,7 +56,7 @@ def test_only_whole_files_are_there_and_the_output_names_each(exported):
     for name, facts in files.items():
         assert facts["sha256"] == hashlib.sha256((out / name).read_bytes()).hexdigest()
     lines = output.splitlines()
-    forms = ["preprocessing", "weights", "safetensors", "onnx", "torch-export", "int8"]
+    forms = ["preprocessing", "weights", "safetensors", "onnx", "torch-export"]
     assert [line.split(":")[0] for line in lines] == forms
     assert all("largest difference of logits" in line for line in lines[3:5]), output
 
@@ -114,28 +113,34 @@ def test_program_computes_the_same_without_this_code(exported):
         torch.testing.assert_close(logits(program, probe(batch_size)), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_int8_is_a_third_as_large_and_computes_nearly_the_same(exported):
+def test_int8_is_a_third_as_large_and_measured_on_val(tmp_path):
+    """Its accuracy on the images of val, by plain torchvision for the floats."""
     pytest.importorskip("torchao")
-    checkpoint, out, output = exported
-    program = torch.export.load(out / f"{MODEL}-int8.pt2").module()
+    images = write_images(tmp_path / "images", {"train": [3, 3, 3, 3], "val": [2, 3, 2, 4]}, size=(60, 50))
+    checkpoint = write_checkpoint(tmp_path, data={"classes": [f"class{label}" for label in range(4)]})
+    model, paths = plain_model(checkpoint), sorted((images / "val").rglob("*.jpg"))
+    hits = [plain_probabilities(model, path).argmax() == int(path.parent.name[-1]) for path in paths]
+    argv = [checkpoint, "--format", "int8", "--data-path", images, "--output", tmp_path / "out"]
+    output = run_tool(tmp_path, "export", *argv)[1]
+    assert f"Acc@1 {100 * sum(hits) / len(hits):.3f} before and " in output
+    assert re.search(r"the same class as the checkpoint for \d+\.\d\d% of 11 images", output)
+    program = torch.export.load(tmp_path / "out" / f"{MODEL}-int8.pt2").module()
     for batch_size in (1, 5):
-        expected, found = logits(plain_model(checkpoint), probe(batch_size)), logits(program, probe(batch_size))
+        expected, found = logits(model, probe(batch_size)), logits(program, probe(batch_size))
         # Eight bits an activation, through 26 layers.
         assert 0 < (found - expected).norm() < 0.5 * expected.norm()
     weights = program.state_dict().values()
-    assert sum(each.nbytes for each in weights) < sum(p.nbytes for p in plain_model(checkpoint).parameters()) / 2.5
-    assert re.search(r"int8: .*the same class as the checkpoint for \d+\.\d\d% of 12 images", output)
+    assert sum(each.nbytes for each in weights) < sum(p.nbytes for p in model.parameters()) / 2.5
 
 
 def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
     checkpoint, _, _ = exported
     other = write_checkpoint(tmp_path, "other.pth", args={"model": "no_such_model"})
-    (tmp_path / "file").write_text("")
     for argv, words in [
         ([checkpoint, "--format", "onxx"], "onxx is none; there are weights, safetensors, onnx"),
         ([other, "--format", "onnx"], "no_such_model is no classification model of torchvision"),
-        ([checkpoint, "--format", "int8"], "--format int8 needs images to calibrate with"),
-        ([checkpoint, "--format", "int8", "--calibration", tmp_path / "file"], "/file cannot be read"),
+        ([checkpoint, "--format", "int8"], "--data-path DATA_PATH"),
+        ([checkpoint, "--format", "int8", "--data-path", tmp_path], "has no train/"),
     ]:
         outcome, _ = run_tool(tmp_path, "export", *argv, "--output", tmp_path / "out", code=2)
         assert words in refused(outcome, "export"), outcome.output
@@ -181,18 +186,6 @@ def test_a_file_that_is_not_the_checkpoint_gets_no_name(exported, tmp_path):
     assert outcome.codes == [2], outcome.output
     assert "read back and classifier.1.bias differs from the checkpoint's" in refused(outcome, "export")
     assert list((tmp_path / "out").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_int8_is_measured_on_val(exported, tmp_path):
-    """Its accuracy on the images of val, by plain torchvision for the floats."""
-    pytest.importorskip("torchao")
-    images = write_images(tmp_path / "images", {"train": [3, 3, 3, 3], "val": [2, 3, 2, 4]}, size=(60, 50))
-    checkpoint = write_checkpoint(tmp_path, data={"classes": [f"class{label}" for label in range(4)]})
-    model, paths = plain_model(checkpoint), sorted((images / "val").rglob("*.jpg"))
-    hits = [plain_probabilities(model, path).argmax() == int(path.parent.name[-1]) for path in paths]
-    argv = [checkpoint, "--format", "int8", "--data-path", images, "--output", tmp_path / "out"]
-    assert f"Acc@1 {100 * sum(hits) / len(hits):.3f} before and " in run_tool(tmp_path, "export", *argv)[1]
 
 
 @pytest.fixture(scope="module")
