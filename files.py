@@ -202,6 +202,16 @@ def read_bytes(path: Path) -> bytes:
     return retry_read(read, path)
 
 
+def read_at(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
+    """Return bytes of an open file from a place on; fewer where it ends, and not where one read returns fewer."""
+    content = b""
+    while len(content) < num_bytes and (
+        more := os.pread(file.fileno(), num_bytes - len(content), offset + len(content))
+    ):
+        content += more
+    return content
+
+
 def csv_text(rows: Iterable[Iterable[Any]]) -> str:
     """Return rows as CSV. Text that a spreadsheet would compute as a formula gets a leading quote; numbers stay.
 

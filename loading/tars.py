@@ -12,7 +12,7 @@ from typing import BinaryIO
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import ImageError, UserError, one_line
-from files import open_to_read
+from files import open_to_read, read_at
 from loading.index import ImageIndex, Scan
 from loading.progress import Progress
 from loading.source import Source, check_num_bytes, digest, list_folder
@@ -73,9 +73,7 @@ class TarIndex(ImageIndex):
         mtime_ns, _, tar_size = self.arrays["states"][tar_number].tolist()
         check_num_bytes(size)
         tar = _open_tar(str(self.files[tar_number]), mtime_ns, tar_size)
-        content = b""
-        while len(content) < size and (more := os.pread(tar.fileno(), size - len(content), offset + len(content))):
-            content += more
+        content = read_at(tar, offset, size)
         # Compared after the read, so that the bytes are known to be of the tar that was scanned.
         status = os.fstat(tar.fileno())
         if len(content) < size or (status.st_mtime_ns, status.st_size) != (mtime_ns, tar_size):

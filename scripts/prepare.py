@@ -19,7 +19,7 @@ import numpy
 from torchvision.datasets.folder import is_image_file
 
 from errors import StorageError, UserError, counted, in_one_line, one_line, require_package
-from files import explain_failure, free_bytes, locked, open_to_read, read_bytes, sync_folder, write_atomically
+from files import explain_failure, free_bytes, locked, open_to_read, read_at, read_bytes, sync_folder, write_atomically
 from loading.progress import Progress, size_text
 from loading.tars import tar_members
 from scripts.tool import build_parser, check_outside, given_path, make_out, run
@@ -75,14 +75,6 @@ class Image(NamedTuple):
     content: Callable[[], bytes] | Path
 
 
-class Source(NamedTuple):
-    """The images of one split."""
-
-    files: list[Path]  # archives, or the folder
-    num_bytes: int  # size of the images; of archives and parquet files, theirs
-    images: Callable[[], Iterator[Image]]  # in the same order each time
-
-
 class Truth(dict[str, str]):
     """The synset of each image of val by its name without the ending, as a file of the devkit or of Kaggle lists it."""
 
@@ -134,7 +126,7 @@ def tar_images(path: Path, truth: Truth | None) -> Iterator[Image]:
             for name, start, end in tar_files(path, file, *bounds):
                 if is_image_file(name):
                     synset = tar.removesuffix(".tar") if truth is None else truth[Path(name).stem]
-                    content = functools.partial(os.pread, file.fileno(), end - start, start)
+                    content = functools.partial(read_at, file, start, end - start)
                     yield Image(synset, name, end - start, content)
 
 
@@ -190,11 +182,6 @@ def has_class_folders(root: Path) -> bool:
     return has_folders
 
 
-def is_known(path: Path) -> bool:
-    """Tell whether a file is one that this tool reads."""
-    return path.is_file() and (path.name in KNOWN or path.suffix == ".parquet")
-
-
 def check_md5(path: Path) -> None:
     """Compare an official archive with its published MD5; UserError if it is another file."""
     digest = hashlib.md5(usedforsecurity=False)
@@ -211,68 +198,85 @@ def check_md5(path: Path) -> None:
         )
 
 
-class Given:
-    """The files and folders of the command line; finds the source of each split among them."""
-
-    def __init__(self, paths: list[Path], *, has_md5: bool) -> None:
-        self.has_md5 = has_md5
-        self.files: dict[str, Path] = {}
-        self.folders: list[Path] = []
-        for path in paths:
-            if not path.is_dir() and not is_known(path):
-                raise UserError(f"{path} is no folder, none of {', '.join(KNOWN)} and no parquet file")
-            folders = [path / name for name in _PLACES if (path / name).is_dir()]
-            self.folders += folders
-            for file in [path, *(file for folder in folders for file in sorted(folder.iterdir()))]:
-                if is_known(file):
-                    self.files.setdefault(file.name, file)
-
-    @functools.cached_property
-    def truth(self) -> Truth:
-        """The classes of a flat val; UserError if no file lists them."""
-        if DEVKIT in self.files:
-            if self.has_md5:
-                check_md5(self.files[DEVKIT])  # before its content is parsed
-            return read_devkit(self.files[DEVKIT])
-        if TRUTH_CSV in self.files:
-            return read_kaggle(self.files[TRUTH_CSV])
-        raise UserError(f"val does not name the classes of its images; give also {DEVKIT} or {TRUTH_CSV}")
-
-    def find(self, split: str) -> Source | None:
-        """Return the source of a split, if there is one: an archive, parquet files, or a folder."""
-        tar = self.files.get(TRAIN_TAR if split == "train" else VAL_TAR)
-        prefixes = ("train-",) if split == "train" else ("validation-", "val-")
-        tables = [path for name, path in sorted(self.files.items()) if name.startswith(prefixes)]
-        folders = [folder / split for folder in self.folders if (folder / split).is_dir()]
-        folders += [folder for folder in self.folders if folder.name == split]
-        if tar is not None:
-            files, images = [tar], functools.partial(tar_images, tar, None if split == "train" else self.truth)
-        elif tables:
-            check_parquet(tables)
-            files, images = tables, functools.partial(parquet_images, tables)
-        elif folders:
-            truth = None if has_class_folders(folders[0]) else self.truth
-            files, images = folders[:1], functools.partial(folder_images, folders[0], truth)
-        else:
-            return None
-        sizes = [path.stat().st_size for path in files if path.is_file()] or [each.num_bytes for each in images()]
-        return Source(files, sum(sizes), images)
+def is_known(path: Path) -> bool:
+    """Tell whether a file is one that this tool reads."""
+    return path.is_file() and (path.name in KNOWN or path.suffix == ".parquet")
 
 
-class Target:
+def find_files(given: list[Path]) -> tuple[dict[str, Path], list[Path]]:
+    """Return the known files by their names, and the folders, among the given paths and the places below them."""
+    files, folders = {}, []
+    for path in given:
+        places = [path / name for name in _PLACES if (path / name).is_dir()]
+        folders += places
+        below = [file for place in places for file in sorted(place.iterdir())]
+        known = [file for file in (path, *below) if is_known(file)]
+        for file in known:
+            files.setdefault(file.name, file)
+        if not places and not known:
+            raise UserError(f"{path} is no folder, none of {', '.join(KNOWN)} and no parquet file")
+    return files, folders
+
+
+def read_truth(files: dict[str, Path], *, has_md5: bool) -> Truth:
+    """Return the classes of a flat val; UserError if no file lists them."""
+    if DEVKIT in files:
+        if has_md5:
+            check_md5(files[DEVKIT])  # before its content is parsed
+        return read_devkit(files[DEVKIT])
+    if TRUTH_CSV in files:
+        return read_kaggle(files[TRUTH_CSV])
+    raise UserError(f"val does not name the classes of its images; give also {DEVKIT} or {TRUTH_CSV}")
+
+
+class Split:
     """A split that is being built: in `SPLIT.partial` until all of it is there.
 
-    Files are linked where they can be, unless `is_copying`.
+    Args:
+        out: the folder that gets the split.
+        name: train or val.
+        files: the archives or parquet files of its images, or their folder.
+        images: returns the images, in the same order each time.
     """
 
-    def __init__(self, out: Path, split: str, source: Source, *, is_copying: bool) -> None:
-        self.out, self.final, self.source = out, out / split, source
-        self.partial = out / f"{split}.partial"
-        self.images = self.partial / split
-        first = source.files[0]
-        self.is_linking = not is_copying and first.is_dir() and first.stat().st_dev == out.stat().st_dev
+    def __init__(self, out: Path, name: str, files: list[Path], images: Callable[[], Iterator[Image]]) -> None:
+        self.out, self.final, self.files, self.images = out, out / name, files, images
+        self.partial = out / f"{name}.partial"
+        self.folder = self.partial / name
         self.names: dict[str, set[str]] = {}
-        self.progress = Progress(split, unit="images", total_bytes=source.num_bytes)
+        sizes = [path.stat().st_size for path in files if path.is_file()] or [image.num_bytes for image in images()]
+        self.num_bytes = sum(sizes)
+
+    @classmethod
+    def find(cls, out: Path, name: str, given: list[Path], *, has_md5: bool) -> "Split | None":
+        """Return a split with its source, if there is one: an archive, parquet files, or a folder."""
+        files, folders = find_files(given)
+        tar = files.get(TRAIN_TAR if name == "train" else VAL_TAR)
+        prefixes = ("train-",) if name == "train" else ("validation-", "val-")
+        tables = [path for file, path in sorted(files.items()) if file.startswith(prefixes)]
+        roots = [folder / name for folder in folders if (folder / name).is_dir()]
+        roots += [folder for folder in folders if folder.name == name]
+        if tar is not None:
+            truth = None if name == "train" else read_truth(files, has_md5=has_md5)
+            return cls(out, name, [tar], functools.partial(tar_images, tar, truth))
+        if tables:
+            check_parquet(tables)
+            return cls(out, name, tables, functools.partial(parquet_images, tables))
+        if roots:
+            truth = None if has_class_folders(roots[0]) else read_truth(files, has_md5=has_md5)
+            return cls(out, name, roots[:1], functools.partial(folder_images, roots[0], truth))
+        return None
+
+    def is_finished(self) -> bool:
+        """Tell whether it is there, and remove the rest of a run that ended just after it; UserError if it is flat."""
+        if not os.path.lexists(self.final):
+            return False
+        if not has_class_folders(self.final):
+            raise UserError(f"{self.final} has no class folders and would have to be changed; choose another OUT")
+        if not self.folder.exists():
+            shutil.rmtree(self.partial, ignore_errors=True)
+        print(one_line(f"{self.final} is there already, and is left as it is"))
+        return True
 
     def build(self) -> None:
         """Write the images that are missing, and give the split its name.
@@ -282,42 +286,46 @@ class Target:
             StorageError: a disk failed or is full.
             OSError: a file or folder is in the way.
         """
-        print(one_line(f"{self.final}: from {self.source.files[0]}"), flush=True)
+        print(one_line(f"{self.final}: from {self.files[0]}"), flush=True)
+        progress = Progress(self.final.name, unit="images", total_bytes=self.num_bytes)
         try:
             self._begin()
-            for image in self.source.images():
+            for image in self.images():
                 self._put(image)
+                progress.update(num_bytes=image.num_bytes)
             if not self.names:
-                raise UserError(f"{self.source.files[0]} holds no images where they are expected; give another source")
+                raise UserError(f"{self.files[0]} holds no images where they are expected; give another source")
             self._finish()
         except (FileExistsError, IsADirectoryError, NotADirectoryError):
             raise
         except OSError as error:
-            reason = explain_failure(error, self.out, max(self.source.num_bytes - self.progress.bytes, 0))
-            begin = f"cannot write {self.final.name} from {self.source.files[0]}"
+            reason = explain_failure(error, self.out, max(self.num_bytes - progress.bytes, 0))
+            begin = f"cannot write {self.final.name} from {self.files[0]}"
             raise StorageError(f"{begin}: {reason}; the same command continues") from error
-        self.progress.finish()
+        progress.finish()
         amounts = counted(sum(map(len, self.names.values())), "image", ","), counted(len(self.names), "class", ",")
         print(one_line(f"{self.final}: {' of '.join(amounts)}"), flush=True)
 
     def _begin(self) -> None:
         """Make the folder, or find that an interrupted run has begun it from the same source."""
-        self.images.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         record = self.partial / "source.json"
-        facts = json.dumps([*(str(path.resolve()) for path in self.source.files), self.source.num_bytes])
+        facts = json.dumps([*(str(path.resolve()) for path in self.files), self.num_bytes])
         begun = read_bytes(record).decode(errors="replace") if record.exists() else facts
         if begun != facts:
             raise UserError(
                 f"{self.partial} was begun from another source, {begun[:120]}; give that one, or remove the folder"
             )
         write_atomically(record, facts.encode())
-        needed = self.source.num_bytes - sum(path.stat().st_size for path in self.images.glob("*/*"))
+        # Image files are linked, where they can be.
+        self.is_linking = self.files[0].is_dir() and self.files[0].stat().st_dev == self.out.stat().st_dev
+        needed = self.num_bytes - sum(path.stat().st_size for path in self.folder.glob("*/*"))
         if not self.is_linking and needed > (free := free_bytes(self.out)):
             raise UserError(f"{self.out} has {size_text(free)} free, and {self.final.name} needs {size_text(needed)}")
 
     def _put(self, image: Image) -> None:
         """Write an image that is not there yet, under its name when it is whole."""
-        source, folder = self.source.files[0], self.images / image.synset
+        source, folder = self.files[0], self.folder / image.synset
         names = self.names.setdefault(image.synset, set())
         if not names:
             if not re.fullmatch(r"[^./\0][^/\0]*", image.synset):
@@ -327,71 +335,51 @@ class Target:
             raise UserError(f"{source} holds {image.synset}/{image.file} twice; download it again")
         names.add(image.file)
         target, temporary = folder / image.file, folder / f"{image.file}.tmp"
-        if not target.is_file() or target.stat().st_size != image.num_bytes:
-            temporary.unlink(missing_ok=True)
-            self._write(image.content, temporary)
-            if temporary.stat().st_size != image.num_bytes:
-                raise StorageError(f"{source} has changed while it was read; start again when it is whole")
-            os.replace(temporary, target)
-        self.progress.update(num_bytes=image.num_bytes)
-
-    def _write(self, content: Callable[[], bytes] | Path, path: Path) -> None:
-        if not isinstance(content, Path):
-            path.write_bytes(content())
+        if target.is_file() and target.stat().st_size == image.num_bytes:
+            return
+        temporary.unlink(missing_ok=True)
+        if not isinstance(image.content, Path):
+            temporary.write_bytes(image.content())
         elif self.is_linking:
-            os.link(os.path.realpath(content), path)
+            os.link(os.path.realpath(image.content), temporary)
         else:
-            shutil.copyfile(content, path)
+            shutil.copyfile(image.content, temporary)
+        if temporary.stat().st_size != image.num_bytes:
+            raise StorageError(f"{source} has changed while it was read; start again when it is whole")
+        os.replace(temporary, target)
 
     def _finish(self) -> None:
         """Remove what an interrupted run left, make all durable, and give the split its name."""
-        for folder in self.images.iterdir():
+        for folder in self.folder.iterdir():
             for name in {*os.listdir(folder)} - self.names.get(folder.name, set()):
                 (folder / name).unlink()
         os.sync()  # once: a call for each of a million files would take an hour
-        os.rename(self.images, self.final)
+        os.rename(self.folder, self.final)
         sync_folder(self.out)
         shutil.rmtree(self.partial)
 
 
-def find_sources(given: Given, splits: list[str] | None) -> dict[str, Source]:
-    """Return the sources of these splits, each of which must have one; by default of all splits that have one."""
-    found = {split: given.find(split) for split in splits or ("train", "val")}
-    missing = [split for split, source in found.items() if source is None]
-    if missing and (splits or len(missing) == len(found)):
-        raise UserError(f"there is no {' and no '.join(missing)} in the given sources (--help lists the known ones)")
-    for split in missing:
-        print(f"{split}: left out, for the given sources have none")
-    return {split: source for split, source in found.items() if source is not None}
-
-
-def is_finished(out: Path, split: str) -> bool:
-    """Tell whether a split is there, and remove the rest of a run that ended just after it; UserError if it is flat."""
-    if not os.path.lexists(out / split):
-        return False
-    if not has_class_folders(out / split):
-        raise UserError(f"{out / split} has no class folders and would have to be changed; choose another OUT")
-    partial = out / f"{split}.partial"
-    if not (partial / split).exists():
-        shutil.rmtree(partial, ignore_errors=True)
-    print(one_line(f"{out / split} is there already, and is left as it is"))
-    return True
-
-
 def prepare(options: argparse.Namespace) -> None:
-    """Write the splits; each gets its name when it is complete."""
-    given, out = Given(options.sources, has_md5=not options.skip_md5), options.out
-    sources = find_sources(given, options.splits)
-    for folder in [path for source in sources.values() for path in source.files if path.is_dir()]:
+    """Write the splits, by default all that have a source; each gets its name when it is complete."""
+    out, has_md5 = options.out, not options.skip_md5
+    names = options.splits or ("train", "val")
+    found = {name: Split.find(out, name, options.sources, has_md5=has_md5) for name in names}
+    splits = [split for split in found.values() if split is not None]
+    missing = [name for name, split in found.items() if split is None]
+    if missing and (options.splits or not splits):
+        raise UserError(f"there is no {' and no '.join(missing)} in the given sources (--help lists the known ones)")
+    for name in missing:
+        print(f"{name}: left out, for the given sources have none")
+    for folder in [path for split in splits for path in split.files if path.is_dir()]:
         check_outside(out, folder)
     make_out(out)
     with locked(out / ".prepare.lock", f"waiting for another process that prepares {out}"):
-        sources = {split: source for split, source in sources.items() if not is_finished(out, split)}
-        for path in [path for source in sources.values() for path in source.files]:
-            if path.name in MD5 and given.has_md5:
+        splits = [split for split in splits if not split.is_finished()]
+        for path in [path for split in splits for path in split.files]:
+            if path.name in MD5 and has_md5:
                 check_md5(path)
-        for split, source in sources.items():
-            Target(out, split, source, is_copying=options.copy).build()
+        for split in splits:
+            split.build()
     folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-256")
     print(one_line(f"next: python -m scripts.check {folder}, then python train.py --data-path {folder}"))
     print(one_line(f"or, to load faster, python -m scripts.pack --data-path {folder} {packed} --short-side 256"))
@@ -409,7 +397,6 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--splits", nargs="+", choices=["train", "val"], help="splits to write (default: those in the sources)"
     )
     parser.add_argument("--skip-md5", action="store_true", help="do not compare the official archives with their MD5")
-    parser.add_argument("--copy", action="store_true", help="copy image files even where they could be linked")
     return parser
 
 
