@@ -55,8 +55,6 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.val_crop_size > args.val_resize_size and args.synthetic is None,
      "--val-crop-size {val_crop_size} is above --val-resize-size {val_resize_size}: images whose shorter side is "
      "resized to less than the crop are padded with black, as in torchvision"),
-    (lambda args: args.lr_warmup_epochs >= args.epochs and not args.test_only,
-     "--lr-warmup-epochs {lr_warmup_epochs} of --epochs {epochs}: the run ends within its warm-up"),
     (lambda args: args.freeze and not (args.weights or args.resume or args.test_only or split_custom(args.model)),
      "--freeze without --weights trains a classifier on the features of random weights"),
 ]  # fmt: skip
@@ -238,7 +236,7 @@ def read_command_line() -> "Record":
                     print(text)
                 end_process(0)
         if args.synthetic is None and not args.dry_run:
-            _check_data_paths(args)
+            _check_data_path(args.data_path)
     except BaseException as error:
         end_by(error, launch)
     return args
@@ -260,19 +258,11 @@ def evaluated_set(args: Record) -> str:
     return "minival" if args.minival and args.synthetic is None else "val"
 
 
-def _check_data_paths(args: Record) -> None:
-    """Refuse a folder that lacks a split, by names alone; `loading.forms` looks closer, with torch."""
-    path = args.data_path
+def _check_data_path(path: str) -> None:
+    """Refuse a folder that is not there; `loading.forms` looks into it, with torch."""
     if not os.path.isdir(path):
         hint = f"; {sys.executable} -m scripts.make_digits {path} makes it" if path.endswith("data/digits") else ""
         raise UserError(f"--data-path {path} is not a folder; give the one that holds train/ and val/{hint}")
-    names = "train/val"
-    with suppress(OSError):  # the loader names the reason
-        names = "/".join(os.listdir(path))
-    for split in ["train"] if args.minival else ["val"] if args.test_only else ["train", "val"]:
-        if split not in names:
-            hint = "; --minival 0.02 evaluates on training images that it holds out" if split == "val" else ""
-            raise UserError(f"--data-path {path} has no {split}/, and no {split}.tar or {split}-000000.tar{hint}")
 
 
 def resolve(
@@ -383,29 +373,34 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
     Raises:
         UserError: the checkpoint holds an impossible value of an option.
     """
-    changes = _differing(args, trained, [name for name, option in BY_NAME.items() if option.is_of_checkpoint])
-    if split_custom(changes.get("model", "")):
-        raise UserError(f"the checkpoint is of {changes['model']}, {WHY_TYPED}")
-    args = args.replaced(**changes)
-    validate(args)
-    lines = [f"{BY_NAME[name].flag} {value}: as in the checkpoint" for name, value in changes.items()]
+    args, lines = _take(args, trained, [name for name, option in BY_NAME.items() if option.is_of_checkpoint])
+    if "model" not in args.given and split_custom(args.model):
+        raise UserError(f"the checkpoint is of {args.model}, {WHY_TYPED}")
     if trained.get("decoder") == "torchcodec":
         lines.append("the checkpoint's run decoded with TorchCodec; Pillow's pixels may differ by a grey level")
     return args, lines
 
 
-def _differing(args: Record, trained: dict, names: Sequence[str]) -> dict[str, Any]:
-    """Return the checkpoint's values of the named options that were not given and have other values here."""
-    changes = {}
+def _take(args: Record, trained: dict, names: Sequence[str]) -> tuple[Record, list[str]]:
+    """Take the checkpoint's values of the named options that were not given; return all options, and a line for each.
+
+    Raises:
+        UserError: the checkpoint holds an impossible value of an option.
+    """
+    changes, lines = {}, []
     for name in names:
-        value = trained.get(name, getattr(args, name))
+        option, value = BY_NAME[name], trained.get(name, getattr(args, name))
         is_unknown = name in STATISTICS and value is None  # as in timm's own checkpoints
         if name in args.given or is_unknown or value == getattr(args, name):
             continue
-        if not BY_NAME[name].is_value(value):
-            raise UserError(f"{BY_NAME[name].flag} {value!r} in the checkpoint: not a value of this option")
+        if not option.is_value(value):
+            raise UserError(f"{option.flag} {value!r} in the checkpoint: not a value of this option")
         changes[name] = value
-    return changes
+        words = " ".join(map(str, value)) if isinstance(value, list) else value
+        lines.append(one_line(f"{option.flag} {words}: as in the checkpoint"))
+    args = args.replaced(**changes)
+    validate(args)
+    return args, lines
 
 
 def with_shards(args: Record, state: dict | None) -> Record:
@@ -413,15 +408,13 @@ def with_shards(args: Record, state: dict | None) -> Record:
     if state is None:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         return args.replaced(global_batch_size=global_batch_size, num_shards=global_batch_size // args.batch_size)
-    shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
+    args, lines = _take(args, state["args"], [name for name in BY_NAME if is_filled_in(name, args)])
+    for line in lines:
+        print(line)
     # GoogLeNet and Inception rescale inputs only for published weights.
     weights = args.weights if "weights" in args.given else state["args"]["weights"]
-    changes = _differing(args, state["args"], [name for name in BY_NAME if is_filled_in(name, args)])
-    for name, value in changes.items():
-        BY_NAME[name].check(value)
-        words = " ".join(map(str, value)) if isinstance(value, list) else value
-        print(one_line(f"{BY_NAME[name].flag} {words}: as in the checkpoint"))
-    return args.replaced(**shards, weights=weights, **changes)
+    shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
+    return args.replaced(**shards, weights=weights)
 
 
 def validate(args: Record) -> None:

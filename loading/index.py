@@ -1,6 +1,5 @@
 """Indexes of images that a scan finds, in a cache that is never stale; and the index of class folders."""
 
-import hashlib
 import os
 import stat
 import time
@@ -13,9 +12,9 @@ import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import UserError, counted, one_line
-from files import locked, open_to_read, retry, write_atomically
+from files import open_to_read, retry, write_atomically
 from loading.progress import Progress
-from loading.source import Source, digest
+from loading.source import Source, digest, encoded
 
 # A file that changed less than this before it was read may have changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
@@ -24,20 +23,14 @@ RACY_NS = 2_000_000_000
 # then.
 RETRY_WAITS_S = (0.05, 0.2, 0.8)
 
-# Extensions that are recognised without a conversion to lower case.
-_USUAL_EXTENSIONS = (".JPEG", *IMG_EXTENSIONS)
-
 _FORMAT = "touchstone image index 3"
 
 T = TypeVar("T")
 
 
 def encode(names: Iterable[str]) -> numpy.ndarray:
-    """Return names as bytes in one array: forked workers would copy the pages of a million Python strings.
-
-    Names that are not UTF-8 keep their bytes.
-    """
-    return numpy.array([name.encode("utf-8", "surrogateescape") for name in names], dtype=numpy.bytes_)
+    """Return names as bytes in one array: forked workers would copy the pages of a million Python strings."""
+    return numpy.array(list(map(encoded, names)), dtype=numpy.bytes_)
 
 
 def decode(name: bytes) -> str:
@@ -85,32 +78,22 @@ class ImageIndex(Source):
     def open(self) -> "ImageIndex":
         """Take the index from its cache if that is fresh; else scan, and write a cache for the next start.
 
-        If several processes start together, one scans, and the others wait for its cache.
+        Several processes that start together may all scan, and the last one's cache stays.
 
         Raises:
             UserError: the split cannot be read, or cannot be an image folder.
         """
-        caches, reasons = cache_paths(self.root), []
-        if any(self._load(cache) for cache in caches):
+        cache = cache_path(self.root)
+        if self._load(cache):
             return self
-        for cache in caches:
+        doubt = self._scan()
+        if not doubt:
             try:
-                cache.parent.mkdir(parents=True, exist_ok=True)
-                with locked(cache.with_suffix(".lock"), f"waiting for another process, which scans {self.where}"):
-                    # The process that held the lock before may have written the cache.
-                    if not self.arrays and self._load(cache):
-                        return self
-                    doubt = "" if self.arrays else self._scan()
-                    if doubt:
-                        print(one_line(f"the index of {self.where} is not cached this time: {doubt}"))
-                    else:
-                        write_atomically(cache, lambda file: numpy.savez(file, **self.arrays))
-                    return self
+                write_atomically(cache, lambda file: numpy.savez(file, **self.arrays))
             except OSError as error:
-                reasons.append(f"{cache.parent}: {error.strerror or error}")
-        print(one_line(f"the index of {self.where} is not cached, so every start scans: {'; '.join(reasons)}"))
-        if not self.arrays:
-            self._scan()
+                doubt = f"{cache.parent}: {error.strerror or error}"
+        if doubt:
+            print(one_line(f"the index of {self.where} is not cached, so the next start scans again: {doubt}"))
         return self
 
     def _header(self) -> numpy.ndarray:
@@ -191,13 +174,9 @@ class ImageIndex(Source):
         return {**super().identity(), "times": digest([self.arrays["states"][:, 0].tobytes()])}
 
 
-def cache_paths(root: Path) -> list[Path]:
-    """Return where the index of a split may be cached: beside it, then in the user's cache folder."""
-    place = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:16]
-    # By the XDG base directory specification an empty XDG_CACHE_HOME means the default too.
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    name = f"touchstone-index-{root.name}"
-    return [root.parent / f".{name}.npz", home / "touchstone" / f"{name}-{place}.npz"]
+def cache_path(root: Path) -> Path:
+    """Return the file beside a split in which its index is cached."""
+    return root.parent / f".touchstone-index-{root.name}.npz"
 
 
 def _state(status: os.stat_result) -> list[int]:
@@ -300,7 +279,7 @@ def _list_folder(path: str, scan: Scan) -> tuple[list[str], list[str]]:
     except OSError:  # a link leads in a circle
         folders = {entry.name for entry in entries if os.path.isdir(entry.path)}
     files = [entry.name for entry in entries if entry.name not in folders]
-    images = [name for name in files if name.endswith(_USUAL_EXTENSIONS) or name.lower().endswith(IMG_EXTENSIONS)]
+    images = [name for name in files if name.lower().endswith(IMG_EXTENSIONS)]
     if len(images) < len(files):
         others = [os.path.join(path, name) for name in set(files) - set(images)]
         dangling = [other for other in others if os.path.islink(other) and not os.path.exists(other)]

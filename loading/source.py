@@ -150,7 +150,7 @@ def minival_numbers(source: Source, fraction: float) -> list[int]:
     """
     by_class, held = defaultdict(list), []
     for number in range(len(source)):
-        by_class[source.label(number)].append((hashlib.sha256(_encoded(source.name(number))).digest(), number))
+        by_class[source.label(number)].append((hashlib.sha256(encoded(source.name(number))).digest(), number))
     for images in by_class.values():
         num_held = min(max(int(len(images) * fraction + 0.5), 1), len(images) - 1)
         held += [number for _, number in sorted(images)[:num_held]]
@@ -180,10 +180,10 @@ def check_num_bytes(num_bytes: int) -> None:
 
 def line_of(name: str, label: int) -> bytes:
     """Return an image's line of the fingerprint, which checkpoints hold."""
-    return _encoded(f"{name} {label}\n")
+    return encoded(f"{name} {label}\n")
 
 
-def _encoded(text: str) -> bytes:
+def encoded(text: str) -> bytes:
     """Return text in UTF-8; names that are not UTF-8 keep their bytes."""
     return text.encode("utf-8", "surrogateescape")
 

@@ -352,7 +352,7 @@ def case_cache(bench: Bench, folder: Path, rng: random.Random) -> None:
     buffer = io.BytesIO()
     (numpy.savez_compressed if rng.random() < 0.1 else numpy.savez)(buffer, **arrays)
     content = buffer.getvalue()
-    index.cache_paths(root / "train")[0].write_bytes(content if rng.random() < 0.1 else scramble(content, rng))
+    index.cache_path(root / "train").write_bytes(content if rng.random() < 0.1 else scramble(content, rng))
     assert check_index(root / "train").fingerprint() == bench.truth.fingerprint()
 
 

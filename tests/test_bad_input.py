@@ -133,6 +133,6 @@ def test_a_command_that_torchrun_starts_again_is_refused_once_each_time_and_befo
 ):
     monkeypatch.setenv("PET_MAX_RESTARTS", "2")
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    done = torchrun(2, "--data-path", str(folders / "only_train"))
+    done = torchrun(2, "--data-path", str(folders / "nowhere"))
     assert done.stderr.count("train.py: error: --data-path") == 3, done.stderr
     assert not re.search(r"\|\s+torch$", done.stderr, flags=re.M)

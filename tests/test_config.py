@@ -1,6 +1,5 @@
 """Options and recipes: torchvision's flags and defaults, and errors of one line that say what was meant."""
 
-import argparse
 import contextlib
 import re
 import shlex
@@ -305,7 +304,6 @@ def lines_about(*argv):
         (["--lr-gamma", "0.2", "--lr-min", "0.01", "--lr-scheduler", "cosineannealinglr"], ["--lr-gamma"]),
         (["--lr-min", "0.01", "--lr-warmup-decay", "0.1", "--ra-magnitude", "3"],
          ["--ra-magnitude", "--lr-warmup-decay", "--lr-min"]),
-        (["--epochs", "3", "--lr-warmup-epochs", "3"], ["--lr-warmup-epochs"]),
         (["--val-crop-size", "256", "--val-resize-size", "224"], ["--val-crop-size"]),
         (["--freeze"], ["--freeze"]),
         (["--freeze", "--weights", "DEFAULT", "--layer-decay", "0.5"], ["--layer-decay"]),
@@ -344,9 +342,3 @@ def test_an_option_that_was_removed_is_named_as_such(recipe):
     assert parse(*recipe('[data]\nworker-type = "process"\ndecode-device = "cpu"\n'))
     text = refusal(*DATA, *recipe('[data]\ndecode-device = "cuda"\n'))
     assert text.endswith("decode-device in [data] was removed; leave it out")
-
-
-def test_a_vit_is_evaluated_at_the_size_of_its_checkpoint():
-    given = {"model": "vit_b_16", "synthetic": 1}
-    args = config.resolve(argparse.Namespace(**given, test_only=True, resume="a.pth"))
-    assert config.as_trained(args, {"val_crop_size": 384})[0].val_crop_size == 384

@@ -160,7 +160,7 @@ def test_a_run_trains_goes_on_and_is_evaluated(net, trained, tmp_path):
     assert "finished 2 epochs" in finished.output
     assert finished.output.splitlines()[-1].endswith(f"--model {moved}:tiny")  # of the command that evaluates
     evaluated = run_train(tmp_path, *argv, *again[:2], "--test-only", "--resume", out / "checkpoint.pth").check()
-    assert "--model-kwargs ['act=gelu', 'width=8']: as in the checkpoint" in evaluated.output
+    assert "--model-kwargs act=gelu width=8: as in the checkpoint" in evaluated.output
     tool = open_trained(str(out / "checkpoint.pth"), model=f"{moved}:tiny").model
     assert isinstance(tool[1], nn.GELU)
     other = run_train(tmp_path, *argv, "--model", f"{moved}:tiny", "--resume", "auto", "--epochs", 3)

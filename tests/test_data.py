@@ -227,18 +227,6 @@ def test_a_failure_of_the_system_is_tried_again_with_the_same_draws_and_ends_the
     assert dataset.load(SampleKey(1, 0, 0)) == expected
 
 
-@pytest.mark.parametrize("is_truncated", [False, True])
-def test_a_tar_that_changed_is_no_bad_image(image_folder, tmp_path, is_truncated):
-    pack_classes(image_folder / "train", tmp_path)
-    preset = ClassificationPresetTrain(crop_size=24)
-    dataset = data.IndexedImageFolder(tmp_path / "train", preset, skips_bad=True)
-    tar = tmp_path / "train" / "class1.tar"
-    tar.write_bytes(bytes(2000 if is_truncated else tar.stat().st_size))
-    dataset.load(SampleKey(0, 0, 0))
-    with pytest.raises(ImageError, match=r"class1\.tar: the tar has changed"):
-        dataset.load(SampleKey(12, 0, 0))
-
-
 def plain_batches(image_folder, folder, *argv):
     """Load an epoch and more as a script for torchvision's folder does, and write down what came."""
     argv = ["--data-path", str(image_folder), "--device", "cpu", "--batch-size", "3", *argv]

@@ -73,16 +73,6 @@ def test_batches_come_in_the_samplers_order_epoch_after_epoch(num_workers):
         assert seen == 20
 
 
-@KINDS
-def test_an_epoch_that_is_left_early_leaves_nothing_behind(num_workers):
-    loader = build(Numbers(), 20, num_workers)
-    for _ in range(3):
-        for (_, label, _), _ in zip(loader, range(2), strict=False):
-            assert len(label) == 3
-    labels = [label.tolist() for _, label, _ in loader]
-    assert labels == batches_of(20)
-
-
 def test_more_workers_than_any_use_are_refused():
     cores = len(os.sched_getaffinity(0))
     check_workers(64)  # which waits for a slow disk

@@ -287,11 +287,6 @@ def one_parameter():
     return [{"params": [nn.Parameter(torch.zeros(1))]}]
 
 
-def test_betas_and_eps_reach_the_optimizer():
-    adamw = optim.build_optimizer(options_of(opt="adamw", opt_betas=[0.8, 0.95], opt_eps=1e-6), one_parameter())
-    assert (adamw.defaults["betas"], adamw.defaults["eps"]) == ((0.8, 0.95), 1e-6)
-
-
 @pytest.mark.parametrize(("changes", "words"), [
     ({"opt": "sgd", "opt_betas": [0.9, 0.99]}, "--opt-betas: --opt sgd"),
     ({"opt": "adamw", "opt_betas": [0.9, 1]}, "--opt adamw"),
