@@ -91,7 +91,7 @@ def build_model(
     model = build(num_classes)
     if weights is not None:
         source = source or f"--weights {args.weights}"
-        check_rescaling(model, weights, source)
+        check_rescaling(model, weights, args, source)
         load_matching(model, weights, source, build, num_classes, needs_classifier=args.test_only)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
@@ -104,16 +104,35 @@ def build_model(
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
 
 
-def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Refuse weights of GoogLeNet or Inception v3 for inputs of another range: those published rescale them."""
-    options = getattr(weights, "options", {})
-    is_rescaled = str(options.get("weights")).endswith(".IMAGENET1K_V1") or options.get("weights") == "IMAGENET1K_V1"
-    is_rescaled |= "transform_input=True" in (options.get("model_kwargs") or ())
-    if hasattr(model, "transform_input") and options and model.transform_input != is_rescaled:
+def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], args: Any, source: str) -> None:
+    """Refuse weights of GoogLeNet or Inception v3 unless their inputs are of the model's range: see `is_rescaled`."""
+    if args.model not in AUXILIARY_WEIGHTS or not hasattr(weights, "options"):  # published ones, by their name
+        return
+    found, own = is_rescaled(args.model, weights.options), model.transform_input
+    if found is None and "transform_input" not in parse_kwargs(args.model_kwargs):
         raise UserError(
-            f"{source} was trained with inputs {'' if is_rescaled else 'not '}rescaled to [-1, 1]; give --model-kwargs "
-            f"transform_input={is_rescaled}"
+            f"{source} does not say whether its inputs were rescaled to [-1, 1], as those of torchvision's published "
+            "weights are; give train.py --model-kwargs transform_input=True or transform_input=False"
         )
+    if found not in (None, own):
+        raise UserError(
+            f"{source} was trained with inputs {'' if found else 'not '}rescaled to [-1, 1]; give --model-kwargs "
+            f"transform_input={found}"
+        )
+
+
+def is_rescaled(name: str, options: Mapping[str, Any]) -> bool | None:
+    """Tell whether a GoogLeNet or Inception v3 with the options of a checkpoint rescales its inputs; None if unknown.
+
+    torchvision builds it so for published weights, and training from these keeps it.
+    """
+    kwargs = options.get("model_kwargs")
+    given = parse_kwargs(kwargs) if isinstance(kwargs, list) else {}
+    if "transform_input" in given:
+        return bool(given["transform_input"])
+    if "weights" in options:
+        return str(options["weights"]).rpartition(".")[2] in torchvision.models.get_model_weights(name).__members__
+    return options.get("pretrained")  # of torchvision's script before 0.12
 
 
 # Keyword arguments that the data or other options set; some would fetch weights.

@@ -1,5 +1,7 @@
 """models.py: what is built, averages, classifiers, and weights with other heads."""
 
+from contextlib import nullcontext
+
 import pytest
 import timm
 import torch
@@ -13,6 +15,7 @@ import metrics
 import models
 import optim
 from checkpointing.published import resolve_weights
+from checkpointing.weights import Weights
 from errors import UserError
 
 
@@ -85,6 +88,25 @@ def test_weights_of_another_model_are_refused_in_one_line():
             load(name, given, 5)
         assert "\n" not in str(refusal.value)
     assert "one.more" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("options", "kwargs", "refusal"), [
+    ({}, [], "does not say"),
+    ({"model": "googlenet", "weights": None}, [], ""),
+    ({"weights": "DEFAULT"}, [], "transform_input=True"),
+    ({"weights": "GoogLeNet_Weights.IMAGENET1K_V1"}, ["transform_input=True"], ""),
+    ({"weights": "start.pth", "model_kwargs": ["transform_input=True"]}, [], "transform_input=True"),
+    ({"pretrained": True}, [], "transform_input=True"),
+    ({"pretrained": False}, ["transform_input=True"], "transform_input=False"),
+    ({}, ["transform_input=False"], ""),
+])  # fmt: skip
+def test_weights_whose_inputs_are_of_another_range_are_refused(options, kwargs, refusal):
+    """torchvision rescales the inputs of GoogLeNet and Inception v3 for its published weights, and only then."""
+    args = config.parse_args(["--synthetic", "--model", "googlenet"]).replaced(model_kwargs=kwargs, distributed=False)
+    weights = Weights(torchvision.models.googlenet(aux_logits=True, init_weights=False).state_dict())
+    weights.options, weights.kind = options, "a state dict"
+    with pytest.raises(UserError, match=refusal) if refusal else nullcontext():
+        models.build_model(args, 1000, weights)
 
 
 def test_a_head_of_another_size_is_left_out_and_the_rest_loaded(capsys):
