@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import shlex
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -19,8 +18,8 @@ from loading.forms import open_source
 from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
-from loading.source import Source, minival_numbers
-from scripts.tool import add_train_option, build_parser, given_path, in_order, output_file, positive, run, write_report
+from loading.source import Source
+from scripts.tool import build_parser, given_path, in_order, output_file, positive, run, write_report
 
 PROG = "python -m scripts.check"
 
@@ -48,7 +47,7 @@ examples:
   python -m scripts.check /data/imagenet
   python -m scripts.check /data/imagenet --sample 2000              # a quick look
   python -m scripts.check /data/imagenet --json report.json
-  python -m scripts.check /data/imagenet --minival 0.02             # train/ alone, for train.py --minival
+  python -m scripts.check /data/imagenet --expect-val 0             # train/ alone, for train.py --minival
   python -m scripts.check /data/pets --expect-train any --expect-val any --expect-classes 37
 
 DATA_PATH is as train.py's --data-path: class folders, tars or packs. The tool changes nothing in it, but leaves an
@@ -63,8 +62,6 @@ findings:
 _BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"P5", b"P6")
 
 _IMAGES_PER_TASK = 16
-
-MINIVAL_HINT = "; if the set is for train.py --minival, which needs no val, give --minival FRACTION here too"
 
 # The printed report shows this many findings of each kind.
 _SHOWN = 5
@@ -170,19 +167,11 @@ def open_splits(data_path: Path, names: tuple[str, ...], report: Report) -> dict
         try:
             splits[name] = open_source(data_path / name)
         except UserError as error:
-            report.add("set", name, None, f"{error}{MINIVAL_HINT if name == 'val' and splits else ''}")
+            hint = "; --expect-val 0 checks train alone, for train.py --minival" if name == "val" and splits else ""
+            report.add("set", name, None, f"{error}{hint}")
     if not splits:
         raise UserError(report.findings["set"][0]["reason"])
     return splits
-
-
-def check_minival(source: Source, options: argparse.Namespace, report: Report) -> None:
-    """Report a training set of which train.py's --minival can hold out nothing, and print the command that reads it."""
-    num_held = len(minival_numbers(source, options.minival))
-    if not num_held:
-        report.add("set", "train", None, "every class has one image, and --minival can hold out none")
-    command = f"python train.py --data-path {shlex.quote(str(options.data_path))} --minival {options.minival:g}"
-    print(one_line(f"val is not checked: {command} evaluates on {counted(num_held, 'image', ',')} of train"))
 
 
 def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Report) -> None:
@@ -245,7 +234,9 @@ def find_equal(splits: dict[str, Source], images: list[tuple[str, int]], seen: n
 
 def expectation(text: str) -> int | None:
     """Return a number, or None for `any`; an argparse type."""
-    return None if text == "any" else positive(text)
+    if text == "any":
+        return None
+    return 0 if text == "0" else positive(text)
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -255,14 +246,12 @@ def get_args_parser() -> argparse.ArgumentParser:
     add, cores = parser.add_argument, collectives.count_cores()
     add("data_path", metavar="DATA_PATH", type=given_path, help="as train.py's --data-path")
     for name, number, noun in (
-        ("train", NUM_TRAIN, "images of train"), ("val", NUM_VAL, "images of val"),
+        ("train", NUM_TRAIN, "images of train"), ("val", NUM_VAL, "images of val; 0 checks train alone"),
         ("classes", NUM_CLASSES, "classes of each split"),
     ):  # fmt: skip
         words = f"how many {noun}, or any (default: {number:,}, ImageNet's)"
         add(f"--expect-{name}", metavar="N", type=expectation, default=number, help=words)
     add("--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced")
-    words = "check train alone, as train.py --minival FRACTION reads it; val may be missing"
-    add_train_option(parser, "minival", words)
     words = "write the report to FILE, with every finding"
     add("--json", metavar="FILE", type=output_file(".json"), help=words)
     add("--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="kinds that are notes, not problems")
@@ -274,10 +263,8 @@ def check(options: argparse.Namespace) -> int:
     """Print the report, and return the exit code."""
     check_workers(options.workers)
     report = Report(options.allow)
-    splits = open_splits(options.data_path, ("train",) if options.minival else ("train", "val"), report)
+    splits = open_splits(options.data_path, ("train",) if options.expect_val == 0 else ("train", "val"), report)
     check_set(splits, options, report)
-    if options.minival and splits:
-        check_minival(splits["train"], options, report)
     look_at_all(splits, options.sample, options.workers, report)
     report.show()
     if options.json:

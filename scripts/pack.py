@@ -18,14 +18,14 @@ from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
 
 from distributed import collectives
-from errors import BadImageError, ImageError, StorageError, UserError, counted, in_one_line, one_line
+from errors import ImageError, StorageError, UserError, counted, in_one_line, one_line
 from files import locked, open_to_read, write_atomically
 from loading.decode import load_image, to_rgb
 from loading.forms import check_source, open_source
 from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
-from loading.source import Source, digest, line_of
+from loading.source import Source
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
 from scripts.tool import as_json, build_parser, check_outside, given_path, in_order, make_out, positive, run
 
@@ -38,17 +38,18 @@ PASSING_FILES = rf"pack\.lock|\.touchstone-index-.*|{TEMPORARY_FILES}"
 IMAGES_PER_TASK = 8
 
 # The fields of a shard in the manifest, with their types.
-_RECORD = {"file": str, "images": int, "source_bytes": int, "bytes": int, "sha256": str, "skipped": list}
+_RECORD = {"file": str, "images": int, "source_bytes": int, "bytes": int, "sha256": str}
 
 EPILOG = """\
 examples:
   python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
   python -m scripts.pack --verify /data/imagenet-256
 
-OUT gets train-000000.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums, settings, images left
-out). `tar xf` of every shard into one folder gives back an image folder with the same names, classes and order. Every
-image is written as an RGB JPEG (4:2:0, no metadata, pixels as stored: an EXIF rotation is dropped and not applied). A
-name keeps its ending, even if x.png then holds a JPEG: loaders go by content.
+OUT gets train-000000.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums, settings). `tar xf` of
+every shard into one folder gives back an image folder with the same names, classes and order. Every image is written as
+an RGB JPEG (4:2:0, no metadata, pixels as stored: an EXIF rotation is dropped and not applied). A name keeps its
+ending, even if x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool;
+`python -m scripts.check` names all of them beforehand.
 
 After an interruption of any kind run the same command again: it continues after the last whole shard. The files are the
 same, byte for byte, however often it was interrupted and whatever the number of workers.
@@ -112,50 +113,38 @@ def shrink(image: Image.Image, *, px: int, quality: int) -> bytes:
     return file.getvalue()
 
 
-def pack_images(px: int, quality: int, task: tuple[Source, range]) -> list[bytes | str]:
-    """Return the new bytes of some images, in a worker; the reason instead for one that cannot be decoded.
+def pack_images(px: int, quality: int, task: tuple[Source, range]) -> list[bytes]:
+    """Return the new bytes of some images, in a worker.
 
     Raises:
-        ImageError: the disk or memory failed, which may pass, or an image cannot be encoded.
+        ImageError: the disk or memory failed, which may pass, or an image cannot be decoded or encoded.
     """
     (source, numbers), packed = task, []
     for number in numbers:
         try:
             image = load_image(with_retries(partial(source.read, number)))
             packed.append(shrink(image, px=px, quality=quality))
-        except BadImageError as error:
-            packed.append(str(error))
         except ImageError:
             raise
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise ImageError(f"cannot pack image {source.path(number)}: {one_line(reason)}") from error
+            raise ImageError(f"cannot pack image {source.path(number)}: {one_line(reason)}; replace it") from error
     return packed
 
 
-def build_shard(shard: Shard, results: Iterator[bytes | str], progress: Progress, *, skip_bad: bool) -> tuple:
-    """Return the bytes of a shard and its record in the manifest; headers depend on names and sizes alone.
-
-    Raises:
-        ImageError: an image cannot be decoded, unless `skip_bad`.
-    """
-    content, skipped = io.BytesIO(), []
+def build_shard(shard: Shard, packed: Iterator[bytes], progress: Progress) -> tuple[bytes, dict]:
+    """Return the bytes of a shard and its record in the manifest; headers depend on names and sizes alone."""
+    content = io.BytesIO()
     names, sizes = (values[shard.start : shard.stop] for values in (shard.split.names, shard.split.sizes))
     with tarfile.open(fileobj=content, mode="w", format=tarfile.GNU_FORMAT) as tar:
-        for name, packed in zip(names, islice(results, len(names)), strict=True):
+        for name, image in zip(names, islice(packed, len(names)), strict=True):
+            member = tarfile.TarInfo(f"{shard.split.name}/{name}")
+            member.size = len(image)
+            tar.addfile(member, io.BytesIO(image))
             progress.update()
-            if isinstance(packed, bytes):
-                member = tarfile.TarInfo(f"{shard.split.name}/{name}")
-                member.size = len(packed)
-                tar.addfile(member, io.BytesIO(packed))
-            elif skip_bad:
-                skipped.append({"name": name, "reason": packed})
-            else:
-                where = shard.split.root / name
-                raise ImageError(f"cannot read image {where}: {packed}; replace it, or give --skip-bad")
     checksum = hashlib.sha256(content.getbuffer()).hexdigest()
-    counts = {"images": len(names) - len(skipped), "source_bytes": sum(sizes), "bytes": content.tell()}
-    return content.getvalue(), {"file": shard.file, **counts, "sha256": checksum, "skipped": skipped}
+    counts = {"images": len(names), "source_bytes": sum(sizes), "bytes": content.tell()}
+    return content.getvalue(), {"file": shard.file, **counts, "sha256": checksum}
 
 
 def checksum_of(path: Path) -> str:
@@ -192,22 +181,17 @@ class Pack:
     def resume(self, manifest: dict) -> None:
         """Take over the shards of an earlier run; UserError if it had other settings, versions or images."""
         old = manifest.get("facts", {})
-        changes = [
-            f"{key} is {str(new)[:12]} and was {str(old.get(key))[:12]}"
-            for key, new in self.facts.items()
-            if old.get(key) != new
-        ]
-        if changes:
-            raise UserError(
-                f"{self.out} holds a pack begun differently: {'; '.join(changes[:2])}; restore these values, or choose "
-                "another folder"
-            )
+        for key, new in self.facts.items():
+            if old.get(key) != new:
+                change = f"{key} is {str(new)[:12]} and was {str(old.get(key))[:12]}"
+                raise UserError(f"{self.out} holds a pack begun differently: {change}; restore it, or give another OUT")
         records = records_of(manifest)
-        skipped = [image["name"] for record in records.values() for image in record["skipped"]]
-        if skipped and not self.options.skip_bad:
-            raise UserError(f"{self.out} was begun with --skip-bad and lacks {skipped[0]}; give --skip-bad again")
         sizes = {path.name: path.stat().st_size for path in self.out.iterdir() if path.is_file()}
-        self.records = {file: record for file, record in records.items() if sizes.get(file) == record["bytes"]}
+        for shard in self.shards:
+            record = records.get(shard.file)
+            # Earlier versions could leave out images.
+            if record and (record["images"], record["bytes"]) == (shard.stop - shard.start, sizes.get(shard.file)):
+                self.records[shard.file] = record
         if self.records:
             print(one_line(f"{self.out} has {len(self.records)} of {counted(len(self.shards), 'shard')} already"))
 
@@ -217,8 +201,7 @@ class Pack:
         for split in self.splits:
             planned = [shard.file for shard in self.shards if shard.split is split]
             records = [self.records[file] for file in planned if file in self.records]
-            fingerprint = self.fingerprint(split, records) if is_complete else None
-            parts[split.name] = {"classes": len(split.source.classes), "fingerprint": fingerprint, "shards": records}
+            parts[split.name] = {"classes": len(split.source.classes), "shards": records}
         state = "complete" if is_complete else "writing"
         content = {"kind": PACK_KIND, "format": PACK_FORMAT, "state": state, "facts": self.facts, "splits": parts}
         self._write(PACK_MANIFEST, as_json(content))
@@ -246,24 +229,10 @@ class Pack:
         results = chain.from_iterable(in_order(function, tasks, options.workers))
         for shard in missing:
             self.save()
-            content, record = build_shard(shard, results, progress, skip_bad=options.skip_bad)
+            content, record = build_shard(shard, results, progress)
             self._write(shard.file, content, partial(verify_written, record["sha256"]))
             self.records[shard.file] = record
         self.save(is_complete=True)
-
-    def fingerprint(self, split: Split, records: list[dict]) -> str:
-        """Return the fingerprint of the packed images of a split.
-
-        Raises:
-            UserError: a class has no images left, which would change every later label.
-        """
-        skipped = {image["name"] for record in records for image in record["skipped"]}
-        labels = {name: split.source.label(n) for n, name in enumerate(split.names) if name not in skipped}
-        lost = set(range(len(split.source.classes))) - {*labels.values()}
-        if lost:
-            where = split.root / split.source.classes[min(lost)]
-            raise UserError(f"no image of {where} can be read; replace one, or remove the class folder", exit_code=1)
-        return digest(line_of(*image) for image in labels.items())
 
 
 def own_manifest(out: Path) -> dict | None:
@@ -313,11 +282,10 @@ def summarize(manifest: dict) -> None:
         num_images, num_bytes, before = (
             sum(each[key] for each in shards) for key in ("images", "bytes", "source_bytes")
         )
-        num_skipped = sum(len(shard["skipped"]) for shard in shards)
         print(
             f"{one_line(name)}: {counted(num_images, 'image', ',')} of {counted(part['classes'], 'class', ',')} in "
             f"{counted(len(shards), 'shard')}, {size_text(num_bytes)}, {num_bytes / max(before, 1):.0%} of "
-            f"{size_text(before)}" + (f"; {num_skipped:,} left out, listed in {PACK_MANIFEST}" if num_skipped else "")
+            f"{size_text(before)}"
         )
 
 
@@ -359,8 +327,6 @@ def get_args_parser() -> argparse.ArgumentParser:
     words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"
     add("--shard-mib", metavar="MIB", type=positive, default=512, help=words)
     add("--workers", metavar="N", type=positive, default=cores, help="processes that pack images (default: 1 per core)")
-    words = "leave out and list images that cannot be decoded; without it they stop the tool"
-    add("--skip-bad", action="store_true", help=words)
     return parser
 
 
@@ -370,7 +336,7 @@ def validate(options: argparse.Namespace) -> None:
     if options.quality > 100:
         raise UserError(f"--quality {options.quality}: expected a number from 1 to 100")
     if options.verify:
-        if options.data_path or options.skip_bad:
+        if options.data_path:
             raise UserError("--verify takes the folder of a pack, and no other option")
         return
     if options.data_path is None:

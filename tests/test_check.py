@@ -158,23 +158,16 @@ def test_every_example_of_the_help_is_a_command():
 
 def test_a_set_for_minival_needs_no_val(images, tmp_path):
     shutil.rmtree(images / "val")
-    counts = [*COUNTS, "--expect-val", 50_000]
-    assert "--minival" in look(tmp_path, images, *counts)[2]["set"][0]
-    outcome = run(tmp_path, images, *counts, "--minival", 0.25)
-    assert outcome.codes == [0], outcome.output
-    assert f"python train.py --data-path {images} --minival 0.25" in outcome.output
-    for folder in (images / "train").iterdir():
-        for path in sorted(folder.iterdir())[1:]:
-            path.unlink()
-    code, _, found = look(tmp_path, images, "--expect-train", 3, "--expect-classes", 3, "--minival", 0.25)
-    assert (code, list(found)) == (1, ["set"])  # one image of each class: none can be held out
+    assert "--expect-val 0" in look(tmp_path, images, *COUNTS)[2]["set"][0]
+    code, report, found = look(tmp_path, images, *COUNTS, "--expect-val", 0)
+    assert (code, found, list(report["splits"])) == (0, {}, ["train"])
 
 
 def test_wrong_usage_is_refused_in_one_line(images, tmp_path):
     (tmp_path / "nothing").mkdir()
     for argv, words in [
         ([tmp_path / "nowhere"], "is not a folder"), ([tmp_path / "nothing"], "has no train/"),
-        ([images, "--expect-train", "many"], "--expect-train"), ([images, "--minival", 0.6], "--minival"),
+        ([images, "--expect-train", "many"], "--expect-train"),
         ([images, "--workers", 100_000], "--workers 100000"),
     ]:  # fmt: skip
         assert words in refused(run(tmp_path, *argv), "check")
