@@ -25,9 +25,6 @@ MAX_PIXELS = (1 << 28) // 3
 # Memory of a decoder, beside the image, for each pixel: coefficients of a progressive JPEG, two canvases of a WebP ...
 _BYTES_PER_PIXEL, _BYTES_OF_DECODER = 16, 1 << 24
 
-# Words of the reason for which samples of a known kind are refused.
-NO_WHITE = "cannot be scaled to 8 bits without guessing its white"
-
 # SampleFormat of TIFF, but for unsigned numbers and undefined ones.
 _SAMPLE_KINDS = {2: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
 
@@ -182,7 +179,8 @@ def grey_bits(image: Image.Image) -> int:
     else:
         return int(bits) if image.mode.startswith("I") else 0
     raise BadImageError(
-        f"it has {reason} (Pillow's mode {image.mode}), which {NO_WHITE}; save it as a PNG of 8 or 16 bits"
+        f"it has {reason} (Pillow's mode {image.mode}), which cannot be scaled to 8 bits without guessing its white; "
+        "save it as a PNG of 8 or 16 bits"
     )
 
 

@@ -13,7 +13,7 @@ from PIL import ExifTags, Image
 
 from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
-from loading.decode import NO_WHITE, load_image
+from loading.decode import load_image
 from loading.forms import open_source
 from loading.index import with_retries
 from loading.loader import check_workers
@@ -30,10 +30,7 @@ NUM_TRAIN, NUM_VAL, NUM_CLASSES = 1_281_167, 50_000, 1_000
 KINDS = {
     "set": (True, "a split or some of its classes or images are missing, or there are too many"),
     "unreadable": (True, "the disk does not give the file"),
-    "empty": (True, "no bytes"),
-    "not-an-image": (True, "the bytes are no image that is read here"),
-    "damaged": (True, "truncated, broken otherwise, or too large"),
-    "unscalable": (True, "samples that cannot be scaled to 8 bits; refused when loaded"),
+    "damaged": (True, "no image that is read here: empty, truncated, too large, or of another format"),
     "leak": (True, "the same bytes in train and in val"),
     "duplicate": (False, "the same bytes twice in a split"),
     "alpha": (False, "transparency, which is dropped when loaded: hidden colours show"),
@@ -58,9 +55,6 @@ findings:
 {chr(10).join(f"  {kind:<13} {meaning}{'' if bad else ' (no problem)'}" for kind, (bad, meaning) in KINDS.items())}
 """
 
-# The first bytes of these formats: a file with them that cannot be decoded is damaged, else it is not an image.
-_BEGINNINGS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"P5", b"P6")
-
 _IMAGES_PER_TASK = 16
 
 # The printed report shows this many findings of each kind.
@@ -73,17 +67,6 @@ class Look(NamedTuple):
     digest: int
     num_bytes: int
     findings: list[tuple[str, str]]
-
-
-def look_at(payload: bytes) -> Look:
-    """Decode an image and return its facts and findings."""
-    digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big")
-    try:
-        found = oddities(load_image(payload))
-    except BadImageError as error:
-        kind = "damaged" if payload.startswith(_BEGINNINGS) else "not-an-image" if payload else "empty"
-        found = [("unscalable" if NO_WHITE in str(error) else kind, str(error))]
-    return Look(digest, len(payload), found)
 
 
 def oddities(image: Image.Image) -> list[tuple[str, str]]:
@@ -107,12 +90,16 @@ def look_at_some(splits: dict[str, Source], images: list[tuple[str, int]]) -> li
     """Look at some images, given by their splits and numbers, in a worker process."""
     looks = []
     for split, number in images:
-        source = splits[split]
+        payload = b""
         try:
-            looks.append(look_at(with_retries(partial(source.read, number))))
-        except (BadImageError, ImageError, MemoryError, OSError) as error:
-            kind = "not-an-image" if isinstance(error, BadImageError) else "unreadable"  # the first has too many bytes
-            looks.append(Look(0, 0, [(kind, getattr(error, "strerror", None) or str(error) or "no memory")]))
+            payload = with_retries(partial(splits[split].read, number))
+            found = oddities(load_image(payload))
+        except BadImageError as error:
+            found = [("damaged", str(error))]
+        except (ImageError, MemoryError, OSError) as error:
+            found = [("unreadable", getattr(error, "strerror", None) or str(error) or "no memory")]
+        digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big")
+        looks.append(Look(digest, len(payload), found))
     return looks
 
 

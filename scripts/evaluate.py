@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
@@ -32,7 +31,7 @@ from metrics import bootstrap_interval, calibration_error, numbers_of, rank_clas
 from presets import build_presets
 from sampler import EvalSampler
 from scripts.check import NUM_VAL
-from scripts.tool import add_train_option, as_json, build_parser, explain, output_file, positive, run, write_output
+from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
 from scripts.trained import Trained, add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.evaluate"
@@ -64,9 +63,6 @@ with 15 bins of equal width. The 95% interval is that of Acc@1, by a bootstrap o
 Preprocessing and precision are those of the checkpoint's training or publication, and a line says which. The result is
 the same in every bit on any number of processes, with the same --batch-size and OMP_NUM_THREADS (1, if it is not set).
 """
-
-# The path that means standard output.
-_STDOUT = Path("-")
 
 _INTERRUPTED = "interrupted; start it again: no results are kept"
 
@@ -323,11 +319,6 @@ def numbers(text: str) -> list[int]:
     return sorted({positive(word) for word in text.split(",")} | {1})
 
 
-def json_file(text: str) -> Path:
-    """Return the path of --json, or `_STDOUT`; an argparse type."""
-    return _STDOUT if Path(text) == _STDOUT else output_file(".json")(text)
-
-
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     usage = "CHECKPOINT --set NAME=DIR ... [options]"
@@ -341,7 +332,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
     add_train_option(parser, "minival", text)
     for name, kind, text in (
-        ("--json", json_file, "write the results to FILE; - prints them, and nothing else, to standard output"),
+        ("--json", output_file(".json"), "write the results to FILE"),
         ("--per-class", output_file(".csv"), "write the accuracy of each class to FILE, as CSV"),
         ("--predictions", output_file(".csv"), "write the best classes of each image to FILE, as CSV"),
     ):
@@ -387,8 +378,8 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
     return sets, names
 
 
-def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Write the files that were asked for, and return the report on rank 0. Collective: every rank must call it."""
+def evaluate(options: argparse.Namespace) -> None:
+    """Write the files that were asked for, and print the results. Collective: every rank must call it."""
     validate(options)
     trained = open_given(options)
     args = settle(trained, options, is_alone=False)
@@ -421,7 +412,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any] | None:
     if args.rank == 0:
         write_files(options, report, all_scores, k)
     collectives.shut_down()
-    return report if args.rank == 0 else None
+    if args.rank == 0:
+        show(report, options.topk)
 
 
 def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scores], k: int) -> None:
@@ -434,8 +426,8 @@ def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scor
         header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
         rows = chain([header], *(scores.predictions() for scores in all_scores))
         write_output(options.predictions, csv_text(rows).encode(), "--predictions")
-    if options.json not in (None, _STDOUT):
-        write_output(options.json, as_json(report), "--json")
+    if options.json is not None:
+        write_report(options.json, report)
 
 
 def work() -> None:
@@ -445,13 +437,7 @@ def work() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that a launcher can end it even inside a collective
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():
-            options = get_args_parser().parse_args()
-            with redirect_stdout(sys.stderr) if options.json == _STDOUT else nullcontext():
-                report = evaluate(options)
-        if report is not None and options.json == _STDOUT:
-            print(as_json(report).decode(), end="")
-        elif report is not None:
-            show(report, options.topk)
+            evaluate(get_args_parser().parse_args())
     except BaseException as error:
         if not launch.is_launched:
             raise

@@ -1,15 +1,12 @@
 """Name the classes of images: `python -m scripts.predict CHECKPOINT-OR-EXPORTED-FILE IMAGE...`."""
 
 import argparse
-import base64
-import io
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -24,7 +21,7 @@ from files import csv_text, open_to_read, read_bytes
 from loading.decode import decode_plainly
 from loading.progress import Progress
 from presets import ClassificationPresetEval
-from scripts.tool import as_json, build_parser, output_file, own_stdout, positive, run, write_output
+from scripts.tool import as_json, build_parser, own_stdout, positive, run
 from scripts.trained import add_options, open_given, settle
 
 PROG = "python -m scripts.predict"
@@ -34,7 +31,7 @@ examples:
   python -m scripts.predict runs/a/best.pth cat.jpg
   python -m scripts.predict resnet50.IMAGENET1K_V2 photos --json > predictions.json
   python -m scripts.predict exported/resnet50.onnx photos --csv --topk 3
-  find photos -name '*.jpg' | python -m scripts.predict runs/a/best_ema.pth --ema - --html page.html
+  find photos -name '*.jpg' | python -m scripts.predict runs/a/best_ema.pth --ema -
 
 The first argument is a checkpoint, a file of weights, a file of `python -m scripts.export` in any form, or the name of
 published weights. A .pt2 is a program: give only those that you trust. Images are prepared as in torchvision's
@@ -48,24 +45,12 @@ A path that is not there ends the command before anything is computed, with exit
 named on standard error and left out, the others are predicted, and the exit code is 1.
 """
 
-_THUMBNAIL_PX = 160
-
-_PAGE = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
-content="default-src 'none'; img-src data:; style-src 'unsafe-inline'"><title>{title}</title><style>
-body {{font: 14px system-ui, sans-serif; margin: 2em; color: #222; background: #fff}}
-main {{display: flex; flex-wrap: wrap; gap: 16px}} figure {{margin: 0; width: 180px}}
-img {{max-width: 160px; max-height: 160px}} figcaption {{overflow-wrap: anywhere}}
-ol {{margin: 4px 0; padding-left: 20px}} small {{color: #555}}
-</style></head><body><h1>{title}</h1><p>{kind}</p><main>
-"""
-
 
 class Prediction(NamedTuple):
-    """The likeliest classes of an image and their probabilities, and a small JPEG of it for --html, else None."""
+    """The likeliest classes of an image and their probabilities."""
 
     file: str
     top: list[tuple[str, float]]
-    thumbnail: bytes | None
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of --json."""
@@ -111,15 +96,14 @@ def load_batches(load: Callable[[Any], Any], things: list, size: int, work: str)
 
 
 def predict_all(
-    preset: ClassificationPresetEval, score: Callable, paths: list[Path], options: argparse.Namespace
+    preset: ClassificationPresetEval, score: Callable, paths: list[Path], batch_size: int
 ) -> Iterator[Prediction | str]:
     """Yield for each image its prediction, or why it cannot be read; `score` is `_top` for a batch of images."""
-    load = partial(_load, preset, has_thumbnail=bool(options.html))
-    for loaded in load_batches(load, paths, options.batch_size, "predicting"):
-        good = [each[1] for each in loaded if not isinstance(each, str)]
+    for loaded in load_batches(partial(_load, preset), paths, batch_size, "predicting"):
+        good = [each for path, each in loaded if not isinstance(each, str)]
         tops = iter(score(torch.stack(good)) if good else [])
-        for each in loaded:
-            yield each if isinstance(each, str) else Prediction(each[0], next(tops), each[2])
+        for path, each in loaded:
+            yield each if isinstance(each, str) else Prediction(str(path), next(tops))
 
 
 def open_image(path: Path) -> Image.Image:
@@ -128,23 +112,12 @@ def open_image(path: Path) -> Image.Image:
         return decode_plainly(file.read())
 
 
-def _load(
-    preset: ClassificationPresetEval, path: Path, *, has_thumbnail: bool
-) -> tuple[str, Tensor, bytes | None] | str:
+def _load(preset: ClassificationPresetEval, path: Path) -> tuple[Path, Tensor | str]:
     try:
-        image = open_image(path)
-        return str(path), preset(image), _thumbnail(image) if has_thumbnail else None
+        return path, preset(open_image(path))
     except (BadImageError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        return f"{one_line(str(path))} cannot be read: {one_line(str(reason))}"
-
-
-def _thumbnail(image: Image.Image) -> bytes:
-    stream = io.BytesIO()
-    image = image.copy()
-    image.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
-    image.save(stream, "JPEG", quality=85)
-    return stream.getvalue()
+        return path, f"{one_line(str(path))} cannot be read: {one_line(str(reason))}"
 
 
 def _top(
@@ -184,18 +157,6 @@ def show(
             stream.write(f"{one_line(each.file):<{width}}  {words}\n")
 
 
-def write_page(path: Path, predictions: list[Prediction], kind: str) -> None:
-    """Write an HTML page of the images and their classes; it loads nothing from elsewhere."""
-    parts = [_PAGE.format(title=f"Predictions for {counted(len(predictions), 'image')}", kind=escape(kind))]
-    for each in predictions:
-        lines = "".join(f"<li>{escape(name)} <small>{100 * share:.1f}%</small></li>" for name, share in each.top)
-        picture = base64.b64encode(each.thumbnail).decode()
-        caption = f"<figcaption>{escape(each.file)}<ol>{lines}</ol></figcaption>"
-        parts.append(f'<figure><img alt="" src="data:image/jpeg;base64,{picture}">{caption}</figure>\n')
-    page = "".join([*parts, "</main></body></html>\n"])
-    write_output(path, page.encode(errors="backslashreplace"), "--html")
-
-
 def predict(options: argparse.Namespace) -> int:
     """Print the classes of the images, and return the exit code."""
     with own_stdout() as stdout:
@@ -208,10 +169,8 @@ def predict(options: argparse.Namespace) -> int:
         device = torch.device(settle(trained, options).device)
         model = trained.model if device.type == "cpu" else trained.model.to(device)
         score = partial(_top, lambda image: model(image.to(device)), names or trained.classes, options)
-        results = list(predict_all(trained.preset, score, paths, options))
+        results = list(predict_all(trained.preset, score, paths, options.batch_size))
         predictions = [each for each in results if isinstance(each, Prediction)]
-        if options.html:
-            write_page(options.html, predictions, trained.kind)
         show(predictions, trained.preprocessing, options, stdout)
     unreadable = [each for each in results if isinstance(each, str)]
     for reason in unreadable:
@@ -227,8 +186,6 @@ def main() -> None:
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     forms.add_argument("--csv", action="store_true", help="print comma-separated values")
-    page = output_file(".html", ".htm")
-    parser.add_argument("--html", metavar="FILE", type=page, help="also write a page of the images to FILE")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
     parser.add_argument("--batch-size", metavar="N", type=positive, default=32, help="images at once (default: 32)")
     parser.add_argument("--device", help="where to compute (default: the accelerator, if there is one)")
