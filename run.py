@@ -19,7 +19,7 @@ import optim
 from checkpointing.checkpoint import RunState
 from checkpointing.folder import explained
 from checkpointing.guard import run_facts
-from checkpointing.status import MOST_STARTS, StatusFile
+from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
 from distributed import collectives
 from distributed.decision import CONTINUE, StepDecisions, WatchedLoader
@@ -161,9 +161,8 @@ class Run(BareRun):
 
         A finished run's folder is completed too: a kill may have interrupted its last save.
         """
-        start = self.status.count_start()
         self.manager.adopt(self.args.resume, self.state)
-        collectives.call_on_master(self.write_description, start)
+        collectives.call_on_master(self.write_description)
         if collectives.is_main_process():
             log.open(self.folder)
         print(*first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder), sep="\n")
@@ -192,24 +191,19 @@ class Run(BareRun):
         if error is not cause:
             raise error from cause
 
-    def write_description(self, start: dict) -> None:
+    def write_description(self) -> None:
         """Write status.json, run.json (a description of the run) and recipe.toml (to repeat it). Rank 0 only.
 
         Raises:
-            UserError: a launcher has restarted the run too often from the same step, or the files cannot be written.
+            UserError: the files cannot be written.
         """
-        is_done, launch = self.is_done, read_launch()
         record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
-        description = json.dumps({**record, "launch": launch.agent, **self.state.facts}, indent=2) + "\n"
+        description = json.dumps({**record, "launch": read_launch().agent, **self.state.facts}, indent=2) + "\n"
         with explained(self.folder):
-            self.status.replace("running", start=start)
-            if start["count"] > MOST_STARTS and launch.is_restart and not is_done:
-                reason = f"no progress: start number {start['count']} in a row from step {self.state.step}"
-                self.status.replace("failed", reason)
-                raise UserError(f"{reason}; no further restart: look into the log, then start it by hand", exit_code=1)
+            self.status.replace("running")
             for name, text in {"run.json": description, "recipe.toml": config.write_recipe(self.args)}.items():
                 path = self.folder / name
-                if not (is_done and path.exists()):  # a finished run keeps its own
+                if not (self.is_done and path.exists()):  # a finished run keeps its own
                     write_atomically(path, text.encode())
 
     def finish(self) -> None:

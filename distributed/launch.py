@@ -18,7 +18,6 @@ class Launch(NamedTuple):
     agent: str | None = None  # name of the torchrun that starts and restarts it
     attempt: int = 0  # how often torchrun has restarted the processes
     num_nodes: int = 1  # machines that torchrun uses
-    is_restart: bool = False  # the launcher has restarted this run by itself
     job: str | None = None  # Slurm's number
     address: Mapping[str, str] = {}  # MASTER_ADDR and MASTER_PORT, where the processes meet, if set
 
@@ -44,7 +43,6 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
         is_torchrun="TORCHELASTIC_RUN_ID" in environ,
         attempt=attempt,
         num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
-        is_restart=attempt > 0 or environ.get("SLURM_RESTART_COUNT", "0") != "0",
         job=environ.get("SLURM_JOB_ID"),
     )
     if launch.is_torchrun:

@@ -127,7 +127,7 @@ def _read_records(path: Path) -> list[dict]:
 
 
 def _read_status(path: Path) -> dict:
-    return {key: value for key, value in json.loads(path.read_text()).items() if key not in ("time", "start")}
+    return {key: value for key, value in json.loads(path.read_text()).items() if key != "time"}
 
 
 def _read_run(path: Path) -> dict:

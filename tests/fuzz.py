@@ -46,13 +46,11 @@ import train
 from checkpointing import guard
 from checkpointing.checkpoint import RunState
 from checkpointing.schema import check_schema
-from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
 from checkpointing.weights import load_weights
 from distributed import collectives
 from distributed.launch import read_launch
-from loading import forms, index, tars
-from monitoring import monitor, records
+from loading import forms, index
 from tests import images
 from tests.tiny import Tiny
 
@@ -288,47 +286,12 @@ def case_weights(bench: Bench, folder: Path, rng: random.Random) -> None:
     models.load_matching(Tiny(2), weights, "it", Tiny, 2)
 
 
-def case_status(bench: Bench, folder: Path, rng: random.Random) -> None:
-    """status.json and run.json say something else."""
-    start = {"position": [3, False], "count": 2}
-    state = RunState(2, {}, {})
-    state.epoch, state.steps, state.is_resumed = 1, 1, True
-    status = {"state": "preempted", "reason": "", "step": 3, "requeue": True, "start": start, "time": 1.5}
-    write_json(folder / "status.json", status, rng)
+def case_description(bench: Bench, folder: Path, rng: random.Random) -> None:
+    """run.json says something else."""
     (folder / "checkpoint-00000003.pth").touch()
     os.environ["TORCHELASTIC_RUN_ID"] = "7"
     write_json(folder / "run.json", {"launch": read_launch().agent, "command": ["train.py"], "pid": 1}, rng)
     CheckpointManager(folder).is_restarted()
-    status_file = StatusFile(folder, state)
-    found = status_file.count_start()
-    assert type(found["count"]) is int
-    assert found["count"] >= 1
-    status_file.replace("running", start=found if rng.random() < 0.5 else None)
-    written = json.loads((folder / "status.json").read_text())
-    assert written["step"] == 3
-    assert type(written["requeue"]) is bool
-
-
-def case_metrics(bench: Bench, folder: Path, rng: random.Random) -> None:
-    """metrics.jsonl says something else; what is kept is of steps that were made."""
-    lines = []
-    for step in range(1, 7):
-        record = {"kind": "train" if step % 3 else "val", "step": step, "epoch": 0, "loss": 1.5, "lr": 0.1, "time": 1.5}
-        if rng.random() < 0.3:
-            mutate(record, rng, is_json=True)
-        lines.append(json.dumps(record).encode())
-    content = b"\n".join(lines) + b"\n"
-    (folder / "metrics.jsonl").write_bytes(content if rng.random() < 0.5 else scramble(content, rng))
-    state = RunState(2, {}, {})
-    state.epoch, state.steps, state.is_resumed = rng.choice([1, 2]), rng.choice([0, 1, 2]), True
-    state.is_evaluated = state.steps == 2 and rng.random() < 0.5
-    writer = monitor.Monitor(folder, state)
-    writer.open()
-    with writer:
-        writer.write("train", state.step + 1, state.epoch, loss=1.0)
-        records.read_epochs(writer.records())
-    for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]:
-        assert json.loads(line)["step"] <= state.step
 
 
 def check_index(root: Path) -> index.ImageIndex:
@@ -403,15 +366,6 @@ def case_tar(bench: Bench, folder: Path, rng: random.Random) -> None:
     check_index(folder / "train")
 
 
-def case_manifest(bench: Bench, folder: Path, rng: random.Random) -> None:
-    """A pack's manifest says something else."""
-    (folder / "train-000000.tar").symlink_to(bench.tar)
-    shard = {"file": "train-000000.tar", "images": 16, "bytes": bench.tar.stat().st_size, "sha256": "0" * 64}
-    manifest = {"kind": tars.PACK_KIND, "format": tars.PACK_FORMAT, "state": "complete"}
-    write_json(folder / "manifest.json", {**manifest, "splits": {"train": {"shards": [shard], "images": 16}}}, rng)
-    check_index(folder / "train")
-
-
 def case_image(bench: Bench, folder: Path, rng: random.Random) -> None:
     """An image is none, or claims to be another: a sample of the right shape, or an error that names it."""
     root = folder / "images"
@@ -426,8 +380,8 @@ def case_image(bench: Bench, folder: Path, rng: random.Random) -> None:
 
 
 KINDS = {
-    case_checkpoint: 45, case_status: 8, case_metrics: 5, case_cache: 8, case_recipe: 12, case_tar: 10,
-    case_manifest: 3, case_image: 15, case_weights: 12,
+    case_checkpoint: 45, case_description: 8, case_cache: 8, case_recipe: 12, case_tar: 10,
+    case_image: 15, case_weights: 12,
 }  # fmt: skip
 
 

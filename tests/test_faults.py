@@ -40,20 +40,6 @@ def restarted_by(agent):
     return environment
 
 
-def test_three_starts_in_vain_are_not_requeued_and_an_automatic_fourth_is_refused(runs):
-    early, asked = [(0, "data.build_datasets", 1, "after", TERM)], []
-    for _ in range(3):
-        runs.run("stuck", 1, faults=early).check()
-        asked.append(runs.status("stuck")["requeue"])
-    assert asked == [True, True, False]
-    outcome = runs.run("stuck", 2, launcher=restarted_by("7"))
-    assert outcome.codes[0] == 1, outcome.output
-    assert outcome.output.count("no progress") == 1
-    assert runs.status("stuck")["state"] == "failed"
-    runs.run("stuck", 1).check()  # a person may try
-    runs.check_same("stuck")
-
-
 def test_torchruns_restart_resumes_its_own_run_and_no_other(runs):
     stop = [(1, STEP, 2, "after", TERM)]
     for name, agent in (("restart", "7"), ("foreign", "8")):
