@@ -26,7 +26,7 @@ from loading.decode import decode_plainly
 from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
-from loading.source import Source, Subset, first_of_each_class, minival_numbers, without
+from loading.source import Source, Subset, minival_numbers, without
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
@@ -274,17 +274,6 @@ def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | N
         raise UserError(f"--minival {fraction}: {source.where} has one image of each class, and none to hold out")
     print(f"minival: {len(held):,} of {len(source):,} training images are held out, and evaluated in place of val/")
     return Subset(source, held), without(source, held)
-
-
-def limit_images(source: Source, num_images: int | None, name: str) -> Source:
-    """Return `num_images` images of a set, for a trial, or all of it by default; print which."""
-    if num_images is None:
-        return source
-    if num_images >= len(source):
-        print(f"{name}: all of its {len(source):,} images, which are no more than {num_images:,}")
-        return source
-    print(f"trial: {num_images:,} of {len(source):,} images of {name}, the first of each class in turn")
-    return Subset(source, first_of_each_class(source, num_images))
 
 
 def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, TrainSampler, EvalSampler]:

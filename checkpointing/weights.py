@@ -17,7 +17,7 @@ from torchvision.transforms._presets import ImageClassification
 
 from checkpointing.archive import load_checkpoint
 from errors import StorageError, UserError, in_one_line, require_package
-from files import explain_failure, write_atomically
+from files import write_atomically
 
 # Keys of a checkpoint's weights and of their average: torchvision's and ours, then those of the others.
 _RAW_KEYS, _AVERAGE_KEYS = ("model", "state_dict"), ("model_ema", "state_dict_ema")
@@ -241,17 +241,6 @@ def plain_state_dict(weights: Mapping[str, torch.Tensor], prefix: str = "") -> O
 def _is_plain(value: Any) -> bool:
     items = value if type(value) is list else [value]
     return all(item is None or type(item) in (bool, int, float, str) for item in items)
-
-
-def write_weights(output: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint and read it back before it gets its name; UserError if that fails."""
-    stream = io.BytesIO()
-    torch.save(content, stream)
-    try:
-        write_atomically(output, stream.getbuffer(), read_content)
-    except OSError as error:
-        reason = explain_failure(error, output.parent, stream.getbuffer().nbytes)
-        raise UserError(f"--output {output} cannot be written: {reason}") from error
 
 
 def store_model_weights(

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -160,16 +160,6 @@ def minival_numbers(source: Source, fraction: float) -> list[int]:
 def without(source: Source, numbers: Iterable[int]) -> Subset:
     """Return all images of a source but some."""
     return Subset(source, numpy.setdiff1d(numpy.arange(len(source)), numpy.fromiter(numbers, dtype=numpy.int64)))
-
-
-def first_of_each_class(source: Source, num_images: int) -> list[int]:
-    """Return `num_images` images, evenly over the classes: the first of each, then the second of each, and so on."""
-    seen, ranked = Counter(), []
-    for number in range(len(source)):
-        label = source.label(number)
-        ranked.append((seen[label], label, number))
-        seen[label] += 1
-    return sorted(number for _, _, number in sorted(ranked)[:num_images])
 
 
 def check_num_bytes(num_bytes: int) -> None:

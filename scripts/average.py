@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import io
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -14,14 +15,14 @@ from torch.utils.data import default_collate
 import models
 from checkpointing.finder import numbered
 from checkpointing.published import recorded
-from checkpointing.weights import Weights, as_checkpoint, average_weights, write_weights
+from checkpointing.weights import Weights, as_checkpoint, average_weights, read_content
 from data import IndexedImageFolder
 from errors import UserError, counted
 from loading.progress import Progress
 from options import PREPROCESSING
 from scripts.predict import load_batches
-from scripts.tool import add_train_option, build_parser, check_inputs, given_path, output_file, positive, run
-from scripts.trained import add_options, build_trained, read_weights, settle, show_preprocessing
+from scripts.tool import build_parser, check_inputs, given_path, output_file, positive, run, write_output
+from scripts.trained import add_machine_options, add_options, build_trained, read_weights, settle, show_preprocessing
 
 PROG = "python -m scripts.average"
 
@@ -172,7 +173,9 @@ def average(parser: argparse.ArgumentParser) -> None:
         weights, num_images = with_new_statistics(weights, options)
         more = {"reestimated": {"images": num_images}}
         print(f"BatchNorm's statistics are re-estimated on {counted(num_images, 'training image', ',')}")
-    write_weights(options.output, as_checkpoint(weights, averaged=sources, **more))
+    stream = io.BytesIO()
+    torch.save(as_checkpoint(weights, averaged=sources, **more), stream)
+    write_output(options.output, stream.getvalue(), "--output", read_content)
     print(f"{options.output}: the mean of {counted(len(sources), 'file')} ({kind}): {', '.join(sources)}")
     if not more and any(name.endswith(".running_mean") for name in weights):
         print("its BatchNorm statistics are means too, which do not fit the mean of the weights; re-estimate them by "
@@ -190,8 +193,7 @@ def main() -> None:
     parser.add_argument("--reestimate-bn", metavar="DATA_PATH", type=given_path, help=text)
     text = "how many training images (default: 16,384)"
     parser.add_argument("--images", metavar="N", type=positive, default=16384, help=text)
-    parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
-    add_train_option(parser, "device", "where to re-estimate (default: the accelerator of this machine, else cpu)")
+    add_machine_options(parser)
     run(PROG, lambda: average(parser), "interrupted; nothing was written")
 
 

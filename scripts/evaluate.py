@@ -338,9 +338,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(name, metavar="FILE", type=kind, help=text)
     parser.add_argument("--topk", metavar="K,K", type=numbers, default=[1, 5], help="k of Acc@k, and 1 (default: 1,5)")
-    parser.add_argument(
-        "--limit", metavar="N", type=positive, help="only N images of each set, the first of each class in turn"
-    )
+    add_train_option(parser, "workers", "loader processes (default: as train.py)")
     add_machine_options(parser)
     return parser
 
@@ -370,7 +368,6 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
         each = open_set(text)
         if each.name == "minival":
             each.source, _ = data.hold_out(each.source, options.minival)
-        each.source = data.limit_images(each.source, options.limit, each.name)
         sets.append(each)
     names = number_classes(sets, trained, num_classes)
     if options.real is not None:

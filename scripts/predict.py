@@ -22,7 +22,7 @@ from loading.decode import decode_plainly
 from loading.progress import Progress
 from presets import ClassificationPresetEval
 from scripts.tool import as_json, build_parser, own_stdout, positive, run
-from scripts.trained import add_options, open_given, settle
+from scripts.trained import add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.predict"
 
@@ -187,8 +187,7 @@ def main() -> None:
     forms.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     forms.add_argument("--csv", action="store_true", help="print comma-separated values")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
-    parser.add_argument("--batch-size", metavar="N", type=positive, default=32, help="images at once (default: 32)")
-    parser.add_argument("--device", help="where to compute (default: the accelerator, if there is one)")
+    add_machine_options(parser, batch_size=32)
     parser.add_argument("--classes", metavar="FILE", type=Path, help="names of the classes, one per line")
     logging.disable(logging.WARNING)  # torch's, about the programs that it exported itself
     run(PROG, lambda: predict(parser.parse_args()), "interrupted")

@@ -83,6 +83,8 @@ def output_file(*endings: str) -> Callable[[str], Path]:
             raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there and can be written to")
         if not endings and _is_of_a_run(path.name):
             raise argparse.ArgumentTypeError(f"{text}: a run's own checkpoints have such names; give another one")
+        if not endings and path.suffix == ".safetensors":
+            raise argparse.ArgumentTypeError(f"{text}: it is written as torch.save does; give a name such as a.pth")
         if is_there and endings and path.suffix.lower() not in endings:
             raise argparse.ArgumentTypeError(
                 f"{text} is there already, and only files named *{' or *'.join(endings)} are replaced; give another"

@@ -88,10 +88,10 @@ def add_options(
         add_train_option(parser, name, "in place of the checkpoint's own or the published one")
 
 
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for loading images and choosing the device."""
-    parser.add_argument("--batch-size", metavar="N", type=positive, default=128, help="(default: 128)")
-    add_train_option(parser, "workers", "loader processes (default: as train.py)")
+def add_machine_options(parser: argparse.ArgumentParser, batch_size: int = 128) -> None:
+    """Add the options for the number of images at once and for the device."""
+    text = f"images at once (default: {batch_size})"
+    parser.add_argument("--batch-size", metavar="N", type=positive, default=batch_size, help=text)
     add_train_option(parser, "device", "cuda, cpu ... (default: the accelerator of this machine, else cpu)")
 
 

@@ -16,7 +16,7 @@ import train
 from distributed import collectives
 from errors import ImageError, UserError
 from loading.forms import open_source
-from loading.source import Subset, first_of_each_class, minival_numbers, without
+from loading.source import Subset, minival_numbers, without
 from monitoring import preview
 from options import get_args_parser
 from presets import ClassificationPresetTrain
@@ -347,15 +347,6 @@ def test_a_part_has_the_images_of_the_whole_under_new_numbers(image_folder):
     assert names_of(without(part, [1])) == [whole.name(3), whole.name(20)]
     assert len({part.fingerprint(), whole.fingerprint(), Subset(part, [0, 2]).fingerprint()}) == 3
     assert Subset(part, [0, 2]).fingerprint() == Subset(whole, [3, 20]).fingerprint()
-
-
-@pytest.mark.parametrize(
-    ("num_images", "of_each"), [(1, [1, 0, 0]), (7, [3, 2, 2]), (9, [3, 3, 3]), (28, [10, 10, 8]), (29, [11, 10, 8])]
-)
-def test_a_trial_takes_the_first_of_each_class_in_turn(image_folder, num_images, of_each):
-    source = open_source(image_folder / "train")
-    names = [source.name(number) for number in first_of_each_class(source, num_images)]
-    assert names == [f"class{c}/image{n:03d}.jpg" for c, count in enumerate(of_each) for n in range(count)]
 
 
 def test_without_val_there_is_a_validation_part(image_folder, tmp_path):

@@ -160,6 +160,7 @@ def test_checkpoints_that_cannot_be_averaged(tmp_path):
         ([folder, "--last", 2, "--output", folder / "best_ema.pth"], "a run's own checkpoints have such names"),
         ([folder, "--last", 2, "--output", tmp_path / "no" / "a.pth"], "expected a file in a folder that is there"),
         ([tmp_path / "shape.pth", "--output", tmp_path / "shape.pth"], "is one of the files"),
+        ([first, "--output", tmp_path / "a.safetensors"], "give a name such as a.pth"),
     ]:
         assert words in refused(run(tmp_path, "average", "--output", output, *argv), "average")
     assert not output.exists()
