@@ -114,10 +114,6 @@ class _Filler(Dataset):
         return slot, image.permute(0, 2, 3, 1).shape, labels.tolist(), replaced.tolist()
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
 class BatchLoader:
     """Load batches of uint8 images and their other columns, as `collate`, in this process or in worker processes.
 
@@ -160,7 +156,7 @@ class BatchLoader:
             persistent_workers=num_workers > 0,
             # Forked processes end with their parent, however it ends; a fork server and its children would stay.
             multiprocessing_context="fork" if num_workers else None,
-            collate_fn=_unchanged,
+            collate_fn=tuple,  # a batch is one already
             worker_init_fn=start_worker,
         )
 

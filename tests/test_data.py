@@ -289,7 +289,7 @@ def test_sets_of_options_that_a_parser_made_are_checked_in_one_line(image_folder
     assert val_set[0][0].shape == (3, 224, 224)  # the weights' own, as there
 
 
-# Parts of a set: a minival that is held out, and the images of a trial
+# A minival that is held out
 
 
 def sets_of(folder, *argv):

@@ -41,13 +41,6 @@ def test_the_order_of_sums_is_that_of_halves_and_the_same_on_any_allowed_number_
             assert torch.equal(parameter.grad, expected), num_processes
 
 
-def test_an_ordinary_sum_differs_from_the_pairwise_one():
-    """What the order is for: the same numbers, added from left to right, end in other bits."""
-    generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(1000, generator=generator) for _ in range(8)]
-    assert not torch.equal(sum(gradients), pairwise_by_recursion(gradients, 1))
-
-
 def test_a_parameter_without_a_gradient_keeps_none():
     used, unused, sometimes = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     gradient_sum = PairwiseGradientSum(nn.ParameterList([used, unused, sometimes]), VirtualShards(4, 2))

@@ -187,14 +187,6 @@ def test_a_tally_goes_on_from_four_sums_and_begins_anew_with_others(capsys):
     assert "the checkpoint's record is of other metrics" in capsys.readouterr().out
 
 
-def test_a_tally_does_not_wait_for_the_device():
-    # A meta tensor has no value: whoever reads it gets an error.
-    tally = metrics.Tally([metrics.Accuracy()])
-    tally.update(torch.ones((), device="meta"), torch.ones(8, 3, device="meta"), torch.ones(8, device="meta"), None)
-    with pytest.raises(NotImplementedError, match="meta"):
-        tally.read_local()
-
-
 @pytest.mark.parametrize("num_classes", [2, 3, 5, 20])
 def test_count_correct_and_accuracy_agree_with_ranks(num_classes):
     output = torch.randn(64, num_classes, generator=torch.Generator().manual_seed(2))

@@ -57,8 +57,7 @@ def evaluate_rank(num_images, batch_size, num_classes, results):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("num_images", [1, 7, 50, 101])
+@pytest.mark.parametrize(("num_images", "batch_size"), [(1, 8), (7, 1), (50, 8), (101, 8)])
 def test_evaluation_is_the_same_in_every_bit_at_any_world_size(num_images, batch_size, tmp_path):
     outcomes = []
     for world_size in [1, 2, 3, 4]:
