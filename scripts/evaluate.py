@@ -273,22 +273,14 @@ class Scores:
         found = {
             "images": len(self.labels), "classes": len(each.words), "classes_found_by": each.found_by,
             "is_restricted_to_its_classes": each.columns is not None,
-            **self._accuracies(self.places), **count_hits(is_hit), "nll": math.fsum(self.nll) / len(self.nll),
+            **{f"acc{k}": 100 * int((self.places < k).sum()) / len(self.places) for k in self.topk},
+            **count_hits(is_hit), "nll": math.fsum(self.nll) / len(self.nll),
             "ece": calibration_error(self.probabilities[:, 0], is_hit),
         }  # fmt: skip
         if each.real is not None:
             hits = [best in real for best, real in zip(self.best[:, 0].tolist(), each.real, strict=True) if real]
             found["real"] = {"images": len(hits), **count_hits(numpy.array(hits))}
         return found
-
-    def _accuracies(self, places: numpy.ndarray) -> dict[str, float]:
-        return {f"acc{k}": 100 * int((places < k).sum()) / len(places) for k in self.topk}
-
-    def per_class(self) -> Iterator[list]:
-        """Yield the lines of `--per-class`."""
-        for label in numpy.unique(self.labels).tolist():
-            places = self.places[self.labels == label]
-            yield [self.set.name, label, self.names[label], len(places), *self._accuracies(places).values()]
 
     def predictions(self) -> Iterator[list]:
         """Yield the lines of `--predictions`."""
@@ -331,12 +323,9 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("--real", metavar="FILE", type=Path, help="ReaL labels of ILSVRC2012's val")
     text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
     add_train_option(parser, "minival", text)
-    for name, kind, text in (
-        ("--json", output_file(".json"), "write the results to FILE"),
-        ("--per-class", output_file(".csv"), "write the accuracy of each class to FILE, as CSV"),
-        ("--predictions", output_file(".csv"), "write the best classes of each image to FILE, as CSV"),
-    ):
-        parser.add_argument(name, metavar="FILE", type=kind, help=text)
+    parser.add_argument("--json", metavar="FILE", type=output_file(".json"), help="write the results to FILE")
+    text = "write the best classes of each image to FILE, as CSV"
+    parser.add_argument("--predictions", metavar="FILE", type=output_file(".csv"), help=text)
     parser.add_argument("--topk", metavar="K,K", type=numbers, default=[1, 5], help="k of Acc@k, and 1 (default: 1,5)")
     add_train_option(parser, "workers", "loader processes (default: as train.py)")
     add_machine_options(parser)
@@ -344,18 +333,15 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def validate(options: argparse.Namespace) -> None:
-    """Raise UserError if two sets have one name, two files are the same one, or options contradict each other."""
+    """Raise UserError if two sets have one name, or options contradict each other."""
     names = [text.partition("=")[0] for text in options.sets]
     if len(set(names)) < len(names):
         raise UserError(f"--set: two sets are called {next(name for name in names if names.count(name) > 1)}")
     if (options.minival is not None) != ("minival" in names):
         raise UserError("--minival FRACTION and --set minival=DIR/train, the training images, are given together")
-    given = [("--json", options.json), ("--per-class", options.per_class), ("--predictions", options.predictions)]
-    given.append(("--real", options.real))
-    seen = {}
-    for option, path in given:
-        if path is not None and (other := seen.setdefault(os.path.realpath(path), option)) != option:
-            raise UserError(f"{other} and {option} name one file; give each its own")
+    files = [os.path.realpath(path) for path in (options.json, options.predictions, options.real) if path is not None]
+    if len(set(files)) < len(files):
+        raise UserError("two of --json, --predictions and --real name one file; give each its own")
 
 
 def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -> tuple[list[ImageSet], list[str]]:
@@ -415,10 +401,6 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scores], k: int) -> None:
     """Write the files that were asked for, the report last: if it is there, so are the others."""
-    if options.per_class is not None:
-        header = ["set", "class", "name", "images", *(f"acc{each}" for each in options.topk)]
-        rows = chain([header], *(scores.per_class() for scores in all_scores))
-        write_output(options.per_class, csv_text(rows).encode(), "--per-class")
     if options.predictions is not None:
         header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
         rows = chain([header], *(scores.predictions() for scores in all_scores))

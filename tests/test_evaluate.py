@@ -114,7 +114,7 @@ def plain_metrics(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, floa
 
 
 def test_metrics_are_those_of_torchs_own_functions(of_three, images, tmp_path):
-    argv = [of_three, "--set", f"val={images}", "--topk", "1,2", "--per-class", tmp_path / "classes.csv"]
+    argv = [of_three, "--set", f"val={images}", "--topk", "1,2"]
     found = results(tmp_path, *argv)["val"]
     logits, targets = logits_of(of_three, images, [0, 1, 2])
     expected = plain_metrics(logits, targets)
@@ -122,10 +122,6 @@ def test_metrics_are_those_of_torchs_own_functions(of_three, images, tmp_path):
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     assert (found["images"], found["classes"], found["classes_found_by"]) == (34, 3, "name")
     assert not found["is_restricted_to_its_classes"]
-    for label, row in enumerate(read_csv(tmp_path / "classes.csv")):
-        assert (row["name"], int(row["images"])) == (NAMES[label], COUNTS[label])
-        share = (logits.argmax(1) == label)[targets == label].double().mean().item()
-        assert float(row["acc1"]) == pytest.approx(100 * share)
 
 
 def test_scores_of_classes_that_a_set_lacks_are_left_out(checkpoint, images, tmp_path):
@@ -148,13 +144,13 @@ def test_scores_of_classes_that_a_set_lacks_are_left_out(checkpoint, images, tmp
 
 
 def test_results_are_the_same_on_any_number_of_processes(checkpoint, images, tmp_path):
-    whole, written = {}, ["results.json", "predictions.csv", "per_class.csv"]
+    whole, written = {}, ["results.json", "predictions.csv"]
     shutil.copytree(images / "class1", tmp_path / "part" / "class1")
     for world_size in (1, 2, 3):
         folder = tmp_path / str(world_size)
         folder.mkdir()
         argv = ["--set", f"val={images}", "--set", f"part={tmp_path / 'part'}"]
-        argv += ["--predictions", folder / written[1], "--per-class", folder / written[2]]
+        argv += ["--predictions", folder / written[1]]
         outcome = run(folder, checkpoint, *argv, "--json", folder / written[0], world_size=world_size).check()
         assert sum("95% of Acc@1" in output for output in outcome.outputs) == 1, outcome.output
         whole[world_size] = [(folder / name).read_bytes() for name in written]
@@ -310,7 +306,7 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
         ([f"f={tmp_path / 'named'}", "--real", tmp_path / "labels.json"], "no numbers of the 5 classes"),
         ([val, "--real", tmp_path / "real.json"], "there is no --set whose files are named ILSVRC2012_val_"),
         ([val, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder that is there"),
-        ([val, "--predictions", tmp_path / "a", "--per-class", tmp_path / "a"], "one file"),
+        ([val, "--predictions", tmp_path / "a", "--json", tmp_path / "a"], "one file"),
         ([val, "--real", tmp_path / "real.json", "--json", tmp_path / "real.json"], "one file"),
         ([val, "--minival", "0.1"], "are given together"),
         ([val, "--model", "resnet18"], "--model is resnet18"),
@@ -343,13 +339,11 @@ def test_a_bad_image_ends_in_one_line_on_each_process(checkpoint, images, tmp_pa
 
 
 def test_a_killed_evaluation_leaves_whole_files_and_can_be_started_again(checkpoint, images, tmp_path):
-    names = {"--predictions": "predictions.csv", "--per-class": "classes.csv", "--json": "results.json"}
-    argv = [checkpoint, "--set", f"val={images}"]
-    for option, name in names.items():
-        argv += [option, tmp_path / name]
-    assert run(tmp_path, *argv, fault=("os.replace", 2, "after")).codes == [-9]
-    left = {name: (tmp_path / name).read_bytes() for name in names.values() if (tmp_path / name).exists()}
+    names = ["predictions.csv", "results.json"]
+    argv = [checkpoint, "--set", f"val={images}", "--predictions", tmp_path / names[0], "--json", tmp_path / names[1]]
+    assert run(tmp_path, *argv, fault=("os.replace", 1, "after")).codes == [-9]
+    left = {name: (tmp_path / name).read_bytes() for name in names if (tmp_path / name).exists()}
     run(tmp_path, *argv).check()
-    whole = {name: (tmp_path / name).read_bytes() for name in names.values()}
+    whole = {name: (tmp_path / name).read_bytes() for name in names}
     assert left.items() < whole.items()
     assert "results.json" not in left

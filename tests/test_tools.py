@@ -32,7 +32,7 @@ def run(tmp_path: Path, name: str, *argv, largest_file=None) -> Outcome:
     [
         # An output replaces no file of another kind.
         (evaluate, "x.pth --set val=. --json a.pth", "a.pth is there already, and only files named *.json"),
-        (evaluate, "x.pth --set val=. --per-class a.pth", "only files named *.csv"),
+        (evaluate, "x.pth --set val=. --predictions a.pth", "only files named *.csv"),
         (check, ". --json a.pth", "only files named *.json"),
         (report, ". --out a.pth", "only files named *.html"),
         (benchmark, "step --json a.pth", "only files named *.json"),
