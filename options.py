@@ -103,11 +103,6 @@ class Option:
         return self.name.replace("-", "_")
 
     @property
-    def is_switch(self) -> bool:
-        """Whether it is a switch, with a --no-NAME."""
-        return self.type is bool
-
-    @property
     def keys(self) -> list[str]:
         """The names that a recipe may use."""
         return [flag[2:] for flag in (self.flag, *self.aliases) if flag.startswith("--")]
@@ -122,7 +117,7 @@ class Option:
         is_empty = self.default is None or self.default is False or self.default == ""
         text = self.help if is_empty else f"{self.help} (default: {self.default})"
         settings = {"default": argparse.SUPPRESS, "help": text}
-        if self.is_switch:
+        if self.type is bool:
             group.add_argument(self.flag, action=argparse.BooleanOptionalAction, **settings)
             return
         given = {"choices": self.choices, "nargs": self.nargs, "const": self.const, "metavar": self.metavar}

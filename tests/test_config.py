@@ -105,6 +105,7 @@ def test_other_spellings():
         (["--resume", "auto", "--allow-change", "model"], "--allow-change model: it cannot be changed"),
         (["--epochs", "five"], "argument --epochs: invalid int value: 'five'"),
         (["--lr"], "argument --lr: expected one argument"),
+        (["--lr-scaling", "linear"], "reference-global-batch"),
         (["-b--"], "argument -b/--batch-size: expected a value, not --"),
         (["--weights", f"runs/{'x' * 256}", "--ema"], "...: a name in it has more than 255 characters"),
         (["--output-dir", ""], "--output-dir is empty"),
