@@ -37,6 +37,8 @@ PASSING_FILES = rf"pack\.lock|\.touchstone-index-.*|{TEMPORARY_FILES}"
 
 IMAGES_PER_TASK = 8
 
+QUALITY = 90  # of the JPEGs
+
 # The fields of a shard in the manifest, with their types.
 _RECORD = {"file": str, "images": int, "source_bytes": int, "bytes": int, "sha256": str}
 
@@ -98,7 +100,7 @@ def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
     return shards
 
 
-def shrink(image: Image.Image, *, px: int, quality: int) -> bytes:
+def shrink(image: Image.Image, px: int) -> bytes:
     """Return an image as a JPEG whose shorter side is at most `px`; the other is rounded down, as by torchvision."""
     shorter = min(image.size)
     size = tuple(int(px * length / shorter) for length in image.size)
@@ -109,11 +111,11 @@ def shrink(image: Image.Image, *, px: int, quality: int) -> bytes:
     # Pillow's own buffer is too small for some images when it optimizes: it fails with "broken data stream".
     ImageFile.MAXBLOCK = max(1 << 16, 4 * image.width * image.height)
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=quality, optimize=True, subsampling="4:2:0")
+    image.save(file, "JPEG", quality=QUALITY, optimize=True, subsampling="4:2:0")
     return file.getvalue()
 
 
-def pack_images(px: int, quality: int, task: tuple[Source, range]) -> list[bytes]:
+def pack_images(px: int, task: tuple[Source, range]) -> list[bytes]:
     """Return the new bytes of some images, in a worker.
 
     Raises:
@@ -123,7 +125,7 @@ def pack_images(px: int, quality: int, task: tuple[Source, range]) -> list[bytes
     for number in numbers:
         try:
             image = load_image(with_retries(partial(source.read, number)))
-            packed.append(shrink(image, px=px, quality=quality))
+            packed.append(shrink(image, px))
         except ImageError:
             raise
         except Exception as error:
@@ -172,7 +174,7 @@ class Pack:
         self.splits = [Split(options.data_path, name) for name in options.splits]
         self.shards = plan_shards(self.splits, options.shard_mib * 2**20)
         self.records: dict[str, dict] = {}  # by file name
-        self.facts = {"side": "short-side", "px": options.short_side, "quality": options.quality}
+        self.facts = {"side": "short-side", "px": options.short_side, "quality": QUALITY}
         self.facts |= {"splits": options.splits, "shard_mib": options.shard_mib, "pillow": pillow_version}
         self.facts["libjpeg of pillow"] = features.version("libjpeg_turbo") or features.version("jpg")
         for split in self.splits:
@@ -225,8 +227,7 @@ class Pack:
         num_images = sum(len(split.names) for split in self.splits)
         num_done = num_images - sum(shard.stop - shard.start for shard in missing)
         progress = Progress(f"packing into {self.out}", num_images, "images", first=num_done)
-        function = partial(pack_images, options.short_side, options.quality)
-        results = chain.from_iterable(in_order(function, tasks, options.workers))
+        results = chain.from_iterable(in_order(partial(pack_images, options.short_side), tasks, options.workers))
         for shard in missing:
             self.save()
             content, record = build_shard(shard, results, progress)
@@ -323,7 +324,6 @@ def get_args_parser() -> argparse.ArgumentParser:
     words = "shrink so that the shorter side is at most PX"
     modes.add_argument("--short-side", metavar="PX", type=positive, help=words)
     modes.add_argument("--verify", action="store_true", help="check that every tar in OUT is as it was written")
-    add("--quality", metavar="Q", type=positive, default=90, help="quality of the JPEGs (default: 90)")
     words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"
     add("--shard-mib", metavar="MIB", type=positive, default=512, help=words)
     add("--workers", metavar="N", type=positive, default=cores, help="processes that pack images (default: 1 per core)")
@@ -333,8 +333,6 @@ def get_args_parser() -> argparse.ArgumentParser:
 def validate(options: argparse.Namespace) -> None:
     """Raise UserError if two options contradict each other, or a value is out of range."""
     check_workers(options.workers)
-    if options.quality > 100:
-        raise UserError(f"--quality {options.quality}: expected a number from 1 to 100")
     if options.verify:
         if options.data_path:
             raise UserError("--verify takes the folder of a pack, and no other option")

@@ -17,7 +17,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from distributed import collectives
 from errors import BadImageError, UserError, counted, in_one_line, one_line
-from files import csv_text, open_to_read, read_bytes
+from files import open_to_read, read_bytes
 from loading.decode import decode_plainly
 from loading.progress import Progress
 from presets import ClassificationPresetEval
@@ -30,7 +30,7 @@ EPILOG = """\
 examples:
   python -m scripts.predict runs/a/best.pth cat.jpg
   python -m scripts.predict resnet50.IMAGENET1K_V2 photos --json > predictions.json
-  python -m scripts.predict exported/resnet50.onnx photos --csv --topk 3
+  python -m scripts.predict exported/resnet50.onnx photos --topk 3
   find photos -name '*.jpg' | python -m scripts.predict runs/a/best_ema.pth --ema -
 
 The first argument is a checkpoint, a file of weights, a file of `python -m scripts.export` in any form, or the name of
@@ -38,8 +38,7 @@ published weights. A .pt2 is a program: give only those that you trust. Images a
 evaluation, at the sizes at which the model was evaluated.
 
 --json prints one object and nothing else: preprocessing, and images, a list with an object per image: file, class,
-probability, and top, a list of the topk classes and their probabilities. --csv prints one line per image and class:
-file, rank, class, probability. A class without a name is given by its number.
+probability, and top, a list of the topk classes and their probabilities. A class without a name is given by its number.
 
 A path that is not there ends the command before anything is computed, with exit code 2. An image that cannot be read is
 named on standard error and left out, the others are predicted, and the exit code is 1.
@@ -147,9 +146,6 @@ def show(
     if options.json:
         images = [each.as_json() for each in predictions]
         stream.write(as_json({"preprocessing": preprocessing, "images": images}).decode())
-    elif options.csv:
-        rows = [[each.file, rank, *pair] for each in predictions for rank, pair in enumerate(each.top, 1)]
-        stream.write(csv_text([["file", "rank", "class", "probability"], *rows]))
     else:
         width = max((len(one_line(each.file)) for each in predictions), default=0)
         for each in predictions:
@@ -183,9 +179,7 @@ def main() -> None:
     parser = build_parser(PROG, "CHECKPOINT IMAGE... [options]", "Name the classes of images.", EPILOG)
     add_options(parser, "a checkpoint, an exported file, or the name of published weights")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="files, folders, or - for paths on standard input")
-    forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
-    forms.add_argument("--csv", action="store_true", help="print comma-separated values")
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
     add_machine_options(parser, batch_size=32)
     parser.add_argument("--classes", metavar="FILE", type=Path, help="names of the classes, one per line")

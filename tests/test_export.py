@@ -1,8 +1,6 @@
 """scripts/export.py and predict.py: every form holds the checkpoint's model, by plain torchvision as the oracle."""
 
-import csv
 import hashlib
-import io
 import json
 import os
 import re
@@ -256,20 +254,13 @@ def test_published_weights_are_opened_by_name(tmp_path):
     assert prediction["probability"] == pytest.approx(expected.max().item(), abs=TOLERANCE)
 
 
-def test_table_and_csv_say_the_same(made, tmp_path):
+def test_the_table_says_the_same(made, tmp_path):
     checkpoint, _, _, files = made
     hostile = tmp_path / "a <b>&, 'c'.jpg"
     hostile.write_bytes(Path(files[0]).read_bytes())
     files = [*files, str(hostile)]
     _, output = run_tool(tmp_path, "predict", checkpoint, *files, "--json")
     predictions = json.loads(output)["images"]
-    _, text = run_tool(tmp_path, "predict", checkpoint, *files, "--csv")
-    rows = list(csv.DictReader(io.StringIO(text)))
-    assert [(row["file"], int(row["rank"]), row["class"], float(row["probability"])) for row in rows] == [
-        (each["file"], rank, top["class"], pytest.approx(top["probability"], abs=1e-6))
-        for each in predictions
-        for rank, top in enumerate(each["top"], 1)
-    ]
     _, table = run_tool(tmp_path, "predict", checkpoint, *files)
     for line, each in zip(table.splitlines(), predictions, strict=True):
         assert line.startswith(each["file"])

@@ -202,5 +202,5 @@ def test_deep_grey_is_scaled_wherever_a_file_is_read(tmp_path):
     path = tmp_path / "grey.png"
     path.write_bytes(encoded(numpy.full((40, 40), 10537, numpy.uint16), "PNG"))
     assert predict.open_image(path).getpixel((7, 7)) == (41, 41, 41)  # 10537 / 257
-    small = pack.shrink(load_image(path.read_bytes()), px=16, quality=95)
+    small = pack.shrink(load_image(path.read_bytes()), 16)
     assert Image.open(io.BytesIO(small)).getpixel((7, 7)) == (41, 41, 41)

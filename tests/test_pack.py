@@ -122,7 +122,7 @@ def test_noise_is_not_too_much_for_pillows_buffer():
     image = Image.fromarray(noise.numpy())
     with pytest.raises(OSError, match="broken data stream"):
         image.save(io.BytesIO(), "JPEG", quality=90, optimize=True)
-    assert Image.open(io.BytesIO(pack.shrink(image, px=300, quality=90))).size == (300, 300)
+    assert Image.open(io.BytesIO(pack.shrink(image, 300))).size == (300, 300)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,6 @@ def test_another_source_or_other_settings_are_refused(source, short_side, tmp_pa
     for folder, argv, words in [
         (source, "--short-side 49", "px is 49 and was 48"),
         (changed, "--short-side 48", f"val images is {14 + NUM_ODD} and was {15 + NUM_ODD}"),
-        (source, "--short-side 48 --quality 91", "quality is 91 and was 90"),
         (source, "--short-side 48 --splits val", "splits is"),
     ]:  # fmt: skip
         assert words in error_line(run(tmp_path, "--data-path", folder, out, *argv.split()), 2)
@@ -220,7 +219,6 @@ BAD_COMMANDS = [
     ("{tmp}/out --short-side 9", "--data-path is needed"),
     ("--data-path {source} {tmp}/out --short-side 9 --splits test", "has no test/"),
     ("--data-path {source} {tmp}/out --short-side 9 --splits val val", "each once"),
-    ("--data-path {source} {tmp}/out --short-side 9 --quality 101", "from 1 to 100"),
     ("--data-path {tmp}/dots {tmp}/out --short-side 9 --splits train", "class '..'"),
     ("--verify {tmp}/tars", "there is no manifest.json"),
     ("--verify {tmp}/damaged", "manifest.json is damaged; choose another OUT"),
