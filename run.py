@@ -29,9 +29,8 @@ from errors import PreemptedError, StorageError, UserError, loader_killed
 from files import write_atomically
 from gradients import ShardedStep
 from metrics import Accuracy, Metric, Tally
-from monitoring.bottleneck import RECORDED, StepClock, describe_bottleneck, find_shares
 from monitoring.console import first_lines, last_lines, log
-from monitoring.gauges import Gauges
+from monitoring.gauges import Clock, Gauges
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
 from monitoring.profile import build_profile
@@ -147,7 +146,7 @@ class Run(BareRun):
         self.gauges = Gauges(args, parts, device)
         self.due = []  # records of windows that have ended, without values that are still on the device
         self.status = StatusFile(own_folder, self.state)
-        self.clock = StepClock(self.model, device, args.world_size)
+        self.clock = Clock()
         is_profiled = args.profile and collectives.is_main_process()
         is_cuda = device.type == "cuda"
         self.profile = build_profile(args.profile, self.folder, is_cuda=is_cuda) if is_profiled else None
@@ -276,33 +275,24 @@ class Run(BareRun):
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
         self.number = self.state.step
-        self.clock.begin()
         self.lr_scheduler.set_position(epoch, step, self.state.steps_per_epoch)
         last = self.args.epochs * self.state.steps_per_epoch
         self.is_record_due = (self.state.step + 1) % self.args.print_freq == 0 or self.state.step + 1 == last
-
-    def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
-        """Take a shard's results after its passes: see `BareRun`."""
-        self.clock.end_backward()
-        super().measure(loss, output, target, index)
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
         self.state.advance()
         self.watchdog.beat()
-        start_s = time.perf_counter()
         decision = self.decisions.result(*self.vote())  # of the step before
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if metric_logger.is_line_due or is_due or not self.has_steps_left or decision != CONTINUE:
             # Decide on this step too: the collectives below wait a day for slow disks, so detect a hung rank here.
             decision = self.decisions.decide(*self.vote())
-        self.clock.agreed(start_s)
         self.clock.count(metric_logger.wait_s)
         if self.is_record_due:
             self.due.append({**self.here, **self.gauges.read(grad_norm)})
         if metric_logger.is_line_due:
             self.log(metric_logger)
-        self.clock.end(is_read=metric_logger.is_line_due)
         if self.profile is not None:
             self.profile.step()
         if decision.is_written:
@@ -334,16 +324,6 @@ class Run(BareRun):
         raise PreemptedError(f"{done}, saved in {time.perf_counter() - start:.1f} s")
 
     # Around an evaluation
-
-    def end_epoch(self) -> None:
-        """Save an epoch that has been trained; print its bottleneck. Collective."""
-        shares = find_shares(self.clock.gather())
-        if shares is not None:
-            print(f"Epoch: [{self.state.epoch}] {describe_bottleneck(shares, self.args)}")
-            self.monitor.write(
-                "bottleneck", self.state.step, self.state.epoch, **dict(zip(RECORDED, shares, strict=False))
-            )
-        self.save()
 
     def evaluated(self, kind: str, data_loader: Any) -> tuple[WatchedLoader, Callable[..., None]]:
         """Return a loader on which all ranks stop at the same batch after a signal, and the observer of its outputs."""

@@ -1,7 +1,8 @@
-"""Measure the training beside its metrics: norms, rates and memory."""
+"""Measure the training beside its metrics: time, norms, rates and memory."""
 
 import resource
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,33 @@ def peak_memory_gib() -> float:
                 return int(line.split()[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class Clock:
+    """Counts the steps of a run, their seconds, and those of waiting for data; it does not read the device."""
+
+    def __init__(self) -> None:
+        self._totals = [0, 0.0, 0.0]  # steps, seconds of training, of these waiting for data
+        self._seen = {}  # the totals at each reader's last call
+        self.start_epoch()
+
+    def start_epoch(self) -> None:
+        """Leave out the time since the last step: that between two epochs does not count."""
+        self._mark_s, self._waited_s = time.perf_counter(), 0.0
+
+    def count(self, waited_s: float) -> None:
+        """Count a step; `waited_s` is the time that the epoch has waited for data so far."""
+        self._totals[0] += 1
+        self._totals[2] += waited_s - self._waited_s
+        self._waited_s = waited_s
+
+    def since(self, reader: str) -> tuple[int, float, float]:
+        """Return the steps, their seconds, and those of waiting for data since the reader's last call."""
+        now_s = time.perf_counter()  # the host may have waited for the device since the last step
+        self._totals[1] += now_s - self._mark_s
+        self._mark_s = now_s
+        before, self._seen[reader] = self._seen.get(reader, (0, 0.0, 0.0)), tuple(self._totals)
+        return tuple(now - then for now, then in zip(self._totals, before, strict=True))
 
 
 class Gauges:

@@ -25,7 +25,7 @@ MACHINE_FIELDS = {
 }  # fmt: skip
 
 # Kinds of records that are written before an epoch is saved; the others, of evaluations, come after that.
-OF_TRAINING = {"train", "epoch", "bottleneck"}
+OF_TRAINING = {"train", "epoch"}
 
 
 class Monitor:

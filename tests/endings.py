@@ -117,13 +117,9 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def _read_records(path: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl, but for what the machine decides, as bottlenecks."""
+    """Return the lines of metrics.jsonl, but for what the machine decides."""
     records = map(json.loads, path.read_text().splitlines())
-    return [
-        {key: value for key, value in record.items() if key not in MACHINE_FIELDS}
-        for record in records
-        if record["kind"] != "bottleneck"
-    ]
+    return [{key: value for key, value in record.items() if key not in MACHINE_FIELDS} for record in records]
 
 
 def _read_status(path: Path) -> dict:
@@ -148,7 +144,6 @@ def read_points(folder: Path) -> dict[str, list[tuple]]:
             (event.step, None if tag.split("/")[-1] in MACHINE_FIELDS else event.value) for event in events.Scalars(tag)
         ]
         for tag in events.Tags()["scalars"]
-        if not tag.startswith("bottleneck/")
     }
 
 

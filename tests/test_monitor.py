@@ -5,6 +5,7 @@ import json
 import re
 import statistics
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkpointing.finder import OWN_FILES
-from monitoring import profile
+from monitoring import gauges, profile
 from monitoring.events import NOT_DRAWN
 from monitoring.monitor import MACHINE_FIELDS, read_records
 from scripts.report import write_report
@@ -119,6 +120,19 @@ def test_norms_and_rates_are_those_of_the_checkpoint(finished):
     assert len(weights) == len(trained)
     norm = sum(weight.double().square().sum() for weight in weights).sqrt().item()
     assert record["weight_norm"] == pytest.approx(norm, rel=1e-6)
+
+
+def test_a_clock_tells_each_reader_what_came_since_its_last_call():
+    clock, found = gauges.Clock(), []
+    for waits_s in ([0.25, 0.5], [1.0]):  # of two epochs; a loop counts those of its own epoch
+        clock.start_epoch()
+        for step in range(len(waits_s)):
+            time.sleep(0.01)
+            clock.count(sum(waits_s[: step + 1]))
+        found.append(clock.since("line"))
+    found.append(clock.since("record"))
+    assert [(steps, wait_s) for steps, _, wait_s in found] == [(2, 0.5 + 0.25), (1, 1.0), (3, 1.75)]
+    assert all(train_s >= 0.01 * steps for steps, train_s, _ in found)
 
 
 def test_the_loss_scale_is_recorded_under_float16(image_folder, tmp_path):
