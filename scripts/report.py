@@ -25,13 +25,12 @@ from scripts import tool
 PROG = "python -m scripts.report"
 
 EXAMPLES = """examples:
-  python -m scripts.report runs/digits                      writes runs/digits/report.html and curves.png
+  python -m scripts.report runs/digits                      writes runs/digits/report.html
   python -m scripts.report runs/a runs/b                    compares two runs in comparison.html
   python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed alone are one band
 
-The page of one run has its curves, a table of epochs, confusion and calibration, pictures, bottlenecks, starts, recipe
-and environment. That of several runs has the options that differ, one plot of all runs for each measure, and results
-with their spread. Needs matplotlib.
+The page of one run has its curves, a table of epochs, confusion, pictures, recipe and environment. That of several runs
+has the options that differ, one plot of all runs for each measure, and results with their spread. Needs matplotlib.
 """
 KINDS = {
     "train": "training", "val": "validation", "val_ema": "validation, averaged weights", "minival": "minival",
@@ -42,9 +41,6 @@ PANELS = {
     **{name: curve["title"] for name, curve in CURVES.items()}, "lr": "learning rate", "images_per_s": "images/s",
     "data_wait": "share of time waiting for data", "grad_norm": "norm of the gradients", "memory_gib": "memory, GiB",
 }  # fmt: skip
-# The beginnings of two kinds of lines in log.txt: the bottleneck of an epoch, and the head of a start.
-BOTTLENECK, START = re.compile(r"Epoch: \[\d+\] (bound by|balanced)"), re.compile(r"==== ")
-BINS = ("images", "hits", "confidence")
 _LARGEST = 32 << 20
 
 # With this policy the browser itself refuses to load anything from elsewhere.
@@ -138,13 +134,13 @@ def draw_curves(groups: dict[str, list[LoggedRun]]) -> Any:
     return figure
 
 
-def draw_counts(counts: dict[str, Any]) -> Any:
-    """Return a figure of an evaluation's confusion and calibration, from `picture-counts-STEP.json`."""
-    figure = new_figure(13, 6)
-    figure.suptitle(plain(f"{counts['kind']} after step {counts['step']}"))
+def draw_confusion(counts: dict[str, Any]) -> Any:
+    """Return a figure of an evaluation's confusion, from `picture-counts-STEP.json`."""
     names = [plain(name)[:24] for name in counts["classes"]]
     confusion = [[count / max(sum(row), 1) for count in row] for row in counts["confusion"]]
-    axis = figure.add_subplot(1, 2, 1, title="confusion: true class (rows), predicted (columns)")
+    figure = new_figure(7, 6)
+    title = plain(f"confusion: true class (rows), predicted (columns); {counts['kind']} after step {counts['step']}")
+    axis = figure.add_subplot(1, 1, 1, title=title)
     axis.imshow(confusion, cmap="Blues", vmin=0, vmax=1)
     axis.set_yticks(range(len(names)), names)
     axis.set_xticks(range(len(names) + 1), [*names, "other"], rotation=90)
@@ -152,13 +148,6 @@ def draw_counts(counts: dict[str, Any]) -> Any:
         if count := counts["confusion"][row][column]:
             ink = "white" if confusion[row][column] > 0.5 else "black"
             axis.text(column, row, count, ha="center", va="center", color=ink, fontsize=7)
-    bins = [bin for bin in zip(*(counts["calibration"][name] for name in BINS), strict=True) if bin[0]]
-    error = sum(abs(hits - confidence) for _, hits, confidence in bins) / sum(images for images, _, _ in bins)
-    title = f"calibration: expected error {error:.2%}, {len(counts['calibration']['images'])} bins"
-    axis = figure.add_subplot(1, 2, 2, title=title, xlabel="mean confidence", ylabel="accuracy", aspect="equal")
-    axis.plot([0, 1], [0, 1], color="grey", linewidth=1)
-    axis.plot([each[2] / each[0] for each in bins], [each[1] / each[0] for each in bins], marker="o")
-    axis.grid(alpha=0.3)
     return figure
 
 
@@ -175,16 +164,16 @@ def plain(text: str) -> str:
     return one_line(text).replace("$", r"\$")
 
 
-def saved(figure: Any, form: str) -> bytes:
-    """Return a figure as a file's content."""
-    content = io.BytesIO()
-    figure.savefig(content, format=form, dpi=100)
-    return content.getvalue()
-
-
 def embedded(content: bytes, name: str, form: str) -> str:
     """Return HTML that shows a picture which it contains; no code in it can run."""
     return f'<img alt="{escape(name)}" src="data:image/{form};base64,{base64.b64encode(content).decode()}">'
+
+
+def drawn(figure: Any, name: str) -> str:
+    """Return HTML that shows a figure."""
+    content = io.BytesIO()
+    figure.savefig(content, format="svg")
+    return embedded(content.getvalue(), name, "svg+xml")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -214,12 +203,12 @@ def epochs_table(run: LoggedRun) -> str:
 
 
 def show_pictures(run: LoggedRun) -> str:
-    """Return the newest picture of each kind in a run's folder, and the confusion and calibration of its counts."""
+    """Return the newest picture of each kind in a run's folder, and the confusion of its counts."""
     newest = {re.sub(r"-?\d+$", "", path.stem): path.name for path in sorted(run.folder.glob("picture*.*"))}
     counts, parts = newest.pop("picture-counts", None), []
-    with suppress(ValueError, KeyError, TypeError, ZeroDivisionError):  # damaged or none
-        figure = draw_counts(json.loads(run.read(counts))) if counts else None
-        parts = [f"<h3>{escape(counts)}</h3>", embedded(saved(figure, "svg"), counts, "svg+xml")] if figure else []
+    if counts:
+        with suppress(ValueError, KeyError, TypeError):  # damaged
+            parts = [drawn(draw_confusion(json.loads(run.read(counts))), counts)]
     for name in newest.values():
         if content := run.read(name):
             parts += [f"<h3>{escape(name)}</h3>", embedded(content, name, "png")]
@@ -232,29 +221,19 @@ def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
     return [row for n, v in pairs for row in (flat(v, f"{n}.") if isinstance(v, dict) else [(n, v)])]
 
 
-def show_curves(figure: Any) -> str:
-    """Return HTML with the figure of `draw_curves`."""
-    return "<p>No records yet.</p>" if figure is None else embedded(saved(figure, "svg"), "curves", "svg+xml")
-
-
-def describe_run(run: LoggedRun, figure: Any) -> str:
-    """Return the page of one run, without its head."""
-    log = run.read("log.txt").decode(errors="replace").splitlines()
-    parts = {
+def describe_run(run: LoggedRun) -> dict[str, str]:
+    """Return the sections of one run by their titles, beside its curves."""
+    return {
         "Status": table(["file", "status.json"], flat(read_json(run.folder / "status.json"))),
-        "Curves": show_curves(figure),
         "Epochs": epochs_table(run),
-        "Bottlenecks": table(["of each epoch"], [[line] for line in log if BOTTLENECK.match(line)]),
-        "Starts": table(["from log.txt"], [[line] for line in log if START.match(line)]),
         "Pictures": show_pictures(run),
         "Environment": table(["file", "run.json"], flat(read_json(run.folder / "run.json"))),
         "Recipe": f"<pre>{escape(run.recipe)}</pre>",
     }
-    return "".join(f"<h2>{title}</h2>{content}" for title, content in parts.items() if content)
 
 
-def compare_runs(groups: dict[str, list[LoggedRun]], figure: Any) -> str:
-    """Return the page of several runs, without its head."""
+def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:
+    """Return the sections of several runs by their titles, beside their curves."""
     runs, results = [run for group in groups.values() for run in group], []
     names = dict.fromkeys(name for run in runs for name in run.options)
     differing = [n for n in names if len({json.dumps(run.options.get(n), default=str) for run in runs}) > 1]
@@ -265,28 +244,25 @@ def compare_runs(groups: dict[str, list[LoggedRun]], figure: Any) -> str:
             if last:
                 spreads = f"{spread(last):.2g}" if len(last) > 1 else ""
                 results.append([label, f"{kind} {name}", len(last), statistics.fmean(last), spreads])
-    return (
-        f"<h2>Options that differ</h2>{table(['run', *differing], options)}<h2>Curves</h2>{show_curves(figure)}"
-        "<p>Runs that differ only in their seed are one line, their mean, in a band of one standard deviation each way."
-        f"<h2>Last results</h2>{table(['runs', 'measure', 'number', 'mean', 'standard deviation'], results)}"
-    )
+    note = "<p>Runs that differ only in their seed are one line, their mean, in a band of one standard deviation."
+    return {
+        "Options that differ": table(["run", *differing], options) + note,
+        "Last results": table(["runs", "measure", "number", "mean", "standard deviation"], results),
+    }
 
 
-def write_report(folders: list[Path], out: Path | None = None) -> list[Path]:
-    """Write the page of one run or of several, and return the paths of all files; UserError as `LoggedRun`."""
+def write_report(folders: list[Path], out: Path | None = None) -> Path:
+    """Write the page of one run or of several, and return its path; UserError as `LoggedRun`."""
     runs = [LoggedRun(folder) for folder in dict.fromkeys(folders)]
-    groups = group_seeds(runs)
-    figure, files = draw_curves(groups), {}
-    if len(runs) > 1:
-        title, path, content = f"{len(runs)} runs", out or Path("comparison.html"), compare_runs(groups, figure)
-    else:
-        title, path, content = runs[0].name, out or runs[0].folder / "report.html", describe_run(runs[0], figure)
-        files = {runs[0].folder / "curves.png": saved(figure, "png")} if figure and out is None else {}
-    page = f"{HEAD.format(title=escape(title))}{content}</body></html>\n"
-    files = {path: page.encode(errors="backslashreplace"), **files}
-    for path, content in files.items():
-        tool.write_output(path, content, "--out")
-    return list(files)
+    groups, is_one = group_seeds(runs), len(runs) == 1
+    figure = draw_curves(groups)
+    curves = {"Curves": drawn(figure, "curves") if figure else "<p>No records yet.</p>"}
+    sections = curves | (describe_run(runs[0]) if is_one else compare_runs(groups))
+    body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections.items() if content)
+    head = HEAD.format(title=escape(runs[0].name) if is_one else f"{len(runs)} runs")
+    path = out or (runs[0].folder / "report.html" if is_one else Path("comparison.html"))
+    tool.write_output(path, f"{head}{body}</body></html>\n".encode(errors="backslashreplace"), "--out")
+    return path
 
 
 def main() -> None:
@@ -300,7 +276,7 @@ def main() -> None:
 
     def work() -> None:
         options = parser.parse_args()
-        print(f"wrote {', '.join(map(str, write_report(options.runs, options.out)))}")
+        print(f"wrote {write_report(options.runs, options.out)}")
 
     tool.run(PROG, work, "interrupted; nothing written")
 
