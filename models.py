@@ -17,6 +17,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
 
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from files import own_temporary_folder
@@ -58,15 +59,28 @@ def check_model(args: Any) -> None:
     check_name(args.model)
     if args.test_only and args.resume:
         return
-    try:
-        with torch.device("meta"):
-            model = build_model(args, 1000)
-    except UserError:
-        raise
-    except Exception:  # a few models compute while they are built, which needs memory
-        model = build_model(args, 1000)
+    model = build_without_memory(args, 1000)
     if split_custom(args.model) is None:
         check_sizes(model, args)
+
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """Puts weights and statistics that layers allocate on the meta device; RegNet computes with other tensors."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = {} if kwargs is None else kwargs
+        if function in (torch.empty, torch.zeros, torch.ones) and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+def build_without_memory(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """Return what `build_model` does, of weights on the meta device unless the model computes with its own."""
+    try:
+        with _WeightsOnMeta():
+            return build_model(args, num_classes, weights)
+    except Exception:  # a user's mistake too, which this finds again
+        return build_model(args, num_classes, weights)
 
 
 def build_model(
@@ -152,8 +166,7 @@ def _build_library(args: Any, num_classes: int) -> nn.Module:
     try:
         model = build(num_classes=num_classes, **{**options, **given})
     except Exception as error:
-        # Some models compute while they are built, and cannot without memory.
-        if isinstance(error, RuntimeError) and (not given or torch.get_default_device().type == "meta"):
+        if isinstance(error, RuntimeError) and not given:  # such as one of memory
             raise
         words = f" --model-kwargs {' '.join(args.model_kwargs)}" if given else ""
         with in_one_line(f"--model {args.model} cannot be built with --val-crop-size {args.val_crop_size}{words}"):

@@ -199,7 +199,7 @@ OPTIONS = {
                help="print the recipes, or those whose text holds this word, or one whole recipe by its name, and "
                     "exit"),
         Option("--dry-run", default=False, resume=FREE,
-               help="print the data, model, batches, steps, learning rates and memory of the run and its whole recipe, "
+               help="print the data, model, batches, steps and learning rates of the run and its whole recipe, "
                     "and exit"),
     ],
     "data": [
@@ -449,9 +449,6 @@ OPTIONS = {
     ],
     "monitoring": [
         Option("--print-freq", default=10, at_least=1, resume=FREE, help="print a log line every N steps"),
-        Option("--log-to", metavar="NAMES", resume=FREE, recipe=NEVER,
-               help="services that the records are sent to besides metrics.jsonl and TensorBoard, separated by "
-                    "commas: wandb, mlflow; their packages are optional"),
         Option("--profile", metavar="STEPS", type=int, at_least=1, at_most=1000, resume=SILENT, recipe=NEVER,
                help="trace this many steps into trace.json.gz in the output folder, for Perfetto or chrome://tracing, "
                     "and print the longest operators"),
@@ -500,10 +497,11 @@ REMOVED = {
     "worker-type": "process", "train-split": "train", "val-split": "val", "val-path": None, "limit-train-images": None,
     "limit-val-images": None, "early-stop": None, "eval-batch-size": None, "decode-device": "cpu",
     "prefetch-factor": 2, "mixup-prob": 1.0, "mixup-switch-prob": 0.5, "mixup-off-epoch": None, "keep-every": None,
-    "grad-compression": "none", "distillation-temperature": 3.0, "decoder": "pillow",
+    "grad-compression": "none", "distillation-temperature": 3.0, "decoder": "pillow", "log-to": None,
 }  # fmt: skip
 FREELY_REMOVED = {
     "worker-type", "train-split", "val-split", "val-path", "early-stop", "prefetch-factor", "keep-every",
+    "log-to",
 }  # fmt: skip
 
 # The end of every message that refuses code which a file names.

@@ -141,7 +141,7 @@ class Run(BareRun):
         self.begun = self.saved = self.saving = self.position  # nothing to save yet
         self.resumed_means = self.epoch_tally.peek()  # of the images of a resumed epoch before this start
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
-        self.monitor = Monitor(own_folder, self.state, args.log_to)
+        self.monitor = Monitor(own_folder, self.state)
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
         self.gauges = Gauges(args, parts, device)
         self.due = []  # records of windows that have ended, without values that are still on the device

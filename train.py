@@ -31,7 +31,6 @@ from errors import PreemptedError, UserError, end_by, end_process
 from loading.loader import check_memory
 from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_lines
 from monitoring.console import log
-from monitoring.mirrors import check_mirrors
 from monitoring.preview import preview
 from options import defaults, get_args_parser
 from presets import build_presets
@@ -185,7 +184,6 @@ def join(args, notes):
     decisions = StepDecisions(take_signals(is_training=not args.test_only))
     models.set_up_threads(args)
     collectives.setup_for_distributed(args.rank == 0)
-    check_mirrors(args)
     if args.rank == 0 and not args.test_only:
         log.keep()
     for line in notes:
@@ -282,7 +280,7 @@ def cli(args=None):
         if args.dry_run:
             take_signals(is_training=False)
             build_presets(args)  # finds out whether the augmentation exists
-            text = preview(args, is_estimated=True)  # after which only the first of several processes prints
+            text = preview(args)  # after which only the first of several processes prints
             print(text)
         else:
             main(args)

@@ -1,4 +1,4 @@
-"""Write the records of a run: metrics.jsonl, TensorBoard's file, which is made from it, and mirrors."""
+"""Write the records of a run: metrics.jsonl, and TensorBoard's file, which is made from it."""
 
 import json
 import math
@@ -15,7 +15,6 @@ from checkpointing.checkpoint import RunState
 from errors import StorageError, attempt
 from files import explain_failure, open_regular, sync_folder, write_atomically
 from monitoring.events import EventFile
-from monitoring.mirrors import Mirrors
 from monitoring.records import read_records
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
@@ -29,11 +28,10 @@ OF_TRAINING = {"train", "epoch"}
 
 
 class Monitor:
-    """Writes metrics.jsonl, TensorBoard's events and mirrors of one run; nothing if the folder is None."""
+    """Writes metrics.jsonl and TensorBoard's events of one run; nothing if the folder is None."""
 
-    def __init__(self, folder: Path | None, run: RunState, log_to: str | None = None) -> None:
+    def __init__(self, folder: Path | None, run: RunState) -> None:
         self.folder, self.run = folder, run
-        self.mirrors = Mirrors(folder, run, log_to)
         self._pending = b""  # records that could not be written, as on a full disk; written with the next one
         self._events = None  # after a failure the next record writes the file again
 
@@ -54,7 +52,6 @@ class Monitor:
         self._hours = max((r["hours"] for r in records if isinstance(r.get("hours"), float)), default=0.0)
         self._opened_s = time.monotonic()
         self._update_events()
-        self.mirrors.open()
 
     def __enter__(self) -> "Monitor":
         return self
@@ -65,7 +62,6 @@ class Monitor:
             self._update_events()
             if self._events is not None:
                 self._events.close()
-            self.mirrors.close(is_finished=error is None)
             self._file.close()
 
     def records(self, note: Callable[[str], None] | None = None) -> list[dict]:
@@ -95,7 +91,6 @@ class Monitor:
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._write_pending()
         self._update_events(record)
-        self.mirrors.add(record)
 
     def _write_pending(self) -> None:
         def write() -> None:
@@ -110,7 +105,7 @@ class Monitor:
         def update() -> None:
             events, self._events = self._events, None
             if events is None:
-                events = EventFile(self.folder, self.run, self.records())
+                events = EventFile(self.folder, self.records())
             elif record is not None:
                 events.add(record)
             self._events = events

@@ -1,4 +1,4 @@
-"""Draw a run's first batch and the mistakes of its evaluations; count confusions and calibration for its report."""
+"""Draw a run's first batch and the mistakes of its evaluations; count confusions for its report."""
 
 import io
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,6 @@ NUM_IMAGES, NUM_COLUMNS, SMALLEST_PX, LARGEST_PX, CELL_PX = 16, 4, 96, 160, 132
 HEAD_PX, LINE_PX, GAP_PX, INK = 24, 14, 8, (40, 40, 40)
 
 NUM_CLASSES = 16  # most classes of a confusion matrix
-NUM_BINS = 15  # bins of confidence in a calibration
 
 
 class Predictions(NamedTuple):
@@ -61,13 +60,6 @@ def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> 
     rows, columns = places[found.target], places[found.predicted]
     size = len(chosen) + 1
     return numpy.bincount(rows * size + columns, minlength=size * size).reshape(size, size)[:-1]
-
-
-def count_calibration(found: Predictions) -> dict[str, list[float]]:
-    """Return the images, hits and sums of confidences in bins of equal width; a bin holds its upper edge."""
-    bins = numpy.searchsorted(numpy.linspace(0, 1, NUM_BINS + 1)[1:-1], found.confidence)
-    weights = {"images": None, "hits": ~found.is_wrong, "confidence": found.confidence}
-    return {name: numpy.bincount(bins, each, NUM_BINS).tolist() for name, each in weights.items()}
 
 
 @cache
@@ -130,8 +122,8 @@ def _shown(image: Image.Image) -> Image.Image:
 class Pictures:
     """Draws pictures of a run into its folder, the same after any restart; none of synthetic images.
 
-    A picture that fails prints one warning and ends no run. Those of the evaluations after epochs 1, 2, 4, 8 and so on,
-    of the best and of the newest one are kept. The counts for confusion and calibration are a file beside them.
+    A picture that fails prints one warning and ends no run. Those of the first batch, of the best evaluation and of the
+    newest one are kept. The counts for confusion are a file beside them.
 
     Args:
         folder: the output folder; None for a process that draws nothing.
@@ -214,14 +206,12 @@ class Pictures:
             "step": self.run.step,
             "classes": [self.val.classes[label] for label in chosen],
             "confusion": count_confusion(found, chosen, num_classes).tolist(),
-            "calibration": count_calibration(found),
         }
         write_json(self.folder / f"picture-counts-{self.run.step:08d}.json", counts)
 
     def _remove_old(self) -> None:
         best = self.run.bests[BEST_NAMES[self.kind]] or {}
         for path in own_files(self.folder, PICTURES):
-            step = int(PICTURES.fullmatch(path.name)["step"])
-            is_kept = step in (self.run.step, best.get("step"))
-            if not is_kept and (step // self.run.steps_per_epoch).bit_count() > 1:
+            picture = PICTURES.fullmatch(path.name)
+            if picture["tag"] != "first-batch" and int(picture["step"]) not in (best.get("step"), self.run.step):
                 path.unlink()

@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import config
 import models
 import optim
@@ -17,19 +15,16 @@ from errors import UserError
 from loading.forms import find_sources, open_source
 from loading.loader import check_memory
 from loading.source import minival_numbers
-from monitoring import estimate
-from monitoring.mirrors import check_mirrors
 from sampler import VirtualShards
 
 # ImageNet-1k, which a preview without data assumes.
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
 
 
-def preview(args: Any, *, is_estimated: bool = False) -> str:
+def preview(args: Any) -> str:
     """Return the text of `--dry-run`. It reads no image, writes to no output folder and needs no particular device.
 
-    If a launcher started several processes, only the first can print afterwards. `is_estimated` also estimates memory,
-    which takes seconds.
+    If a launcher started several processes, only the first can print afterwards.
 
     Raises:
         UserError: the options cannot be used together.
@@ -37,7 +32,6 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     optim.check_schedule(args)
     check_memory(args)
     config.find_device(args)
-    check_mirrors(args)
     if args.resume not in ("", "auto") and not Path(args.resume).is_file():
         raise UserError(f"--resume {args.resume} is not a file")
     launch = read_launch(world_size=args.world_size)
@@ -53,7 +47,7 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
     models.check_model(args)
-    model = estimate.build_without_memory(args, num_classes)
+    model = models.build_without_memory(args, num_classes)
     _check_weights(args, num_classes)
     groups = optim.build_parameter_groups(args, model)
     optimizer = optim.build_optimizer(args, groups)
@@ -81,8 +75,6 @@ def preview(args: Any, *, is_estimated: bool = False) -> str:
         *reference_lines(args),
         f"learning rate at the start of epoch {', '.join(rates)}",
     ]
-    if is_estimated:
-        lines.append(estimate.describe(args, num_classes))
     return "\n".join([*(f"# {line}" for line in lines), "", config.write_recipe(args)])
 
 
@@ -90,11 +82,10 @@ def _check_weights(args: Any, num_classes: int) -> None:
     """Raise UserError if the names or shapes in the file of `--weights` are not those of the model."""
     if args.weights and not args.resume and Path(args.weights).is_file():
         weights = read_weights(args.weights, is_average=args.ema)
-        weights.update({name: tensor.to("meta") for name, tensor in weights.items()})
         # Without data the number of classes is assumed.
         is_known = args.data_path is not None or args.synthetic is not None
-        with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
-            models.build_model(args.replaced(test_only=args.test_only and is_known), num_classes, weights)
+        with contextlib.redirect_stdout(sys.stderr):
+            models.build_without_memory(args.replaced(test_only=args.test_only and is_known), num_classes, weights)
 
 
 def count_images(args: Any) -> tuple[int, int, str]:

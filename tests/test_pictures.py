@@ -32,19 +32,9 @@ def predictions(num_images=3000, num_classes=30, seed=0):
 
 
 def test_the_numbers_are_those_of_scikit_learn():
-    from sklearn import calibration
     from sklearn.metrics import confusion_matrix
 
     found = predictions()
-    correct = found.predicted == found.target
-
-    images, hits, confidence = map(numpy.array, pictures.count_calibration(found).values())
-    shares, sure = calibration.calibration_curve(correct, found.confidence, n_bins=15)
-    filled = images > 0
-    assert numpy.allclose((hits / images.clip(1))[filled], shares)
-    assert numpy.allclose((confidence / images.clip(1))[filled], sure)
-    assert images.sum() == len(correct)
-
     whole = confusion_matrix(found.target, found.predicted, labels=range(30))
     chosen = pictures.find_confused(found, 30)
     counts = pictures.count_confusion(found, chosen, 30)
@@ -154,7 +144,7 @@ def test_pictures_of_a_long_run_are_few(image_folder, tmp_path):
             best = {"step": 3 * epoch}
         evaluate(pictures_of(tmp_path, image_folder / "val", step=3 * epoch, bests=best))
     steps = {int(PICTURES.fullmatch(name)["step"]) for name in contents(tmp_path)}
-    assert steps == {3 * epoch for epoch in (1, 2, 4, 8, 16, 32, 25, 40)}
+    assert steps == {3 * 25, 3 * 40}
 
 
 def test_the_first_batch_is_what_the_model_sees(image_folder, tmp_path):
