@@ -5,7 +5,6 @@ import random
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +19,7 @@ import config
 import transforms
 from checkpointing.published import is_stored, take_published_options
 from distributed import collectives
-from errors import BadImageError, ImageError, UserError, counted, one_line
+from errors import BadImageError, ImageError, UserError, counted
 from files import read_bytes
 from loading.decode import decode_plainly
 from loading.forms import check_source, find_sources, open_source
@@ -43,13 +42,11 @@ class IndexedImageFolder(Dataset):
         transform: a preset; or, for `dataset[number]` alone, a function of a PIL image, or None.
         seed: the run's seed, the first part of the address of every draw.
         source: the open source of the images; by default that of the whole split.
-        skips_bad: replace each bad image by another one: `--bad-images skip`.
 
     Raises:
         UserError: the split is not there, or its files are not divided into classes.
     """
 
-    MAX_TRIES = 100  # images that stand in for a bad one
     target_transform = None
 
     def __init__(
@@ -58,10 +55,8 @@ class IndexedImageFolder(Dataset):
         transform: ClassificationPresetTrain | ClassificationPresetEval | ProgressivePreset,
         seed: int = 0,
         source: Source | None = None,
-        *,
-        skips_bad: bool = False,
     ) -> None:
-        self.root, self.transform, self.seed, self.skips_bad = Path(root), transform, seed, skips_bad
+        self.root, self.transform, self.seed = Path(root), transform, seed
         self.index = open_source(self.root) if source is None else source
         self.classes = self.index.classes
 
@@ -97,7 +92,7 @@ class IndexedImageFolder(Dataset):
             ImageError: the image cannot be read; the message names it.
         """
         key = key if isinstance(key, SampleKey) else range(len(self))[key]
-        image, label, _ = self.load(key)
+        image, label = self.load(key)
         label = label if self.target_transform is None else self.target_transform(label)
         preset = self._preset(key)
         if not hasattr(preset, "load"):
@@ -105,32 +100,6 @@ class IndexedImageFolder(Dataset):
         if isinstance(key, SampleKey) and preset.random_erase_prob > 0:
             seed_host(ERASING, self.seed, key.epoch, key, key.repetition)
         return preset.finish(image), label
-
-    def load(self, key: int) -> tuple[Tensor, int, int]:
-        """Return one image as (3, H, W) uint8, its class, and the number of the bad image that it replaces, or -1.
-
-        With `skips_bad` the next good image takes a bad one's place, with its own class and draws: the same one in
-        every process and run.
-
-        Raises:
-            ImageError: the image cannot be read, or the next ninety-nine are bad too; the message names it.
-        """
-        try:
-            return *self._load(key), -1
-        except BadImageError as error:
-            reason = error
-        if not self.skips_bad:
-            advice = "replace it: an evaluation leaves none out"
-            if isinstance(key, SampleKey):
-                advice = "replace it, or give the same command with --resume auto --bad-images skip, to skip it"
-            raise self.error(key, f"{reason}; {advice}") from reason
-        num_tries = min(self.MAX_TRIES, len(self))
-        for step in range(1, num_tries):
-            number = (key + step) % len(self)
-            with suppress(BadImageError):  # the next one may be good
-                other = SampleKey(number, key.epoch, key.repetition) if isinstance(key, SampleKey) else number
-                return *self._load(other), int(key)
-        raise self.error(key, f"{reason}; nor is any of the next {num_tries - 1} good: are these the images?")
 
     def _preset(self, key: int) -> Any:
         """Return the preset of a key's epoch, or of epoch 0 for a plain number; any other transform unchanged."""
@@ -142,12 +111,11 @@ class IndexedImageFolder(Dataset):
         name = self.classes[self.index.label(number)]
         return ImageError(f"cannot read image {self.index.path(number)} (class {name}): {reason}")
 
-    def _load(self, key: int) -> tuple[Any, int]:
-        """Return one image and its class.
+    def load(self, key: int) -> tuple[Any, int]:
+        """Return one image, by a preset (3, H, W) uint8, and its class.
 
         Raises:
-            BadImageError: its bytes are no image, or a damaged one.
-            ImageError: the disk or memory failed at every try.
+            ImageError: its bytes are no image or a damaged one, or the disk or memory failed at every try.
         """
         try:
             payload = with_retries(partial(self.index.read, key))
@@ -156,10 +124,14 @@ class IndexedImageFolder(Dataset):
             reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
             raise self.error(
                 key,
-                f"{reason} (tried {len(RETRY_WAITS_S) + 1} times); its bytes are not at fault, so no other image takes "
-                "its place; check the disk and the memory, and start again",
+                f"{reason} (tried {len(RETRY_WAITS_S) + 1} times); its bytes are not at fault: check the disk and the "
+                "memory, and start again",
             ) from error
-        except (BadImageError, ImageError):
+        except BadImageError as error:
+            raise self.error(
+                key, f"{error}; replace it by a good one of its name; `python -m scripts.check` names all such images"
+            ) from error
+        except ImageError:
             raise
         except Exception as error:  # a bug of ours: keep its traceback
             error.add_note(f"in {self.index.path(key)}")
@@ -224,9 +196,9 @@ class SyntheticImages(IndexedImageFolder):
         source = SyntheticSource(num_images, size_px, num_classes)
         super().__init__(source.root, ClassificationPresetEval(crop_size=size_px), source=source)
 
-    def load(self, key: int) -> tuple[Tensor, int, int]:
-        """Return one image as (3, size_px, size_px) uint8, its class, and -1; equal pixels have equal classes."""
-        return self.index.pool[key % self.index.POOL], self.index.label(key), -1
+    def load(self, key: int) -> tuple[Tensor, int]:
+        """Return one image as (3, size_px, size_px) uint8, and its class; equal pixels have equal classes."""
+        return self.index.pool[key % self.index.POOL], self.index.label(key)
 
 
 def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple[Dataset | None, Dataset]:
@@ -249,8 +221,7 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     source = open_source(Path(traindir)) if rest is None else rest
     if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
         print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
-    skips_bad = args.bad_images == "skip"
-    dataset = IndexedImageFolder(traindir, preset_train, args.seed, source, skips_bad=skips_bad)
+    dataset = IndexedImageFolder(traindir, preset_train, args.seed, source)
     here, there = dataset.classes, dataset_test.classes
     if here != there:
         names = ", ".join(sorted(set(here) ^ set(there))[:3])
@@ -404,16 +375,12 @@ class DeviceLoader:
         device: the device of the batches.
         transform: the batch transform, which runs on the device.
         seed: the run's seed; it, the step and the micro-batch are the address of a training batch's draws.
-
-    Attributes:
-        replaced: the numbers of the images that others replaced in this epoch's batches so far.
     """
 
     def __init__(
         self, loader: BatchLoader, device: torch.device, transform: transforms.BatchTransform, seed: int = 0
     ) -> None:
         self.loader, self.device, self.transform, self.seed = loader, device, transform, seed
-        self.replaced = []
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -437,10 +404,7 @@ class DeviceLoader:
         sampler = self.loader.sampler
         is_training = isinstance(sampler, TrainSampler)
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
-        self.replaced = []
-        for (image, target, replaced), (step, shard) in zip(loaded, addresses, strict=True):
-            # Counted here, since loader processes run ahead, into steps that are never made.
-            self.replaced += replaced[replaced >= 0].tolist()
+        for (image, target), (step, shard) in zip(loaded, addresses, strict=True):
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
@@ -478,22 +442,4 @@ def build_device_loader(
     loader.sampler = sampler
     return DeviceLoader(
         loader, device, train_transform if isinstance(sampler, TrainSampler) else eval_transform, args.seed
-    )
-
-
-def report_images(data_loader: DeviceLoader, epoch: int) -> None:
-    """Print the images of an epoch that others replaced. Collective: every rank must call it."""
-    if not data_loader.dataset.skips_bad:
-        return
-    samples = torch.cat(collectives.all_gather(torch.tensor(data_loader.replaced, dtype=torch.int64)))
-    images = samples.unique().tolist()
-    if not images:
-        return
-    first_step = data_loader.loader.sampler.start_step
-    since = f" since step {first_step}" if first_step else ""
-    index = data_loader.dataset.index
-    paths = ", ".join(one_line(index.path(number)) for number in images[:3]) + (", ..." if len(images) > 3 else "")
-    print(
-        f"Epoch: [{epoch}] {counted(len(images), 'image')} could not be read and had to be replaced{since} "
-        f"({counted(len(samples), 'sample')}): {paths}"
     )

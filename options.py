@@ -210,9 +210,6 @@ OPTIONS = {
                above=0, at_most=0.5, not_with="synthetic",
                help="hold out this fraction of the training images of each class, always the same ones, and evaluate "
                     "on them; val/ is not read and may be missing; above 0, at most 0.5"),
-        Option("--bad-images", default="error", choices=["error", "skip"], resume=FREE, not_with="synthetic|test_only",
-               help="error: stop at a training image that cannot be read; skip: take the next image instead and "
-                    "report the skipped ones after each epoch; an evaluation always stops"),
         Option("--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800, at_least=1, at_most=1 << 40,
                resume="a position is counted in steps of its images",
                help="train on this many made-up images (12800 if no number is given) of 1000 classes; needs no data"),
@@ -498,6 +495,7 @@ REMOVED = {
     "limit-val-images": None, "early-stop": None, "eval-batch-size": None, "decode-device": "cpu",
     "prefetch-factor": 2, "mixup-prob": 1.0, "mixup-switch-prob": 0.5, "mixup-off-epoch": None, "keep-every": None,
     "grad-compression": "none", "distillation-temperature": 3.0, "decoder": "pillow", "log-to": None,
+    "bad-images": "error",
 }  # fmt: skip
 FREELY_REMOVED = {
     "worker-type", "train-split", "val-split", "val-path", "early-stop", "prefetch-factor", "keep-every",

@@ -267,7 +267,6 @@ def main(args):
             if run.has_steps_left:
                 train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler, run)
                 run.save()
-                data.report_images(data_loader, epoch)
             if run.is_evaluation_due:
                 scored = model_without_ddp, model_ema, criterion, loaders, device, metrics, run
                 run.take_results(evaluate_all(args, *scored))

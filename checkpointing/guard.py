@@ -257,7 +257,6 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
     notes = {
-        "bad_images": " (from here on; good images give the same numbers)",
         "threads": " (CPU threads: OMP_NUM_THREADS)",
         "weights": " (not read: the checkpoint has the run's own)",
         "world_size": " (the same samples and augmentation; sums may be rounded otherwise without "

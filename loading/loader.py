@@ -49,24 +49,23 @@ def largest_batch_bytes(args: Any) -> int:
     return args.batch_size * 3 * max(args.train_crop_size, args.val_crop_size) ** 2
 
 
-def collate(samples: list[tuple[Tensor, int, int]], memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def collate(samples: list[tuple[Tensor, int]], memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Put samples into one batch.
 
     Args:
-        samples: (3, H, W) uint8 image, best in channels-last order; its class; the number of the bad image that it
-            replaces, or -1.
+        samples: (3, H, W) uint8 image, best in channels-last order, and its class.
         memory: (bytes,) uint8 to copy the images into; by default new memory.
 
     Returns:
-        (B, 3, H, W) uint8 in channels-last order, (B,) int64 classes, and (B,) int64 numbers of replaced images or -1.
+        (B, 3, H, W) uint8 in channels-last order, and (B,) int64 classes.
     """
-    images, labels, replaced = zip(*samples, strict=True)
+    images, labels = zip(*samples, strict=True)
     shape = (len(samples), *images[0].shape[1:], 3)
     batch = torch.empty(shape, dtype=torch.uint8) if memory is None else _view(memory, shape)
     # By numpy, because torch would copy each image with all its threads.
     for place, image in zip(batch.numpy(), images, strict=True):
         numpy.copyto(place, image.permute(1, 2, 0).numpy())
-    return batch.permute(0, 3, 1, 2), torch.tensor(labels), torch.tensor(replaced)
+    return batch.permute(0, 3, 1, 2), torch.tensor(labels)
 
 
 def _view(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -105,17 +104,17 @@ class _Filler(Dataset):
         self.sets, self.slots = sets, slots
 
     def __getitems__(self, task: tuple[int, int | None, list[int]]) -> tuple:
-        """Return a batch; for one in a slot, the slot's number, the images' shape, and lists of the other columns."""
+        """Return a batch; for one in a slot, the slot's number, the images' shape, and the classes."""
         place, slot, keys = task
         samples = [self.sets[place].load(key) for key in keys]
         if slot is None:
             return collate(samples)
-        image, labels, replaced = collate(samples, self.slots[slot])
-        return slot, image.permute(0, 2, 3, 1).shape, labels.tolist(), replaced.tolist()
+        image, labels = collate(samples, self.slots[slot])
+        return slot, image.permute(0, 2, 3, 1).shape, labels.tolist()
 
 
 class BatchLoader:
-    """Load batches of uint8 images and their other columns, as `collate`, in this process or in worker processes.
+    """Load batches of uint8 images and their classes, as `collate`, in this process or in worker processes.
 
     Workers put images into shared memory and reuse it: a later batch overwrites it, so copy images that are to stay. A
     fresh page of shared memory would cost more than the copy into it. The batches take
@@ -197,7 +196,7 @@ class BatchLoader:
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Begin to load, and return the batches; those of an earlier call, of any of the sets, are lost."""
         number = self._tasks.choose(self._place, self.sampler)
         # The processes start here, and not with the first batch: they end with the thread that starts them.
@@ -215,11 +214,11 @@ class BatchLoader:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _batches(self, loaded: Iterator[tuple], number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _batches(self, loaded: Iterator[tuple], number: int) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in loaded:
             assert number == self._tasks.number or not self.slots
             if self.slots:
-                slot, shape, labels, replaced = batch
-                batch = _view(self.slots[slot], shape).permute(0, 3, 1, 2), torch.tensor(labels), torch.tensor(replaced)
-            image, *columns = batch
-            yield image.pin_memory() if self.pin_memory else image, *columns
+                slot, shape, labels = batch
+                batch = _view(self.slots[slot], shape).permute(0, 3, 1, 2), torch.tensor(labels)
+            image, target = batch
+            yield image.pin_memory() if self.pin_memory else image, target

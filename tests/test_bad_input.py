@@ -78,53 +78,29 @@ def test_one_line_and_exit_code_2(folders, tmp_path, case):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_command_that_a_bad_image_names_goes_on_without_it(tmp_path, workers):
-    """To the weights of a run that skipped from its first step on."""
+def test_a_run_that_a_bad_image_ended_resumes_once_it_is_replaced(tmp_path, workers):
+    """To the weights of a run that never met it."""
     images = write_images(tmp_path / "images", {"train": [5, 4], "val": [1, 1]})
     # The one of nine that the first epoch leaves out.
     bad = sorted((images / "train").rglob("*.jpg"))[torch.randperm(9, generator=torch.Generator().manual_seed(0))[8]]
-    bad.write_bytes(b"")
+    good = bad.read_bytes()
     argv = ["--data-path", str(images), *SMALL, "--epochs", "2", "--batch-size", "2", "--workers", str(workers)]
     argv += ["--checkpoint-steps", "1", "--use-deterministic-algorithms"]
-    whole = [*argv, "--output-dir", str(tmp_path / "whole"), "--bad-images", "skip"]
+    whole = [*argv, "--output-dir", str(tmp_path / "whole")]
     run_ranks(train_rank, 1, whole, log_folder=tmp_path).check()
 
     out = tmp_path / "out"
+    bad.write_bytes(b"")
     outcome = run_ranks(train_rank, 1, [*argv, "--output-dir", str(out)], log_folder=tmp_path)
     assert outcome.codes == [1], outcome.output
     (line,) = [line for line in outcome.output.splitlines() if line.startswith("train.py: error: ")]
     assert f"cannot read image {bad}" in line
     assert "the file is empty" in line
-    command = "--resume auto --bad-images skip"
-    assert f"the same command with {command}, " in line
     assert json.loads((out / "status.json").read_text())["state"] == "failed"
-    outcome = run_ranks(train_rank, 1, [*argv, "--output-dir", str(out), *command.split()], log_folder=tmp_path).check()
-    assert "could not be read and had to be replaced" in outcome.output
-    assert "Epoch: [0]" not in outcome.output
-    assert "bad-images error in the checkpoint, skip now (from here on; good images" in outcome.output
+    bad.write_bytes(good)
+    run_ranks(train_rank, 1, [*argv, "--output-dir", str(out), "--resume", "auto"], log_folder=tmp_path).check()
     found, expected = (torch.load(folder / "checkpoint.pth")["model"] for folder in (out, tmp_path / "whole"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 1)])
-def test_replaced_images_are_counted_over_all_processes(tmp_path, world_size, workers):
-    images = write_images(tmp_path / "images", {"train": [5, 4], "val": [1, 1]})
-    bad = [images / "train" / f"class{name}.jpg" for name in ["0/image001", "0/image004", "1/image000", "1/image002"]]
-    for path in bad:
-        path.write_bytes(b"no image")
-    argv = ["--data-path", str(images), "--output-dir", str(tmp_path / "out"), *SMALL, "--epochs", "2"]
-    argv += ["--batch-size", "2", "--global-batch-size", "4", "--bad-images", "skip", "--workers", str(workers)]
-    outcome = run_ranks(train_rank, world_size, argv, log_folder=tmp_path).check()
-    lines = [line for line in outcome.output.splitlines() if "could not be read" in line]
-    for epoch, line in enumerate(lines):
-        # 8 of 9 images are used an epoch, in the order of torch's DistributedSampler.
-        used = torch.randperm(9, generator=torch.Generator().manual_seed(epoch))[:8].tolist()
-        names = [str(path) for number, path in zip([1, 4, 5, 7], bad, strict=True) if number in used]
-        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        count = f"{len(names)} images could not be read and had to be replaced ({len(names)} samples)"
-        assert line == f"Epoch: [{epoch}] {count}: {listed}"
-    assert len(lines) == 2, outcome.output
 
 
 @pytest.mark.dist

@@ -311,7 +311,6 @@ def lines_about(*argv):
         (["--synthetic", "64", "--crop-scale", "0.2", "--auto-augment", "ra"],
          ["--data-path", "--crop-scale", "--auto-augment"]),
         (["--test-only", "--resume", "a.pth", "--weights", "IMAGENET1K_V1"], ["--weights"]),
-        (["--test-only", "--resume", "a.pth", "--bad-images", "skip"], ["--bad-images"]),
     ],
 )  # fmt: skip
 def test_an_option_without_effect_or_with_an_unlikely_one_is_said(given, expected):

@@ -128,71 +128,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
         with pytest.raises(ImageError, match=rf"{split}/class0/image000.jpg \(class class0\): .") as caught:
             dataset[key]
         assert len(str(caught.value).splitlines()) == 1
-        is_bad = kind not in ("vanished", "a folder")
-        assert ("--resume auto --bad-images skip" in str(caught.value)) == (is_bad and split == "train")
-
-
-@pytest.fixture
-def damaged_folder(tmp_path):
-    """29 training images of three classes, of which 4, 5 and the last cannot be read."""
-    root = write_images(tmp_path / "damaged", {"train": [11, 10, 8], "val": [3, 2, 2]})
-    for name, kind in [
-        ("class0/image004", "truncated"),
-        ("class0/image005", "zero bytes"),
-        ("class2/image007", "bomb"),
-    ]:
-        damage(root / "train" / f"{name}.jpg", kind)
-    return root
-
-
-def test_a_bad_image_is_replaced_by_the_next_good_one(damaged_folder):
-    args = arguments(damaged_folder, "--bad-images", "skip", "--train-crop-size", "24", "--seed", "3")
-    dataset, dataset_test = data.build_datasets(str(damaged_folder / "train"), str(damaged_folder / "val"), args)
-    for number, replacement in [(4, 6), (5, 6), (28, 0), (6, 6)]:
-        image, label, replaced = dataset.load(SampleKey(number, 1, 0))
-        expected = dataset.load(SampleKey(replacement, 1, 0))
-        assert torch.equal(image, expected[0])
-        assert label == expected[1]
-        assert replaced == (number if number != replacement else -1)
-    assert not dataset_test.skips_bad
-    argv = ["--bad-images", "skip"]
-    expected = epoch_hashes(damaged_folder, 0, argv=argv)
-    assert epoch_hashes(damaged_folder, 2, start_step=1, argv=argv) == expected[2:]  # whoever loads them
-    with pytest.raises(ImageError):
-        epoch_hashes(damaged_folder, 0)
-
-
-def test_what_was_replaced_in_the_batches_that_were_taken_is_reported(damaged_folder, capsys):
-    args = arguments(damaged_folder, "--bad-images", "skip", "--train-crop-size", "24", "--workers", "1")
-    dataset, _ = data.build_datasets(str(damaged_folder / "train"), str(damaged_folder / "val"), args)
-    sampler = TrainSampler(len(dataset), VirtualShards(8, 1), seed=5)
-    loader = data.build_loader(dataset, sampler, args)
-    loader = data.build_device_loader(args, loader, sampler, torch.device("cpu"), num_classes=3)
-    # Of the second epoch from its second step on: that holds 5 and 28, and 4 is in the next, which is loaded ahead.
-    sampler.set_epoch(1, 1)
-    used = sampler.epoch_order()[8:16].tolist()
-    batches = iter(loader)
-    next(batches)
-    capsys.readouterr()
-    data.report_images(loader, 1)
-    expected = [str(damaged_folder / "train" / dataset.index.name(number)) for number in (4, 5, 28) if number in used]
-    assert len(expected) == 2
-    count = f"{len(expected)} images could not be read and had to be replaced since step 1 ({len(expected)} samples)"
-    assert capsys.readouterr().out == f"Epoch: [1] {count}: {', '.join(expected)}\n"
-    list(batches)
-
-
-@pytest.mark.parametrize("kind", ["vanished", "a folder"])
-def test_what_is_not_in_the_bytes_ends_the_run_also_where_bad_images_are_skipped(tmp_path, monkeypatch, kind):
-    """Also of an image that stands in for the bad one before it."""
-    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
-    root = write_images(tmp_path, {"train": [6], "val": [1]}) / "train"
-    dataset = data.IndexedImageFolder(root, ClassificationPresetTrain(crop_size=24), skips_bad=True)
-    damage(root / "class0" / "image003.jpg", "truncated")
-    damage(root / "class0" / "image004.jpg", kind)
-    for number in (3, 4):
-        with pytest.raises(ImageError, match=r"image004.jpg \(class class0\): .*its bytes are not at fault"):
-            dataset.load(SampleKey(number, 0, 0))
+        assert ("scripts.check" in str(caught.value)) == (kind not in ("vanished", "a folder"))
 
 
 def test_a_failure_of_the_system_is_tried_again_with_the_same_draws_and_ends_the_run_in_the_end(tmp_path, monkeypatch):
@@ -206,7 +142,7 @@ def test_a_failure_of_the_system_is_tried_again_with_the_same_draws_and_ends_the
             raise errors.pop()
         return payload, drawn
 
-    dataset = data.IndexedImageFolder(root, SimpleNamespace(load=load), skips_bad=True)
+    dataset = data.IndexedImageFolder(root, SimpleNamespace(load=load))
     expected = dataset.load(SampleKey(1, 0, 0))
     torch_error = RuntimeError(
         "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"

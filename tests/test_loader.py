@@ -27,7 +27,7 @@ class Numbers(Dataset):
         if key in self.bad:
             raise ImageError(f"cannot read image {key}")
         # Of two sizes, as where crops grow.
-        return torch.full((3, 4, 6 + key // 51), key, dtype=torch.uint8), key, -1 if key % 5 else key + 1
+        return torch.full((3, 4, 6 + key // 51), key, dtype=torch.uint8), key
 
 
 class Keys:
@@ -63,9 +63,8 @@ def test_batches_come_in_the_samplers_order_epoch_after_epoch(num_workers):
     assert len(loader) == 20
     for _ in range(2):
         seen = 0
-        for (image, label, replaced), keys in zip(loader, batches_of(20), strict=True):
+        for (image, label), keys in zip(loader, batches_of(20), strict=True):
             assert label.tolist() == keys
-            assert replaced.tolist() == [-1 if key % 5 else key + 1 for key in keys]
             assert image.shape == (len(keys), 3, 4, 6 + keys[0] // 51)
             assert image.is_contiguous(memory_format=torch.channels_last)
             assert torch.equal(image, label.to(torch.uint8).view(-1, 1, 1, 1).expand_as(image))
@@ -84,8 +83,8 @@ class Negatives(Numbers):
     """Images whose class is the negative of their number."""
 
     def load(self, key):
-        image, label, replaced = super().load(key)
-        return image, -label, replaced
+        image, label = super().load(key)
+        return image, -label
 
 
 def test_the_same_processes_load_several_sets_in_turn():
@@ -96,7 +95,7 @@ def test_the_same_processes_load_several_sets_in_turn():
     loader.start()
     workers = set(multiprocessing.active_children()) - before
     for _ in range(2):
-        assert [label.tolist() for _, label, _ in loader] == batches_of(20)
+        assert [label.tolist() for _, label in loader] == batches_of(20)
         found = [(-label).tolist() for _, label, _ in other]
         assert found == batches_of(5)
     assert next(iter(loader))[1].tolist() == [0, 1, 2]  # left early
@@ -145,7 +144,7 @@ class Large(Dataset):
 def load_large():
     loader = BatchLoader(Large(), Keys(3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
     loader.start()
-    for image, label, _ in loader:
+    for image, label in loader:
         assert torch.equal(image.amax((1, 2, 3)), label.to(torch.uint8))
         print(label.tolist())
 

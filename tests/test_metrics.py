@@ -64,8 +64,7 @@ def scored_images():
 
 def loader_of(rank, world_size, batch_size=4):
     keys = sampler.EvalSampler(NUM_IMAGES, batch_size, rank, world_size)
-    none_replaced = torch.full((NUM_IMAGES,), -1)
-    loader = DataLoader(TensorDataset(*scored_images(), none_replaced), batch_size, sampler=keys)
+    loader = DataLoader(TensorDataset(*scored_images()), batch_size, sampler=keys)
     return data.DeviceLoader(loader, torch.device("cpu"), lambda image, target, rng: (image, target))
 
 

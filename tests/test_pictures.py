@@ -154,6 +154,6 @@ def test_the_first_batch_is_what_the_model_sees(image_folder, tmp_path):
     order = sampler.TrainSampler(29, sampler.VirtualShards(8, 2)).epoch_order()[:8:2].tolist()
     loaded = [images.load(sampler.SampleKey(number, 0)) for number in order]
     squares = [Image.fromarray(image.permute(1, 2, 0).numpy()).resize((96, 96), 0) for image, *_ in loaded]
-    captions = [[f"100% class{label}"] for _, label, _ in loaded]
+    captions = [[f"100% class{label}"] for _, label in loaded]
     expected = pictures.draw_grid("first batch of 4 as the model sees it", squares, captions)
     assert Image.open(tmp_path / "out" / "picture-first-batch-00000000.png").tobytes() == expected.tobytes()

@@ -3,7 +3,6 @@
 import copy
 from contextlib import ExitStack
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -229,8 +228,7 @@ def train_without_reads(args, tmp_path, criterion=None):
     generator = torch.Generator().manual_seed(0)
     size = (args.batch_size, 3, args.train_crop_size, args.train_crop_size)
     loader = Batches(
-        # The host reads which images were replaced: numpy's array, which nothing here watches.
-        (torch.randint(256, size, generator=generator, dtype=torch.uint8), torch.randint(10, size[:1]), -np.ones(1))
+        (torch.randint(256, size, generator=generator, dtype=torch.uint8), torch.randint(10, size[:1]))
         for _ in range(13 * shards.num_local)
     )
     loader.sampler, loader.batch_sampler = sampler, BatchSampler(sampler, sampler.batch_size, drop_last=False)
