@@ -128,9 +128,7 @@ class IndexedImageFolder(Dataset):
                 "memory, and start again",
             ) from error
         except BadImageError as error:
-            raise self.error(
-                key, f"{error}; replace it by a good one of its name; `python -m scripts.check` names all such images"
-            ) from error
+            raise self.error(key, f"{error}; replace the file") from error
         except ImageError:
             raise
         except Exception as error:  # a bug of ours: keep its traceback

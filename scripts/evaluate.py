@@ -109,13 +109,6 @@ def open_set(text: str) -> ImageSet:
     return ImageSet(name, open_source(root), f"--set {name}")
 
 
-def open_folder(root: Path, trained: Trained) -> ImageSet:
-    """Return a set with the numbers that its classes have in the model."""
-    each = ImageSet(root.name, open_source(root), str(root))
-    number_classes([each], trained, trained.count_classes())
-    return each
-
-
 def number_classes(sets: list[ImageSet], trained: Trained, num_classes: int) -> list[str]:
     """Find the classes of all sets among the model's, and return the names of the model's classes."""
     parts = [each.words for each in sets if len(each.words) == num_classes]

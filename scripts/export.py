@@ -6,23 +6,19 @@ import importlib
 import io
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch import Tensor
 
 from checkpointing.archive import load_checkpoint
-from data import IndexedImageFolder
 from errors import UserError, counted, in_one_line, require_package
 from files import read_json
 from loading.progress import size_text
 from options import short_name
-from scripts.evaluate import open_folder
-from scripts.predict import load_batches
-from scripts.tool import as_json, build_parser, given_path, make_out, own_stdout, positive, run, write_output
+from scripts.tool import as_json, build_parser, given_path, make_out, own_stdout, run, write_output
 from scripts.trained import EXTRA_FILE, FORMAT, OPTIONS, Trained, add_options, checked, open_given, open_graph, packed
 
 PROG = "python -m scripts.export"
@@ -33,7 +29,6 @@ FORMS = {
     "safetensors": (".safetensors", ("safetensors.torch",), "the same weights; opening it can run nothing"),
     "onnx": (".onnx", ("onnx", "onnxscript", "onnxruntime"), "one file, 2 GiB at most, of (batch, 3, S, S) to logits"),
     "torch-export": (".pt2", (), "a program of torch.export, for torch without this code"),
-    "int8": ("-int8.pt2", ("torchao.quantization.pt2e.quantize_pt2e",), "a program in 8-bit integers (PT2E, x86)"),
 }
 
 # Largest difference of logits, as a share of the largest logit (of 1 if all are smaller): kernels sum in other orders.
@@ -46,7 +41,6 @@ forms:
 examples:
   python -m scripts.export runs/a/best.pth --format weights,onnx --output exported
   python -m scripts.export runs/a/best_ema.pth --ema --format safetensors --format torch-export --output exported
-  python -m scripts.export runs/a/best.pth --format int8 --data-path /data/imagenet --sample 5000 --output exported
   python -m scripts.export resnet50.IMAGENET1K_V2 --format onnx --output exported
 
 NAME is the model's, and ends in -ema for averaged weights. Beside the files lies NAME.json, which describes them. Every
@@ -54,14 +48,10 @@ file holds the preprocessing and the names of the classes, except the .pth of `w
 them. `python -m scripts.predict FILE IMAGE` reads each of these files.
 
 Each file is read back and compared with the checkpoint before it gets its name: weights in every bit; the logits of a
-graph for 1 and for 3 images may differ by {TOLERANCE:g} of the largest logit, or of 1 if all are smaller. int8 is
-calibrated on images of train/ and compared on those of val/.
+graph for 1 and for 3 images may differ by {TOLERANCE:g} of the largest logit, or of 1 if all are smaller.
 
 A .pt2 is a program: open only those that you trust.
 """
-
-_CALIBRATION_IMAGES = 256
-_BATCH_SIZE = 32
 
 # Numbers of images that graphs are compared for: one alone is a case of its own to compilers.
 _PROBES = (1, 3)
@@ -71,10 +61,7 @@ class Export:
     """One model on its way into files, by the options of the command line."""
 
     def __init__(self, trained: Trained, options: argparse.Namespace) -> None:
-        self.trained, self.model, self.options, self.folder = trained, trained.model, options, options.output
-        if options.data_path is not None:  # for int8
-            self.train = IndexedImageFolder(options.data_path / "train", trained.preset)
-            self.val = open_folder(options.data_path / "val", trained)
+        self.trained, self.model, self.folder = trained, trained.model, options.output
         self.name = short_name(trained.args.model).rpartition("/")[2] + ("-ema" if options.ema else "")
         size = trained.args.val_crop_size
         self.probe = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
@@ -105,7 +92,7 @@ class Export:
         """Write one form, which gets its name once it is read back and compared; return a line about it."""
         make = {
             "weights": lambda: self.weights, "safetensors": self.make_safetensors, "onnx": self.make_onnx,
-            "torch-export": self.make_program, "int8": self.make_int8,
+            "torch-export": self.make_program,
         }[form]  # fmt: skip
         with in_one_line(f"{self.trained.args.model} cannot be exported as {form}"):
             payload = make()
@@ -123,7 +110,7 @@ class Export:
     def compare(self, form: str, path: Path, name: str) -> str:
         """Return words about a written file beside the model; UserError if it holds another one.
 
-        Weights must be equal in every bit, and the logits of a graph within `TOLERANCE`; int8 is measured on images.
+        Weights must be equal in every bit, and the logits of a graph within `TOLERANCE`.
         """
         if form in ("weights", "safetensors"):
             own = self.model.state_dict()
@@ -138,8 +125,6 @@ class Export:
         graph, description = open_graph(path, name)
         if description != self.description:
             raise UserError(f"{name} was read back, and its description is another one; not written")
-        if form == "int8":
-            return self.measure(graph)
         allowed = TOLERANCE * max(1.0, *(logits.abs().max().item() for logits in self.expected.values()))
         with in_one_line(f"{name} was read back and cannot compute"):
             found = {number: logits_of(graph, self.probe[:number]) for number in self.expected}
@@ -162,44 +147,13 @@ class Export:
         importlib.import_module("onnx").helper.set_model_props(proto, packed(self.description))
         return proto.SerializeToString()
 
-    def trace(self, model: nn.Module | None = None, *, is_strict: bool = False) -> Any:
-        """Return a model as an exported program for batches of any size."""
+    def make_program(self) -> bytes:
+        """Return the model as an exported program for batches of any size, as a .pt2 archive."""
         batch = ({0: torch.export.Dim("batch", min=1)},)
-        return torch.export.export(model or self.model, (self.probe[:2],), dynamic_shapes=batch, strict=is_strict)
-
-    def make_program(self, program: Any = None) -> bytes:
-        """Return an exported program, by default the model's, as a .pt2 archive."""
+        program = torch.export.export(self.model, (self.probe[:2],), dynamic_shapes=batch)
         stream = io.BytesIO()
-        extra_files = {EXTRA_FILE: json.dumps(packed(self.description))}
-        torch.export.save(program or self.trace(), stream, extra_files=extra_files)
+        torch.export.save(program, stream, extra_files={EXTRA_FILE: json.dumps(packed(self.description))})
         return stream.getvalue()
-
-    def make_int8(self) -> bytes:
-        """Return the model in 8-bit integers."""
-        images = (image for image, _ in load_evenly(self.train, _CALIBRATION_IMAGES, "calibrating"))
-        quantized = quantize(self.trace(is_strict=True).module(), images)
-        return self.make_program(self.trace(quantized, is_strict=True))
-
-    def measure(self, quantized: Callable[[Tensor], Tensor]) -> str:
-        """Return the accuracy of the model and of its quantized form on val, and how often the two agree."""
-        images = IndexedImageFolder(self.val.source.root, self.trained.preset, source=self.val.source)
-        rows = []
-        for image, numbers in load_evenly(images, self.options.sample or len(images), "measuring"):
-            target = torch.from_numpy(self.val.labels)[numbers]
-            best = [self._best_of_val(logits_of(model, image)) for model in (self.model, quantized)]
-            rows.append(torch.stack([target, *best]))
-        target, before, after = torch.cat(rows, dim=1)
-        pairs = ((before, target), (after, target), (before, after))
-        acc_before, acc_after, agreement = (100 * (one == other).double().mean().item() for one, other in pairs)
-        return (
-            f"Acc@1 {acc_before:.3f} before and {acc_after:.3f} after, n={len(target)}; the same class as the "
-            f"checkpoint for {agreement:.2f}% of {counted(len(target), 'image')}"
-        )
-
-    def _best_of_val(self, logits: Tensor) -> Tensor:
-        """Return the best class of each image, among those of val."""
-        columns = self.val.columns
-        return logits.argmax(dim=1) if columns is None else columns[logits[:, columns].argmax(dim=1)]
 
 
 def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
@@ -227,31 +181,6 @@ def _are_same(ours: Tensor | None, theirs: Tensor | None) -> bool:
     return ours.contiguous().view(-1).view(torch.uint8).equal(theirs.contiguous().view(-1).view(torch.uint8))
 
 
-def quantize(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
-    """Return a traced model in 8-bit integers: weights by channel, activations by the ranges that batches show."""
-    pt2e = importlib.import_module("torchao.quantization.pt2e.quantize_pt2e")
-    x86 = importlib.import_module("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
-    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
-    prepared = pt2e.prepare_pt2e(model, quantizer)
-    for batch in batches:
-        logits_of(prepared, batch)
-    converted = pt2e.convert_pt2e(prepared)
-    used = {node.target for node in converted.graph.nodes if node.op == "get_attr"}
-    # Delete the weights in floats, which would make the file larger than the model.
-    for name in {name for name, _ in [*converted.named_parameters(), *converted.named_buffers()]} - used:
-        owner, _, attribute = name.rpartition(".")
-        delattr(converted.get_submodule(owner), attribute)
-    return converted
-
-
-def load_evenly(images: IndexedImageFolder, most: int, work: str) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yield batches of evenly spaced images, at most so many, and the numbers of these images."""
-    num_images = min(most, len(images))
-    numbers = [place * len(images) // num_images for place in range(num_images)]
-    batches = load_batches(lambda number: (images[number][0], number), numbers, _BATCH_SIZE, work)
-    return map(default_collate, batches)
-
-
 def forms(text: str) -> list[str]:
     """Return the names of the forms in a text such as weights,onnx; an argparse type."""
     names = text.split(",")
@@ -266,8 +195,6 @@ def export(options: argparse.Namespace) -> None:
     for form in chosen:
         for package in FORMS[form][1]:
             require_package(package, f"--format {form}")
-    if (options.data_path is not None) != ("int8" in chosen) or (options.sample and options.data_path is None):
-        raise UserError("--data-path DATA_PATH and --sample N are for --format int8, which needs the first of them")
     trained = open_given(options)
     make_out(options.output, "--output")
     job = Export(trained, options)
@@ -286,11 +213,6 @@ def main() -> None:
         help=f"the forms to write, with commas between them: {', '.join(FORMS)}",
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", type=given_path, required=True, help="the folder to write to")
-    parser.add_argument(
-        "--data-path", metavar="DATA_PATH", type=given_path,
-        help="as train.py's: train/ calibrates int8, and val/ measures its accuracy",
-    )  # fmt: skip
-    parser.add_argument("--sample", metavar="N", type=positive, help="measure int8 on N images of val/ (default: all)")
     logging.disable(logging.WARNING)  # torch's exporters report each of their passes
     run(PROG, lambda: export(parser.parse_args()), "interrupted; whole files stay; run the same command again")
 

@@ -4,7 +4,6 @@ Exported files hold a description of the model, or have it beside them.
 """
 
 import argparse
-import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -286,8 +285,6 @@ def _open_onnx(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dic
 
 
 def _open_program(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
-    # Registers the operations of quantized graphs.
-    importlib.import_module("torch.ao.quantization.fx._decomposed")
     files = {EXTRA_FILE: ""}
     with in_one_line(f"{source} cannot be opened"), open(path, "rb") as file:
         model = torch.export.load(file, extra_files=files).module()

@@ -128,7 +128,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
         with pytest.raises(ImageError, match=rf"{split}/class0/image000.jpg \(class class0\): .") as caught:
             dataset[key]
         assert len(str(caught.value).splitlines()) == 1
-        assert ("scripts.check" in str(caught.value)) == (kind not in ("vanished", "a folder"))
+        assert ("replace the file" in str(caught.value)) == (kind not in ("vanished", "a folder"))
 
 
 def test_a_failure_of_the_system_is_tried_again_with_the_same_draws_and_ends_the_run_in_the_end(tmp_path, monkeypatch):

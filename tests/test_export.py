@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -109,34 +108,12 @@ def test_program_computes_the_same_without_this_code(exported):
         torch.testing.assert_close(logits(program, probe(batch_size)), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_int8_is_a_third_as_large_and_measured_on_val(tmp_path):
-    """Its accuracy on the images of val, by plain torchvision for the floats."""
-    pytest.importorskip("torchao")
-    images = write_images(tmp_path / "images", {"train": [3, 3, 3, 3], "val": [2, 3, 2, 4]}, size=(60, 50))
-    checkpoint = write_checkpoint(tmp_path, data={"classes": [f"class{label}" for label in range(4)]})
-    model, paths = plain_model(checkpoint), sorted((images / "val").rglob("*.jpg"))
-    hits = [plain_probabilities(model, path).argmax() == int(path.parent.name[-1]) for path in paths]
-    argv = [checkpoint, "--format", "int8", "--data-path", images, "--output", tmp_path / "out"]
-    output = run_tool(tmp_path, "export", *argv)[1]
-    assert f"Acc@1 {100 * sum(hits) / len(hits):.3f} before and " in output
-    assert re.search(r"the same class as the checkpoint for \d+\.\d\d% of 11 images", output)
-    program = torch.export.load(tmp_path / "out" / f"{MODEL}-int8.pt2").module()
-    for batch_size in (1, 5):
-        expected, found = logits(model, probe(batch_size)), logits(program, probe(batch_size))
-        # Eight bits an activation, through 26 layers.
-        assert 0 < (found - expected).norm() < 0.5 * expected.norm()
-    weights = program.state_dict().values()
-    assert sum(each.nbytes for each in weights) < sum(p.nbytes for p in model.parameters()) / 2.5
-
-
 def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
     checkpoint, _, _ = exported
     other = write_checkpoint(tmp_path, "other.pth", args={"model": "no_such_model"})
     for argv, words in [
         ([checkpoint, "--format", "onxx"], "onxx is none; there are weights, safetensors, onnx"),
         ([other, "--format", "onnx"], "no_such_model is no classification model of torchvision"),
-        ([checkpoint, "--format", "int8"], "--data-path DATA_PATH"),
-        ([checkpoint, "--format", "int8", "--data-path", tmp_path], "has no train/"),
     ]:
         outcome, _ = run_tool(tmp_path, "export", *argv, "--output", tmp_path / "out", code=2)
         assert words in refused(outcome, "export"), outcome.output

@@ -96,10 +96,10 @@ def test_the_same_processes_load_several_sets_in_turn():
     workers = set(multiprocessing.active_children()) - before
     for _ in range(2):
         assert [label.tolist() for _, label in loader] == batches_of(20)
-        found = [(-label).tolist() for _, label, _ in other]
+        found = [(-label).tolist() for _, label in other]
         assert found == batches_of(5)
     assert next(iter(loader))[1].tolist() == [0, 1, 2]  # left early
-    assert [(-label).tolist() for _, label, _ in other] == batches_of(5)
+    assert [(-label).tolist() for _, label in other] == batches_of(5)
     assert set(multiprocessing.active_children()) - before == workers
 
 
@@ -138,7 +138,7 @@ class Large(Dataset):
     """Images of 12 MiB, whose every pixel is their number."""
 
     def load(self, key):
-        return torch.full((3, 2048, 2048), key, dtype=torch.uint8), key, -1
+        return torch.full((3, 2048, 2048), key, dtype=torch.uint8), key
 
 
 def load_large():
