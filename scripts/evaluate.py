@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import math
 import os
 import re
@@ -22,15 +21,14 @@ import data
 import models
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import UserError, aligned, counted, end_by, in_one_line, require_timm
-from files import csv_text, read_bytes
+from errors import UserError, aligned, end_by, require_timm
+from files import csv_text
 from loading.forms import find_sources, open_source
 from loading.progress import Progress
 from loading.source import Source, labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
 from presets import build_presets
 from sampler import EvalSampler
-from scripts.check import NUM_VAL
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
 from scripts.trained import Trained, add_machine_options, add_options, open_given, settle
 
@@ -39,7 +37,7 @@ PROG = "python -m scripts.evaluate"
 EPILOG = f"""\
 examples:
   {PROG} runs/resnet50/best.pth --set val=/data/imagenet/val
-  {PROG} resnet50.IMAGENET1K_V2 --set val=/data/imagenet/val --real real.json \\
+  {PROG} resnet50.IMAGENET1K_V2 --set val=/data/imagenet/val \\
       --set v2=/data/imagenetv2-matched-frequency --set a=/data/imagenet-a --json results.json
   torchrun --nproc_per_node=8 -m scripts.evaluate runs/resnet50/best_ema.pth --ema --set val=/data/imagenet/val
 
@@ -52,9 +50,6 @@ sets:
                   left out before anything is computed, as in the papers of these sets.
   --minival F     evaluate --set minival=DIR/train, the training images, only on those that train.py --minival F
                   held out.
-  --real FILE     ReaL labels (real.json of Beyer et al., arXiv 2006.07159) for each set whose files are named
-                  ILSVRC2012_val_00000001.JPEG and so on. ReaL is the share of images whose best class is among their
-                  labels; images without labels are left out.
 
 Acc@k is the percentage of images whose class is among the k best; classes with equal scores rank by their numbers.
 NLL is the mean of the negative logarithm of the probability of an image's class, ECE the expected calibration error
@@ -66,7 +61,6 @@ the same in every bit on any number of processes, with the same --batch-size and
 
 _INTERRUPTED = "interrupted; start it again: no results are kept"
 
-_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\b")
 _SYNSET = re.compile(r"n\d{8}")
 
 
@@ -80,10 +74,7 @@ class ImageSet:
         labels: (N,) int64: the number of each image's class in the model.
         columns: the numbers of the classes whose scores count, if the set has some classes alone; else None.
         found_by: how the classes were found: `name`, `number`, `order` or `synset`.
-        real: the ReaL labels of each image, or None.
     """
-
-    real: list[list[int]] | None = None
 
     def __init__(self, name: str, source: Source, given: str) -> None:
         self.name, self.source, self.given, self.words = name, source, given, source.classes
@@ -177,29 +168,6 @@ def _number_synsets(words: list[str], num_classes: int, whole: list[str] | None)
     return {word: number for number, word in enumerate(whole or [])}
 
 
-def read_real(path: Path, sets: list[ImageSet], num_classes: int) -> None:
-    """Give each set of ILSVRC2012's val its ReaL labels; UserError if there is no such set, or they do not fit it."""
-    given = f"--real {path}"
-    with in_one_line(f"{given} cannot be read"):
-        real = json.loads(read_bytes(path))
-    if not isinstance(real, list) or not all(isinstance(labels, list) for labels in real):
-        raise UserError(f"{given} is no list of lists of labels, as the published real.json is")
-    if any(type(label) is not int or not 0 <= label < num_classes for labels in real for label in labels):
-        raise UserError(f"{given} holds labels that are no numbers of the {num_classes:,} classes of the checkpoint")
-    for each in sets:
-        matches = [_VAL_NAME.search(each.source.name(number)) for number in range(len(each.source))]
-        if all(matches):
-            numbers = [int(match[1]) for match in matches]
-            if len(real) not in (NUM_VAL, len(numbers)) or not 1 <= min(numbers) <= max(numbers) <= len(real):
-                raise UserError(
-                    f"{given} holds the labels of {counted(len(real), 'image', ',')}, and --set {each.name} has "
-                    f"{len(numbers):,}, up to ILSVRC2012_val_{max(numbers):08d}; expected {NUM_VAL:,}"
-                )
-            each.real = [real[number - 1] for number in numbers]
-    if all(each.real is None for each in sets):
-        raise UserError(f"{given}: there is no --set whose files are named ILSVRC2012_val_00000001.JPEG and so on")
-
-
 def score_set(each: ImageSet, model: nn.Module, loader: data.DeviceLoader, k: int) -> numpy.ndarray:
     """Return the rows of `rank_classes` for the images of a set, in order; the loader has this process's share.
 
@@ -235,15 +203,6 @@ def _rank(columns: Tensor | None, output: Tensor, target: Tensor, k: int) -> Ten
     return ranked
 
 
-def count_hits(is_hit: numpy.ndarray) -> dict[str, Any]:
-    """Return the accuracy in percent and its 95% interval; both are None without images."""
-    num_hits, num_images = int(is_hit.sum()), len(is_hit)
-    if not num_images:
-        return {"acc1": None, "acc1_interval": None}
-    interval = [100 * bound for bound in bootstrap_interval(num_hits, num_images)]
-    return {"acc1": 100 * num_hits / num_images, "acc1_interval": interval}
-
-
 class Scores:
     """The records of a set's images, in order, from the rows of `score_set` and the names of the model's classes.
 
@@ -263,17 +222,14 @@ class Scores:
     def summarize(self) -> dict[str, Any]:
         """Return the results of the set, for JSON."""
         each, is_hit = self.set, self.places == 0
-        found = {
+        return {
             "images": len(self.labels), "classes": len(each.words), "classes_found_by": each.found_by,
             "is_restricted_to_its_classes": each.columns is not None,
             **{f"acc{k}": 100 * int((self.places < k).sum()) / len(self.places) for k in self.topk},
-            **count_hits(is_hit), "nll": math.fsum(self.nll) / len(self.nll),
+            "acc1_interval": [100 * bound for bound in bootstrap_interval(int(is_hit.sum()), len(is_hit))],
+            "nll": math.fsum(self.nll) / len(self.nll),
             "ece": calibration_error(self.probabilities[:, 0], is_hit),
         }  # fmt: skip
-        if each.real is not None:
-            hits = [best in real for best, real in zip(self.best[:, 0].tolist(), each.real, strict=True) if real]
-            found["real"] = {"images": len(hits), **count_hits(numpy.array(hits))}
-        return found
 
     def predictions(self) -> Iterator[list]:
         """Yield the lines of `--predictions`."""
@@ -286,14 +242,13 @@ class Scores:
 def show(report: dict[str, Any], topk: list[int]) -> None:
     """Print the results as tables."""
     print(f"{report['checkpoint']}: {report['weights']}")
-    rows = [["set", "images", "classes", *(f"Acc@{k}" for k in topk), "95% of Acc@1", "NLL", "ECE", "ReaL"]]
+    rows = [["set", "images", "classes", *(f"Acc@{k}" for k in topk), "95% of Acc@1", "NLL", "ECE"]]
     for name, found in report["sets"].items():
         low, high = found["acc1_interval"]
         numbers = [f"{found[f'acc{k}']:.3f}" for k in topk]
         numbers += [f"{low:.2f} to {high:.2f}", f"{found['nll']:.4f}", f"{found['ece']:.4f}"]
-        real = found.get("real", {}).get("acc1")
         words = f"{found['classes']:,}{'*' if found['is_restricted_to_its_classes'] else ''}"
-        rows.append([name, f"{found['images']:,}", words, *numbers, "-" if real is None else f"{real:.3f}"])
+        rows.append([name, f"{found['images']:,}", words, *numbers])
     print("\n".join(f"  {line}" for line in aligned(rows)))
     if any(found["is_restricted_to_its_classes"] for found in report["sets"].values()):
         print("* the scores of the model's other classes were left out")
@@ -313,7 +268,6 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--set", metavar="NAME=DIR", action="extend", nargs="+", required=True, dest="sets",
         help="a set; give as many as you like",
     )  # fmt: skip
-    parser.add_argument("--real", metavar="FILE", type=Path, help="ReaL labels of ILSVRC2012's val")
     text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
     add_train_option(parser, "minival", text)
     parser.add_argument("--json", metavar="FILE", type=output_file(".json"), help="write the results to FILE")
@@ -332,9 +286,9 @@ def validate(options: argparse.Namespace) -> None:
         raise UserError(f"--set: two sets are called {next(name for name in names if names.count(name) > 1)}")
     if (options.minival is not None) != ("minival" in names):
         raise UserError("--minival FRACTION and --set minival=DIR/train, the training images, are given together")
-    files = [os.path.realpath(path) for path in (options.json, options.predictions, options.real) if path is not None]
+    files = [os.path.realpath(path) for path in (options.json, options.predictions) if path is not None]
     if len(set(files)) < len(files):
-        raise UserError("two of --json, --predictions and --real name one file; give each its own")
+        raise UserError("--json and --predictions name one file; give each its own")
 
 
 def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -> tuple[list[ImageSet], list[str]]:
@@ -349,8 +303,6 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
             each.source, _ = data.hold_out(each.source, options.minival)
         sets.append(each)
     names = number_classes(sets, trained, num_classes)
-    if options.real is not None:
-        read_real(options.real, sets, num_classes)
     return sets, names
 
 

@@ -186,22 +186,6 @@ def as_val(images: Path, folder: Path, numbers: list[int]) -> list[Path]:
     return [shutil.copy(src, folder / f"ILSVRC2012_val_{n:08d}.JPEG") for src, n in zip(sources, numbers, strict=True)]
 
 
-def test_real_is_scored_by_its_formula(checkpoint, images, tmp_path):
-    as_val(images, tmp_path / "val" / "class0", [3, 1, 5])
-    as_val(images, tmp_path / "val" / "class4", [2, 4, 6])
-    argv = [checkpoint, "--set", f"val={tmp_path / 'val'}", "--real", tmp_path / "real.json"]
-    argv += ["--predictions", tmp_path / "predictions.csv"]
-    real = [[0, 1], [], [2], [1, 4], [], [0, 1, 2, 3, 4]]
-    (tmp_path / "real.json").write_text(json.dumps(real))
-    found = results(tmp_path, *argv)["val"]
-    rows = read_csv(tmp_path / "predictions.csv")
-    predictions = {int(Path(row["file"]).stem[-8:]): NAMES.index(row["class1"]) for row in rows}
-    # As published: is_correct = [pred in real_labels[i] for i, pred in enumerate(predictions) if real_labels[i]]
-    is_correct = [predictions[i + 1] in real[i] for i in range(6) if real[i]]
-    assert found["real"]["images"] == len(is_correct) == 4
-    assert found["real"]["acc1"] == 100 * sum(is_correct) / 4
-
-
 def test_a_tar_and_the_average(of_three, images, tmp_path):
     (tmp_path / "tars").mkdir()
     pack_whole(images, tmp_path / "tars")  # train.tar
@@ -294,20 +278,13 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
     val = f"val={images}"
     shutil.copytree(images / "class0", tmp_path / "other" / "dog")
     as_val(images, tmp_path / "flat", [1, 2, 3])
-    as_val(images, tmp_path / "named" / "class0", [1, 2, 3])
-    (tmp_path / "real.json").write_text("[[0], [1]]")
-    (tmp_path / "labels.json").write_text("[[0], [1], [5]]")
     for argv, words in [
         (["val"], "expected NAME=DIR"), ([f"val={tmp_path / 'nowhere'}"], "holds no images"),
         ([val, val], "two sets are called val"),
         ([f"flat={tmp_path / 'flat'}"], "3 images and no class folders.* scripts.prepare"),
         ([f"a={tmp_path / 'other'}"], "dog is none of the 5 classes of the checkpoint, such as class0, class1"),
-        ([f"f={tmp_path / 'named'}", "--real", tmp_path / "real.json"], "labels of 2 images, and --set f has 3"),
-        ([f"f={tmp_path / 'named'}", "--real", tmp_path / "labels.json"], "no numbers of the 5 classes"),
-        ([val, "--real", tmp_path / "real.json"], "there is no --set whose files are named ILSVRC2012_val_"),
         ([val, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder that is there"),
         ([val, "--predictions", tmp_path / "a", "--json", tmp_path / "a"], "one file"),
-        ([val, "--real", tmp_path / "real.json", "--json", tmp_path / "real.json"], "one file"),
         ([val, "--minival", "0.1"], "are given together"),
         ([val, "--model", "resnet18"], "--model is resnet18"),
     ]:  # fmt: skip
