@@ -1,11 +1,10 @@
 """Read the records of a run, metrics.jsonl, and summarize them by epochs."""
 
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from errors import counted
 from files import read_bytes
@@ -20,27 +19,6 @@ def read_records(folder: Path, note: Callable[[str], None] | None = None) -> lis
     if note is not None and (num_damaged := records[:-1].count(None)):
         note(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read, and will be left out")
     return [record for record in records if record is not None]
-
-
-class Epoch(NamedTuple):
-    """What metrics.jsonl has of an epoch."""
-
-    number: int
-    step: int  # of the last record
-    took_s: float  # hours of training and evaluation in seconds, without pauses between starts; NaN if unknown
-    last: dict[str, dict]  # the last record of each kind
-
-
-def read_epochs(records: Iterable[dict]) -> list[Epoch]:
-    """Return the epochs that records are of, in order."""
-    epochs, end_s = [], 0.0
-    for number, group in itertools.groupby(records, key=lambda record: record["epoch"]):
-        last = {record["kind"]: record for record in group}
-        *_, record = sorted(last.values(), key=lambda record: record["step"])
-        hours = record.get("hours")
-        begin_s, end_s = end_s, 3600 * hours if isinstance(hours, int | float) else math.nan
-        epochs.append(Epoch(number, record["step"], end_s - begin_s, last))
-    return epochs
 
 
 def _parse_record(line: bytes) -> dict | None:

@@ -36,8 +36,8 @@ PROG = "python -m scripts.benchmark"
 
 EPILOG = """\
 loader   images from files and packs, and by torchvision's own preset from the same files: CPU time of one thread
-step     a training step, the same arithmetic with nothing around it, and torchvision's loop; on several processes the
-         step with DDP, the arithmetic with nothing sent, and the step with --use-deterministic-algorithms
+step     a training step and the same arithmetic with nothing around it; on several processes the step with DDP, the
+         arithmetic with nothing sent, and the step with --use-deterministic-algorithms
 
 examples:
   python -m scripts.benchmark loader --data-path /data/imagenet --pack /data/imagenet-256
@@ -227,53 +227,20 @@ class OurLoop(BareStep):
             train.train_one_epoch(*parts, 0, self.args, self.model_ema, self.scaler, self.run)
 
 
-class TorchvisionsLoop(BareStep):
-    """A loop like that of torchvision's reference script, whose images cost nothing to load here."""
-
-    def __init__(self, args: argparse.Namespace, num_steps: int) -> None:
-        super().__init__(args, num_steps)
-        self.image, self.target = self.image.cpu(), self.target.cpu()
-        if self.device.type == "cuda":
-            self.image, self.target = self.image.pin_memory(), self.target.pin_memory()
-        for group in self.optimizer.param_groups:  # torchvision leaves the kernels to torch's defaults
-            group.update({name: None for name in ("foreach", "fused") if name in group})
-        self.optimizer._step_supports_amp_scaling = False
-
-    def run_steps(self) -> None:
-        """Train, and read three numbers in each step."""
-        self.model.train()
-        logger = utils.MetricLogger()
-        for number in range(self.num_steps):
-            image, target = self.image.to(self.device), self.target.to(self.device)
-            with models.autocast(self.args, self.device):
-                output = self.model(image)
-                loss = self.criterion(output, target)
-            self.optimizer.zero_grad()
-            self.scaler.scale(loss).backward()
-            self.update(number)
-            correct1, correct5 = utils.accuracy(output, target, topk=(1, 5))
-            logger.update(loss=loss.item(), acc1=correct1.item(), acc5=correct5.item())
-
-
 def benchmark_step(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Compare our training step with the same arithmetic alone, and with torchvision's loop or the same-bits one."""
+    """Compare our training step with the same arithmetic alone and, on several processes, with the same-bits one."""
     utils.init_distributed_mode(argparse.Namespace(**vars(config.parse_args([*DEFAULTS.split(), *argv]))))
     args = training_args(argv)
     own_batch = args.global_batch_size // args.world_size
     alone = training_args(argv, world_size=1, rank=0, global_batch_size=own_batch)
-    ways = {"ours": OurLoop(args, options.steps), "bare": BareStep(alone, options.steps)}
+    ways, pairs = {"ours": OurLoop(args, options.steps), "bare": BareStep(alone, options.steps)}, [("ours", "bare")]
     if args.distributed:
         ways["same bits"] = OurLoop(training_args([*argv, "--use-deterministic-algorithms"]), options.steps)
-        pair = "same bits", "ours"
-    else:
-        # torchvision's script has neither of these options, and no accumulation.
-        plain = training_args(argv, channels_last=False, compile=None, global_batch_size=args.batch_size)
-        ways["torchvision"] = TorchvisionsLoop(plain, options.steps * args.num_shards)
-        pair = "ours", "torchvision"
+        pairs.append(("same bits", "ours"))
     # Other users of the cores do not change the CPU time of one thread.
     is_alone = args.device == "cpu" and not args.distributed and not args.workers and torch.get_num_threads() == 1
     rates = interleave(ways, options.rounds, time.process_time if is_alone else time.perf_counter)
-    figures = compare(f"a step, {'CPU' if is_alone else 'wall'} time", rates, ("ours", "bare"), pair)
+    figures = compare(f"a step, {'CPU' if is_alone else 'wall'} time", rates, *pairs)
     collectives.shut_down()
     return figures
 

@@ -18,7 +18,7 @@ import numpy
 
 from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
-from monitoring.records import read_epochs, read_records
+from monitoring.records import read_records
 from options import CURVES
 from scripts import tool
 
@@ -189,16 +189,22 @@ def _text(value: Any) -> str:
 
 
 def epochs_table(run: LoggedRun) -> str:
-    """Return the table of a run's epochs: means over the training images, and the last result of each evaluation."""
-    epochs = read_epochs(run.records)
+    """Return the table of a run's epochs: means over the training images, and the last result of each evaluation.
+
+    The time is that of training and evaluation, without the pauses between starts.
+    """
     kinds = {"epoch": "train", **{kind: kind for kind in KINDS if kind != "train"}}
-    columns = [("epoch", "lr"), *((kind, name) for kind in kinds for name in RESULTS)]
-    columns = [(k, name) for k, name in columns if any(epoch.last.get(k, {}).get(name) is not None for epoch in epochs)]
-    rows = [
-        [f"[{epoch.number}]", epoch.step, duration(epoch.took_s)]
-        + [epoch.last.get(kind, {}).get(name) for kind, name in columns]
-        for epoch in epochs
+    epochs, columns, rows, end_s = {}, [("epoch", "lr"), *itertools.product(kinds, RESULTS)], [], 0.0
+    for record in run.records:
+        epochs.setdefault(record["epoch"], {})[record["kind"]] = record
+    columns = [
+        (k, name) for k, name in columns if any(last.get(k, {}).get(name) is not None for last in epochs.values())
     ]
+    for number, last in epochs.items():
+        final = max(last.values(), key=lambda record: record["step"])
+        begin_s, end_s = end_s, 3600 * (final.get("hours") or math.nan)
+        values = [last.get(kind, {}).get(name) for kind, name in columns]
+        rows.append([f"[{number}]", final["step"], duration(end_s - begin_s), *values])
     return table(["epoch", "step", "time", *(f"{kinds[kind]} {name}" for kind, name in columns)], rows)
 
 

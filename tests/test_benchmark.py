@@ -34,7 +34,7 @@ def test_loader(image_folder, tmp_path, split):
 
 def test_step(tmp_path):
     command = ["step", *SMALL, "--steps", 2, "--amp", "--amp-dtype", "bfloat16", "--channels-last"]
-    check_figures(tmp_path, ["ours / bare", "ours / torchvision"], *command)
+    check_figures(tmp_path, ["ours / bare"], *command)
 
 
 @pytest.mark.dist
