@@ -6,7 +6,6 @@ import hashlib
 import io
 import os
 import re
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +20,7 @@ from distributed import collectives
 from errors import ImageError, StorageError, UserError, counted, in_one_line, one_line
 from files import locked, open_to_read, write_atomically
 from loading.decode import load_image, to_rgb
-from loading.forms import check_source, open_source
+from loading.forms import check_source, find_sources, open_source
 from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
@@ -32,7 +31,7 @@ from scripts.tool import as_json, build_parser, check_outside, given_path, in_or
 PROG = "python -m scripts.pack"
 
 # What a killed run may leave in OUT, and a reader.
-TEMPORARY_FILES = r"(manifest\.json|[^/]+-\d{6}\.tar)\.tmp\.\d+"
+TEMPORARY_FILES = r"(manifest\.json|SHA256SUMS|[^/]+-\d{6}\.tar)\.tmp\.\d+"
 PASSING_FILES = rf"pack\.lock|\.touchstone-index-.*|{TEMPORARY_FILES}"
 
 IMAGES_PER_TASK = 8
@@ -45,9 +44,9 @@ _RECORD = {"file": str, "images": int, "source_bytes": int, "bytes": int, "sha25
 EPILOG = """\
 examples:
   python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
-  python -m scripts.pack --verify /data/imagenet-256
+  cd /data/imagenet-256 && sha256sum --check --quiet SHA256SUMS      # is every tar as it was written?
 
-OUT gets train-000000.tar, ..., val-000000.tar, ... and manifest.json (counts, sizes, checksums, settings). `tar xf` of
+OUT gets train-000000.tar, ..., val-000000.tar, ... manifest.json (counts, sizes, settings) and SHA256SUMS. `tar xf` of
 every shard into one folder gives back an image folder with the same names, classes and order. Every image is written as
 an RGB JPEG (4:2:0, no metadata, pixels as stored: an EXIF rotation is dropped and not applied). A name keeps its
 ending, even if x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool;
@@ -233,6 +232,8 @@ class Pack:
             content, record = build_shard(shard, results, progress)
             self._write(shard.file, content, partial(verify_written, record["sha256"]))
             self.records[shard.file] = record
+        sums = "".join(f"{self.records[shard.file]['sha256']}  {shard.file}\n" for shard in self.shards)
+        self._write("SHA256SUMS", sums.encode())
         self.save(is_complete=True)
 
 
@@ -290,73 +291,37 @@ def summarize(manifest: dict) -> None:
         )
 
 
-def verify(out: Path) -> None:
-    """Compare every shard of a pack with its checksum, and print each fault; raise UserError if there are any."""
-    manifest = own_manifest(out)
-    if manifest is None:
-        raise UserError(f"--verify {out}: there is no {PACK_MANIFEST} in it")
-    records = records_of(manifest)
-    problems = [] if manifest["state"] == "complete" else [f"{out}: not finished; run the command that began it again"]
-    problems += [f"{path}: not in the manifest" for path in sorted(out.glob("*.tar")) if path.name not in records]
-    for file, record in records.items():
-        try:
-            if checksum_of(out / file) != record["sha256"]:
-                problems.append(f"{out / file}: its content has changed since it was written")
-        except OSError as error:
-            problems.append(f"{out / file}: {error.strerror}")
-    for problem in problems:
-        print(one_line(problem), file=sys.stderr)
-    if problems:
-        raise UserError(f"--verify {out}: {counted(len(problems), 'problem')}", exit_code=1)
-    summarize(manifest)
-
-
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     usage = "--data-path DIR OUT --short-side PX [options]"
     parser = build_parser(PROG, usage, "Write a smaller copy of a data set as tars that load faster.", EPILOG)
     add, cores = parser.add_argument, collectives.count_cores()
     add("out", metavar="OUT", type=given_path, help="folder for the pack: new, empty, or holding one already")
-    add("--data-path", metavar="DIR", type=given_path, help="as train.py's --data-path")
-    words = "parts of --data-path to pack (default: train val)"
-    add("--splits", metavar="NAME", nargs="+", default=["train", "val"], help=words)
-    modes = parser.add_mutually_exclusive_group(required=True)
+    add("--data-path", metavar="DIR", type=given_path, required=True, help="as train.py's --data-path")
     words = "shrink so that the shorter side is at most PX"
-    modes.add_argument("--short-side", metavar="PX", type=positive, help=words)
-    modes.add_argument("--verify", action="store_true", help="check that every tar in OUT is as it was written")
+    add("--short-side", metavar="PX", type=positive, required=True, help=words)
     words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"
     add("--shard-mib", metavar="MIB", type=positive, default=512, help=words)
     add("--workers", metavar="N", type=positive, default=cores, help="processes that pack images (default: 1 per core)")
     return parser
 
 
-def validate(options: argparse.Namespace) -> None:
-    """Raise UserError if two options contradict each other, or a value is out of range."""
+def work() -> None:
+    """Pack as the command line says."""
+    options = get_args_parser().parse_args()
     check_workers(options.workers)
-    if options.verify:
-        if options.data_path:
-            raise UserError("--verify takes the folder of a pack, and no other option")
-        return
-    if options.data_path is None:
-        raise UserError("--data-path is needed: the folder that holds train/ and val/ (--help lists the options)")
+    options.splits = ["train", *(["val"] if find_sources(options.data_path / "val") else [])]
     for name in options.splits:
-        if name in ("", ".", "..") or "/" in name or options.splits.count(name) > 1:
-            words = " ".join(options.splits)
-            raise UserError(f"--splits {words}: give names of folders in {options.data_path}, each once")
         check_source(options.data_path / name)
         check_outside(options.out, options.data_path / name)
-
-
-def pack_or_verify() -> None:
-    """Pack or verify as the command line says."""
-    options = get_args_parser().parse_args()
-    validate(options)
-    verify(options.out) if options.verify else pack(options)
+    if len(options.splits) == 1:
+        print(one_line(f"val: left out, for {options.data_path} has none"))
+    pack(options)
 
 
 def main() -> None:
     """Run the command line."""
-    run(PROG, pack_or_verify, "interrupted; the same command continues after the last whole shard")
+    run(PROG, work, "interrupted; the same command continues after the last whole shard")
 
 
 if __name__ == "__main__":
