@@ -127,25 +127,6 @@ class Distillation(nn.Module):
         return (1 - self.alpha) * self.criterion(output, target) + self.alpha * loss
 
 
-class Renormalize(nn.Module):
-    """Turn images normalised by one mean and standard deviation into images normalised by another.
-
-    Args:
-        before: mean and standard deviation of each channel by which the images are normalised.
-        after: mean and standard deviation of each channel by which they are to be normalised.
-    """
-
-    def __init__(self, before: tuple[list[float], list[float]], after: tuple[list[float], list[float]]) -> None:
-        super().__init__()
-        (mean, std), (own_mean, own_std) = (torch.tensor(pair, dtype=torch.float64) for pair in (before, after))
-        self.register_buffer("scale", (std / own_std).float().view(3, 1, 1))
-        self.register_buffer("shift", ((mean - own_mean) / own_std).float().view(3, 1, 1))
-
-    def forward(self, image: Tensor) -> Tensor:
-        """Return (B, 3, H, W) images, normalised by `after`."""
-        return image * self.scale + self.shift
-
-
 def build_criterion(args: Any) -> nn.Module:
     """Return the loss that the options ask for."""
     if args.bce_loss:
@@ -174,10 +155,10 @@ def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: D
 
 
 def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
-    """Return the model of `--teacher` on the CPU, which scores images that are normalised for the student.
+    """Return the model of `--teacher` on the CPU, which scores the student's images.
 
     Raises:
-        UserError: the teacher is not found, or takes other classes or sizes of images.
+        UserError: the teacher is not found, or takes other classes, sizes or statistics of images.
     """
     source, size = f"--teacher {args.teacher}", args.train_crop_size
     weights = _load_teacher(args.teacher, source)
@@ -203,8 +184,8 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
         raise UserError(f"{source} is of other classes: {differences[0]}; give a teacher of these")
     print(f"{source}: {weights.kind}")
     if (own.mean, own.std) != (args.mean, args.std):
-        print(f"{source}: its images are normalised by its own mean {own.mean} and std {own.std}")
-        model = nn.Sequential(Renormalize((args.mean, args.std), (own.mean, own.std)), model)
+        words = (" ".join(map(str, values)) for values in (own.mean, own.std))
+        raise UserError("{} takes images of --mean {} --std {}; give the student these".format(source, *words))
     return model.eval().requires_grad_(False)
 
 
