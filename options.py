@@ -446,9 +446,6 @@ OPTIONS = {
     ],
     "monitoring": [
         Option("--print-freq", default=10, at_least=1, resume=FREE, help="print a log line every N steps"),
-        Option("--profile", metavar="STEPS", type=int, at_least=1, at_most=1000, resume=SILENT, recipe=NEVER,
-               help="trace this many steps into trace.json.gz in the output folder, for Perfetto or chrome://tracing, "
-                    "and print the longest operators"),
         Option("--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
                recipe=NEVER,
                help="minutes without a step after which the run counts as hung: every process prints where it waits, "
@@ -495,11 +492,11 @@ REMOVED = {
     "limit-val-images": None, "early-stop": None, "eval-batch-size": None, "decode-device": "cpu",
     "prefetch-factor": 2, "mixup-prob": 1.0, "mixup-switch-prob": 0.5, "mixup-off-epoch": None, "keep-every": None,
     "grad-compression": "none", "distillation-temperature": 3.0, "decoder": "pillow", "log-to": None,
-    "bad-images": "error",
+    "bad-images": "error", "profile": None,
 }  # fmt: skip
 FREELY_REMOVED = {
     "worker-type", "train-split", "val-split", "val-path", "early-stop", "prefetch-factor", "keep-every",
-    "log-to",
+    "log-to", "profile",
 }  # fmt: skip
 
 # The end of every message that refuses code which a file names.

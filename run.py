@@ -33,7 +33,6 @@ from monitoring.console import first_lines, last_lines, log
 from monitoring.gauges import Clock, Gauges
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
-from monitoring.profile import build_profile
 from sampler import TrainSampler, VirtualShards
 
 
@@ -147,9 +146,6 @@ class Run(BareRun):
         self.due = []  # records of windows that have ended, without values that are still on the device
         self.status = StatusFile(own_folder, self.state)
         self.clock = Clock()
-        is_profiled = args.profile and collectives.is_main_process()
-        is_cuda = device.type == "cuda"
-        self.profile = build_profile(args.profile, self.folder, is_cuda=is_cuda) if is_profiled else None
         note_stall = partial(self.status.write, "failed")
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, note_stall)
 
@@ -169,8 +165,6 @@ class Run(BareRun):
             stack.push(lambda kind, error, trace: log.close(error))
             collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
-            if self.profile is not None:
-                stack.enter_context(self.profile)
             self.watchdog.start()
             stack.callback(self.watchdog.end)
             stack.callback(self.manager.close)
@@ -293,8 +287,6 @@ class Run(BareRun):
             self.due.append({**self.here, **self.gauges.read(grad_norm)})
         if metric_logger.is_line_due:
             self.log(metric_logger)
-        if self.profile is not None:
-            self.profile.step()
         if decision.is_written:
             self.settle()
         if (is_due or decision.is_save_due) and self.has_steps_left and not decision.stop:

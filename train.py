@@ -28,7 +28,6 @@ from distributed.decision import StepDecisions
 from distributed.launch import read_launch
 from distributed.signals import follow_agent, take_signals
 from errors import PreemptedError, UserError, end_by, end_process
-from loading.loader import check_memory
 from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_lines
 from monitoring.console import log
 from monitoring.preview import preview
@@ -166,7 +165,6 @@ def resolve(args):
     """
     args = config.resolve(args)
     optim.check_schedule(args)
-    check_memory(args)
     args, notes = config.on_machine(args)
     args, more = data.take_published_options(args)
     return args, notes + more

@@ -16,7 +16,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 from distributed.collectives import count_cores
 from distributed.signals import start_worker
 from errors import StorageError, UserError
-from files import memory_bytes
 
 # Batches that each worker loads ahead; slots beyond those that workers fill: one for the batch in use, and one more.
 _PREFETCH_FACTOR, _SPARE_SLOTS = 2, 2
@@ -31,16 +30,6 @@ def check_workers(num_workers: int) -> None:
     if num_workers > most:
         raise UserError(
             f"--workers {num_workers}: this process has {cores} cores, of use to {most} at most; give about {cores}"
-        )
-
-
-def check_memory(args: Any) -> None:
-    """Raise UserError if a batch is larger than this machine's memory."""
-    if (needed := largest_batch_bytes(args)) > memory_bytes():
-        side = max(args.train_crop_size, args.val_crop_size)
-        raise UserError(
-            f"--batch-size {args.batch_size} of {side} px are {needed / 1e9:,.0f} GB of pixels, more "
-            "than this machine's memory; use fewer or smaller ones"
         )
 
 

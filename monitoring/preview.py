@@ -13,7 +13,6 @@ from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError
 from loading.forms import find_sources, open_source
-from loading.loader import check_memory
 from loading.source import minival_numbers
 from sampler import VirtualShards
 
@@ -30,7 +29,6 @@ def preview(args: Any) -> str:
         UserError: the options cannot be used together.
     """
     optim.check_schedule(args)
-    check_memory(args)
     config.find_device(args)
     if args.resume not in ("", "auto") and not Path(args.resume).is_file():
         raise UserError(f"--resume {args.resume} is not a file")

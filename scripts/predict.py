@@ -16,8 +16,8 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from distributed import collectives
-from errors import BadImageError, UserError, counted, in_one_line, one_line
-from files import open_to_read, read_bytes
+from errors import BadImageError, UserError, one_line
+from files import open_to_read
 from loading.decode import decode_plainly
 from loading.progress import Progress
 from presets import ClassificationPresetEval
@@ -122,14 +122,11 @@ def _load(preset: ClassificationPresetEval, path: Path) -> tuple[Path, Tensor | 
 def _top(
     model: Callable, classes: list[str] | None, options: argparse.Namespace, images: Tensor
 ) -> list[list[tuple[str, float]]]:
-    """Return the likeliest classes of each image; UserError if there are not as many names as classes."""
+    """Return the likeliest classes of each image; UserError if the scores are not finite."""
     with torch.no_grad():
         logits = model(images).double().cpu()
     if not logits.isfinite().all():
         raise UserError(f"the scores of {options.checkpoint} are not finite: its weights are broken", exit_code=5)
-    num_classes = logits.shape[1]
-    if classes is not None and len(classes) != num_classes:
-        raise UserError(f"{counted(len(classes), 'name')} of classes were given, and the model has {num_classes}")
     # Of equal logits the first class is better, as for argmax.
     order = logits.argsort(dim=1, descending=True, stable=True)[:, : options.topk]
     probabilities = logits.softmax(dim=1).gather(1, order)
@@ -157,14 +154,10 @@ def predict(options: argparse.Namespace) -> int:
     """Print the classes of the images, and return the exit code."""
     with own_stdout() as stdout:
         paths = find_images(options.images)
-        names = None
-        if options.classes:
-            with in_one_line(f"--classes {options.classes} cannot be read as text with one name a line"):
-                names = read_bytes(options.classes).decode().splitlines()
         trained = open_given(options, takes_graphs=True)
         device = torch.device(settle(trained, options).device)
         model = trained.model if device.type == "cpu" else trained.model.to(device)
-        score = partial(_top, lambda image: model(image.to(device)), names or trained.classes, options)
+        score = partial(_top, lambda image: model(image.to(device)), trained.classes, options)
         results = list(predict_all(trained.preset, score, paths, options.batch_size))
         predictions = [each for each in results if isinstance(each, Prediction)]
         show(predictions, trained.preprocessing, options, stdout)
@@ -182,7 +175,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
     add_machine_options(parser, batch_size=32)
-    parser.add_argument("--classes", metavar="FILE", type=Path, help="names of the classes, one per line")
     logging.disable(logging.WARNING)  # torch's, about the programs that it exported itself
     run(PROG, lambda: predict(parser.parse_args()), "interrupted")
 

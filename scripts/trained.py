@@ -18,7 +18,7 @@ from checkpointing.published import fetch_by_name, preprocessing_line
 from checkpointing.weights import Weights, load_weights
 from errors import UserError, in_one_line, is_printable, require_package
 from files import read_json
-from loading.loader import check_memory, check_workers
+from loading.loader import check_workers
 from metrics import build_evaluated
 from options import BY_NAME, PREPROCESSING, WHY_TYPED, is_same_model, split_custom
 from presets import ClassificationPresetEval, build_presets
@@ -111,7 +111,6 @@ def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = Tr
     if is_alone and args.world_size > 1:
         raise UserError(f"{args.world_size} processes were started, and this tool is one; start it without a launcher")
     check_workers(args.workers)
-    check_memory(args)
     return args.replaced(distributed=args.world_size > 1)
 
 

@@ -244,15 +244,12 @@ def test_the_table_says_the_same(made, tmp_path):
         assert f"{100 * each['probability']:5.1f}% {each['class']}" in line
 
 
-def test_classes_are_numbers_or_lines_of_a_file_where_nothing_names_them(made, tmp_path):
+def test_classes_are_numbers_where_nothing_names_them(made, tmp_path):
     checkpoint, _, images, files = made
     torch.save(torch.load(checkpoint, weights_only=True)["model"], tmp_path / "bare.pth")
-    (tmp_path / "names.txt").write_text("w\nx\ny\nz\n")
-    for names, more in [("0123", []), ("wxyz", ["--classes", tmp_path / "names.txt"])]:
-        argv = [tmp_path / "bare.pth", images, "--json", "--model", MODEL, "--val-resize-size", 40]
-        argv += ["--val-crop-size", 32, "--interpolation", "bicubic", *more]
-        _, output = run_tool(tmp_path, "predict", *argv)
-        check(json.loads(output)["images"], plain_model(checkpoint), files, classes=names)
+    argv = [tmp_path / "bare.pth", images, "--json", "--model", MODEL, "--val-resize-size", 40]
+    _, output = run_tool(tmp_path, "predict", *argv, "--val-crop-size", 32, "--interpolation", "bicubic")
+    check(json.loads(output)["images"], plain_model(checkpoint), files, classes="0123")
 
 
 def test_unreadable_images_are_named_and_the_others_predicted(made, tmp_path):
@@ -271,7 +268,7 @@ def test_unreadable_images_are_named_and_the_others_predicted(made, tmp_path):
 def test_mistakes_are_one_line(made, tmp_path):
     checkpoint, out, images, _ = made
     (tmp_path / "empty").mkdir()
-    (tmp_path / "two.txt").write_text("a\nb\n")
+    torch.save({**torch.load(checkpoint, weights_only=True), "data": {"classes": ["a", "b"]}}, tmp_path / "two.pth")
     for ending in ("onnx", "pt2", "safetensors"):
         (tmp_path / f"junk.{ending}").write_bytes(b"junk")
     foreign, graph = tmp_path / "foreign.pt2", out / f"{MODEL}.onnx"
@@ -283,7 +280,7 @@ def test_mistakes_are_one_line(made, tmp_path):
         (tmp_path / "gone.pth", [images], "gone.pth: no such file"),
         (checkpoint, [tmp_path / "gone.jpg"], "gone.jpg: no such file or folder"),
         (checkpoint, [tmp_path / "empty"], "empty holds no images"),
-        (checkpoint, [images, "--classes", tmp_path / "two.txt"], "2 names of classes were given, and the model has 4"),
+        (tmp_path / "two.pth", [images], "holds a classifier of 4 classes and the images are of 2"),
         (checkpoint, [images, "--device", "meta"], "--device meta: this machine has none"),
         (graph, [images, "--ema", "--device", "cuda"], "leave out --ema and --device"),
         (tmp_path / "junk.onnx", [images], "junk.onnx cannot be opened"),

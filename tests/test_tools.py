@@ -42,7 +42,7 @@ def run(tmp_path: Path, name: str, *argv, largest_file=None) -> Outcome:
         (prepare, "'' out", "expected a path, and it is empty"),
         (pack, "--short-side 9 --data-path . ''", "expected a path, and it is empty"),
         (make_digits, "digits --gpu 0", "unrecognized argument"),
-        (pack, "out --short-side 9 --pretrained", "unrecognized argument"),
+        (pack, "out --data-path in --short-side 9 --pretrained", "unrecognized argument"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_changes_nothing(monkeypatch, capfd, tmp_path, module, argv, words):
