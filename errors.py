@@ -206,34 +206,26 @@ def require_package(package: str, needed_by: str) -> ModuleType:
         raise UserError(f"{needed_by} needs {name}, which is not installed: pip install {name} ({error})") from error
 
 
+# By words of an error, which torch may have turned into text: the reason and the remedy.
 _LIMITS = {
-    errno.EMFILE: "raise `ulimit -n`",
-    errno.ENFILE: "the machine has as many files open as it can",
-    errno.EAGAIN: "no more processes: raise `ulimit -u`, or use fewer --workers",
-    errno.ENOMEM: "use fewer --workers, or raise `ulimit -v`",
+    "DefaultCPUAllocator: can't allocate": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
+    "can't start new thread": "no more threads; raise `ulimit -u` or `ulimit -v`, or use fewer --workers",
+    os.strerror(errno.EMFILE): "Too many open files; raise `ulimit -n`",
+    os.strerror(errno.ENFILE): "the machine has as many files open as it can",
+    os.strerror(errno.EAGAIN): "no more processes; raise `ulimit -u`, or use fewer --workers",
+    os.strerror(errno.ENOMEM): "out of memory; use fewer --workers, or raise `ulimit -v`",
 }
 
 
 def explain_limit(error: BaseException) -> StorageError | None:
     """Return one line in place of an error by which the machine refuses memory, files or processes; None for others."""
-    text = str(error)
-    numbers = [
-        number
-        for number in _LIMITS
-        # Torch turns errors of the system into text.
-        if getattr(error, "errno", None) == number or (isinstance(error, RuntimeError) and os.strerror(number) in text)
-    ]
-    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in text:  # torch's
-        line = "out of memory; use a smaller --batch-size, or --grad-checkpointing in training"
-    elif isinstance(error, MemoryError):
-        line = "out of memory; use fewer --workers, or raise `ulimit -v`"
-    elif isinstance(error, RuntimeError) and "can't start new thread" in text:
-        line = f"{error}: raise `ulimit -u` or `ulimit -v`, or use fewer --workers"
-    elif numbers:
-        line = f"{os.strerror(numbers[0])}; {_LIMITS[numbers[0]]}"
-    else:
-        return None
-    return StorageError(line, exit_code=2)
+    text = str(error) if isinstance(error, OSError | RuntimeError) else ""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's
+        text = "DefaultCPUAllocator: can't allocate"
+    if isinstance(error, MemoryError):
+        text = os.strerror(errno.ENOMEM)
+    line = next((line for words, line in _LIMITS.items() if words in text), None)
+    return None if line is None else StorageError(line, exit_code=2)
 
 
 def end_process(exit_code: int) -> None:

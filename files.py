@@ -255,7 +255,7 @@ def explain_failure(error: OSError, folder: Path, num_bytes: int) -> str:
     """Say in a few words, with numbers, why that many bytes could not be written to a folder."""
     reason = _TROUBLES.get(error.errno, error.strerror or str(error))
     space = f"needs {num_bytes / 1e6:.1f} MB, {free_bytes(folder) / 1e6:.1f} MB free"
-    return f"{reason} on {mount_point(folder)} ({space})" if error.errno in _TROUBLES else f"{reason} in {folder}"
+    return f"{reason} in {folder} ({space})" if error.errno in _TROUBLES else f"{reason} in {folder}"
 
 
 def own_temporary_folder(name: str) -> str:
@@ -265,12 +265,6 @@ def own_temporary_folder(name: str) -> str:
         if pid.isdecimal() and not Path("/proc", pid).exists() and old.lstat().st_uid == os.getuid():
             shutil.rmtree(old, ignore_errors=True)
     return tempfile.mkdtemp(prefix=f"{name}-{os.getpid()}-")
-
-
-def mount_point(path: Path) -> Path:
-    """Return where the file system of a path is mounted."""
-    path = path.absolute()
-    return next(each for each in (path, *path.parents) if os.path.ismount(each))
 
 
 def free_bytes(folder: Path) -> float:

@@ -47,7 +47,6 @@ def describe_environment(args: Any) -> dict[str, Any]:
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
         "decoder": f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}",
-        "grey": "scaled from 16 bits",  # runs of older versions, which made such images white, have no entry
         "python": platform.python_version(),
         "pillow": PIL.__version__,
     }
@@ -125,7 +124,6 @@ def check_options(state: dict, args: Any) -> None:
     names = [name for name in here if name in there and name not in ("threads", "world_size")]
     versions = [_difference(name, there[name], here[name]) for name in names if there[name] != here[name]]
     versions += [shown[name] for name in differing if name == "device"]
-    versions += [] if "grey" in there else ["grey images of more than 8 bits, white in this run so far, are scaled now"]
     _print_joined("versions that changed: ", versions, "; equal bits are not promised" if is_deterministic else "")
 
 

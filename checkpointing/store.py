@@ -11,8 +11,7 @@ from torch import distributed as dist
 
 from checkpointing.archive import Found, load_checkpoint
 from checkpointing.checkpoint import RunState, copy_to_host
-from checkpointing.finder import BEST_FILES, numbered
-from checkpointing.folder import CheckpointFolder, explained
+from checkpointing.folder import BEST_FILES, CheckpointFolder, explained, numbered
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import StorageError, UserError

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checkpointing.finder import EVENT_FILES, own_files
+from checkpointing.folder import EVENT_FILES, own_files
 
 # Fields without a curve: the step, time, images and processes of a measurement.
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}

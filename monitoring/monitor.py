@@ -12,16 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from checkpointing.checkpoint import RunState
-from errors import StorageError, attempt
-from files import explain_failure, open_regular, sync_folder, write_atomically
+from errors import StorageError, attempt, counted
+from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
 from monitoring.events import EventFile
-from monitoring.records import read_records
-
-# Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
-# of the run and the same after any restart.
-MACHINE_FIELDS = {
-    "time", "hours", "images_per_s", "images_per_s_per_device", "data_wait", "memory_gib", "world_size",
-}  # fmt: skip
 
 # Kinds of records that are written before an epoch is saved; the others, of evaluations, come after that.
 OF_TRAINING = {"train", "epoch"}
@@ -132,3 +125,35 @@ def _as_json(value: Any) -> Any:
         return [_as_json(item) for item in value]
     value = value.item() if isinstance(value, Tensor) else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_records(folder: Path, note: Callable[[str], None] | None = None) -> list[dict]:
+    """Return the records in a run's metrics.jsonl, without damaged lines; FileNotFoundError if it has none.
+
+    `note` is called with a line about damaged lines, except a last one, which a kill truncates.
+    """
+    records = [_parse_record(line) for line in read_bytes(folder / "metrics.jsonl").splitlines()]
+    if note is not None and (num_damaged := records[:-1].count(None)):
+        note(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read, and will be left out")
+    return [record for record in records if record is not None]
+
+
+def _parse_record(line: bytes) -> dict | None:
+    """Return the record in one line of metrics.jsonl, or None if there is none."""
+    try:
+        record = json.loads(line)
+        is_record = isinstance(record["kind"], str) and type(record["step"]) is type(record["epoch"]) is int
+        is_record = is_record and record["step"] >= 0 and record["time"] is not None
+        is_record = is_record and all(_is_value(value) for name, value in record.items() if name != "kind")
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return record if is_record else None
+
+
+def _is_value(value: Any) -> bool:
+    """Tell whether a value may be in a record: a number that a curve can hold, None, or a list of these."""
+    if isinstance(value, list):
+        return all(map(_is_value, value))
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or (type(value) is int and abs(value) < 1 << 62)

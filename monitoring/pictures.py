@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from checkpointing.checkpoint import BEST_NAMES, RunState
-from checkpointing.finder import PICTURES, own_files
+from checkpointing.folder import PICTURES, own_files
 from distributed.collectives import all_gather
 from errors import attempt
 from files import write_atomically, write_json

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import models
-from checkpointing.finder import numbered
+from checkpointing.folder import numbered
 from checkpointing.published import recorded
 from checkpointing.weights import Weights, as_checkpoint, average_weights, read_content
 from data import IndexedImageFolder

@@ -35,7 +35,6 @@ KINDS = {
     "duplicate": (False, "the same bytes twice in a split"),
     "alpha": (False, "transparency, which is dropped when loaded: hidden colours show"),
     "deep": (False, "grey of more than 8 bits; scaled to 8 when loaded"),
-    "cmyk": (False, "four colours; converted when loaded"),
     "turned": (False, "EXIF says to turn it, and neither train.py nor ImageFolder does"),
 }
 
@@ -76,8 +75,6 @@ def oddities(image: Image.Image) -> list[tuple[str, str]]:
         found.append(("alpha", f"mode {image.mode}"))
     if "grey_bits" in image.info:
         found.append(("deep", f"{image.info['grey_bits']} bits"))
-    if image.mode == "CMYK":
-        found.append(("cmyk", "CMYK"))
     orientation = 1
     with suppress(Exception):  # Pillow raises many kinds for damaged metadata, which is not read here
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -104,10 +101,9 @@ def look_at_some(splits: dict[str, Source], images: list[tuple[str, int]]) -> li
 
 
 class Report:
-    """The findings, for people and for programs; those of allowed kinds do not make the data set unhealthy."""
+    """The findings, for people and for programs."""
 
-    def __init__(self, allowed: list[str]) -> None:
-        self.is_problem = {kind: is_bad and kind not in allowed for kind, (is_bad, _) in KINDS.items()}
+    def __init__(self) -> None:
         self.splits: dict[str, dict] = {}
         self.findings: dict[str, list[dict]] = {kind: [] for kind in KINDS}
 
@@ -118,7 +114,7 @@ class Report:
     @property
     def is_healthy(self) -> bool:
         """Whether nothing was found that does harm."""
-        return not any(found and self.is_problem[kind] for kind, found in self.findings.items())
+        return not any(found and KINDS[kind][0] for kind, found in self.findings.items())
 
     def show(self) -> None:
         """Print the report."""
@@ -128,7 +124,7 @@ class Report:
             print(f"  decoded {facts['looked_at']:,}, {size_text(facts['bytes'])}")
         for kind, found in self.findings.items():
             if found:
-                print(f"{'PROBLEM' if self.is_problem[kind] else 'note'} {kind}: {len(found):,} ({KINDS[kind][1]})")
+                print(f"{'PROBLEM' if KINDS[kind][0] else 'note'} {kind}: {len(found):,} ({KINDS[kind][1]})")
                 for each in found[:_SHOWN]:
                     print("  " + one_line(": ".join(filter(None, (each["image"], each["reason"])))))
                 if len(found) > _SHOWN:
@@ -138,7 +134,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
         findings = [
-            {"kind": kind, "is_problem": self.is_problem[kind], "count": len(found), "images": found}
+            {"kind": kind, "is_problem": KINDS[kind][0], "count": len(found), "images": found}
             for kind, found in self.findings.items()
             if found
         ]
@@ -241,7 +237,6 @@ def get_args_parser() -> argparse.ArgumentParser:
     add("--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced")
     words = "write the report to FILE, with every finding"
     add("--json", metavar="FILE", type=output_file(".json"), help=words)
-    add("--allow", metavar="KIND", nargs="+", choices=KINDS, default=[], help="kinds that are notes, not problems")
     add("--workers", metavar="N", type=positive, default=cores, help="processes (default: 1 per core)")
     return parser
 
@@ -249,7 +244,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 def check(options: argparse.Namespace) -> int:
     """Print the report, and return the exit code."""
     check_workers(options.workers)
-    report = Report(options.allow)
+    report = Report()
     splits = open_splits(options.data_path, ("train",) if options.expect_val == 0 else ("train", "val"), report)
     check_set(splits, options, report)
     look_at_all(splits, options.sample, options.workers, report)

@@ -18,7 +18,7 @@ import numpy
 
 from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
-from monitoring.records import read_records
+from monitoring.monitor import read_records
 from options import CURVES
 from scripts import tool
 

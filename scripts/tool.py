@@ -95,7 +95,7 @@ def output_file(*endings: str) -> Callable[[str], Path]:
 
 
 def _is_of_a_run(name: str) -> bool:
-    from checkpointing.finder import STATE_FILES  # not above: it imports torch, which some tools do without
+    from checkpointing.folder import STATE_FILES  # not above: it imports torch, which some tools do without
 
     return STATE_FILES.fullmatch(name) is not None
 

@@ -18,10 +18,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from checkpointing import guard
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
-from checkpointing.finder import NUMBERED, PICTURES
+from checkpointing.folder import NUMBERED, PICTURES
 from errors import UserError
-from monitoring.monitor import MACHINE_FIELDS
 from options import BY_NAME, SILENT
+
+# Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
+# of the run and the same after any restart.
+MACHINE_FIELDS = {
+    "time", "hours", "images_per_s", "images_per_s_per_device", "data_wait", "memory_gib", "world_size",
+}  # fmt: skip
 
 # In a checkpoint: the command, and the machine that ran it.
 _OF_THE_START = {"args", "environment"}

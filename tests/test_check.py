@@ -83,7 +83,7 @@ def plant(images: Path) -> dict[str, list[str]]:
     names = [path.name for path in files]
     return {
         "damaged": [*names[1:5], others[2].name], "leak": ["image001.jpg"], "duplicate": [names[9]],
-        "alpha": [others[0].name], "deep": [others[1].name], "cmyk": [names[5]], "turned": [names[7]],
+        "alpha": [others[0].name], "deep": [others[1].name], "turned": [names[7]],
     }  # fmt: skip
 
 
@@ -105,14 +105,12 @@ def test_every_planted_defect_is_found(images, tmp_path, form):
     assert found == planted
     # ImageNet itself has some of these.
     harmless = {finding["kind"] for finding in report["findings"] if not finding["is_problem"]}
-    assert harmless == {"duplicate", "alpha", "deep", "cmyk", "turned"}
+    assert harmless == {"duplicate", "alpha", "deep", "turned"}
     reasons = {finding["kind"]: finding["images"][0]["reason"] for finding in report["findings"]}
     assert "truncated" in reasons["damaged"].lower()
     assert "class1/image003.jpg" in reasons["leak"]
     assert reasons["leak"].endswith("another class")
     assert "image008.jpg" in reasons["duplicate"]
-    allowed = ["--allow", "damaged", "leak"]
-    assert run(tmp_path, data_path, *COUNTS, *allowed).codes == [0]
 
 
 def test_a_file_that_the_disk_does_not_give_is_found_in_a_sample_too(images, tmp_path):

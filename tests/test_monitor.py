@@ -11,8 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from monitoring import gauges
 from monitoring.events import NOT_DRAWN
-from monitoring.monitor import MACHINE_FIELDS, read_records
+from monitoring.monitor import read_records
 from scripts.report import write_report
+from tests.endings import MACHINE_FIELDS
 from tests.ranks import run_ranks, train_rank
 from tests.started import SMALL_ANYWHERE
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 import data
 import sampler
-from checkpointing.finder import OWN_FILES, PICTURES
+from checkpointing.folder import OWN_FILES, PICTURES
 from loading.forms import open_source
 from monitoring import pictures
 from presets import ClassificationPresetTrain

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from checkpointing.finder import OWN_FILES
+from checkpointing.folder import OWN_FILES
 from errors import UserError
 from scripts.report import LoggedRun, compare_runs, draw_confusion, draw_curves, group_seeds, write_report
 from tests.ranks import REPOSITORY

@@ -16,8 +16,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from checkpointing import folder as folders
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import RunState
-from checkpointing.finder import numbered
-from checkpointing.folder import CheckpointFolder
+from checkpointing.folder import CheckpointFolder, numbered
 from checkpointing.schema import check_schema
 from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
