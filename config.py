@@ -170,14 +170,11 @@ def list_recipes(word: str = "") -> str:
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     if word in texts:
         return texts[word].rstrip()
-    rows = [["recipe", "Acc@1", "batch", "epochs", "source", "title"]]
+    rows = [["recipe", "Acc@1", "title"]]
     for path in paths:
         if word.lower() in f"{path.stem}\n{texts[path.stem]}".lower():
             recipe = read_recipe(path)
-            source = "differs" if "differs" in recipe.get("notes", "") else "-"
-            epochs = recipe.get("schedule", {}).get("epochs", "-")
-            facts = [recipe.get("expected-acc1", "-"), recipe.get("reference-global-batch", "-"), epochs, source]
-            rows.append([path.stem, *map(str, facts), recipe["title"]])
+            rows.append([path.stem, str(recipe.get("expected-acc1", "-")), recipe["title"]])
     if len(rows) == 1:
         raise UserError(f"--list-recipes {word}: no recipe holds this word{did_you_mean(word, texts)}")
     num_columns = shutil.get_terminal_size().columns

@@ -355,12 +355,7 @@ def build_batch_transforms(
     mix = transforms.get_mixup_cutmix(**alphas, num_classes=num_classes, mode=args.mixup_mode)
     is_noisy = args.random_erase_fill == "pixel"
     erase = transforms.RandomErasing(args.random_erase, is_noisy=is_noisy) if args.random_erase > 0 else None
-    # Compiling is of no use on a CPU.
-    backend = "inductor" if args.compile is not None and device.type == "cuda" else None
-    return (
-        transforms.BatchTransform(normalize, erase, mix, backend=backend),
-        transforms.BatchTransform(normalize, backend=backend),
-    )
+    return transforms.BatchTransform(normalize, erase, mix), transforms.BatchTransform(normalize)
 
 
 class DeviceLoader:

@@ -208,6 +208,7 @@ def require_package(package: str, needed_by: str) -> ModuleType:
 
 # By words of an error, which torch may have turned into text: the reason and the remedy.
 _LIMITS = {
+    "out of memory": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
     "DefaultCPUAllocator: can't allocate": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
     "can't start new thread": "no more threads; raise `ulimit -u` or `ulimit -v`, or use fewer --workers",
     os.strerror(errno.EMFILE): "Too many open files; raise `ulimit -n`",
@@ -220,8 +221,6 @@ _LIMITS = {
 def explain_limit(error: BaseException) -> StorageError | None:
     """Return one line in place of an error by which the machine refuses memory, files or processes; None for others."""
     text = str(error) if isinstance(error, OSError | RuntimeError) else ""
-    if type(error).__name__ == "OutOfMemoryError":  # torch's
-        text = "DefaultCPUAllocator: can't allocate"
     if isinstance(error, MemoryError):
         text = os.strerror(errno.ENOMEM)
     line = next((line for words, line in _LIMITS.items() if words in text), None)

@@ -255,7 +255,7 @@ def explain_failure(error: OSError, folder: Path, num_bytes: int) -> str:
     """Say in a few words, with numbers, why that many bytes could not be written to a folder."""
     reason = _TROUBLES.get(error.errno, error.strerror or str(error))
     space = f"needs {num_bytes / 1e6:.1f} MB, {free_bytes(folder) / 1e6:.1f} MB free"
-    return f"{reason} in {folder} ({space})" if error.errno in _TROUBLES else f"{reason} in {folder}"
+    return f"{reason} ({space})" if error.errno in _TROUBLES else f"{reason} in {folder}"
 
 
 def own_temporary_folder(name: str) -> str:

@@ -482,8 +482,7 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     # Sizes of training crops, mostly 32 px apart; full and last batches of evaluation, by the model and its average.
     num_graphs = (args.train_crop_size - smallest) // 32 + 3 + 2 * 2
     dynamo = importlib.import_module("torch._dynamo.config")
-    # The batch transform is compiled for each way of mixing: mixup, cutmix or neither.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 3 * num_graphs)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, num_graphs)
     # The masks of dropout and stochastic depth are those of an uncompiled model.
     importlib.import_module("torch._inductor.config").fallback_random = True
     caches = importlib.import_module("torch._inductor.runtime.cache_dir_utils")

@@ -6,7 +6,6 @@ the device, other batches or a generator's history; a direct call seeds it from 
 
 import math
 import random
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,8 +138,7 @@ def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor)
     return targets * share + targets.roll(1, 0) * rest
 
 
-# Drawn numbers go to the device in one small tensor: plain numbers would be constants of a compiled transform, which
-# torch would recompile for every batch.
+# Drawn numbers go to the device in one small tensor, by one copy that waits for nothing.
 def pack_share(share: float) -> Tensor:
     """Return (2,): the share of the image itself and that of its neighbour, for `RandomMixUp.mix`."""
     return torch.tensor([share, 1.0 - share])
@@ -169,6 +167,10 @@ class _Mixing(nn.Module):
         if num_classes < 1 or alpha <= 0:
             raise ValueError(f"num_classes {num_classes} and alpha {alpha}: expected numbers above 0")
         self.num_classes, self.p, self.alpha, self.inplace = num_classes, p, alpha, inplace
+
+    def extra_repr(self) -> str:
+        """Return the arguments."""
+        return f"num_classes={self.num_classes}, p={self.p}, alpha={self.alpha}, inplace={self.inplace}"
 
     def forward(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Mix (B, C, H, W) floats; turn (B,) int64 classes into (B, num_classes) targets of the batch's dtype."""
@@ -293,7 +295,6 @@ class BatchTransform:
         normalize: turns uint8 into floats.
         erase: erases rectangles, or None.
         mix: mixes images and targets, or None.
-        backend: the backend of `torch.compile`, which fuses all into few kernels; None not to compile.
     """
 
     def __init__(
@@ -301,31 +302,15 @@ class BatchTransform:
         normalize: Normalize,
         erase: RandomErasing | None = None,
         mix: RandomMix | None = None,
-        backend: str | None = None,
     ) -> None:
         self.normalize, self.erase, self.mix = normalize, erase, mix
-        self.apply = self._apply
-        if backend is not None:
-            # Round the division by the standard deviation as eager mode does; the default on a GPU differs.
-            options = {"eager_numerics.division_rounding": True} if backend == "inductor" else None
-            self.apply = torch.compile(self._apply, backend=backend, options=options, dynamic=False)
 
     def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
         """Transform (B, C, H, W) uint8 and (B,) int64 on the device, drawing from `rng`."""
-        boxes = mixer = drawn = None
+        image = self.normalize(image)
         if self.erase is not None:
-            boxes = to_device(self.erase.draw(image, rng), image.device)
+            image = self.erase.erase(image, to_device(self.erase.draw(image, rng), image.device))
         if self.mix is not None:
             mixer, drawn = self.mix.draw(image, rng)
-            drawn = to_device(drawn, image.device)
-        image, target = self.apply(image, target, boxes, mixer, drawn)
-        # This copies only where torch 2.11 compiled for images in another memory format.
+            image, target = mixer.mix(image, target, to_device(drawn, image.device))
         return image.contiguous(memory_format=self.normalize.memory_format), target
-
-    def _apply(
-        self, image: Tensor, target: Tensor, boxes: Tensor | None, mixer: nn.Module | RandomMixEach | None, drawn: Any
-    ) -> tuple[Tensor, Tensor]:
-        image = self.normalize(image)
-        if boxes is not None:
-            image = self.erase.erase(image, boxes)
-        return (image, target) if mixer is None else mixer.mix(image, target, drawn)

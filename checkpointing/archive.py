@@ -15,9 +15,6 @@ from checkpointing.schema import MOST_PICKLE_BYTES, check_schema, unfold
 from errors import StorageError, UserError
 from files import memory_bytes, open_to_read, retry_read
 
-# Bytes of a file that is no archive which are searched for the reason.
-_MOST_OLD_BYTES = 1 << 20
-
 
 class Found(NamedTuple):
     """A checkpoint that has been verified."""
@@ -28,7 +25,7 @@ class Found(NamedTuple):
 
 
 def read_checkpoint(path: Path, name: str) -> Found:
-    """Return the checkpoint in a file that errors call `name`, verified. Only an archive is read whole.
+    """Return the checkpoint in a file that errors call `name`, verified.
 
     Raises:
         UserError: the file is damaged, or no checkpoint of this script.
@@ -38,12 +35,7 @@ def read_checkpoint(path: Path, name: str) -> Found:
     def read() -> bytes:
         with open_to_read(path) as file:
             check_size(file, name)
-            is_archive = file.read(4) == b"PK\3\4"
-            file.seek(0)
-            if is_archive:
-                return file.read()
-            load_checkpoint(file.read(_MOST_OLD_BYTES), name)
-            raise UserError(f"{name} is no checkpoint of this script, but one that torch wrote before version 1.6")
+            return file.read()
 
     try:
         payload = retry_read(read, path)

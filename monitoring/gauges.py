@@ -72,7 +72,6 @@ class Gauges:
         images_per_s = steps * self.global_batch_size / train_s
         return {
             "images_per_s": images_per_s,
-            "images_per_s_per_device": images_per_s / self.world_size,
             "data_wait": wait_s / train_s,
             "memory_gib": peak_memory_gib(),
             "world_size": self.world_size,

@@ -109,7 +109,5 @@ def reference_lines(args: Any) -> list[str]:
     reference, rate = args.reference_global_batch, optim.scaled_lr(args)
     if reference is None:
         return []
-    if reference == args.global_batch_size:
-        return [f"the recipe's reference batch is {reference} too: --lr {args.lr:g} as it stands"]
     share, scaled = args.global_batch_size / reference, f"--lr-scaling {args.lr_scaling}: {args.lr:g} -> {rate:g}"
     return [f"the recipe's reference batch is {reference}, {share:g} of it here; {scaled}"]

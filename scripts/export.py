@@ -39,8 +39,8 @@ forms:
 {chr(10).join(f"  {name:<13} NAME{suffix}: {meaning}" for name, (suffix, _, meaning) in FORMS.items())}
 
 examples:
-  python -m scripts.export runs/a/best.pth --format weights,onnx --output exported
-  python -m scripts.export runs/a/best_ema.pth --ema --format safetensors --format torch-export --output exported
+  python -m scripts.export runs/a/best.pth --format weights onnx --output exported
+  python -m scripts.export runs/a/best_ema.pth --ema --format safetensors torch-export --output exported
   python -m scripts.export resnet50.IMAGENET1K_V2 --format onnx --output exported
 
 NAME is the model's, and ends in -ema for averaged weights. Beside the files lies NAME.json, which describes them. Every
@@ -181,14 +181,6 @@ def _are_same(ours: Tensor | None, theirs: Tensor | None) -> bool:
     return ours.contiguous().view(-1).view(torch.uint8).equal(theirs.contiguous().view(-1).view(torch.uint8))
 
 
-def forms(text: str) -> list[str]:
-    """Return the names of the forms in a text such as weights,onnx; an argparse type."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in FORMS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is none; there are {', '.join(FORMS)}")
-    return names
-
-
 def export(options: argparse.Namespace) -> None:
     """Write the chosen forms."""
     chosen = list(dict.fromkeys(options.forms))
@@ -209,8 +201,8 @@ def main() -> None:
     parser = build_parser(PROG, usage, "Turn a trained model into files for others.", EPILOG)
     add_options(parser)
     parser.add_argument(
-        "--format", metavar="NAME", type=forms, action="extend", required=True, dest="forms",
-        help=f"the forms to write, with commas between them: {', '.join(FORMS)}",
+        "--format", metavar="NAME", nargs="+", choices=FORMS, required=True, dest="forms",
+        help=f"the forms to write: {', '.join(FORMS)}",
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", type=given_path, required=True, help="the folder to write to")
     logging.disable(logging.WARNING)  # torch's exporters report each of their passes

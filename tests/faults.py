@@ -182,18 +182,18 @@ FAULTS = {
     "a slow disk": Fault(prepare=(trouble_saves, [4], 0, 2), argv=EACH_SECOND, state="finished", saved=(4, 6)),
     "a save that fails on two ranks": Fault(
         prepare=(trouble_saves, [4], errno.ENOSPC, 1), world_size=2, argv=EACH_SECOND, state="finished",
-        says=("disk full in",), saved=(3, 6),
+        says=("disk full (",), saved=(3, 6),
     ),
     **{
         f"a save that fails ({errno.errorcode[code]}, save {number})": Fault(
             prepare=(trouble_saves, [number], code), argv=EACH_STEP, state="finished", says=(words, "still safe: "),
             saved=(6,),
         )
-        for code, words in [(errno.ENOSPC, "disk full in"), (errno.EFBIG, "no file so large")] for number in (1, 2)
+        for code, words in [(errno.ENOSPC, "disk full ("), (errno.EFBIG, "no file so large")] for number in (1, 2)
     },
     "a last save that fails": Fault(
         prepare=(trouble_saves, [8], errno.ENOSPC), argv=EACH_STEP, code=1, state="failed",
-        says=("the last checkpoint", "disk full in"), saved=(5, 6),
+        says=("the last checkpoint", "disk full ("), saved=(5, 6),
     ),
     "two failing saves in a row": Fault(
         prepare=(trouble_saves, [2, 3], errno.EDQUOT), world_size=2, argv=EACH_STEP, code=1, state="failed",

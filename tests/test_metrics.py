@@ -114,7 +114,7 @@ def measured_rank(argv):
 
 
 # By a record of training, beside the metrics.
-MEASURED = "lr grad_norm weight_norm images_per_s images_per_s_per_device data_wait memory_gib".split()
+MEASURED = "lr grad_norm weight_norm images_per_s data_wait memory_gib".split()
 
 
 @pytest.mark.dist

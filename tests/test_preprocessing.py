@@ -139,7 +139,7 @@ class Compared:
     def export(self, file, *argv):
         """Export a file, and return the exported files by their endings."""
         out = self.tmp_path / "exported"
-        argv = ["--format", "weights,safetensors,onnx,torch-export", "--output", out, *argv]
+        argv = ["--format", "weights", "safetensors", "onnx", "torch-export", "--output", out, *argv]
         run_tool(self.tmp_path, "export", file, *argv)
         return [each for each in sorted(out.iterdir()) if each.suffix != ".json"]
 

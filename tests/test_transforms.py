@@ -103,12 +103,11 @@ def test_exactly_the_drawn_boxes_are_zero():
     assert 0 < (erased == 0).sum() < erased.numel()
 
 
-def build_all(memory_format=torch.contiguous_format, backend=None):
+def build_all(memory_format=torch.contiguous_format):
     return transforms.BatchTransform(
         transforms.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.1), torch.device("cpu"), memory_format),
         transforms.RandomErasing(0.5),
         transforms.get_mixup_cutmix(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=NUM_CLASSES),
-        backend=backend,
     )
 
 
@@ -132,19 +131,10 @@ def test_batches_are_normalised_then_erased_then_mixed():
     assert torch.equal(pixels, kept)
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_it_gives_the_same_bits_and_is_compiled_once_for_each_way_of_mixing(backend, memory_format):
-    from torch._dynamo.utils import counters
-
-    torch.compiler.reset()
-    counters.clear()
-    plain = build_all(memory_format)
-    compiled = build_all(memory_format, backend)
+def test_batches_keep_the_memory_order_that_is_asked_for():
     pixels, target = pixels_and_target()
-    for seed in range(40):
-        expected, found = (transform(pixels, target, random.Random(seed)) for transform in (plain, compiled))
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        assert found[0].is_contiguous(memory_format=memory_format)
-    assert counters["stats"]["unique_graphs"] == 2  # mixup, cutmix
-    torch.compiler.reset()
+    for seed in range(10):
+        plain, ordered = (build_all(order) for order in (torch.contiguous_format, torch.channels_last))
+        (expected, _), (found, _) = (each(pixels, target, random.Random(seed)) for each in (plain, ordered))
+        assert torch.equal(found, expected)
+        assert found.is_contiguous(memory_format=torch.channels_last)
