@@ -206,9 +206,9 @@ def require_package(package: str, needed_by: str) -> ModuleType:
         raise UserError(f"{needed_by} needs {name}, which is not installed: pip install {name} ({error})") from error
 
 
-# By words of an error, which torch may have turned into text: the reason and the remedy.
+# By words of an error's reason, which torch may have turned into text (a path is none): the reason and the remedy.
 _LIMITS = {
-    "out of memory": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
+    "out of memory. Tried to allocate": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
     "DefaultCPUAllocator: can't allocate": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
     "can't start new thread": "no more threads; raise `ulimit -u` or `ulimit -v`, or use fewer --workers",
     os.strerror(errno.EMFILE): "Too many open files; raise `ulimit -n`",
@@ -220,7 +220,7 @@ _LIMITS = {
 
 def explain_limit(error: BaseException) -> StorageError | None:
     """Return one line in place of an error by which the machine refuses memory, files or processes; None for others."""
-    text = str(error) if isinstance(error, OSError | RuntimeError) else ""
+    text = str(getattr(error, "strerror", error)) if isinstance(error, OSError | RuntimeError) else ""
     if isinstance(error, MemoryError):
         text = os.strerror(errno.ENOMEM)
     line = next((line for words, line in _LIMITS.items() if words in text), None)

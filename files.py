@@ -205,9 +205,7 @@ def read_bytes(path: Path) -> bytes:
 def read_at(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
     """Return bytes of an open file from a place on; fewer where it ends, and not where one read returns fewer."""
     content = b""
-    while len(content) < num_bytes and (
-        more := os.pread(file.fileno(), num_bytes - len(content), offset + len(content))
-    ):
+    while more := os.pread(file.fileno(), num_bytes - len(content), offset + len(content)):  # b"" when it is whole
         content += more
     return content
 

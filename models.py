@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from files import own_temporary_folder
-from options import WHY_TYPED, parse_kwargs, split_custom
+from options import BY_NAME, WHY_TYPED, parse_kwargs, split_custom
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -141,7 +141,7 @@ def is_rescaled(name: str, options: Mapping[str, Any]) -> bool | None:
     torchvision builds it so for published weights, and training from these keeps it.
     """
     kwargs = options.get("model_kwargs")
-    given = parse_kwargs(kwargs) if isinstance(kwargs, list) else {}
+    given = parse_kwargs(kwargs) if BY_NAME["model_kwargs"].is_value(kwargs) else {}
     if "transform_input" in given:
         return bool(given["transform_input"])
     if "weights" in options:

@@ -2,7 +2,6 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 from checkpointing.checkpoint import RunState
 from errors import StorageError
@@ -30,8 +29,8 @@ class StatusFile:
         Raises:
             OSError: the file cannot be written.
         """
-        status: dict[str, Any] = {"state": state, "reason": reason, "step": self.state.step}
-        status |= {"requeue": state == "preempted", "time": round(time.time(), 3)}
+        requeue, now_s = state == "preempted", round(time.time(), 3)
+        status = {"state": state, "reason": reason, "step": self.state.step, "requeue": requeue, "time": now_s}
         write_json(self.folder / "status.json", status)
 
     def write(self, state: str, reason: str = "") -> None:

@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +192,9 @@ def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
     paths = list(map(Path, inputs))
     if not paths:
         raise ValueError("no checkpoints to average")
-    mean = average_weights(paths, lambda path: _take(read_content(path), "model", str(path)))
-    return {**read_content(paths[0]), "model": mean}
+    first = read_content(paths[0])
+    contents = chain([first], map(read_content, paths[1:]))  # each file is read once, and freed before the next
+    return {**first, "model": average_weights(paths, lambda path: _take(next(contents), "model", str(path)))}
 
 
 def average_weights(sources: Sequence[Any], read: Callable[[Any], Weights]) -> Weights:

@@ -1,1 +1,1 @@
-"""Record and show the numbers of a run, and estimate its needs before it starts."""
+"""Record and show the numbers of a run, and preview it before it starts."""

@@ -69,9 +69,8 @@ class Gauges:
 
     def rates(self, steps: int, train_s: float, wait_s: float) -> dict[str, float]:
         """Return the speed of `steps` steps and their use of the machine."""
-        images_per_s = steps * self.global_batch_size / train_s
         return {
-            "images_per_s": images_per_s,
+            "images_per_s": steps * self.global_batch_size / train_s,
             "data_wait": wait_s / train_s,
             "memory_gib": peak_memory_gib(),
             "world_size": self.world_size,

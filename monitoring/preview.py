@@ -70,7 +70,7 @@ def preview(args: Any) -> str:
         *([f"--sync-bn: needs {args.num_shards} processes, one for each micro-batch"] if is_short else []),
         *config.remarks(args),
         *([models.describe_ema(args)] if args.model_ema else []),
-        *reference_lines(args),
+        *([reference_line(args)] if args.reference_global_batch else []),
         f"learning rate at the start of epoch {', '.join(rates)}",
     ]
     return "\n".join([*(f"# {line}" for line in lines), "", config.write_recipe(args)])
@@ -104,10 +104,8 @@ def count_images(args: Any) -> tuple[int, int, str]:
     return num_images - num_held, num_classes, about + (f", {num_held:,} of them held out" if num_held else "")
 
 
-def reference_lines(args: Any) -> list[str]:
+def reference_line(args: Any) -> str:
     """Return a line that compares the global batch and the learning rate with the recipe's own."""
     reference, rate = args.reference_global_batch, optim.scaled_lr(args)
-    if reference is None:
-        return []
     share, scaled = args.global_batch_size / reference, f"--lr-scaling {args.lr_scaling}: {args.lr:g} -> {rate:g}"
-    return [f"the recipe's reference batch is {reference}, {share:g} of it here; {scaled}"]
+    return f"the recipe's reference batch is {reference}, {share:g} of it here; {scaled}"

@@ -38,6 +38,8 @@ IMAGES_PER_TASK = 8
 
 QUALITY = 90  # of the JPEGs
 
+_RECORD = {"file": str, "images": int, "source_bytes": int, "bytes": int, "sha256": str}  # of a shard, in the manifest
+
 EPILOG = """\
 examples:
   python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
@@ -245,7 +247,9 @@ def own_manifest(out: Path) -> dict | None:
     if (found := manifest.get("format")) != PACK_FORMAT:
         raise UserError(f"{path} is of format {found}, and this version writes {PACK_FORMAT}; choose another OUT")
     with in_one_line(f"{path} is damaged; choose another OUT"):
-        records_of(manifest)
+        fields = [(record[name], kind) for record in records_of(manifest).values() for name, kind in _RECORD.items()]
+        if not all(isinstance(value, kind) for value, kind in [*fields, (manifest["state"], str)]):
+            raise ValueError("a field has another type")
     return manifest
 
 

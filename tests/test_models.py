@@ -92,7 +92,7 @@ def test_weights_of_another_model_are_refused_in_one_line():
 
 @pytest.mark.parametrize(("options", "kwargs", "refusal"), [
     ({}, [], "does not say"),
-    ({"model": "googlenet", "weights": None}, [], ""),
+    ({"model": "googlenet", "weights": None, "model_kwargs": [3]}, [], ""),
     ({"weights": "DEFAULT"}, [], "transform_input=True"),
     ({"weights": "GoogLeNet_Weights.IMAGENET1K_V1"}, ["transform_input=True"], ""),
     ({"weights": "start.pth", "model_kwargs": ["transform_input=True"]}, [], "transform_input=True"),

@@ -419,12 +419,12 @@ def test_a_restored_optimizer_keeps_the_hyper_parameters_of_its_own_run_and_torc
     _, theirs = classifier("timm/lamb")
     theirs.load_state_dict(state)
     assert unlike(theirs.state_dict(), optimizer.state_dict()) == []
-    changes = {"lr": 0.2, "weight_decay": 0.3, "opt_betas": [0.8, 0.95]}
+    changes = {"lr": 0.2, "weight_decay": 0.3, "opt_betas": [0.8, 0.95], "opt_eps": 1e-3}
     _, changed = classifier("timm/lamb", **changes)
     optim.OptimizerState(changed).load_state_dict(state)
-    groups = changed.param_groups
-    assert [(group["lr"], group["betas"], group["step"]) for group in groups] == [(0.2, (0.8, 0.95), 5)] * 2
-    assert {group["weight_decay"] for group in groups} == {0.3, 0.0}
+    found = [(group["lr"], group["betas"], group["eps"], group["step"]) for group in changed.param_groups]
+    assert found == [(0.2, (0.8, 0.95), 1e-3, 5)] * 2
+    assert {group["weight_decay"] for group in changed.param_groups} == {0.3, 0.0}
 
 
 @pytest.mark.parametrize(("opt", "key", "change"), [

@@ -228,7 +228,7 @@ def test_bad_input_is_one_line_and_exit_code_2(source, tmp_path, command, words)
     for name in ("tars", "damaged", "dots"):
         (tmp_path / name).mkdir()
     (tmp_path / "tars" / "train-000000.tar").write_bytes(b"precious")
-    (tmp_path / "damaged" / "manifest.json").write_text('{"kind": "touchstone pack", "format": 1, "splits": []}')
+    (tmp_path / "damaged" / "manifest.json").write_text('{"kind": "touchstone pack", "format": 1, "splits": {}}')
     for name in ("train", "val"):
         (tmp_path / "dots" / f"{name}.tar").write_bytes(tar_of({"...tar": tar_of({"a.jpg": b"a"})}))
     assert words in error_line(run(tmp_path, *command.format(source=source, tmp=tmp_path).split()), 2)
