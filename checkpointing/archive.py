@@ -13,7 +13,7 @@ import torch
 
 from checkpointing.schema import MOST_PICKLE_BYTES, check_schema, unfold
 from errors import StorageError, UserError
-from files import memory_bytes, open_to_read, retry_read
+from files import memory_bytes, open_to_read, read_at, retry_read
 
 
 class Found(NamedTuple):
@@ -25,7 +25,7 @@ class Found(NamedTuple):
 
 
 def read_checkpoint(path: Path, name: str) -> Found:
-    """Return the checkpoint in a file that errors call `name`, verified.
+    """Return the checkpoint in a file that errors call `name`, verified. Only an archive is read whole.
 
     Raises:
         UserError: the file is damaged, or no checkpoint of this script.
@@ -35,6 +35,9 @@ def read_checkpoint(path: Path, name: str) -> Found:
     def read() -> bytes:
         with open_to_read(path) as file:
             check_size(file, name)
+            end = read_at(file, max(os.fstat(file.fileno()).st_size - 22, 0), 22)  # a zip archive's last record
+            if not end.startswith(b"PK\5\6"):
+                raise UserError(f"{name} is damaged or no checkpoint (it lacks the end of an archive of torch.save)")
             return file.read()
 
     try:

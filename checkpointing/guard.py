@@ -48,7 +48,6 @@ def describe_environment(args: Any) -> dict[str, Any]:
         "torchvision": str(torchvision.__version__),
         "decoder": f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}",
         "python": platform.python_version(),
-        "pillow": PIL.__version__,
     }
     with suppress(PackageNotFoundError):
         found["timm"] = version("timm")  # without its import, which takes seconds

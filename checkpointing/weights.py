@@ -8,7 +8,6 @@ import re
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +192,7 @@ def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
     if not paths:
         raise ValueError("no checkpoints to average")
     first = read_content(paths[0])
-    contents = chain([first], map(read_content, paths[1:]))  # each file is read once, and freed before the next
+    contents = (first if path is paths[0] else read_content(path) for path in paths)  # each file is read once
     return {**first, "model": average_weights(paths, lambda path: _take(next(contents), "model", str(path)))}
 
 

@@ -1,7 +1,6 @@
 """Measure the training beside its metrics: time, norms, rates and memory."""
 
 import resource
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +18,7 @@ def peak_memory_gib() -> float:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 2**20
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # macOS counts bytes
 
 
 class Clock:
