@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Processes that run tests, each with a warm server of its own: one more than two cores can run, for many tests wait.
-WORKERS ?= 3
+# Processes that run tests, each with a warm server of its own: more than two cores can run, for many tests wait.
+WORKERS ?= 4
 DIGITS := $(BIN)/torchrun --standalone --nproc_per_node=2 train.py --recipe digits
 
 .DEFAULT_GOAL := help

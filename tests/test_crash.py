@@ -22,10 +22,19 @@ from tests.power_loss import lose_power, possible_states
 from tests.ranks import REPOSITORY
 
 # Points of each scenario.
-SHORT = {"crash_points": 2, "failing_calls": 2, "power_loss": 2}
+SHORT = {"crash_points": 1, "failing_calls": 1, "power_loss": 1}
 
 
-@pytest.mark.parametrize("index", range(len(SCENARIOS)), ids=lambda index: SCENARIOS[index].name)
+LIKE_OTHERS = {"new with average, saving late", "new without resume", "from elsewhere, overwriting", "interrupted"}
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(index, id=scenario.name, marks=[pytest.mark.slow] * (scenario.name in LIKE_OTHERS))
+        for index, scenario in enumerate(SCENARIOS)
+    ],
+)
 def test_no_point_of_a_run_loses_anything(index, tmp_path):
     counts, problems = run_scenario(index, SHORT, tmp_path)
     assert problems == []

@@ -196,7 +196,7 @@ import os, pathlib, resource, sys, zlib
 from loading import decode
 for path in sys.argv[1:]:
     payload = pathlib.Path(path).read_bytes()
-    for limit in [4 << 30, *range(0, 96 << 20, 6 << 20)]:
+    for limit in [4 << 30, *range(0, 96 << 20, 12 << 20)]:
         pid = os.fork()
         if not pid:
             pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])

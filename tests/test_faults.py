@@ -25,7 +25,16 @@ def runs(image_folder, tmp_path_factory):
     return FaultyRuns(image_folder, tmp_path_factory.mktemp("runs"), OPTIONS)
 
 
-@pytest.mark.parametrize("what", FAULTS)
+# Which `make chaos` tries as well, and of which another one is tried here.
+LIKE_ANOTHER = {
+    "a save that fails (EFBIG, save 1)", "a save that fails (EFBIG, save 2)", "a signal in an evaluation",
+    "a rank that is lost in an evaluation (SIGSTOP)", "a save that fails on two ranks", "a closed terminal",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.slow] * (what in LIKE_ANOTHER)) for what in FAULTS]
+)
 def test_a_fault_has_its_outcome_and_a_resumed_run_the_same_bits(runs, what):
     runs.strike(what, what.replace(" ", "-"), 3 - FAULTS[what].world_size)
 

@@ -397,6 +397,7 @@ def test_torchs_optimizers_resume_in_the_same_bits(tmp_path, opt, channels_last)
     assert resume_and_compare(tmp_path / "file", opt, channels_last=channels_last) == []
 
 
+@pytest.mark.slow
 def test_every_optimizer_of_timm_resumes_in_the_same_bits_or_is_refused(tmp_path):
     names = timm.optim.list_optimizers()
     different, refused = {}, set()

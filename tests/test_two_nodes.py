@@ -16,7 +16,7 @@ from tests.endings import differing_results
 from tests.ranks import REPOSITORY, free_port, run_ranks, train_rank
 from tests.started import SMALL_PLAIN
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 # 29 images in batches of 8: three steps an epoch, each of them saved, and time enough to strike in the middle.
 OPTIONS = f"""
