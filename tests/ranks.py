@@ -22,12 +22,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 
 REPOSITORY = Path(__file__).parent.parent
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.warm"])
+
+
+def some_slow(names, slow) -> list:
+    """Return the parameters of a test, of which the default suite leaves some to `make test-slow`."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
+
+
+def wait_for(condition, timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 class Outcome(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from tests.chaos import CAMPAIGNS, Chaos
+from tests.ranks import some_slow
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ ROUNDS = {
 OF_RANKS = {"loader_kills", "rank_kills", "all_rank_kills", "rank_signals"}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in OF_RANKS)) for kind in ROUNDS])
+@pytest.mark.parametrize("kind", some_slow(ROUNDS, OF_RANKS))
 def test_faults_lose_nothing_and_change_nothing(chaos, kind):
     chaos.run(kind, ROUNDS[kind])
     assert chaos.problems == []

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from distributed.decision import StepDecisions, WatchedLoader
 from distributed.signals import Signals
 from tests.faults import FAULTS, OPTIONS, STEP, TERM, FaultyRuns
-from tests.ranks import REPOSITORY, run_check, start_torchrun, torchrun_environment
+from tests.ranks import REPOSITORY, run_check, some_slow, start_torchrun, torchrun_environment, wait_for
 from tests.started import PLAIN
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -32,9 +31,7 @@ LIKE_ANOTHER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=[pytest.mark.slow] * (what in LIKE_ANOTHER)) for what in FAULTS]
-)
+@pytest.mark.parametrize("what", some_slow(FAULTS, LIKE_ANOTHER))
 def test_a_fault_has_its_outcome_and_a_resumed_run_the_same_bits(runs, what):
     runs.strike(what, what.replace(" ", "-"), 3 - FAULTS[what].world_size)
 
@@ -120,13 +117,6 @@ def left_running(folder):
             except OSError:  # gone meanwhile
                 continue
     return found
-
-
-def wait_for(condition, timeout_s=90):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.fixture

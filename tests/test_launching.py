@@ -6,11 +6,10 @@ import shutil
 import signal
 import stat
 import subprocess
-import time
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, wait_for
 
 PAGE = (REPOSITORY / "docs" / "launching.md").read_text()
 BASH = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
@@ -76,10 +75,7 @@ def test_a_container_succeeds_only_when_its_run_is_finished(tmp_path, state, cod
 def test_a_container_that_is_told_to_end_tells_torchrun_and_waits_for_it(tmp_path):
     action = """trap 'sleep 0.5; touch "$OUT/saved"; exit 0' TERM; touch "$OUT/ready"; while :; do sleep 0.1; done"""
     container = start_container(tmp_path, action)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "out" / "ready").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for((tmp_path / "out" / "ready").exists)
     container.send_signal(signal.SIGTERM)
     assert container.wait(30) == 1
     assert (tmp_path / "out" / "saved").exists()

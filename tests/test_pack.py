@@ -21,7 +21,6 @@ from tests.archives import tar_of
 from tests.exports import refused
 from tests.images import FILES, write_images
 from tests.images import run_pack as run
-from tests.ranks import Outcome
 
 NUM_ODD = len(FILES) + 1
 
@@ -46,10 +45,6 @@ def source(tmp_path_factory):
 def images_of(folder: Path) -> list[Path]:
     """Return the image files below a folder, without the index that reading it leaves there."""
     return sorted(path for path in folder.rglob("*.*") if path.is_file() and not path.name.startswith("."))
-
-
-def error_line(outcome: Outcome, exit_code: int) -> str:
-    return refused(outcome, "pack", exit_code)
 
 
 def extract(out: Path, folder: Path) -> Path:
@@ -143,7 +138,7 @@ def test_interrupted_and_run_again_it_writes_the_same_bytes(source, short_side, 
     assert manifest["state"] == "writing"
     recorded = [shard["file"] for split in manifest["splits"].values() for shard in split["shards"]]
     if fault[3:]:
-        error_line(stopped, 130)
+        refused(stopped, "pack", 130)
         assert {path.name for path in out.iterdir()} == {"manifest.json", *recorded}
     else:
         assert stopped.codes == [-signal.SIGKILL], stopped.output
@@ -177,7 +172,7 @@ def test_another_source_or_other_settings_are_refused(source, short_side, tmp_pa
         (source, "--short-side 49", "px is 49 and was 48"),
         (changed, "--short-side 48", f"val images is {14 + NUM_ODD} and was {15 + NUM_ODD}"),
     ]:  # fmt: skip
-        assert words in error_line(run(tmp_path, "--data-path", folder, out, *argv.split()), 2)
+        assert words in refused(run(tmp_path, "--data-path", folder, out, *argv.split()), "pack", 2)
     assert content(out) == content(short_side[0])
 
 
@@ -187,16 +182,16 @@ def test_what_stops_it_is_one_line_and_leaves_nothing_half(source, tmp_path):
     truncated = bad / "train" / "class1" / "image004.jpg"
     truncated.write_bytes(truncated.read_bytes()[:900])
     command = [out, "--short-side", 48, "--workers", 2, "--data-path"]
-    line = error_line(run(tmp_path, *command, bad), 1)
+    line = refused(run(tmp_path, *command, bad), "pack", 1)
     assert str(truncated) in line
     assert "truncated" in line
     assert not list(out.glob("*.tmp.*"))
     shutil.rmtree(out)
-    assert f"{out / 'train-000000.tar'}: File too large" in error_line(
-        run(tmp_path, *command, source, largest_file=8000), 1
+    assert f"{out / 'train-000000.tar'}: File too large" in refused(
+        run(tmp_path, *command, source, largest_file=8000), "pack", 1
     )
     assert [path.name for path in out.iterdir()] == ["manifest.json"]
-    line = error_line(run(tmp_path, *command, source, fault=("scripts.pack.shrink", 5, "before")), 1)
+    line = refused(run(tmp_path, *command, source, fault=("scripts.pack.shrink", 5, "before")), "pack", 1)
     assert "a loader process was killed" in line
 
 
@@ -231,7 +226,7 @@ def test_bad_input_is_one_line_and_exit_code_2(source, tmp_path, command, words)
     (tmp_path / "damaged" / "manifest.json").write_text('{"kind": "touchstone pack", "format": 1, "splits": {}}')
     for name in ("train", "val"):
         (tmp_path / "dots" / f"{name}.tar").write_bytes(tar_of({"...tar": tar_of({"a.jpg": b"a"})}))
-    assert words in error_line(run(tmp_path, *command.format(source=source, tmp=tmp_path).split()), 2)
+    assert words in refused(run(tmp_path, *command.format(source=source, tmp=tmp_path).split()), "pack", 2)
     assert (tmp_path / "tars" / "train-000000.tar").read_bytes() == b"precious"
 
 

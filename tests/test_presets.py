@@ -10,7 +10,7 @@ from torchvision.transforms import InterpolationMode, autoaugment
 
 import presets
 from randomness import Draws, TorchDraws, unit
-from tests.images import encoded
+from tests.images import encoded, picture
 
 SIZES = [(67, 45), (33, 80), (50, 50), (19, 24)]  # width, height; the last is smaller than the crop
 MODES = ["BILINEAR", "BICUBIC", "NEAREST"]
@@ -19,12 +19,6 @@ NORMALIZE = [
     tv.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
 ]
 POLICIES = [None, "ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn"]
-
-
-def picture(width, height, mode="RGB"):
-    generator = torch.Generator().manual_seed(width * 100 + height)
-    pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator)
-    return Image.fromarray(pixels.numpy()).convert(mode)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -8,7 +8,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import ANY
@@ -17,7 +16,7 @@ import pytest
 
 from distributed.signals import end_with_parent
 from tests.endings import differing_results
-from tests.ranks import REPOSITORY, free_port, run_ranks, train_rank
+from tests.ranks import REPOSITORY, free_port, run_ranks, train_rank, wait_for
 from tests.started import PLAIN
 
 DAEMONS = ["munged", "slurmctld", "slurmd"]
@@ -92,13 +91,6 @@ runpy.run_path({str(REPOSITORY / "train.py")!r}, run_name="__main__")
 """
 
 
-def wait_for(condition, timeout_s=120):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 class Cluster:
     """A Slurm of one node, all of its files in one folder; its processes end with this one."""
 
@@ -160,7 +152,7 @@ class Cluster:
 
     def wait_for_end(self, job):
         """Wait for a job's end, restarts included; return (state, restarts, exit code)."""
-        wait_for(lambda: self.job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"))
+        wait_for(lambda: self.job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 120)
         record = self.job(job)
         return record["JobState"], int(record["Restarts"]), int(record["ExitCode"].split(":")[0])
 

@@ -23,7 +23,7 @@ from checkpointing.store import CheckpointManager
 from errors import StorageError, UserError
 from monitoring.monitor import Monitor
 from tests.endings import differing, differing_results, flatten, read_points
-from tests.ranks import run_ranks, torchrun_environment, train_rank
+from tests.ranks import run_ranks, torchrun_environment, train_rank, wait_for
 from tests.runs import FixedRun, state_at
 from tests.started import damage_flipped, refused, state_of
 
@@ -302,10 +302,7 @@ def test_a_second_run_is_refused_by_the_name_of_the_first_or_waits_for_its_end(s
     (out / ".lock").unlink()
     thread = threading.Thread(target=run_ranks, args=(hold, 1, str(out)), kwargs={"log_folder": logs})
     thread.start()
-    deadline = time.monotonic() + 60
-    while not (out / ".lock").exists() or "started" not in (out / ".lock").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: (out / ".lock").exists() and "started" in (out / ".lock").read_text())
     pid = int(re.search(r"pid (\d+)", (out / ".lock").read_text())[1])
     before, argv = state_of(out), list(map(str, [*started.argv, "--output-dir", out, "--epochs", 3]))
     for extra in (["--resume", "auto"], ["--overwrite"], []):

@@ -23,6 +23,7 @@ from presets import ClassificationPresetTrain, ProgressivePreset, TimmPolicy
 from randomness import seed_host
 from sampler import TrainSampler, VirtualShards
 from tests.endings import differing, flatten
+from tests.ranks import some_slow
 
 
 def test_progressive_crops_grow_in_steps_of_32_and_end_at_the_size():
@@ -99,6 +100,6 @@ def step_save_and_resume(name, tmp_path):
 OTHERS = sorted(set(list_models(module=torchvision.models)) - set(REPRESENTATIVE))
 
 
-@pytest.mark.parametrize("name", [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", some_slow([*REPRESENTATIVE, *OTHERS], OTHERS))
 def test_a_classifier_trains_a_step_and_resumes(name, tmp_path):
     step_save_and_resume(name, tmp_path)
