@@ -269,7 +269,7 @@ def resolve(
     typed: Collection[str] | None = None,
     foreign: Collection[str] = (),
 ) -> Record:
-    """Return the record of options made of those that a parser, a recipe or a script gives; a record as it is.
+    """Merge given options with the defaults of the others into a Record; a Record is returned unchanged.
 
     Args:
         given: the given options, with or without the defaults of the others.

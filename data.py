@@ -179,7 +179,7 @@ class SyntheticSource(Source):
         return f"{self.classes[self.label(number)]}/{number:09d}.png"
 
     def fingerprint(self) -> str:
-        """Return the words that stand for these images in a checkpoint."""
+        """Return the fingerprint of these images for checkpoints."""
         return f"synthetic-{self.num_images}-{len(self.classes)}"
 
     def identity(self) -> dict[str, str | None]:
@@ -265,7 +265,7 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
     dataset, dataset_test = build_datasets(traindir, valdir, args)
     train_sampler, test_sampler = build_samplers(dataset, dataset_test, args)
     if train_sampler is not None:
-        train_sampler.goes_on = True
+        train_sampler.advances_itself = True
     return dataset, dataset_test, train_sampler, test_sampler
 
 

@@ -438,10 +438,10 @@ class Tally:
             self._sums += row
 
     def peek(self) -> tuple[dict[str, Any], int]:
-        """Return what `read` would return now, without starting again; no values if there are no images."""
+        """Return what `take` would return now, without starting again; no values if there are no images."""
         return self._compute(self._sums) if self._sums[-1] else ({}, 0)
 
-    def read(self) -> tuple[dict[str, Any], int]:
+    def take(self) -> tuple[dict[str, Any], int]:
         """Return the values by name over the batches gathered since the last call, and the number of images."""
         values = self._compute(self._sums)
         self._sums = torch.zeros(self._width, dtype=torch.float64)

@@ -175,7 +175,7 @@ class Run(BareRun):
         cause = error
         if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
             error = loader_killed(str(error))
-        error = error and collectives.explain(error)
+        error = error and collectives.report_end(error)
         if isinstance(error, PreemptedError):
             self.status.write("preempted", str(error))
         elif error is not None:
@@ -338,11 +338,11 @@ class Run(BareRun):
         if self.resumed_means[1]:
             metric_logger.show(*self.resumed_means)
             self.resumed_means = {}, 0
-        values, n = self.tally.read()
+        values, n = self.tally.take()
         steps, train_s, _ = self.clock.since("line")
         metric_logger.show({**values, "img/s": steps * self.args.global_batch_size / train_s}, n)
         if not self.has_steps_left:
-            means, _ = self.epoch_tally.read()
+            means, _ = self.epoch_tally.take()
             self.monitor.write("epoch", **self.here, **means, lr=max(group["lr"] for group in self.gauges.groups))
 
     def gather(self) -> None:
@@ -362,7 +362,7 @@ class Run(BareRun):
             self.window.add(step)
             self.epoch_tally.add(step)
             if self.due and self.due[0]["step"] == number:
-                values, _ = self.window.read()
+                values, _ = self.window.take()
                 self.monitor.write("train", **values, **self.due.pop(0), **rates)
 
     def save(self, *, is_last: bool = False) -> None:

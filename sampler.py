@@ -101,7 +101,7 @@ class TrainSampler(Sampler):
         UserError: the set is smaller than one global batch.
     """
 
-    goes_on = False  # a pass without a `set_epoch` before it is the next epoch, and not the same one again
+    advances_itself = False  # a pass without a `set_epoch` before it is the next epoch, and not the same one again
 
     def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0, repetitions: int = 1) -> None:
         if num_images < shards.global_batch_size:
@@ -145,7 +145,7 @@ class TrainSampler(Sampler):
         return [int(key) for shard in self.shards.local for key in self._keys(order, step, shard)]
 
     def __iter__(self) -> Iterator[SampleKey]:
-        if self.goes_on and not self._is_chosen:
+        if self.advances_itself and not self._is_chosen:
             self.set_epoch(self.epoch + 1)
         self._is_chosen = False
         order = self.epoch_order()

@@ -134,7 +134,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
             if metric_logger.is_line_due:
                 metric_logger.show(*tally.read_local())
     tally.synchronize_between_processes()
-    values, n = tally.read()
+    values, n = tally.take()
     for line in [*result_lines(values, n), *miscounted(n, data_loader)]:
         print(f"{header} {line}")
     return {**values, "n": n}
@@ -284,7 +284,7 @@ def cli(args=None):
     except PreemptedError as stop:
         print(f"{stop}; --resume auto continues")
     except BaseException as error:
-        end_by(collectives.explain(error), read_launch())
+        end_by(collectives.report_end(error), read_launch())
     collectives.shut_down()
     end_process(0)
 

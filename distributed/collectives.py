@@ -221,7 +221,7 @@ def join_processes(args: Any) -> None:
     dist.barrier()
 
 
-def explain(error: BaseException) -> BaseException:
+def report_end(error: BaseException) -> BaseException:
     """Return a one-line error in place of one by which gloo or NCCL lost another rank, and any other unchanged.
 
     Call it for the error that ends a process: it tells the other ranks of it, and so which rank is silent.

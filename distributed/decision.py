@@ -69,7 +69,7 @@ class StepDecisions:
 
 
 class WatchedLoader:
-    """A loader that all ranks leave before the same round when a stop is asked for.
+    """A loader that stops on every rank before the same batch once a rank has been told to stop.
 
     Ranks may have different numbers of batches; a rank without batches keeps deciding until all have finished.
 

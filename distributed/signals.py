@@ -24,7 +24,7 @@ class Signals:
     """The signals that ask this process to stop: none yet, one (stop after the step), or Ctrl-C twice (stop now).
 
     A handler may interrupt any line of the program, so it uses neither files nor collectives: it sets `number`, which
-    the ranks compare after each step (`distributed.decision`). The second Ctrl-C ends the process at once.
+    the ranks compare after each step (`distributed.decision`). A second Ctrl-C ends it at once, but under torchrun.
 
     Attributes:
         number: the first signal that came; 0 for none.
@@ -56,7 +56,7 @@ class Signals:
             os._exit(1)
         is_first, self.number = not self.number, self.number or number  # before `say`, which a signal may interrupt
         if is_first and read_launch().local_rank == 0:
-            more = "; once more to stop at once" if number == signal.SIGINT else ""
+            more = "" if number != signal.SIGINT or read_launch().is_torchrun else "; once more to stop at once"
             say(f"{signal.Signals(number).name}: stopping after this step{more}")
 
 

@@ -367,7 +367,7 @@ def work() -> None:
             raise
         if isinstance(error, KeyboardInterrupt):
             error = UserError(_INTERRUPTED, exit_code=1)
-        end_by(collectives.explain(explain(error)), launch, PROG)
+        end_by(collectives.report_end(explain(error)), launch, PROG)
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ def test_passes_go_on_from_epoch_to_epoch_where_they_are_asked_to():
     sampler = TrainSampler(29, VirtualShards(8, 4))
     assert [{key.epoch for key in sampler} for _ in range(2)] == [{0}, {0}]
     sampler = TrainSampler(29, VirtualShards(8, 4))
-    sampler.goes_on = True
+    sampler.advances_itself = True
     seen = []
     for epoch in (None, None, 7, None):
         if epoch is not None:
