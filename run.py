@@ -18,7 +18,7 @@ import gradients
 import optim
 from checkpointing.checkpoint import RunState
 from checkpointing.folder import explained
-from checkpointing.guard import run_facts
+from checkpointing.guard import describe_processor, run_facts
 from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
 from distributed import collectives
@@ -191,6 +191,7 @@ class Run(BareRun):
             UserError: the files cannot be written.
         """
         record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
+        record["processor"] = describe_processor()
         description = json.dumps({**record, "launch": read_launch().agent, **self.state.facts}, indent=2) + "\n"
         with explained(self.folder):
             self.status.replace("running")

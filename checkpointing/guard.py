@@ -1,5 +1,6 @@
 """Compare options, data and versions with those of the checkpoint that a run resumes."""
 
+import os
 import platform
 import subprocess
 from contextlib import suppress
@@ -63,6 +64,15 @@ def describe_environment(args: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world_size": args.world_size,
     }
+
+
+def describe_processor() -> str:
+    """Return the processor's name and the number of its cores that this process may use."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return f"{len(os.sched_getaffinity(0))} cores of {name}"
+    return platform.processor() or platform.machine()
 
 
 def describe_revision(folder: Path) -> str | None:

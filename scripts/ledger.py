@@ -1,0 +1,147 @@
+"""Add finished runs to records/, and write the tables of results that are made from it.
+
+A record is a folder: record.json (the claim, the command, the commit, versions, the processor and the last results),
+metrics.jsonl and log.txt of the run. Paths are cut to their last part, and no name of a host stands in it.
+"""
+
+import json
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from errors import UserError, duration
+from files import make_folder, read_json, write_atomically
+from options import CURVES
+from scripts import tool
+from scripts.report import LoggedRun
+
+PROG = "python -m scripts.ledger"
+EXAMPLES = """examples:
+  python -m scripts.ledger runs/imagenette --claim "imagenette, 5 epochs"
+  python -m scripts.ledger                       writes the tables again
+
+Runs of one claim that differ in --seed alone are one row: their mean, and the smallest and largest result.
+"""
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- results: python -m scripts.ledger -->\n", "<!-- end of results -->\n"
+HEAD = "| run | Acc@1 | seeds | training | on | records |\n|---|---|---|---|---|---|\n"
+PAGE = """# Records
+
+Each row is made by `python -m scripts.ledger` from the folders that it names, the newest first; the command that made a
+run is in its `record.json`. A number that depends on the processor's instructions says which.
+
+"""
+# An absolute path; what comes before its last part is this machine's.
+_PATH = re.compile(r"(?<![\w.~/-])/(?:[^\s/:;,'\"]+/)*(?=[^\s/])")
+
+
+def without_paths(text: str) -> str:
+    """Return text whose absolute paths are cut to their last part: /home/me/runs/a becomes a."""
+    return _PATH.sub("", text)
+
+
+def describe_record(folder: Path, claim: str) -> dict[str, Any]:
+    """Return the content of record.json for a run's output folder; UserError if the run has not finished."""
+    status, run, records = read_json(folder / "status.json"), read_json(folder / "run.json"), LoggedRun(folder).records
+    if status.get("state") != "finished" or not run:
+        raise UserError(f"{folder}: state {status.get('state', 'unknown')}; only a finished run is a record")
+    last = {record["kind"]: record for record in records}
+    results = {
+        kind: {name: last[kind][name] for name in (*CURVES, "n", "step", "epoch") if name in last[kind]}
+        for kind in ("val", "val_ema") if kind in last
+    }  # fmt: skip
+    if not results:
+        raise UserError(f"{folder} holds no evaluation in metrics.jsonl; a run without one is no record")
+    environment = run["environment"]
+    if "dirty" in (environment["revision"] or "dirty"):
+        raise UserError(f"{folder}: files had changed since the commit; commit them, and run it again")
+    return {
+        "claim": claim,
+        "date": time.strftime("%Y-%m-%d", time.gmtime(run["started"])),
+        "command": [without_paths(word) for word in run["command"]],
+        "seed": run["args"]["seed"],
+        "processor": run["processor"],
+        "environment": environment,
+        "results": results,
+        "hours": records[-1]["hours"],
+    }
+
+
+def add_record(folder: Path, claim: str, records: Path) -> Path:
+    """Write a record of a run, and return its folder, named by the claim and the seed."""
+    content = describe_record(folder, claim)
+    out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
+    make_folder(out)
+    log = re.sub(r"^(==== \S+ \S+, )\S+, ", r"\1", (folder / "log.txt").read_text(errors="replace"), flags=re.M)
+    lines = [json.dumps(record) + "\n" for record in LoggedRun(folder).records]
+    write_atomically(out / "metrics.jsonl", "".join(lines).encode())
+    write_atomically(out / "log.txt", without_paths(log).encode())
+    write_atomically(out / "record.json", tool.as_json(content))
+    return out
+
+
+def table(records: Path) -> str:
+    """Return the rows of all claims, the newest first."""
+    groups: dict[str, list[dict]] = {}
+    for path in sorted(records.glob("*/record.json")):
+        content = read_json(path)
+        groups.setdefault(content["claim"], []).append({**content, "folder": path.parent.name})
+    newest = sorted(groups.values(), key=lambda group: max(record["date"] for record in group), reverse=True)
+    return HEAD + "".join(map(row, newest))
+
+
+def row(group: list[dict]) -> str:
+    """Return one row of the table: runs of one claim."""
+    accuracies = [record["results"]["val"]["acc1"] for record in group]
+    shown = f"{statistics.fmean(accuracies):.2f}"
+    if len(group) > 1:
+        shown += f" ({min(accuracies):.2f} to {max(accuracies):.2f})"
+    hours = statistics.fmean(record["hours"] for record in group)
+    environments = [record["environment"] for record in group]
+    places = dict.fromkeys(
+        f"{record['processor']}, {each.get('gpu') or each.get('cpu')}, "
+        f"{each['world_size']} process{'es' * (each['world_size'] > 1)}, torch {each['torch'].split('+')[0]}"
+        for record, each in zip(group, environments, strict=True)
+    )
+    links = ", ".join(f"[{record['seed']}](records/{record['folder']}/record.json)" for record in group)
+    cells = [group[0]["claim"], shown, str(len(group)), duration(3600 * hours), "; ".join(places), links]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def replace_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Replace what a page has between two lines; UserError if it lacks one."""
+    before, _, rest = path.read_text().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise UserError(f"{path} lacks the line {begin.strip()} or {end.strip()}")
+    write_atomically(path, f"{before}{begin}{text}{end}{after}".encode())
+
+
+def write_tables(root: Path) -> None:
+    """Write records/README.md, and the table in README.md between its two marks."""
+    text = table(root / "records")
+    replace_between(root / "README.md", BEGIN, END, text)
+    write_atomically(root / "records" / "README.md", (PAGE + text.replace("(records/", "(")).encode())
+
+
+def main() -> None:
+    """Add the runs that the command line names, and write the tables."""
+    parser = tool.build_parser(PROG, "[RUN ... --claim TEXT]", __doc__, EXAMPLES)
+    parser.add_argument("runs", metavar="RUN", type=tool.given_path, nargs="*", help="output folder of a finished run")
+    parser.add_argument("--claim", metavar="TEXT", help="what the runs show, such as 'imagenette, 5 epochs'")
+
+    def work() -> None:
+        options = parser.parse_args()
+        if bool(options.runs) != bool(options.claim):
+            raise UserError("a run needs --claim TEXT, and --claim needs a run; give both, or none to write the tables")
+        for folder in options.runs:
+            print(f"wrote {add_record(folder, options.claim, ROOT / 'records')}")
+        write_tables(ROOT)
+
+    tool.run(PROG, work, "interrupted; the same command writes the record again")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""scripts/ledger.py: records of runs without a trace of the machine, and the tables that are made from them."""
+
+import getpass
+import json
+import re
+import shutil
+import socket
+
+import pytest
+
+from errors import UserError
+from files import read_json
+from scripts import ledger
+from tests.ranks import REPOSITORY
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A repository with a README and no records."""
+    (tmp_path / "repository" / "records").mkdir(parents=True)
+    (tmp_path / "repository" / "README.md").write_text(f"before\n{ledger.BEGIN}old\n{ledger.END}after\n")
+    return tmp_path / "repository"
+
+
+@pytest.fixture
+def finished(started, tmp_path):
+    """The folder of a finished run, as of a commit without changes."""
+    out = started.copy(tmp_path / "runs" / "a")
+    content = read_json(out / "run.json")
+    content["environment"]["revision"] = "a" * 40
+    (out / "run.json").write_text(json.dumps(content))
+    return out
+
+
+def add(finished, root, seed, acc1, date=86_400):
+    """Add a record as of a run with another seed, result and date."""
+    content = read_json(finished / "run.json")
+    content["args"]["seed"], content["started"] = seed, date
+    (finished / "run.json").write_text(json.dumps(content))
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    records[-1]["acc1"] = acc1
+    assert records[-1]["kind"] == "val"
+    (finished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return ledger.add_record(finished, f"digits, {date // 86_400} days", root / "records")
+
+
+def test_a_record_is_the_run_without_its_machine(finished, root):
+    out = add(finished, root, 3, 50.0)
+    assert out.name == "digits-1-days-seed3"
+    record, run = read_json(out / "record.json"), read_json(finished / "run.json")
+    assert (record["seed"], record["date"], record["environment"]) == (3, "1970-01-02", run["environment"])
+    assert (record["results"]["val"]["acc1"], record["results"]["val"]["n"]) == (50.0, 7)
+    assert record["hours"] > 0
+    assert record["processor"] == run["processor"]
+    assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][-1]["acc1"] == 50.0
+    text = "".join(path.read_text() for path in out.iterdir())
+    assert str(finished.parent.parent) not in text
+    assert "--data-path images" in (out / "log.txt").read_text()
+
+
+def test_a_row_holds_the_mean_and_the_range_of_its_seeds_and_the_newest_is_first(finished, root):
+    for seed, acc1, date in ((0, 50.0, 86_400), (1, 60.0, 86_400), (2, 70.0, 86_400), (0, 10.0, 2 * 86_400)):
+        add(finished, root, seed, acc1, date)
+    ledger.write_tables(root)
+    text = (root / "README.md").read_text()
+    rows = [line.split(" | ")[:3] for line in text.splitlines() if line.startswith("| digits")]
+    assert rows == [["| digits, 2 days", "10.00", "1"], ["| digits, 1 days", "60.00 (50.00 to 70.00)", "3"]]
+    assert text.startswith(f"before\n{ledger.BEGIN}| run")
+    assert text.endswith(f"{ledger.END}after\n")
+    links = re.findall(r"\]\((.*?)\)", (root / "records" / "README.md").read_text())
+    assert len(links) == 4
+    assert all((root / "records" / link).is_file() for link in links)
+
+
+@pytest.mark.parametrize("change", [
+    lambda out: shutil.rmtree(out) or out.mkdir(), lambda out: (out / "status.json").write_text('{"state": "running"}'),
+    lambda out: (out / "run.json").write_text((out / "run.json").read_text().replace("a" * 40, "a" * 40 + "-dirty")),
+    lambda out: (out / "metrics.jsonl").write_text(""),
+])  # fmt: skip
+def test_what_is_no_finished_run_of_a_commit_is_no_record(finished, root, change):
+    change(finished)
+    with pytest.raises(UserError):
+        ledger.add_record(finished, "digits", root / "records")
+    assert not list((root / "records").iterdir())
+
+
+def test_the_tables_are_those_of_the_records_and_no_record_names_a_machine(tmp_path):
+    shutil.copytree(REPOSITORY / "records", tmp_path / "records")
+    shutil.copy(REPOSITORY / "README.md", tmp_path)
+    ledger.write_tables(tmp_path)
+    for page in ("README.md", "records/README.md"):
+        assert (tmp_path / page).read_text() == (REPOSITORY / page).read_text(), "run python -m scripts.ledger"
+    for path in (REPOSITORY / "records").rglob("*.*"):
+        text = path.read_text()
+        assert ledger.without_paths(text) == text
+        assert f" {socket.gethostname()}," not in text
+        assert f"/{getpass.getuser()}/" not in text
