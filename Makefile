@@ -8,7 +8,7 @@ WORKERS ?= 4
 DIGITS := $(BIN)/torchrun --standalone --nproc_per_node=2 train.py --recipe digits
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo format lint test test-dist test-slow chaos fuzz test-gpu clean
+.PHONY: help setup demo format lint test test-dist test-slow chaos fuzz gpu-report test-gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -53,6 +53,9 @@ chaos: $(READY)  ## inject faults into runs, thousands of times, and compare wha
 
 fuzz: $(READY)  ## mutate what is read from disk, 10,000 times: some ten minutes on two cores
 	$(BIN)/python -m tests.fuzz
+
+gpu-report: $(READY)  ## measure on a GPU what has not been, in at most 20 minutes; docs/performance.md gets the table
+	$(BIN)/python -m scripts.gpu_report
 
 test-gpu: $(READY)  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
