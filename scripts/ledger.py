@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, duration
+from errors import UserError, counted, duration
 from files import make_folder, read_json, write_atomically
 from options import CURVES
 from scripts import tool
@@ -26,7 +26,7 @@ Runs of one claim that differ in --seed alone are one row: their mean, and the s
 """
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: python -m scripts.ledger -->\n", "<!-- end of results -->\n"
-HEAD = "| run | Acc@1 | seeds | training | on | records |\n|---|---|---|---|---|---|\n"
+HEAD = "| run | Acc@1 | time | on |\n|---|---|---|---|\n"
 PAGE = """# Records
 
 Each row is made by `python -m scripts.ledger` from the folders that it names, the newest first; the command that made a
@@ -82,14 +82,13 @@ def add_record(folder: Path, claim: str, records: Path) -> Path:
     return out
 
 
-def table(records: Path) -> str:
-    """Return the rows of all claims, the newest first."""
+def read_groups(records: Path) -> list[list[dict]]:
+    """Return the records of each claim, the newest claim first."""
     groups: dict[str, list[dict]] = {}
     for path in sorted(records.glob("*/record.json")):
         content = read_json(path)
         groups.setdefault(content["claim"], []).append({**content, "folder": path.parent.name})
-    newest = sorted(groups.values(), key=lambda group: max(record["date"] for record in group), reverse=True)
-    return HEAD + "".join(map(row, newest))
+    return sorted(groups.values(), key=lambda group: max(record["date"] for record in group), reverse=True)
 
 
 def row(group: list[dict]) -> str:
@@ -97,17 +96,15 @@ def row(group: list[dict]) -> str:
     accuracies = [record["results"]["val"]["acc1"] for record in group]
     shown = f"{statistics.fmean(accuracies):.2f}"
     if len(group) > 1:
-        shown += f" ({min(accuracies):.2f} to {max(accuracies):.2f})"
+        shown += f" ({min(accuracies):.2f} to {max(accuracies):.2f}, {len(group)} seeds)"
     hours = statistics.fmean(record["hours"] for record in group)
     environments = [record["environment"] for record in group]
     places = dict.fromkeys(
         f"{record['processor']}, {each.get('gpu') or each.get('cpu')}, "
-        f"{each['world_size']} process{'es' * (each['world_size'] > 1)}, torch {each['torch'].split('+')[0]}"
+        f"{counted(each['world_size'], 'process')}, torch {each['torch'].split('+')[0]}"
         for record, each in zip(group, environments, strict=True)
     )
-    links = ", ".join(f"[{record['seed']}](records/{record['folder']}/record.json)" for record in group)
-    cells = [group[0]["claim"], shown, str(len(group)), duration(3600 * hours), "; ".join(places), links]
-    return f"| {' | '.join(cells)} |\n"
+    return f"| {' | '.join([group[0]['claim'], shown, duration(3600 * hours), '; '.join(places)])} |\n"
 
 
 def replace_between(path: Path, begin: str, end: str, text: str) -> None:
@@ -121,9 +118,13 @@ def replace_between(path: Path, begin: str, end: str, text: str) -> None:
 
 def write_tables(root: Path) -> None:
     """Write records/README.md, and the table in README.md between its two marks."""
-    text = table(root / "records")
+    groups = read_groups(root / "records")
+    text = HEAD + "".join(map(row, groups))
     replace_between(root / "README.md", BEGIN, END, text)
-    write_atomically(root / "records" / "README.md", (PAGE + text.replace("(records/", "(")).encode())
+    for group in groups:
+        links = ", ".join(f"[seed {record['seed']}]({record['folder']}/record.json)" for record in group)
+        text += f"\n{group[0]['claim']}: {links}\n"
+    write_atomically(root / "records" / "README.md", (PAGE + text).encode())
 
 
 def main() -> None:
