@@ -4,7 +4,6 @@ A record is a folder: record.json (the claim, the command, the commit, versions,
 metrics.jsonl and log.txt of the run. Paths are cut to their last part, and no name of a host stands in it.
 """
 
-import json
 import re
 import statistics
 import time
@@ -75,8 +74,7 @@ def add_record(folder: Path, claim: str, records: Path) -> Path:
     out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
     make_folder(out)
     log = re.sub(r"^(==== \S+ \S+, )\S+, ", r"\1", (folder / "log.txt").read_text(errors="replace"), flags=re.M)
-    lines = [json.dumps(record) + "\n" for record in LoggedRun(folder).records]
-    write_atomically(out / "metrics.jsonl", "".join(lines).encode())
+    write_atomically(out / "metrics.jsonl", LoggedRun(folder).read("metrics.jsonl"))
     write_atomically(out / "log.txt", without_paths(log).encode())
     write_atomically(out / "record.json", tool.as_json(content))
     return out
