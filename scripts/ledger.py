@@ -1,7 +1,7 @@
 """Add finished runs to records/, and write the tables of results that are made from it.
 
 A record is a folder: record.json (the claim, the command, the commit, versions, the processor and the last results),
-metrics.jsonl and log.txt of the run. Paths are cut to their last part, and no name of a host stands in it.
+recipe.toml, metrics.jsonl and log.txt of the run. Paths are cut to their last part, and no name of a host stands in it.
 """
 
 import re
@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   python -m scripts.ledger runs/imagenette --claim "imagenette, 5 epochs"
   python -m scripts.ledger                       writes the tables again
 
-Runs of one claim that differ in --seed alone are one row: their mean, and the smallest and largest result.
+Runs of one claim may differ in --seed alone. They are one row: their mean, and the smallest and largest result.
 """
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: python -m scripts.ledger -->\n", "<!-- end of results -->\n"
@@ -32,6 +32,8 @@ Each row is made by `python -m scripts.ledger` from the folders that it names, t
 run is in its `record.json`. A number that depends on the processor's instructions says which.
 
 """
+# What runs of one claim may have of their own.
+_OWN = re.compile(r"^(title|seed|output-dir|data-path) = .*\n", flags=re.M)
 # An absolute path; what comes before its last part is this machine's.
 _PATH = re.compile(r"(?<![\w.~/-])/(?:[^\s/:;,'\"]+/)*(?=[^\s/])")
 
@@ -51,11 +53,13 @@ def describe_record(folder: Path, claim: str) -> dict[str, Any]:
         kind: {name: last[kind][name] for name in (*CURVES, "n", "step", "epoch") if name in last[kind]}
         for kind in ("val", "val_ema") if kind in last
     }  # fmt: skip
-    if not results:
+    if "val" not in results:
         raise UserError(f"{folder} holds no evaluation in metrics.jsonl; a run without one is no record")
-    environment = run["environment"]
-    if "dirty" in (environment["revision"] or "dirty"):
+    environment = run.get("environment", {})
+    if "dirty" in (environment.get("revision") or "dirty") or "processor" not in run:
         raise UserError(f"{folder}: files had changed since the commit; commit them, and run it again")
+    if re.search("^(versions|options) that changed: (?!output-dir)", (folder / "log.txt").read_text(), flags=re.M):
+        raise UserError(f"{folder}: options, versions or the commit changed between its starts; run it again")
     return {
         "claim": claim,
         "date": time.strftime("%Y-%m-%d", time.gmtime(run["started"])),
@@ -74,7 +78,8 @@ def add_record(folder: Path, claim: str, records: Path) -> Path:
     out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
     make_folder(out)
     log = re.sub(r"^(==== \S+ \S+, )\S+, ", r"\1", (folder / "log.txt").read_text(errors="replace"), flags=re.M)
-    write_atomically(out / "metrics.jsonl", LoggedRun(folder).read("metrics.jsonl"))
+    write_atomically(out / "metrics.jsonl", (folder / "metrics.jsonl").read_bytes())
+    write_atomically(out / "recipe.toml", without_paths((folder / "recipe.toml").read_text()).encode())
     write_atomically(out / "log.txt", without_paths(log).encode())
     write_atomically(out / "record.json", tool.as_json(content))
     return out
@@ -84,8 +89,13 @@ def read_groups(records: Path) -> list[list[dict]]:
     """Return the records of each claim, the newest claim first."""
     groups: dict[str, list[dict]] = {}
     for path in sorted(records.glob("*/record.json")):
-        content = read_json(path)
-        groups.setdefault(content["claim"], []).append({**content, "folder": path.parent.name})
+        content = read_json(path) | {"folder": path.parent.name}
+        content["options"] = _OWN.sub("", (path.parent / "recipe.toml").read_text())
+        group = groups.setdefault(content["claim"], [])
+        group.append(content)
+        if content["options"] != group[0]["options"]:
+            names = f"{group[0]['folder']} and {content['folder']}"
+            raise UserError(f"records/{names} differ in more than the seed (recipe.toml); one is of another claim")
     return sorted(groups.values(), key=lambda group: max(record["date"] for record in group), reverse=True)
 
 

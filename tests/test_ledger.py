@@ -73,10 +73,21 @@ def test_a_row_holds_the_mean_and_the_range_of_its_seeds_and_the_newest_is_first
     assert all((root / "records" / link).is_file() for link in links)
 
 
+def test_runs_of_one_claim_differ_in_the_seed_alone(finished, root):
+    add(finished, root, 0, 50.0)
+    recipe = (finished / "recipe.toml").read_text()
+    (finished / "recipe.toml").write_text(recipe.replace("lr = 0.05", "lr = 0.06"))
+    add(finished, root, 1, 60.0)
+    with pytest.raises(UserError, match="seed0 and digits-1-days-seed1 differ in more than the seed"):
+        ledger.write_tables(root)
+    assert "old" in (root / "README.md").read_text()
+
+
 @pytest.mark.parametrize("change", [
     lambda out: shutil.rmtree(out) or out.mkdir(), lambda out: (out / "status.json").write_text('{"state": "running"}'),
     lambda out: (out / "run.json").write_text((out / "run.json").read_text().replace("a" * 40, "a" * 40 + "-dirty")),
     lambda out: (out / "metrics.jsonl").write_text(""),
+    lambda out: (out / "log.txt").write_text("versions that changed: revision a in the checkpoint, b now\n"),
 ])  # fmt: skip
 def test_what_is_no_finished_run_of_a_commit_is_no_record(finished, root, change):
     change(finished)
