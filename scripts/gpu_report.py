@@ -23,7 +23,6 @@ from checkpointing.guard import describe_environment, describe_processor
 from errors import UserError, counted
 from monitoring.monitor import read_records
 from scripts import tool
-from scripts.ledger import ROOT, replace_between
 
 PROG = "python -m scripts.gpu_report"
 EXAMPLES = """examples:
@@ -117,7 +116,7 @@ def measure(row: Row, folder: Path, end_s: float) -> str | None:
     for command in row.commands:
         try:
             words, left_s = [sys.executable, *shlex.split(command)], max(end_s - time.monotonic(), 1)
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=left_s, check=False)
+            done = subprocess.run(words, cwd=tool.ROOT, capture_output=True, text=True, timeout=left_s, check=False)
         except subprocess.TimeoutExpired:
             print(f"{row.name}: not measured: the {LIMIT_S // 60} minutes are over")
             return None
@@ -151,7 +150,7 @@ def write_report(options: Namespace) -> dict[str, Any]:
         place = f"{num_gpus} x {environment['gpu']}, torch {environment['torch']}, {options.model}"
         table = "".join(f"| {name} | {result} |\n" for name, result in rows.items())
         table = f"| {place}, batch {options.batch_size} | result |\n|---|---|\n{table}"
-        replace_between(ROOT / "docs" / "performance.md", BEGIN, END, table)
+        tool.replace_between(tool.ROOT / "docs" / "performance.md", BEGIN, END, table)
     print(f"wrote {options.json}{' and the table in docs/performance.md' if num_gpus else ''}")
     return rows
 

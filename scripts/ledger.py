@@ -14,7 +14,7 @@ from errors import UserError, counted, duration
 from files import make_folder, read_json, write_atomically
 from options import CURVES
 from scripts import tool
-from scripts.report import LoggedRun
+from scripts.report import LoggedRun, group_seeds
 
 PROG = "python -m scripts.ledger"
 EXAMPLES = """examples:
@@ -23,7 +23,6 @@ EXAMPLES = """examples:
 
 Runs of one claim may differ in --seed alone. They are one row: their mean, and the smallest and largest result.
 """
-ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: python -m scripts.ledger -->\n", "<!-- end of results -->\n"
 HEAD = "| run | Acc@1 | time | on |\n|---|---|---|---|\n"
 PAGE = """# Records
@@ -32,8 +31,6 @@ Each row is made by `python -m scripts.ledger` from the folders that it names, t
 run is in its `record.json`. A number that depends on the processor's instructions says which.
 
 """
-# What runs of one claim may have of their own.
-_OWN = re.compile(r"^(title|seed|output-dir|data-path) = .*\n", flags=re.M)
 # An absolute path; what comes before its last part is this machine's.
 _PATH = re.compile(r"(?<![\w.~/-])/(?:[^\s/:;,'\"]+/)*(?=[^\s/])")
 
@@ -58,8 +55,6 @@ def describe_record(folder: Path, claim: str) -> dict[str, Any]:
     environment = run.get("environment", {})
     if "dirty" in (environment.get("revision") or "dirty") or "processor" not in run:
         raise UserError(f"{folder}: files had changed since the commit; commit them, and run it again")
-    if re.search("^(versions|options) that changed: (?!output-dir)", (folder / "log.txt").read_text(), flags=re.M):
-        raise UserError(f"{folder}: options, versions or the commit changed between its starts; run it again")
     return {
         "claim": claim,
         "date": time.strftime("%Y-%m-%d", time.gmtime(run["started"])),
@@ -74,10 +69,12 @@ def describe_record(folder: Path, claim: str) -> dict[str, Any]:
 
 def add_record(folder: Path, claim: str, records: Path) -> Path:
     """Write a record of a run, and return its folder, named by the claim and the seed."""
-    content = describe_record(folder, claim)
+    content, log = describe_record(folder, claim), (folder / "log.txt").read_text(errors="replace")
+    if re.search("^(versions|options) that changed: (?!output-dir)", log, flags=re.M):
+        raise UserError(f"{folder}: options, versions or the commit changed between its starts; run it again")
     out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
     make_folder(out)
-    log = re.sub(r"^(==== \S+ \S+, )\S+, ", r"\1", (folder / "log.txt").read_text(errors="replace"), flags=re.M)
+    log = re.sub(r"^(==== \S+ \S+, )\S+, ", r"\1", log, flags=re.M)  # without the host
     write_atomically(out / "metrics.jsonl", (folder / "metrics.jsonl").read_bytes())
     write_atomically(out / "recipe.toml", without_paths((folder / "recipe.toml").read_text()).encode())
     write_atomically(out / "log.txt", without_paths(log).encode())
@@ -90,12 +87,12 @@ def read_groups(records: Path) -> list[list[dict]]:
     groups: dict[str, list[dict]] = {}
     for path in sorted(records.glob("*/record.json")):
         content = read_json(path) | {"folder": path.parent.name}
-        content["options"] = _OWN.sub("", (path.parent / "recipe.toml").read_text())
-        group = groups.setdefault(content["claim"], [])
-        group.append(content)
-        if content["options"] != group[0]["options"]:
-            names = f"{group[0]['folder']} and {content['folder']}"
-            raise UserError(f"records/{names} differ in more than the seed (recipe.toml); one is of another claim")
+        groups.setdefault(content["claim"], []).append(content)
+    for group in groups.values():
+        names = [record["folder"] for record in group]
+        if len(group_seeds([LoggedRun(records / name) for name in names])) > 1:
+            listed = " and ".join(names)
+            raise UserError(f"records/{listed} differ in more than the seed (recipe.toml); one is of another claim")
     return sorted(groups.values(), key=lambda group: max(record["date"] for record in group), reverse=True)
 
 
@@ -115,20 +112,11 @@ def row(group: list[dict]) -> str:
     return f"| {' | '.join([group[0]['claim'], shown, duration(3600 * hours), '; '.join(places)])} |\n"
 
 
-def replace_between(path: Path, begin: str, end: str, text: str) -> None:
-    """Replace what a page has between two lines; UserError if it lacks one."""
-    before, _, rest = path.read_text().partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise UserError(f"{path} lacks the line {begin.strip()} or {end.strip()}")
-    write_atomically(path, f"{before}{begin}{text}{end}{after}".encode())
-
-
 def write_tables(root: Path) -> None:
     """Write records/README.md, and the table in README.md between its two marks."""
     groups = read_groups(root / "records")
     text = HEAD + "".join(map(row, groups))
-    replace_between(root / "README.md", BEGIN, END, text)
+    tool.replace_between(root / "README.md", BEGIN, END, text)
     for group in groups:
         links = ", ".join(f"[seed {record['seed']}]({record['folder']}/record.json)" for record in group)
         text += f"\n{group[0]['claim']}: {links}\n"
@@ -146,8 +134,8 @@ def main() -> None:
         if bool(options.runs) != bool(options.claim):
             raise UserError("a run needs --claim TEXT, and --claim needs a run; give both, or none to write the tables")
         for folder in options.runs:
-            print(f"wrote {add_record(folder, options.claim, ROOT / 'records')}")
-        write_tables(ROOT)
+            print(f"wrote {add_record(folder, options.claim, tool.ROOT / 'records')}")
+        write_tables(tool.ROOT)
 
     tool.run(PROG, work, "interrupted; the same command writes the record again")
 

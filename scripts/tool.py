@@ -22,6 +22,7 @@ from errors import ImageError, StorageError, UserError, error_line, explain_limi
 from files import explain_failure, make_folder, write_atomically
 from options import BY_NAME, OneLineParser
 
+ROOT = Path(__file__).parent.parent
 # Errors of the system by which a path that was given cannot be used.
 _WRONG_PATH = {
     errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EEXIST,
@@ -120,6 +121,15 @@ def write_output(path: Path, content: bytes, option: str = "", verify: Callable[
     except OSError as error:
         reason = explain_failure(error, path.parent, len(content))
         raise UserError(f"{option} {path} cannot be written: {reason}; name another place".lstrip()) from error
+
+
+def replace_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Replace what a page has between two lines; UserError if it lacks one."""
+    before, _, rest = path.read_text().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise UserError(f"{path} lacks the line {begin.strip()} or {end.strip()}")
+    write_atomically(path, f"{before}{begin}{text}{end}{after}".encode())
 
 
 def as_json(content: Any) -> bytes:

@@ -21,16 +21,15 @@ from tests.endings import Ending
 from tests.power_loss import lose_power, possible_states
 from tests.ranks import REPOSITORY, some_slow
 
+NAMES = [scenario.name for scenario in SCENARIOS]
 # Points of each scenario.
 SHORT = {"crash_points": 1, "failing_calls": 1, "power_loss": 1}
-
-
 LIKE_OTHERS = {"new with average, saving late", "new without resume", "from elsewhere, overwriting", "interrupted"}
 
 
-@pytest.mark.parametrize("name", some_slow([scenario.name for scenario in SCENARIOS], LIKE_OTHERS))
+@pytest.mark.parametrize("name", some_slow(NAMES, LIKE_OTHERS))
 def test_no_point_of_a_run_loses_anything(name, tmp_path):
-    counts, problems = run_scenario([scenario.name for scenario in SCENARIOS].index(name), SHORT, tmp_path)
+    counts, problems = run_scenario(NAMES.index(name), SHORT, tmp_path)
     assert problems == []
     assert all(counts[kind] >= 0.5 * SHORT[kind] for kind in SHORT)
 

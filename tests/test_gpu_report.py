@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import gpu_report
+from scripts import gpu_report, tool
 from scripts.gpu_report import Row
 from tests.exports import refused
 from tests.ranks import module_rank, run_ranks, tool_rank
@@ -16,7 +16,7 @@ from tests.ranks import module_rank, run_ranks, tool_rank
 def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path):
     argv = ["--device", "cpu", "--model", "resnet18", "--crop", 32, "--batch-size", 2, "--steps", 20]
     argv += ["--json", tmp_path / "report.json"]
-    page = gpu_report.ROOT / "docs" / "performance.md"
+    page = tool.ROOT / "docs" / "performance.md"
     before = page.read_text()
     done = run_ranks(module_rank, 1, "scripts.gpu_report", argv, log_folder=tmp_path).check()
     report = json.loads((tmp_path / "report.json").read_text())
@@ -28,13 +28,9 @@ def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path):
     assert page.read_text() == before
 
 
-def ignore(folder):
-    return "a number"
-
-
 @pytest.mark.parametrize(("row", "limit_s", "words"), [
-    (Row("a", ["-c \"raise SystemExit('train.py: error: no memory')\""], ignore), 60, "no memory"),
-    (Row("a", ["-c 'import time; time.sleep(60)'"], ignore), 0, "20 minutes are over"),
+    (Row("a", ["-c \"raise SystemExit('train.py: error: no memory')\""], str), 60, "no memory"),
+    (Row("a", ["-c 'import time; time.sleep(60)'"], str), 0, "20 minutes are over"),
     (Row("a", [], gpu_report.read_step), 60, "FileNotFoundError"),
     (Row("a", [], gpu_report.read_recipe), 60, "FileNotFoundError"),
 ])  # fmt: skip

@@ -37,8 +37,7 @@ def add(finished, root, seed, acc1, date=86_400):
     content = read_json(finished / "run.json")
     content["args"]["seed"], content["started"] = seed, date
     (finished / "run.json").write_text(json.dumps(content))
-    lines = (finished / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     records[-1]["acc1"] = acc1
     assert records[-1]["kind"] == "val"
     (finished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

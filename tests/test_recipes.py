@@ -22,10 +22,11 @@ import presets
 from errors import UserError
 from monitoring import preview
 from tests.images import pack_shards
-from tests.ranks import run_ranks, train_rank
+from tests.ranks import run_ranks, some_slow, train_rank
 from transforms import RandomMix
 
 RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))
+ONE_OF_A_MODEL = {config.read_recipe(config.find_recipe(name))["model"]["model"]: name for name in RECIPES}.values()
 
 
 @functools.cache
@@ -158,7 +159,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_resolves_says_where_it_is_from_and_has_no_option_without_effect(name):
+def test_every_recipe_resolves_and_says_where_it_is_from(name):
     recipe, path = config.read_recipe(config.find_recipe(name)), config.find_recipe(name)
     facts = set() if "an experiment" in recipe.get("notes", "") else {"expected-acc1", "tolerance"}
     assert {"title", "source", "evaluation", "reproduced"} | facts <= recipe.keys()
@@ -170,9 +171,13 @@ def test_every_recipe_resolves_says_where_it_is_from_and_has_no_option_without_e
     remarks = [line.split()[0] for line in config.remarks(args)]
     assert remarks == (["--freeze"] if name == "resnet50-linear" else [])
     assert (recipe["reproduced"] is False) == (name != "digits")
-    if name not in one_of_each(lambda args: args.model):
-        return  # for a preview runs the model
-    text = preview.preview(config.parse_args(["--recipe", str(path), "--dry-run"]))
+
+
+@pytest.mark.parametrize("name", some_slow(RECIPES, {*RECIPES} - {*ONE_OF_A_MODEL}))
+def test_a_preview_of_every_recipe_names_no_option_without_effect(name):
+    if needs_timm(options_by_name(name)):
+        pytest.importorskip("timm")
+    text = preview.preview(config.parse_args(["--recipe", name, "--dry-run"]))
     assert "learning rate at the start of epoch 0: " in text
     assert "has no effect" not in text
     if name != "digits":

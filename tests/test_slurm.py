@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import ANY
 
 import pytest
 
@@ -209,7 +208,7 @@ JOBS = {
     "preempted": ("train", "COMPLETED", 1, 0),
     "preempted with time left": ("train", "COMPLETED", 1, 0),
     "preempted while it starts": ("sleep 60", "COMPLETED", 1, 0),
-    "cancelled": ("train", "CANCELLED", 0, ANY),  # srun's own code, or the rank's: whichever Slurm hears first
+    "cancelled": ("train", "CANCELLED", 0, 1),
 }
 
 
@@ -242,7 +241,8 @@ def ended(cluster, tmp_path_factory):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_script_requeues_what_was_preempted_and_nothing_else(limited, ended, name):
-    assert ended[name] == JOBS[name][1:]
+    # A cancelled job has srun's own code or the rank's, whichever Slurm hears first.
+    assert ended[name] in ([JOBS[name][1:], ("CANCELLED", 0, 255)] if name == "cancelled" else [JOBS[name][1:]])
 
 
 @pytest.mark.slow

@@ -305,6 +305,7 @@ def by_timm(name, old, shape):
 
 
 @pytest.mark.parametrize(("name", "build", "size", "kwargs", "resize"), [
+    pytest.param("vit_b_32", lambda: vit_of(64), 32, {}, by_torchvision, marks=pytest.mark.slow),
     ("vit_b_32", lambda: vit_of(64), 96, {}, by_torchvision),
     (f"timm/{DEIT}", lambda: timm.create_model(DEIT, num_classes=3, depth=1), 64, {"depth": 1}, by_timm),
     (f"timm/{SWIN}", lambda: timm.create_model(SWIN, num_classes=3, **SWIN_KWARGS), 128, SWIN_KWARGS, by_timm),
