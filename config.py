@@ -258,7 +258,8 @@ def evaluated_set(args: Record) -> str:
 def _check_data_path(path: str) -> None:
     """Refuse a folder that is not there; `loading.forms` looks into it, with torch."""
     if not os.path.isdir(path):
-        hint = f"; {sys.executable} -m scripts.make_digits {path} makes it" if path.endswith("data/digits") else ""
+        hints = {"digits": f"; {sys.executable} -m scripts.make_digits {path} makes it"}
+        hint = (hints | {"imagenette2-320": "; docs/imagenette.md downloads it"}).get(os.path.basename(path), "")
         raise UserError(f"--data-path {path} is not a folder; give the one that holds train/ and val/{hint}")
 
 
