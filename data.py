@@ -282,7 +282,7 @@ def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
         sampler,
         num_workers=args.workers,
         batch_bytes=largest_batch_bytes(args),
-        pin_memory=torch.device(args.device).type == "cuda",
+        pin_memory=torch.device(args.device).type != "cpu",
     )
 
 
@@ -361,7 +361,7 @@ def build_batch_transforms(
 class DeviceLoader:
     """Iterate over a loader's uint8 batches as batches that are ready for the model.
 
-    On an NVIDIA GPU a stream of its own copies and transforms the next batch, while the model works on the one before.
+    On an accelerator with streams one of its own copies and transforms a batch while the model works on the last one.
 
     Args:
         loader: yields (B, 3, H, W) uint8 and (B,) int64 on the CPU.
@@ -374,7 +374,8 @@ class DeviceLoader:
         self, loader: BatchLoader, device: torch.device, transform: transforms.BatchTransform, seed: int = 0
     ) -> None:
         self.loader, self.device, self.transform, self.seed = loader, device, transform, seed
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.streams = torch.get_device_module(device)
+        self.stream = self.streams.Stream(device) if device.type != "cpu" and hasattr(self.streams, "Stream") else None
 
     @property
     def dataset(self) -> Dataset:
@@ -407,18 +408,18 @@ class DeviceLoader:
         """Yield each batch once the stream has begun to prepare the next one."""
         ready = None
         while True:
-            current = torch.cuda.current_stream(self.device)
+            current = self.streams.current_stream(self.device)
             # The next batch may reuse the memory of a dropped one, so wait until the model, on another stream, is done
             # with all batches so far. `record_stream` would do too, but a host that runs ahead would take more and
             # more memory.
             self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
+            with self.streams.stream(self.stream):
                 following, is_prepared = next(batches, None), self.stream.record_event()
             if ready is not None:
                 yield ready
             if following is None:
                 return
-            torch.cuda.current_stream(self.device).wait_event(is_prepared)
+            self.streams.current_stream(self.device).wait_event(is_prepared)
             ready = following
 
 

@@ -23,7 +23,7 @@ def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     # `evaluate` broadcasts them. torch 2.13 renamed the argument.
     parameters = inspect.signature(DistributedDataParallel).parameters
     no_buffers = {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
-    device_ids = [args.gpu] if torch.device(args.device).type == "cuda" else None
+    device_ids = None if torch.device(args.device).type == "cpu" else [args.gpu]
     # With gradient accumulation a static graph fails at one of torch's own assertions.
     is_static = args.num_shards == args.world_size and args.compile is None
     return DistributedDataParallel(

@@ -112,7 +112,7 @@ def process_rng() -> random.Random:
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device without waiting, by way of pinned memory."""
-    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+    return (values if device.type == "cpu" else values.pin_memory()).to(device, non_blocking=True)
 
 
 def _inside(image: Tensor, left: Tensor, top: Tensor, right: Tensor, bottom: Tensor) -> Tensor:

@@ -172,8 +172,7 @@ def choose_gpu(launch: Launch, device: str) -> int:
     """Return the index of this process's accelerator."""
     gpu = launch.local_rank if launch.is_launched else torch.device(device).index or 0
     # A launcher may show each process its own GPU only; then that one is number 0.
-    num_devices = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
-    return gpu % num_devices if num_devices else gpu
+    return gpu % (torch.accelerator.device_count() or gpu + 1)
 
 
 def choose_backend(device: str) -> str:
@@ -191,8 +190,8 @@ def join_processes(args: Any) -> None:
         args: holds distributed, rank, world_size, gpu, device and dist_url, and may hold dist_timeout (minutes).
     """
     global _patient_group, _place  # noqa: PLW0603
-    if torch.device(args.device).type == "cuda":
-        torch.cuda.set_device(args.gpu)
+    if torch.device(args.device).type != "cpu":
+        torch.accelerator.set_device_index(args.gpu)
     if not args.distributed:
         return
     print(f"joining {counted(args.world_size, 'process')} at {args.dist_url}", flush=True)

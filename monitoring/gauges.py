@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 
-def peak_memory_gib() -> float:
-    """Return the most memory that this process has used: the GPU's where there is one, else its own."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory that this process has used: the accelerator's if it counts that, else its own."""
+    if hasattr(module := torch.get_device_module(device), "max_memory_allocated"):
+        return module.max_memory_allocated() / 2**30
     with suppress(OSError):  # Linux, where getrusage also counts the memory of the process that started this one
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -70,6 +70,6 @@ class Gauges:
         return {
             "images_per_s": steps * self.global_batch_size / train_s,
             "data_wait": wait_s / train_s,
-            "memory_gib": peak_memory_gib(),
+            "memory_gib": peak_memory_gib(self.one.device),
             "world_size": self.world_size,
         }
