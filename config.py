@@ -12,6 +12,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import other_scripts
 from distributed.launch import read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
 from options import (
@@ -212,7 +213,9 @@ def _toml(value: Any) -> str:
 
 def parse_args(argv: Sequence[str] | None = None) -> "Record":
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
-    typed = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    parser.explain = other_scripts.explain
+    typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if "recipe" not in typed:
         return resolve(typed)
     path = find_recipe(typed.recipe)

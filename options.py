@@ -8,6 +8,7 @@ import ast
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -473,18 +474,6 @@ def defaults() -> dict[str, Any]:
     return {name: option.default for name, option in BY_NAME.items()}
 
 
-# Options of other scripts and of torchvision's earlier ones, and advice for each.
-OTHER_NAMES = {
-    "--pretrained": "write --weights DEFAULT",
-    "--gpu": "write --device cuda:N",
-    "--arch": "write --model NAME",
-    "-a": "write --model NAME",
-    "--evaluate": "write --test-only",
-    "--fp16": "write --amp",
-    "--cosine": "write --lr-scheduler cosineannealinglr",
-    "--nproc_per_node": "it is torchrun's, and goes before train.py",
-}
-
 # Options of earlier versions and their defaults there: recipes that those versions wrote hold them all, and checkpoints
 # too. The second set has those that change no number of a run.
 REMOVED = {
@@ -564,35 +553,46 @@ def parse_allowed(text: str | None) -> set[str]:
     return {known[name] for name in names}
 
 
+class HelpOnWord(argparse.Action):
+    """`--help`, and `--help WORD` for the options that speak of it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, word: str, __: str | None = None) -> None:
+        """Print the help, and exit."""
+        if word:
+            found = [action for action in parser._actions if word in f"{action.option_strings} {action.help}".lower()]
+            if not found:
+                raise UserError(f"--help {word}: no option speaks of it")
+            short = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+            short._actions[:] = short._action_groups[1]._group_actions[:] = found
+            parser = short
+        parser.print_help()
+        parser.exit()
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the word that was probably meant."""
 
+    explain: Callable[..., UserError] | None = None  # from (words, actions)
+
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse --: argparse would drop it and return a list in place of the value."""
+        """Refuse --."""
         if "--" in arg_strings:
             raise argparse.ArgumentError(action, "expected a value, not --")
         return super()._get_values(action, arg_strings)
 
     def error(self, message: str) -> None:
         """Raise the error instead of printing two pages of usage first, on every rank."""
+        message = message.replace("ignored explicit argument", "it is a switch and takes no value, but was given")
         raise UserError(f"{message} (--help lists the options)")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        """Parse all of `args`; refuse an unknown option, and name the nearest one."""
+        """Parse all of `args`; refuse an unknown option."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if not unknown:
             return parsed
-        word = unknown[0].split("=")[0]
-        known = [option for action in self._actions for option in action.option_strings]
-        is_training = "--recipe" in known  # a tool has neither the same options nor the same former ones
-        if is_training and (name := word.removeprefix("--")) in REMOVED:
-            now = "" if REMOVED[name] is None else f" (it is always {REMOVED[name]} now)"
-            raise UserError(f"{word} was removed{now}; leave it out")
-        if is_training and (word in OTHER_NAMES or not word.startswith("-")):
-            meant = OTHER_NAMES.get(word, "options begin with --; a folder of images is given by --data-path DIR")
-            raise UserError(f"unrecognized argument {unknown[0]}; {meant} (--help lists the options)")
-        longer = [option for option in known if option.startswith(word)] if word.startswith("--") else []
-        hint = f"; write {longer[0]} in full" if longer else did_you_mean(word, known)
+        if self.explain is not None:
+            raise self.explain(sys.argv[1:] if args is None else args, self._option_string_actions)
+        hint = did_you_mean(unknown[0].split("=")[0], self._option_string_actions)
         raise UserError(f"unrecognized argument {unknown[0]}{hint} (--help lists the options)")
 
 
@@ -621,10 +621,16 @@ def build_parser(*, add_help: bool = True) -> argparse.ArgumentParser:
         usage="train.py [--recipe NAME] [--data-path DIR] [options]",
         description="Train and evaluate image classification models: torchvision's flags, reproducible and robust.",
         epilog=EPILOG,
-        add_help=add_help,
+        add_help=False,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if add_help:
+        text = "show all options, or those that speak of a word, and exit"
+        nothing = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        parser.add_argument(
+            "-h", "--help", metavar="WORD", nargs="?", const="", type=str.lower, action=HelpOnWord, help=text, **nothing
+        )
     for title, options in OPTIONS.items():
         group = parser if title == "options" else parser.add_argument_group(title)
         for option in options:

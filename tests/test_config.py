@@ -90,9 +90,9 @@ def test_other_spellings():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--batch=8"], "unrecognized argument --batch=8; write --batch-size in full"),
-        (["--bach-size", "8"], "--bach-size; did you mean --batch-size?"),
-        (["images"], "unrecognized argument images"),
+        (["--batch=8"], "--batch 8 is unknown; did you mean --batch-size?"),
+        (["--bach-size", "8"], "--bach-size 8 is unknown; did you mean --batch-size?"),
+        (["images"], "unrecognized argument: images is unknown"),
         (["--pretrained"], "--weights DEFAULT"),
         (["--lr-scheduler", "cosine"], "argument --lr-scheduler: invalid choice: 'cosine' (choose from "),
         (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
@@ -337,7 +337,7 @@ def test_an_option_that_torchvision_lacks_is_refused_without_the_one_it_needs(re
 
 def test_an_option_that_was_removed_is_named_as_such(recipe):
     for argv in [["--mixup-prob", "0.8"], ["--decode-device=cuda"]]:
-        assert re.match(r"^--[a-z-]+ was removed \(it is always (1\.0|cpu) now\); leave it out$", refusal(*argv))
+        assert re.search(r": --[a-z-]+ (0\.8|cuda) was removed \(it is always (1\.0|cpu) now\); for", refusal(*argv))
     # As a run of an earlier version wrote it.
     assert parse(*recipe('[data]\nworker-type = "process"\ndecode-device = "cpu"\n'))
     text = refusal(*DATA, *recipe('[data]\ndecode-device = "cuda"\n'))

@@ -1,0 +1,130 @@
+"""Command lines of timm, pytorch/examples and older torchvision: every flag is answered, the line rewritten."""
+
+import importlib
+import re
+import shlex
+
+import pytest
+
+import config
+import options
+import other_scripts
+from errors import UserError
+
+# All flags of timm's train.py, of 2022 and of 2026, with a value each.
+TIMMS = (
+    """
+    --aa rand-m9|--amp|--amp-dtype bfloat16|--amp-impl native|--apex-amp|--aug-repeats 3|--aug-splits 3
+    --batch-size 8|--bce-loss|--bce-pos-weight 1|--bce-sum|--bce-target-thresh 0.2|--bn-eps 1|--bn-momentum 1
+    --channels-last|--checkpoint-hist 3|--class-map f|--clip-grad 1|--clip-mode norm|--color-jitter 0.4
+    --color-jitter-prob 1|--config f|--cooldown-epochs 3|--crop-pct 0.9|--cutmix 1|--cutmix-minmax 0 1
+    --data-dir d|--dataset n|--dataset-download|--dataset-trust-remote-code|--decay-epochs 3
+    --decay-milestones 3 4|--decay-rate 0.1|--device cpu|--device-modules m|--dist-bn reduce|--dr 0.1
+    --drop 0.1|--drop-block 0.1|--drop-connect 0.1|--drop-path 0.1|--epoch-repeats 2|--epochs 9
+    --eval-metric top1|--experiment n|--fast-norm|--fuser n|--gaussian-blur-prob 1|--gp avg
+    --grad-accum-steps 2|--grad-checkpointing|--grayscale-prob 1|--head-init-bias 1|--head-init-scale 1
+    --hflip 0.5|--img-size 160|--in-chans 1|--initial-checkpoint f|--input-img-mode L|--input-key k
+    --input-size 3 160 160|--interpolation bicubic|--jsd-loss|--layer-decay 0.7|--layer-decay-min-scale 0
+    --layer-decay-no-opt-scale 0|--local-rank 0|--local_rank 0|--log-interval 3|--log-wandb|--lr 0.1
+    --lr-base 0.1|--lr-base-scale sqrt|--lr-base-size 256|--lr-cycle-decay 1|--lr-cycle-limit 1
+    --lr-cycle-mul 1|--lr-k-decay 1|--lr-noise 0.1 0.2|--lr-noise-pct 1|--lr-noise-std 1|--mean 0 0 0
+    --min-lr 1e-6|--mixup 0.1|--mixup-mode batch|--mixup-off-epoch 3|--mixup-prob 1|--mixup-switch-prob 1
+    --model resnet50|--model-dtype float16|--model-ema|--model-ema-decay 0.9|--model-ema-force-cpu
+    --model-ema-warmup|--model-kwargs a=1|--momentum 0.9|--native-amp|--no-aug|--no-ddp-bb|--no-prefetcher
+    --no-resume-opt|--num-classes 3|--opt lamb|--opt-betas 0.9 0.99|--opt-eps 1e-8|--opt-kwargs a=1|--output d
+    --patience-epochs 3|--pin-mem|--pretrained|--pretrained-path f|--ratio 0.7 1.3|--recount 1
+    --recovery-interval 3|--remode pixel|--reprob 0.1|--resplit|--resume f|--save-images|--scale 0.3 1
+    --sched cosine|--sched-on-updates|--seed 3|--smoothing 0.1|--split-bn|--start-epoch 0|--std 1 1 1|--sync-bn
+    --synchronize-step|--target-key k|--torchcompile|--torchcompile-mode default|--torchscript
+    --train-crop-mode m|--train-interpolation random|--train-num-samples 3|--train-split train|--tta 2
+    --use-multi-epochs-loader|--val-interval 2|--val-num-samples 3|--val-split val|--validation-batch-size 8
+    --vflip 0.1|--wandb-project n|--wandb-resume-id n|--wandb-tags a b|--warmup-epochs 5|--warmup-lr 1e-5
+    --warmup-prefix|--weight-decay 0.1|--worker-seeding all|--workers 3|-b 8|-c f|-j 3|-vb 8
+""".strip()
+    .replace("\n    ", "|")
+    .split("|")
+)
+KNOWN = {*options.build_parser()._option_string_actions}
+
+
+def translated(line):
+    """Return what is said of each unknown flag of a command line, and the command for here."""
+    with pytest.raises(UserError, match="unrecognized") as caught:
+        config.parse_args(shlex.split(line))
+    found = re.fullmatch(r"unrecognized arguments?: (.*); for here: train\.py ?(.*?)(; what it .*)?", str(caught.value))
+    return found[1].split("; "), found[2]
+
+
+@pytest.mark.parametrize("flag", TIMMS)
+def test_every_flag_of_timms_is_known_or_answered(flag):
+    name = flag.split()[0]
+    if name in KNOWN:
+        return
+    phrases, line = translated(f"{flag} --data-path d")
+    assert not any("unknown" in phrase for phrase in phrases)
+    assert len(phrases) == 1
+    words = [word for word in line.split() if word.startswith("--")]
+    assert "--data-path" in words
+    assert {*words} <= KNOWN
+
+
+def test_every_row_of_the_table_names_options_that_are_there():
+    for flag, row in other_scripts.read_other_flags().items():
+        assert flag not in KNOWN, flag
+        words = [word for word in row.here.split() if word.startswith("--")]
+        assert {*words} <= KNOWN, flag
+        assert words or row.here in ("leave it out", "not here")
+
+
+def test_a_whole_command_of_timms_means_the_same_here():
+    _, line = translated(
+        "/data --model resnet50 --aa rand-m7-mstd0.5-inc1 --smoothing 0.1 --mixup 0.1 --cutmix 1.0 --warmup-epochs 5 "
+        "--warmup-lr 1e-4 --min-lr 1e-6 --sched cosine --lr 5e-3 --opt lamb --weight-decay .02 --bce-loss "
+        "--crop-pct 0.95 --img-size 160 --native-amp --recount 1 --reprob 0.25 --remode const --model-ema -b 256 "
+        "--grad-accum-steps 2 --log-interval 10 --output /runs --experiment a --drop-path 0.1 --scale 0.35 1.0"
+    )
+    pytest.importorskip("timm")
+    args = config.parse_args(shlex.split(line))
+    expected = {
+        "data_path": "/data", "model": "timm/resnet50", "auto_augment": "timm/rand-m7-mstd0.5-inc1",
+        "label_smoothing": 0.1, "mixup_alpha": 0.1, "cutmix_alpha": 1.0, "lr_warmup_epochs": 5,
+        "lr_warmup_method": "linear", "lr_warmup_decay": 0.02, "lr_warmup_prefix": False, "lr_min": 1e-6,
+        "lr_scheduler": "cosineannealinglr", "lr": 5e-3, "opt": "timm/lamb", "weight_decay": 0.02, "bce_loss": True,
+        "val_resize_size": 168, "train_crop_size": 160, "val_crop_size": 160, "amp": True, "random_erase": 0.25,
+        "random_erase_fill": "zero", "model_ema": True, "model_ema_adjust": False, "decay_1d": False, "batch_size": 256,
+        "global_batch_size": 512, "print_freq": 10, "output_dir": "/runs/a", "stochastic_depth": 0.1,
+        "crop_scale": 0.35,
+    }  # fmt: skip
+    assert {name: getattr(args, name) for name in expected} == expected
+    timms = importlib.import_module("timm.data").create_transform(160, is_training=False, crop_pct=0.95)
+    assert timms.transforms[0].size == args.val_resize_size
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("-a resnet18 --dist-backend nccl --multiprocessing-distributed --rank 0 /imagenet",
+     "--model resnet18 --data-path /imagenet"),
+    ("--data-path d --clip-grad 0.02 --clip-mode agc", "--data-path d --clip-agc 0.02 --no-decay-1d"),
+    ("--data-path d --decay-milestones 3 4 --epochs 9", "--data-path d --lr-milestones 3 4 --epochs 9 --no-decay-1d"),
+    ("--data-path d --tta 2", "--data-path d --eval-flip --no-decay-1d"),
+    ("--data-path d --sched plateau", "--data-path d --no-decay-1d"),
+    ("--data-path d --native-amp", "--data-path d --amp"),
+    ("--data-path d --gpu 1 --fp16", "--data-path d --device cuda:1 --amp"),
+])  # fmt: skip
+def test_lines(line, expected):
+    assert translated(line)[1] == expected
+
+
+def test_an_unknown_flag_is_guessed_only_where_nearly_all_letters_agree():
+    assert translated("--data-path d --bach-size 8 --xyzzy --opt-foo 3")[0] == [
+        "--bach-size 8 is unknown", "did you mean --batch-size?", "--xyzzy is unknown", "--opt-foo 3 is unknown",
+    ]  # fmt: skip
+
+
+def test_help_on_a_word(capsys):
+    with pytest.raises(SystemExit):
+        config.parse_args(["--help", "cutmix"])
+    shown = capsys.readouterr().out
+    assert "--cutmix-alpha" in shown
+    assert "--epochs" not in shown
+    with pytest.raises(UserError, match="xyzzy: no option speaks of it"):
+        config.parse_args(["--help", "xyzzy"])
