@@ -2,11 +2,14 @@
 
 import getpass
 import json
+import os
 import re
 import shutil
 import socket
+import subprocess
 
 import pytest
+from torchvision.datasets.folder import is_image_file
 
 from errors import UserError
 from files import read_json
@@ -106,3 +109,21 @@ def test_the_tables_are_those_of_the_records_and_no_record_names_a_machine(tmp_p
         assert ledger.without_paths(text) == text
         assert f" {socket.gethostname()}," not in text
         assert f"/{getpass.getuser()}/" not in text
+
+
+def test_the_repository_is_small_and_holds_neither_photographs_nor_weights():
+    command = ["git", "ls-files"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    paths = [REPOSITORY / name for name in listed.stdout.splitlines() if (REPOSITORY / name).is_file()]
+    assert sum(path.stat().st_size for path in paths) < 5e6
+    images = {path.relative_to(REPOSITORY).as_posix() for path in paths if is_image_file(path.name)}
+    assert {os.path.dirname(name) for name in images} <= {"docs"}
+    begins = {path.read_bytes()[:4] for path in paths if path.suffix not in {".py", ".md"}}
+    assert not begins & {
+        b"PK\3\4",
+        b"\xff\xd8\xff\xe0",
+        b"\xff\xd8\xff\xe1",
+        b"\x1f\x8b\x08\x00",
+    }  # torch.save, JPEG, gzip
