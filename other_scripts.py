@@ -48,8 +48,6 @@ _THEIR_VALUES = {
     "--in-chans": {"3": ""},
     "--tta": {"0": "", "2": "--eval-flip"},
 }
-
-
 _COMPUTED = {"--crop-pct", "--grad-accum-steps", "--warmup-lr"}
 
 
@@ -133,36 +131,35 @@ class OtherCommand:
         if flag not in self.table:
             return f"is unknown{did_you_mean(flag, [*self.known, *self.table])}", ""
         row = self.table[flag]
-        here = self._fill(flag, values, row)
-        if not here.startswith("--"):
-            return "has no need here" if here == "leave it out" else "is not here", row.remark
-        if here not in " ".join(self.words):
-            self.words += here.split()
-        return f"is {here}", "" if flag in _THEIR_VALUES or flag in _COMPUTED else row.remark
+        words = self._fill(flag, values, row)
+        if not words:
+            return "is not here" if words is None else "has no need here", row.remark
+        if f" {' '.join(words)} " not in f" {' '.join(self.words)} ":
+            self.words += words
+        return f"is {shlex.join(words)}", "" if flag in _THEIR_VALUES or flag in _COMPUTED else row.remark
 
-    def _fill(self, flag: str, values: list[str], row: OtherFlag) -> str:
-        """Return the words for here of a flag with its values, `leave it out`, or `not here`."""
+    def _fill(self, flag: str, values: list[str], row: OtherFlag) -> list[str] | None:
+        """Return the words for here of a flag with its values: none if it has no need here, None if it is not here."""
         here = row.here
         if flag in _THEIR_VALUES:
             values = [_THEIR_VALUES[flag].get(value, "not here") for value in values]
-            if not here.startswith("--") or "not here" in values:
-                return "".join(values) or "leave it out"
+            here = here if here.startswith("--") and "not here" not in values else "".join(values) or "leave it out"
         if flag == "--output":
             values = [os.path.join(*values, *self.given.get("--experiment", ()))]
-        if flag == "--experiment" and "--output" in self.given:
-            return "leave it out"
         if flag == "--clip-grad" and self.given.get("--clip-mode") == ["agc"]:
             here = "--clip-agc NORM"
+        if here == "not here":
+            return None
+        if here == "leave it out" or (flag == "--experiment" and "--output" in self.given):
+            return []
         if flag in _COMPUTED:
             with suppress(ValueError, IndexError, ZeroDivisionError):
-                return f"{here.split()[0]} {_compute_value(flag, values[0], self.given)}"
+                return [here.split()[0], _compute_value(flag, values[0], self.given)]
         if row.values[-1:] and row.values[-1].endswith("..."):
-            values = [" ".join(values)]
-        for name, value in zip(row.values, values, strict=False):
-            here = re.sub(
-                rf"(?<!\S){re.escape(name)}(?!\S)|(?<=[/:=]){re.escape(name)}", lambda _, value=value: value, here
-            )
-        return here
+            return [here.split()[0], *values]
+        filled = dict(zip(row.values, values, strict=False))
+        pattern = re.compile(f"(?:(?<=^)|(?<=[/:=]))({'|'.join(map(re.escape, filled)) or '(?!)'})$")
+        return [pattern.sub(lambda found: filled[found[1]], word) for word in here.split()]
 
     def _add_timms_rules(self) -> None:
         """Add what timm does without a flag."""

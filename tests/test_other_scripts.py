@@ -107,7 +107,8 @@ def test_a_whole_command_of_timms_means_the_same_here():
     ("--data-path d --decay-milestones 3 4 --epochs 9", "--data-path d --lr-milestones 3 4 --epochs 9 --no-decay-1d"),
     ("--data-path d --tta 2", "--data-path d --eval-flip --no-decay-1d"),
     ("--data-path d --sched plateau", "--data-path d --no-decay-1d"),
-    ("--data-path d --native-amp", "--data-path d --amp"),
+    ("--data-path d --amp-dtype bfloat16 --native-amp", "--data-path d --amp-dtype bfloat16 --amp"),
+    ("--data-dir 'my photos'", "--data-path 'my photos' --no-decay-1d"),
     ("--data-path d --gpu 1 --fp16", "--data-path d --device cuda:1 --amp"),
 ])  # fmt: skip
 def test_lines(line, expected):
