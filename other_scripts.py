@@ -144,7 +144,7 @@ class OtherCommand:
         if flag in _THEIR_VALUES:
             values = [_THEIR_VALUES[flag].get(value, "not here") for value in values]
             here = here if here.startswith("--") and "not here" not in values else "".join(values) or "leave it out"
-        if flag == "--output":
+        if flag == "--output" and values:
             values = [os.path.join(*values, *self.given.get("--experiment", ()))]
         if flag == "--clip-grad" and self.given.get("--clip-mode") == ["agc"]:
             here = "--clip-agc NORM"

@@ -106,6 +106,7 @@ def test_a_whole_command_of_timms_means_the_same_here():
     ("--data-path d --clip-grad 0.02 --clip-mode agc", "--data-path d --clip-agc 0.02 --no-decay-1d"),
     ("--data-path d --decay-milestones 3 4 --epochs 9", "--data-path d --lr-milestones 3 4 --epochs 9 --no-decay-1d"),
     ("--data-path d --tta 2", "--data-path d --eval-flip --no-decay-1d"),
+    ("--data-path d --output", "--data-path d --output-dir DIR --no-decay-1d"),
     ("--data-path d --sched plateau", "--data-path d --no-decay-1d"),
     ("--data-path d --amp-dtype bfloat16 --native-amp", "--data-path d --amp-dtype bfloat16 --amp"),
     ("--data-dir 'my photos'", "--data-path 'my photos' --no-decay-1d"),
