@@ -261,8 +261,11 @@ def evaluated_set(args: Record) -> str:
 def _check_data_path(path: str) -> None:
     """Refuse a folder that is not there; `loading.forms` looks into it, with torch."""
     if not os.path.isdir(path):
-        hints = {"digits": f"; {sys.executable} -m scripts.make_digits {path} makes it"}
-        hint = (hints | {"imagenette2-320": "; docs/imagenette.md downloads it"}).get(os.path.basename(path), "")
+        makers = {
+            "data/digits": f"; {sys.executable} -m scripts.make_digits {path} makes it",
+            "data/imagenette2-320": "; docs/imagenette.md downloads it",
+        }
+        hint = next((maker for end, maker in makers.items() if path.endswith(end)), "")
         raise UserError(f"--data-path {path} is not a folder; give the one that holds train/ and val/{hint}")
 
 

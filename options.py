@@ -562,10 +562,11 @@ class HelpOnWord(argparse.Action):
             found = [action for action in parser._actions if word in f"{action.option_strings} {action.help}".lower()]
             if not found:
                 raise UserError(f"--help {word}: no option speaks of it")
-            short = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
-            short._actions[:] = short._action_groups[1]._group_actions[:] = found
-            parser = short
-        parser.print_help()
+            formatter = parser.formatter_class(parser.prog)
+            formatter.add_arguments(found)
+            print(formatter.format_help(), end="")
+        else:
+            parser.print_help()
         parser.exit()
 
 

@@ -78,8 +78,7 @@ class OtherCommand:
         self.table, self.known = read_other_flags(), known
         self.groups = list(self._groups(list(words)))
         self.given = dict(self.groups)
-        unknown = [self.table[flag].script for flag in self.given if flag in self.table and flag not in known]
-        self.is_timms = "timm" in unknown
+        self.is_timms = any(self.table[flag].script == "timm" for flag in self.given.keys() & self.table.keys())
         self.phrases, self.words = [], []
         for flag, values in self.groups:
             self._take(flag, values)
@@ -158,8 +157,8 @@ class OtherCommand:
         if row.values[-1:] and row.values[-1].endswith("..."):
             return [here.split()[0], *values]
         filled = dict(zip(row.values, values, strict=False))
-        pattern = re.compile(f"(?:(?<=^)|(?<=[/:=]))({'|'.join(map(re.escape, filled)) or '(?!)'})$")
-        return [pattern.sub(lambda found: filled[found[1]], word) for word in here.split()]
+        parts = [re.fullmatch("(.*[/:=])?(.*)", word).groups("") for word in here.split()]
+        return [begin + filled.get(name, name) for begin, name in parts]
 
     def _add_timms_rules(self) -> None:
         """Add what timm does without a flag."""

@@ -172,7 +172,8 @@ def choose_gpu(launch: Launch, device: str) -> int:
     """Return the index of this process's accelerator."""
     gpu = launch.local_rank if launch.is_launched else torch.device(device).index or 0
     # A launcher may show each process its own GPU only; then that one is number 0.
-    return gpu % (torch.accelerator.device_count() or gpu + 1)
+    num_devices = torch.accelerator.device_count()
+    return gpu % num_devices if num_devices else gpu
 
 
 def choose_backend(device: str) -> str:
