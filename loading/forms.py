@@ -5,11 +5,12 @@ from pathlib import Path
 
 from errors import UserError, one_line
 from loading.index import FolderIndex
+from loading.lists import ListIndex
 from loading.source import Source, list_folder
 from loading.tars import TarIndex
 
 # In order of preference.
-FORMS: list[type[Source]] = [FolderIndex, TarIndex]
+FORMS: list[type[Source]] = [ListIndex, FolderIndex, TarIndex]
 
 
 def find_sources(root: Path) -> list[Source]:
@@ -38,7 +39,13 @@ def check_source(root: Path) -> list[Source]:
         )
     if not root.parent.is_dir():
         raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/")
-    layouts = ", or ".join(form.layout.format(split=root.name) for form in FORMS)
+    folders = [name for name in list_folder(root.parent) if (root.parent / name).is_dir() and name[0] != "."]
+    if len(folders) > 1 and "val" not in folders and not find_sources(root.parent / "train"):
+        raise UserError(
+            f"{data_path} has no {root.name}/; if {folders[0]}, {folders[1]} ... are its classes, put all of them into "
+            "a folder train/ there, and give --minival 0.1 unless there is a val/ too"
+        )
+    layouts = ", or ".join(form.layout.format(split=root.name) for form in FORMS[1:] + FORMS[:1])
     hint = "; or --minival 0.02 evaluates on training images that it holds out" if root.name == "val" else ""
     raise UserError(f"{data_path} has no {root.name}/; it must hold {layouts}{hint}")
 

@@ -61,6 +61,8 @@ class ImageIndex(Source):
             identifies the split.
     """
 
+    may_lack_classes = False  # whether a class may have no images
+
     def __init__(self, root: Path, where: Path | None = None, files: Sequence[Path] = ()) -> None:
         super().__init__(root, where)
         self.files = tuple(files)
@@ -131,10 +133,10 @@ class ImageIndex(Source):
             raise UserError(f"{error.filename or self.where} cannot be read: {error.strerror or error}") from error
         filled = set(scan.labels)
         if empty := [name for label, name in enumerate(classes) if label not in filled]:
-            raise UserError(
-                f"{counted(len(empty), 'class')} of {self.where}, such as {empty[0]}, without images "
-                f"({' '.join(IMG_EXTENSIONS)}); add some, or remove the folder or tar"
-            )
+            words = f"{counted(len(empty), 'class')} of {self.where}, such as {empty[0]}, without images"
+            if not self.may_lack_classes:
+                raise UserError(f"{words} ({' '.join(IMG_EXTENSIONS)}); add some, or remove the folder, tar or name")
+            print(one_line(words))
         self._take({"header": self._header(), "classes": encode(classes), **scan.arrays()})
         return scan.doubt
 
@@ -144,9 +146,10 @@ class ImageIndex(Source):
             raise UserError(f"{self.where} holds neither images nor class folders; it needs one folder for each class")
         if not classes:
             raise UserError(
-                f"{self.where} holds {counted(num_stray, 'image')} and no class folders; this sorts them: python -m "
-                f"scripts.prepare {self.root.parent} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER "
-                "(Kaggle: LOC_val_solution.csv in place of the devkit)"
+                f"{self.where} holds {counted(num_stray, 'image')} and no class folders; list them with their classes "
+                f"in {self.root}.csv, with the columns path and label; ImageNet's are sorted by "
+                f"python -m scripts.prepare {self.root.parent} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER (Kaggle: "
+                "LOC_val_solution.csv in place of the devkit)"
             )
 
     def _take(self, arrays: dict[str, numpy.ndarray]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import re
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -23,8 +24,9 @@ from scripts.tool import build_parser, given_path, in_order, output_file, positi
 
 PROG = "python -m scripts.check"
 
-# The numbers of ILSVRC2012.
-NUM_TRAIN, NUM_VAL, NUM_CLASSES = 1_281_167, 50_000, 1_000
+# The numbers of ILSVRC2012, which are expected of a set with at least so many classes that are all called as synsets.
+IMAGENET = {"train": 1_281_167, "val": 50_000, "classes": 1_000}
+_SYNSETS, _SYNSET = 500, re.compile(r"n\d{8}")
 
 # Each kind of finding, the worst first: whether it makes a data set unhealthy, and its meaning.
 KINDS = {
@@ -44,7 +46,7 @@ examples:
   python -m scripts.check /data/imagenet --sample 2000              # a quick look
   python -m scripts.check /data/imagenet --json report.json
   python -m scripts.check /data/imagenet --expect-val 0             # train/ alone, for train.py --minival
-  python -m scripts.check /data/pets --expect-train any --expect-val any --expect-classes 37
+  python -m scripts.check /data/pets --expect-classes 37
 
 DATA_PATH is as train.py's --data-path: class folders, tars or packs. The tool changes nothing in it, but leaves an
 index of the images there, as a run does.
@@ -164,8 +166,10 @@ def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Re
         per_class = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
         report.splits[name] = {"images": len(index), "classes": len(index.classes), "per_class": per_class}
         for option, number, noun in ((name, len(index), "images"), ("classes", len(index.classes), "classes")):
-            expected = getattr(options, f"expect_{option}")
-            if expected not in (None, number):
+            is_imagenet = len(index.classes) >= _SYNSETS and all(map(_SYNSET.fullmatch, index.classes))
+            given = getattr(options, f"expect_{option}")
+            expected = (IMAGENET[option] if is_imagenet else "any") if given is None else given
+            if expected not in ("any", number):
                 reason = f"{name} has {number:,} {noun}, and {expected:,} are expected (--expect-{option})"
                 report.add("set", name, None, reason)
     if len(splits) == 2 and splits["train"].classes != splits["val"].classes:
@@ -215,11 +219,9 @@ def find_equal(splits: dict[str, Source], images: list[tuple[str, int]], seen: n
         report.add(kind, name, ours.path(number), f"has the bytes of {theirs.path(other)}{more}")
 
 
-def expectation(text: str) -> int | None:
-    """Return a number, or None for `any`; an argparse type."""
-    if text == "any":
-        return None
-    return 0 if text == "0" else positive(text)
+def expectation(text: str) -> int | str:
+    """Return a number, or `any`; an argparse type."""
+    return text if text == "any" else 0 if text == "0" else positive(text)
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -228,12 +230,14 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = build_parser(PROG, "DATA_PATH [options]", about, EPILOG)
     add, cores = parser.add_argument, collectives.count_cores()
     add("data_path", metavar="DATA_PATH", type=given_path, help="as train.py's --data-path")
-    for name, number, noun in (
-        ("train", NUM_TRAIN, "images of train"), ("val", NUM_VAL, "images of val; 0 checks train alone"),
-        ("classes", NUM_CLASSES, "classes of each split"),
+    for name, noun in (
+        ("train", "images of train"), ("val", "images of val; 0 checks train alone"),
+        ("classes", "classes of each split"),
     ):  # fmt: skip
-        words = f"how many {noun}, or any (default: {number:,}, ImageNet's)"
-        add(f"--expect-{name}", metavar="N", type=expectation, default=number, help=words)
+        words = (
+            f"how many {noun}, or any (default: {IMAGENET[name]:,} where the classes are ImageNet's synsets, else any)"
+        )
+        add(f"--expect-{name}", metavar="N", type=expectation, help=words)
     add("--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced")
     words = "write the report to FILE, with every finding"
     add("--json", metavar="FILE", type=output_file(".json"), help=words)

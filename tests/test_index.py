@@ -280,7 +280,7 @@ BAD_TARS = {
     "link": (GOOD + member("a/2.jpg", tarfile.SYMTYPE, linkname="/etc/passwd") + END, "--dereference"),
     "hard link": (GOOD + member("a/2.jpg", tarfile.LNKTYPE, linkname="a/1.jpg") + END, "--dereference"),
     "device": (GOOD + member("a/2.jpg", tarfile.CHRTYPE, devmajor=1, devminor=5) + END, "--dereference"),
-    "flat": (member("1.jpg") + member("2.jpg") + END, "holds 2 images and no class folders; this sorts them"),
+    "flat": (member("1.jpg") + member("2.jpg") + END, "holds 2 images and no class folders; list them"),
     "no images": (member("a/1.txt") + END, "neither images nor class folders"),
     "empty class": (GOOD + member("b", tarfile.DIRTYPE) + END, "such as b, without images"),
     "empty class tar": (GOOD + member("b.tar", content=END) + END, "such as b, without images"),

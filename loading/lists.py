@@ -1,0 +1,227 @@
+"""Read lists of images and their classes: train.csv and val.csv, or images.csv with a column `split`."""
+
+import csv
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from errors import UserError, counted, did_you_mean, one_line
+from files import open_to_read
+from loading.index import ImageIndex, Scan
+from loading.source import Source
+
+# By the ending of a list, what separates its columns; each line of .jsonl is an object of its own.
+SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": None}
+# The file beside the lists that names the classes in their order, one a line.
+CLASSES = "classes.txt"
+# Values of the column `split`.
+SPLITS = ("train", "val")
+
+# How an image's name, class/file, was made from its path, as the sum of these: parts of the path that were cut off.
+_SPLIT, _CLASS, _ROOT = 1, 2, 4
+
+
+class ListIndex(ImageIndex):
+    """The images of a list: rows of `path`, relative to the data path or absolute, and `label`, a class's name.
+
+    Images are ordered as in class folders, so a list of class folders' files gives their index. Labels may be numbers:
+    those of the names in classes.txt, from 0, or, without that file, all of 0 to N - 1.
+    """
+
+    form = "list"
+    layout = "{split}.csv with the columns path and label"
+
+    @classmethod
+    def find(cls, root: Path) -> list[Source]:
+        """Return the lists of this split beside its folder, then those of all splits."""
+        paths = [root.parent / f"{name}{ending}" for name in (root.name, "images") for ending in SEPARATORS]
+        classes = [path for path in [root.parent / CLASSES] if path.is_file()]
+        return [cls(root, path, [path, *classes]) for path in paths if path.is_file()]
+
+    @property
+    def may_lack_classes(self) -> bool:
+        """Whether a class may have no images: in an evaluation, where classes.txt names it."""
+        return len(self.files) > 1 and self.root.name != "train"
+
+    def path(self, number: int) -> str:
+        """Return the path of an image."""
+        name, cut = self.name(number), int(self.arrays["places"][number, 0])
+        rest = name if cut & _CLASS else name.partition("/")[2]
+        rest = f"{self.root.name}/{rest}" if cut & _SPLIT else rest
+        return os.path.join("/" if cut & _ROOT else self.root.parent, rest)
+
+    def size(self, number: int) -> int:
+        """Return the bytes of an image's file."""
+        return os.stat(self.path(number)).st_size
+
+    def scan(self, scan: Scan) -> list[str]:
+        """Add the images of the list, and return the classes."""
+        for file in self.files:
+            scan.watch(str(file), os.stat(file))
+        rows = [row for row in _read_rows(self.files[0], self.root.name) if self._check_path(*row)]
+        if not rows:
+            raise UserError(f"{self.where} lists no images of {self.root.name}")
+        classes, labels = self._number([label for _, _, label in rows])
+        found: dict[tuple, int] = {}
+        for (line, path, _), label in zip(rows, labels, strict=True):
+            name, cut = _name(path, classes[label], self.root.name)
+            key = (label, *os.path.split(name))
+            if key in found:
+                raise UserError(f"{self.where}, line {line}: {path} is listed twice with this class; leave one out")
+            found[key] = cut
+        # As in `FolderIndex`: by folders, and by names in each.
+        for (label, folder), keys in itertools.groupby(sorted(found), lambda key: key[:2]):
+            listed = list(keys)
+            scan.add(folder, label, [name for _, _, name in listed], [(found[key], 0, 0) for key in listed])
+        self._check_labels(rows)
+        return classes
+
+    def _check_labels(self, rows: list[tuple[int, str, str]]) -> None:
+        """Refuse an image that is listed with two classes."""
+        labels: dict[str, str] = {}
+        for line, path, label in rows:
+            if labels.setdefault(os.path.normpath(path), label) != label:
+                raise UserError(f"{self.where}, line {line}: {path} is listed with two classes; an image has one here")
+
+    def _check_path(self, line: int, path: str, _: str) -> bool:
+        """Refuse a path that is no image's; return True."""
+        reason = ""
+        if ".." in path.split("/"):
+            reason = "leads upwards by ..; give an absolute path"
+        elif not path.lower().endswith(IMG_EXTENSIONS):
+            reason = f"has none of the endings {' '.join(IMG_EXTENSIONS)}; write the whole name of the file"
+        elif not os.path.isfile(os.path.join(self.root.parent, path)):
+            reason = f"is no file; paths are relative to {self.root.parent}, or absolute"
+        if reason:
+            raise UserError(one_line(f"{self.where}, line {line}: {path!r} {reason}"))
+        return True
+
+    def _number(self, labels: list[str]) -> tuple[list[str], list[int]]:
+        """Return the classes, and the number of each label's class."""
+        are_numbers = all(label.isdecimal() for label in labels)
+        if len(self.files) > 1:
+            classes = _read_classes(self.files[1])
+            names = {name: number for number, name in enumerate(classes)}
+            unknown = sorted(set(labels) - names.keys())
+            if not unknown:
+                return classes, [names[label] for label in labels]
+            if are_numbers and max(map(int, labels)) < len(classes) and not any(map(str.isdecimal, classes)):
+                return classes, list(map(int, labels))
+            hint = did_you_mean(unknown[0], classes)
+            raise UserError(f"{self.where}: {CLASSES} has no class {unknown[0]}{hint}; it names {len(classes)}")
+        if not are_numbers:
+            classes = sorted(set(labels))
+            names = {name: number for number, name in enumerate(classes)}
+            return classes, [names[label] for label in labels]
+        numbers = list(map(int, labels))
+        if set(numbers) != set(range(max(numbers) + 1)):
+            missing = min(set(range(max(numbers) + 1)) - set(numbers))
+            raise UserError(
+                f"{self.where}: its labels are numbers up to {max(numbers)}, and {missing} has no image; write all "
+                f"classes into {self.root.parent / CLASSES}, one name a line, the first of number 0"
+            )
+        return list(map(str, range(max(numbers) + 1))), numbers
+
+
+def _name(path: str, class_name: str, split: str) -> tuple[str, int]:
+    """Return an image's name, class/file, and what of the path it leaves out or holds as the class."""
+    rest, cut = "/".join(part for part in path.split("/") if part not in ("", ".")), 0
+    if path.startswith("/"):
+        cut = _ROOT
+    elif rest.startswith(f"{split}/"):
+        rest, cut = rest.removeprefix(f"{split}/"), _SPLIT
+    if rest.startswith(f"{class_name}/"):
+        return rest, cut + _CLASS
+    return f"{class_name}/{rest}", cut
+
+
+def _read_classes(path: Path) -> list[str]:
+    """Return the names in classes.txt; UserError for none, an unusable one, or one that is there twice."""
+    names = [name for _, name in _read_lines(path) if name]
+    for name in names:
+        _check_class(f"{path}", name)
+    if repeated := [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []:
+        raise UserError(f"{path} names {repeated[0]} twice; each line is a class of its own")
+    if not names:
+        raise UserError(f"{path} is empty; write one class a line, or remove it")
+    return names
+
+
+def _check_class(where: str, name: str) -> None:
+    if not name or "/" in name or name in (".", ".."):
+        raise UserError(f"{where}: a class cannot be called {name!r}; give it a name that a folder could have")
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of each line; UserError if they are not UTF-8."""
+    with open_to_read(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}, line {number}: not in UTF-8 ({error.reason}); save it as UTF-8") from error
+
+
+def _read_rows(path: Path, split: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, the path and the label of each image of a split.
+
+    Raises:
+        UserError: a row lacks one of them, or the list does not say of which split its images are.
+    """
+    is_of_all = path.stem == "images"
+    needed = ("path", "label", *(["split"] if is_of_all and split != "train" else []))
+    for line, row in _read_dicts(path):
+        where = f"{path}, line {line}"
+        if lacking := [name for name in needed if name not in row]:
+            columns = ", ".join(map(str, row)) or "none"
+            raise UserError(one_line(
+                f"{where}: no column {lacking[0]}; the columns are {columns}, and expected are path, label"
+                f"{' and split' if 'split' in needed else ''}"
+            ))  # fmt: skip
+        values = {name: row.get(name, "train") for name in ("path", "label", "split")}
+        label = values["label"]
+        if isinstance(label, int) and not isinstance(label, bool):
+            values["label"] = label = str(label)
+        if wrong := [name for name, value in values.items() if not isinstance(value, str) or not value]:
+            raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number"))
+        if values["split"] not in SPLITS:
+            raise UserError(one_line(f"{where}: split {values['split']!r}; expected train or val"))
+        _check_class(where, label)
+        if not is_of_all or values["split"] == split:
+            yield line, values["path"], str(int(label)) if label.isdecimal() else label
+
+
+def _read_dicts(path: Path) -> Iterator[tuple[int, dict]]:
+    """Yield the line and the values by column of each row."""
+    separator = SEPARATORS[path.suffix]
+    return _read_objects(path) if separator is None else _read_columns(path, separator)
+
+
+def _read_objects(path: Path) -> Iterator[tuple[int, dict]]:
+    for number, line in _read_lines(path):
+        try:
+            row = json.loads(line) if line else None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}: no JSON ({error}); each line is one object") from error
+        if line and not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: expected an object with path and label")
+        if line:
+            yield number, row
+
+
+def _read_columns(path: Path, separator: str) -> Iterator[tuple[int, dict]]:
+    reader = csv.reader((f"{line}\n" for _, line in _read_lines(path)), delimiter=separator, strict=True)
+    try:
+        columns = [name.strip().lower() for name in next(reader, [])]
+        if unread := [name for name in columns if name not in ("path", "label", "split")]:
+            print(one_line(f"{path}: {counted(len(unread), 'column')} not read: {', '.join(unread)}"))
+        for row in filter(None, reader):
+            if len(row) != len(columns):
+                raise UserError(f"{path}, line {reader.line_num}: {len(row)} values for {len(columns)} columns")
+            yield reader.line_num, dict(zip(columns, row, strict=True))
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: {error}") from error

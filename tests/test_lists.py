@@ -1,0 +1,172 @@
+"""loading/lists.py: train.csv and its kin against torchvision's ImageFolder and class folders' own bits."""
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from torchvision import datasets
+
+from errors import UserError
+from loading.forms import open_source
+from tests.images import write_images
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A data path with class folders, one of them with a folder of its own."""
+    write_images(tmp_path / "data", {"train": [3, 2, 4], "val": [2, 1, 2]})
+    first = sorted((tmp_path / "data" / "train").iterdir())[0]
+    (first / "in a").mkdir()
+    shutil.copy(next(first.glob("*.*")), first / "in a" / "z.JPEG")
+    return tmp_path / "data"
+
+
+def write_list(path: Path, rows: list[dict]):
+    """Write rows in the form that the list's ending stands for, last row first."""
+    with path.open("w", newline="") as file:
+        if path.suffix == ".jsonl":
+            file.writelines(json.dumps(row) + "\n" for row in rows[::-1])
+            return
+        writer = csv.DictWriter(file, list(rows[0]), delimiter="," if path.suffix == ".csv" else "\t")
+        writer.writeheader()
+        writer.writerows(rows[::-1])
+
+
+def rows_of(folder: Path, split: str, base: Path | None = None) -> list[dict]:
+    """Return the images that torchvision's ImageFolder finds, by paths relative to `base`, or absolute ones."""
+    found = datasets.ImageFolder(folder / split)
+    return [
+        {"path": os.path.relpath(path, base) if base else path, "label": found.classes[label]}
+        for path, label in found.samples
+    ]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
+def test_a_list_of_class_folders_files_is_their_index(folder, ending):
+    expected = open_source(folder / "val"), open_source(folder / "train")
+    for split in ("val", "train"):
+        write_list(folder / f"{split}{ending}", rows_of(folder, split, folder))
+    for _ in range(2):  # by a scan, and from the cache
+        for known, split in zip(expected, ("val", "train"), strict=True):
+            found = open_source(folder / split)
+            assert (found.form, found.classes, len(found)) == ("list", known.classes, len(known))
+            assert found.fingerprint() == known.fingerprint()
+            for number in range(len(known)):
+                assert found.name(number) == known.name(number)
+                assert found.read(number) == known.read(number)
+                assert found.size(number) == known.size(number)
+            assert found.path(0) == str(folder / split / found.name(0))
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_photographs_may_lie_anywhere(folder, tmp_path, is_absolute):
+    samples = datasets.ImageFolder(folder / "train").samples
+    (tmp_path / "lists").mkdir()
+    if not is_absolute:
+        shutil.copytree(folder / "train", tmp_path / "lists" / "photographs")
+    moved = folder / "train" if is_absolute else tmp_path / "lists" / "photographs"
+    rows = rows_of(moved.parent, moved.name, None if is_absolute else tmp_path / "lists")
+    write_list(tmp_path / "lists" / "train.csv", rows)
+    found = open_source(tmp_path / "lists" / "train")
+    contents = [(Path(path).read_bytes(), label) for path, label in samples]
+    assert [(found.read(number), found.label(number)) for number in range(len(found))] == contents
+    assert [found.path(number) for number in range(len(found))] == [
+        row["path"] if is_absolute else str(tmp_path / "lists" / row["path"]) for row in rows
+    ]
+    assert all(found.name(number).startswith(found.classes[found.label(number)] + "/") for number in range(len(found)))
+
+
+def test_one_list_holds_both_splits(folder):
+    rows = [row | {"split": split} for split in ("train", "val") for row in rows_of(folder, split, folder)]
+    expected = [open_source(folder / split).fingerprint() for split in ("train", "val")]
+    write_list(folder / "images.csv", rows)
+    assert [open_source(folder / split).fingerprint() for split in ("train", "val")] == expected
+
+
+def test_numbers_are_those_of_classes_txt_or_all_from_0(folder):
+    names = datasets.ImageFolder(folder / "train").classes
+    rows = [row | {"label": names.index(row["label"])} for row in rows_of(folder, "train", folder)]
+    write_list(folder / "train.csv", rows)
+    found = open_source(folder / "train")
+    assert found.classes == ["0", "1", "2"]
+    assert [found.label(number) for number in range(len(found))] == [row["label"] for row in rows]
+    (folder / "classes.txt").write_text("".join(f"{name} \n".replace(" ", "-like") for name in names))
+    assert open_source(folder / "train").classes == [f"{name}-like" for name in names]  # the cache is not stale
+    (folder / "classes.txt").unlink()
+    write_list(folder / "train.csv", [row for row in rows if row["label"] != 1])
+    with pytest.raises(UserError, match="its labels are numbers up to 2, and 1 has no image; write all classes into"):
+        open_source(folder / "train")
+
+
+def test_classes_txt_gives_the_order_and_an_evaluation_may_lack_some(folder, capsys):
+    names = datasets.ImageFolder(folder / "train").classes
+    (folder / "classes.txt").write_text("\n".join([*names[::-1], "unseen"]))
+    for split in ("train", "val"):
+        write_list(folder / f"{split}.csv", rows_of(folder, split, folder))
+    found = open_source(folder / "val")
+    assert found.classes == [*names[::-1], "unseen"]
+    assert {found.name(number).split("/")[0]: found.label(number) for number in range(len(found))} == {
+        name: 2 - number for number, name in enumerate(names)
+    }
+    assert "1 class of" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"1 class of .*train.csv, such as unseen, without images"):
+        open_source(folder / "train")
+
+
+def edited(folder: Path, **changes) -> None:
+    rows = rows_of(folder, "train", folder)
+    write_list(folder / "train.csv", [rows[0] | changes, *rows[1:]])
+
+
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda folder: edited(folder, path="train/nowhere.jpg"), "'train/nowhere.jpg' is no file; paths are relative to"),
+    (lambda folder: edited(folder, path="../x.jpg"), "leads upwards"),
+    (lambda folder: edited(folder, path="train/7"), "has none of the endings"),
+    (lambda folder: edited(folder, label=""), "label is ''; expected one name or number"),
+    (lambda folder: edited(folder, label="a/b"), "a class cannot be called 'a/b'"),
+    (lambda folder: edited(folder, label=rows_of(folder, "train")[-1]["label"], path=rows_of(folder, "train", folder)[1]
+                           ["path"]), "is listed with two classes"),
+    (lambda folder: edited(folder, path=rows_of(folder, "train", folder)[1]["path"]), "is listed twice"),
+    (lambda folder: (folder / "train.csv").write_text("id;breed\n1;cat\n"), "no column path; the columns are id;b"),
+    (lambda folder: (folder / "train.csv").write_text("path,label\n"), "lists no images of train"),
+    (lambda folder: (folder / "train.csv").write_text(""), "lists no images of train"),
+    (lambda folder: (folder / "train.csv").write_text("path,label\na.jpg\n"), "line 2: 1 values for 2 columns"),
+    (lambda folder: (folder / "train.csv").write_text('path,label\n"a.jpg,b\n'), "line 2: unexpected end of data"),
+    (lambda folder: (folder / "train.csv").write_bytes(b"path,label\n\xe4.jpg,cat\n"), "line 2: not in UTF-8"),
+    (lambda folder: (folder / "train.jsonl").write_text("{\n"), "line 1: no JSON"),
+    (lambda folder: (folder / "train.jsonl").write_text("[1]\n"), "line 1: expected an object"),
+    (lambda folder: (folder / "train.jsonl").write_text('{"path": "a.jpg", "label": ["a", "b"]}\n'),
+     r"label is \['a', 'b'\]; expected one name or number"),
+    (lambda folder: edited(folder) or (folder / "classes.txt").write_text("class0\n"), "classes.txt has no class"),
+    (lambda folder: edited(folder) or (folder / "classes.txt").write_text("a\na\n"), "names a twice"),
+    (lambda folder: edited(folder) or (folder / "classes.txt").write_text("\n"), "is empty"),
+    (lambda folder: (folder / "images.csv").write_text("path,label,split\na.jpg,a,test\n"), "split 'test'; expected"),
+])  # fmt: skip
+def test_a_list_that_cannot_be_used_is_named_with_its_line(folder, spoil, message):
+    spoil(folder)
+    with pytest.raises(UserError, match=message) as raised:
+        open_source(folder / "train")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_list_of_all_splits_says_of_which_each_image_is(folder):
+    write_list(folder / "images.csv", rows_of(folder, "train", folder))
+    assert len(open_source(folder / "train")) == 10
+    with pytest.raises(UserError, match="no column split"):
+        open_source(folder / "val")
+
+
+def test_an_edited_list_is_another_data_set(folder):
+    rows = rows_of(folder, "train", folder)
+    write_list(folder / "train.csv", rows)
+    before = open_source(folder / "train").fingerprint()
+    write_list(folder / "train.csv", rows[1:])
+    assert open_source(folder / "train").fingerprint() != before
+
+
+def test_classes_without_train_are_answered_with_what_helps(folder):
+    with pytest.raises(UserError, match="are its classes, put all of them into a folder train/"):
+        open_source(folder / "train" / "train")
