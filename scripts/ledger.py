@@ -2,14 +2,18 @@
 
 A record is a folder: record.json (the claim, the command, the commit, versions, the processor and the last results),
 recipe.toml, metrics.jsonl and log.txt of the run. Paths are cut to their last part, and no name of a host stands in it.
+An evaluation, or another script's run, has a log.txt alone, whose first line is `$ COMMAND`.
 """
 
 import re
+import shlex
 import statistics
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from checkpointing.guard import describe_environment, describe_processor
 from errors import UserError, counted, duration
 from files import make_folder, read_json, write_atomically
 from options import CURVES
@@ -19,6 +23,7 @@ from scripts.report import LoggedRun, group_seeds
 PROG = "python -m scripts.ledger"
 EXAMPLES = """examples:
   python -m scripts.ledger runs/imagenette --claim "imagenette, 5 epochs"
+  python -m scripts.ledger lite0.log --claim "Lite0, published weights"
   python -m scripts.ledger                       writes the tables again
 
 Runs of one claim may differ in --seed alone. They are one row: their mean, and the smallest and largest result.
@@ -33,6 +38,9 @@ run is in its `record.json`. A number that depends on the processor's instructio
 """
 # An absolute path; what comes before its last part is this machine's.
 _PATH = re.compile(r"(?<![\w.~/-])/(?:[^\s/:;,'\"]+/)*(?=[^\s/])")
+# The result of an evaluation in a log: ours, and torchvision's. And what of the commands of one claim may differ.
+_RESULT = re.compile(r"Test: +Acc@1 (?P<acc1>[\d.]+) Acc@5 (?P<acc5>[\d.]+)(?:.* n=(?P<n>\d+))?$", flags=re.M)
+_SEED = re.compile(r"(seed[( ]+)(\d+)|--output-dir \S+")
 
 
 def without_paths(text: str) -> str:
@@ -67,17 +75,54 @@ def describe_record(folder: Path, claim: str) -> dict[str, Any]:
     }
 
 
+def describe_log(path: Path, claim: str) -> dict[str, Any]:
+    """Return the content of record.json for the log of a command that ran here, at this commit.
+
+    Raises:
+        UserError: its first line is no command, or it holds no result.
+    """
+    text = path.read_text(errors="replace")
+    found, environment = list(_RESULT.finditer(text)), describe_environment(Namespace(device="cpu", world_size=1))
+    if not text.startswith("$ ") or not found:
+        raise UserError(f"{path}: expected `$ COMMAND` in its first line, and a line `Test: Acc@1 ...`")
+    command = without_paths(text[2:].splitlines()[0])
+    seed, took = _SEED.search(command), re.search(r"^Training time (\d+):(\d+):(\d+)", text, flags=re.M)
+    results = {name: float(value) for name, value in found[-1].groupdict().items() if value}
+    hours = sum(int(part) / unit for part, unit in zip(took.groups(), (1, 60, 3600), strict=True)) if took else None
+    return {
+        "claim": claim,
+        "date": time.strftime("%Y-%m-%d", time.gmtime(path.stat().st_mtime)),
+        "command": shlex.split(command),
+        "seed": int(seed[2] or 0) if seed else 0,
+        "processor": describe_processor(),
+        "environment": environment,
+        "results": {"val": results},
+        "hours": hours,
+    }
+
+
 def add_record(folder: Path, claim: str, records: Path) -> Path:
-    """Write a record of a run, and return its folder, named by the claim and the seed."""
+    """Write a record of a run's folder or of a log, and return its folder, named by the claim and the seed."""
+    if not folder.is_dir():
+        content = describe_log(folder, claim)
+        out = _make_record(content, records)
+        write_atomically(out / "log.txt", without_paths(folder.read_text(errors="replace")).encode())
+        return out
     content, log = describe_record(folder, claim), (folder / "log.txt").read_text(errors="replace")
     if re.search("^(versions|options) that changed: (?!output-dir)", log, flags=re.M):
         raise UserError(f"{folder}: options, versions or the commit changed between its starts; run it again")
-    out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
-    make_folder(out)
+    out = _make_record(content, records)
     log = re.sub(r"^(==== \S+ \S+, )\S+, ", r"\1", log, flags=re.M)  # without the host
     write_atomically(out / "metrics.jsonl", (folder / "metrics.jsonl").read_bytes())
     write_atomically(out / "recipe.toml", without_paths((folder / "recipe.toml").read_text()).encode())
     write_atomically(out / "log.txt", without_paths(log).encode())
+    return out
+
+
+def _make_record(content: dict[str, Any], records: Path) -> Path:
+    """Return a record's folder with its record.json."""
+    out = records / f"{re.sub('[^a-z0-9]+', '-', content['claim'].lower()).strip('-')}-seed{content['seed']}"
+    make_folder(out)
     write_atomically(out / "record.json", tool.as_json(content))
     return out
 
@@ -90,9 +135,11 @@ def read_groups(records: Path) -> list[list[dict]]:
         groups.setdefault(content["claim"], []).append(content)
     for group in groups.values():
         names = [record["folder"] for record in group]
-        if len(group_seeds([LoggedRun(records / name) for name in names])) > 1:
+        runs = [LoggedRun(records / name) for name in names if (records / name / "recipe.toml").is_file()]
+        commands = {_SEED.sub(r"\1", " ".join(record["command"])) for record in group}
+        if len(group_seeds(runs)) > 1 or (len(runs) < len(group) and len(commands) > 1):
             listed = " and ".join(names)
-            raise UserError(f"records/{listed} differ in more than the seed (recipe.toml); one is of another claim")
+            raise UserError(f"records/{listed} differ in more than the seed; one is of another claim")
     return sorted(groups.values(), key=lambda group: max(record["date"] for record in group), reverse=True)
 
 
@@ -102,21 +149,23 @@ def row(group: list[dict]) -> str:
     shown = f"{statistics.fmean(accuracies):.2f}"
     if len(group) > 1:
         shown += f" ({min(accuracies):.2f} to {max(accuracies):.2f}, {len(group)} seeds)"
-    hours = statistics.fmean(record["hours"] for record in group)
+    hours = [record["hours"] for record in group]
+    took = "" if None in hours else duration(3600 * statistics.fmean(hours))
     environments = [record["environment"] for record in group]
     places = dict.fromkeys(
         f"{record['processor']}, {each.get('gpu') or each.get('cpu')}, "
         f"{counted(each['world_size'], 'process')}, torch {each['torch'].split('+')[0]}"
         for record, each in zip(group, environments, strict=True)
     )
-    return f"| {' | '.join([group[0]['claim'], shown, duration(3600 * hours), '; '.join(places)])} |\n"
+    return f"| {' | '.join([group[0]['claim'], shown, took, '; '.join(places)])} |\n"
 
 
 def write_tables(root: Path) -> None:
-    """Write records/README.md, and the table in README.md between its two marks."""
+    """Write records/README.md, and the recipes' rows into README.md between its two marks."""
     groups = read_groups(root / "records")
+    of_recipes = [group for group in groups if "--recipe" in group[0]["command"]]
+    tool.replace_between(root / "README.md", BEGIN, END, HEAD + "".join(map(row, of_recipes)))
     text = HEAD + "".join(map(row, groups))
-    tool.replace_between(root / "README.md", BEGIN, END, text)
     for group in groups:
         links = ", ".join(f"[seed {record['seed']}]({record['folder']}/record.json)" for record in group)
         text += f"\n{group[0]['claim']}: {links}\n"
@@ -126,7 +175,9 @@ def write_tables(root: Path) -> None:
 def main() -> None:
     """Add the runs that the command line names, and write the tables."""
     parser = tool.build_parser(PROG, "[RUN ... --claim TEXT]", __doc__, EXAMPLES)
-    parser.add_argument("runs", metavar="RUN", type=tool.given_path, nargs="*", help="output folder of a finished run")
+    parser.add_argument(
+        "runs", metavar="RUN", type=tool.given_path, nargs="*", help="output folder of a finished run, or a log"
+    )
     parser.add_argument("--claim", metavar="TEXT", help="what the runs show, such as 'imagenette, 5 epochs'")
 
     def work() -> None:

@@ -39,6 +39,7 @@ def add(finished, root, seed, acc1, date=86_400):
     """Add a record as of a run with another seed, result and date."""
     content = read_json(finished / "run.json")
     content["args"]["seed"], content["started"] = seed, date
+    content["command"] += ["--recipe", "digits"]
     (finished / "run.json").write_text(json.dumps(content))
     records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     records[-1]["acc1"] = acc1
@@ -96,6 +97,42 @@ def test_what_is_no_finished_run_of_a_commit_is_no_record(finished, root, change
     with pytest.raises(UserError):
         ledger.add_record(finished, "digits", root / "records")
     assert not list((root / "records").iterdir())
+
+
+def write_log(path, command, *results):
+    path.write_text("\n".join([f"$ {command}", "Epoch: [0] Total time: 0:00:10", *results]))
+    return path
+
+
+def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(root, tmp_path):
+    evaluation = write_log(
+        tmp_path / "a.log", "python train.py --test-only --data-path /home/me/photos",
+        "Test: Acc@1 1.000 Acc@5 2.000 loss 9.000 n=5", "Test: Acc@1 90.500 Acc@5 98.000 loss 0.756 n=400",
+    )  # fmt: skip
+    out = ledger.add_record(evaluation, "Lite", root / "records")
+    record = read_json(out / "record.json")
+    assert record["results"] == {"val": {"acc1": 90.5, "acc5": 98.0, "n": 400.0}}
+    assert (record["command"][-1], record["hours"], out.name) == ("photos", None, "lite-seed0")
+    for seed, acc1 in ((0, 50.0), (1, 52.0)):
+        command = f"python -c 'torch.manual_seed({seed})' --lr 0.1 --output-dir /tmp/out{seed}"
+        theirs = [f"Test:  Acc@1 {acc1} Acc@5 99.0", f"Training time 1:0{seed}:00"]
+        ledger.add_record(write_log(tmp_path / f"{seed}.log", command, *theirs), "theirs", root / "records")
+    ledger.write_tables(root)
+    rows = [line.split(" | ")[:3] for line in (root / "records" / "README.md").read_text().splitlines()]
+    assert ["| Lite", "90.50", ""] in rows
+    assert ["| theirs", "51.00 (50.00 to 52.00, 2 seeds)", "1h00m"] in rows
+    assert "Lite" not in (root / "README.md").read_text()
+    other = write_log(tmp_path / "b.log", "python -c 'torch.manual_seed(2)' --lr 0.2", "Test:  Acc@1 9.0 Acc@5 9.0")
+    ledger.add_record(other, "theirs", root / "records")
+    with pytest.raises(UserError, match="differ in more than the seed"):
+        ledger.write_tables(root)
+
+
+@pytest.mark.parametrize("text", ["", "Test: Acc@1 1.0 Acc@5 2.0", "$ python train.py\nTest:  [0/3] acc1: 1.0"])
+def test_a_log_without_its_command_or_a_result_is_no_record(root, tmp_path, text):
+    (tmp_path / "a.log").write_text(text)
+    with pytest.raises(UserError, match="expected `\\$ COMMAND`"):
+        ledger.add_record(tmp_path / "a.log", "a", root / "records")
 
 
 def test_the_tables_are_those_of_the_records_and_no_record_names_a_machine(tmp_path):
