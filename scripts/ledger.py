@@ -85,6 +85,8 @@ def describe_log(path: Path, claim: str) -> dict[str, Any]:
     found, environment = list(_RESULT.finditer(text)), describe_environment(Namespace(device="cpu", world_size=1))
     if not text.startswith("$ ") or not found:
         raise UserError(f"{path}: expected `$ COMMAND` in its first line, and a line `Test: Acc@1 ...`")
+    if "dirty" in (environment["revision"] or "dirty"):
+        raise UserError(f"{path}: files of this checkout have changed since its commit; commit them first")
     command = without_paths(text[2:].splitlines()[0])
     seed, took = _SEED.search(command), re.search(r"^Training time (\d+):(\d+):(\d+)", text, flags=re.M)
     results = {name: float(value) for name, value in found[-1].groupdict().items() if value}

@@ -104,7 +104,15 @@ def write_log(path, command, *results):
     return path
 
 
-def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(root, tmp_path):
+@pytest.fixture
+def committed(monkeypatch):
+    """As if this checkout had no changes."""
+    revisions = ["b" * 40]
+    monkeypatch.setattr("checkpointing.guard.describe_revision", lambda folder: revisions[0])
+    return revisions
+
+
+def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(root, tmp_path, committed):
     evaluation = write_log(
         tmp_path / "a.log", "python train.py --test-only --data-path /home/me/photos",
         "Test: Acc@1 1.000 Acc@5 2.000 loss 9.000 n=5", "Test: Acc@1 90.500 Acc@5 98.000 loss 0.756 n=400",
@@ -126,6 +134,9 @@ def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(roo
     ledger.add_record(other, "theirs", root / "records")
     with pytest.raises(UserError, match="differ in more than the seed"):
         ledger.write_tables(root)
+    committed[0] += "-dirty"
+    with pytest.raises(UserError, match="have changed since its commit"):
+        ledger.add_record(other, "dirty", root / "records")
 
 
 @pytest.mark.parametrize("text", ["", "Test: Acc@1 1.0 Acc@5 2.0", "$ python train.py\nTest:  [0/3] acc1: 1.0"])
