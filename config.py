@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import other_scripts
+from checkpointing.custom import hash_code, own_code, parse_kwargs
 from distributed.launch import read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
 from options import (
@@ -32,7 +33,6 @@ from options import (
     defaults,
     is_filled_in,
     parse_allowed,
-    parse_kwargs,
     short_name,
     split_custom,
 )
@@ -77,6 +77,9 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--lr-scaling {lr_scaling} needs a --recipe with a reference-global-batch, the one that --lr is for"),
     (lambda args: args.clip_agc is not None and args.clip_grad_norm is not None,
      "--clip-agc and --clip-grad-norm both limit the gradients; give one of them"),
+    (lambda args: args.criterion and not split_custom(args.criterion),
+     "--criterion {criterion}: expected FILE.py:FUNCTION; --bce-loss and the cross-entropy have options of their own"),
+    (lambda args: args.criterion and args.bce_loss, "--criterion and --bce-loss are both losses; give one of them"),
     (lambda args: args.use_deterministic_algorithms and (args.compile or "").startswith("max-autotune"),
      "--compile {compile} chooses kernels by measuring their speed, which --use-deterministic-algorithms "
      "excludes; use --compile default"),
@@ -190,6 +193,8 @@ def write_recipe(args: Record) -> str:
     run was started, and options derived from this machine.
     """
     lines = [f"title = {json.dumps(f'{args.model}, as resolved by train.py')}"]
+    if args.code:  # for readers: code is run where a command line names it
+        lines.append(f"notes = {json.dumps(f'SHA-256 of own code: {args.code}')}")
     if args.reference_global_batch is not None:
         lines.append(f"reference-global-batch = {args.reference_global_batch}")
     for group in GROUPS:
@@ -302,8 +307,9 @@ def resolve(
         "mean": list(values["mean"] or IMAGENET_MEAN),
         "std": list(values["std"] or IMAGENET_STD),
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
-        # Code runs only from a file that the command line names: see `models.load_custom`.
-        "trusted_model": values["model"] if "model" in typed and split_custom(str(values["model"])) else None,
+        # Code runs only from a file that the command line names: see `custom.load_function`.
+        "trusted": [text for name, text in own_code(values).items() if name in typed],
+        "code": hash_code(own_code(values)),
     }
     args = Record(**values)
     if args.list_recipes is None:
@@ -380,6 +386,8 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
     args, lines = _take(args, trained, [name for name, option in BY_NAME.items() if option.is_of_checkpoint])
     if "model" not in args.given and split_custom(args.model):
         raise UserError(f"the checkpoint is of {args.model}, {WHY_TYPED}")
+    if trained.get("criterion") and args.criterion is None:
+        lines.append(f"the loss is the usual one: --criterion {trained['criterion']} of the checkpoint is not given")
     if trained.get("decoder") == "torchcodec":
         lines.append("the checkpoint's run decoded with TorchCodec; Pillow's pixels may differ by a grey level")
     return args, lines
@@ -460,7 +468,8 @@ def _validate_names(args: Record) -> None:
         ("--opt", args.opt, OPTIMIZERS, "optimizer"),
         ("--auto-augment", args.auto_augment, POLICIES, "augmentation policy"),
     ]:
-        if given is not None and given not in known and not given.startswith("timm/"):
+        is_elsewhere = (given or "").startswith("timm/") or (option == "--opt" and split_custom(given))
+        if given is not None and given not in known and not is_elsewhere:
             hint = did_you_mean(given, known) or f" (there are {', '.join(known)})"
             raise UserError(f"{option} {given} is no {kind}{hint}; timm's are written timm/NAME")
 

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 import config
 import models
+from checkpointing.custom import load_function
 from checkpointing.guard import compare_classes
 from checkpointing.published import complete_options, fetch_by_name, settle_preprocessing
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
@@ -128,8 +129,13 @@ class Distillation(nn.Module):
 
 
 def build_criterion(args: Any) -> nn.Module:
-    """Return the loss that the options ask for."""
-    if args.bce_loss:
+    """Return the loss that the options ask for; UserError if that of `--criterion` is none."""
+    if args.criterion is not None:
+        criterion = load_function("criterion", args)()
+        if not callable(criterion):
+            raise UserError(f"--criterion {args.criterion} returned a {type(criterion).__name__}, expected a loss")
+        criterion = criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
+    elif args.bce_loss:
         criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh)
     else:
         criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
@@ -166,9 +172,9 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
     if name is None:
         raise UserError(f"{source} does not say of which model it is; give a checkpoint, whose `args` do")
     is_custom = split_custom(name) is not None
-    if is_custom and not is_same_model(name, args.trusted_model or ""):
+    if is_custom and not is_same_model(name, args.model if args.model in args.trusted else ""):
         raise UserError(f"{source} is of {name}, {WHY_TYPED}")
-    name = args.trusted_model if is_custom else name
+    name = args.model if is_custom else name
     with in_one_line(source):
         given = {"val_crop_size": size, "val_resize_size": size}
         model, own, _ = build_evaluated(args.teacher, name, weights, given, is_typed=is_custom)

@@ -4,13 +4,10 @@ import importlib
 import importlib.util
 import inspect
 import os
-import sys
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
+from checkpointing.custom import check_code, load_function, parse_kwargs
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from files import own_temporary_folder
-from options import BY_NAME, WHY_TYPED, parse_kwargs, split_custom
+from options import BY_NAME, split_custom
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -57,6 +55,7 @@ def check_model(args: Any) -> None:
         UserError: for the reasons of `build_model` and `check_sizes`.
     """
     check_name(args.model)
+    check_code(args)
     if args.test_only and args.resume:
         return
     model = build_without_memory(args, 1000)
@@ -209,7 +208,7 @@ def _find_timm(args: Any) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
 
 def _build_custom(args: Any, num_classes: int) -> nn.Module:
     """Call the user's own function; an error in it keeps its traceback, for the user to read."""
-    function = load_custom(args)
+    function = load_function("model", args)
     given = parse_kwargs(args.model_kwargs)
     signature = inspect.signature(function)
     with in_one_line(f"--model {args.model} takes {signature}, and is given {', '.join(['num_classes', *given])}"):
@@ -219,39 +218,6 @@ def _build_custom(args: Any, num_classes: int) -> nn.Module:
         raise UserError(f"--model {args.model} returned a {type(model).__name__}, expected a torch.nn.Module")
     _set_rates(model, args)
     return model
-
-
-def load_custom(args: Any) -> Callable[..., nn.Module]:
-    """Run the file of `--model FILE.py:FUNCTION`, if the command line itself names it, and return the function.
-
-    Raises:
-        UserError: only a recipe or a checkpoint names the file, it cannot be run, or it has no such function.
-    """
-    if args.model != getattr(args, "trusted_model", None):
-        raise UserError(f"a recipe or a checkpoint names {args.model}, {WHY_TYPED}")
-    path, name = split_custom(args.model)
-    module = _run_file(os.path.realpath(path))
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"--model {args.model}: {path} has no function {name}{did_you_mean(name, known)}")
-    return function
-
-
-@cache
-def _run_file(path: str) -> ModuleType:
-    """Run a Python file, once in this process, and return its module."""
-    spec = importlib.util.spec_from_file_location(f"model_of_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(Path(path).parent))  # behind our own modules
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error's own
-        raise UserError(f"--model {path} cannot be run (line {line}): {type(error).__name__}: {error}") from error
-    return module
 
 
 def _set_rates(model: nn.Module, args: Any) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from checkpointing.custom import load_function
 from errors import UserError, did_you_mean, in_one_line, require_timm
-from options import BY_NAME
+from options import BY_NAME, split_custom
 
 # torch's and torchvision's normalisation layers, whose weights and biases `--norm-weight-decay` governs.
 _NORM_CLASSES = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm,
@@ -188,7 +189,12 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
 
 
 def find_optimizer(args: Any) -> OptimizerEntry:
-    """Return the entry of `--opt`, which may be timm's; UserError if timm has no such optimizer."""
+    """Return the entry of `--opt`, which may be timm's or the user's own; UserError if there is no such optimizer."""
+    if split_custom(args.opt):
+        function = load_function("opt", args)
+        parameters = inspect.signature(function).parameters
+        options = [name for name in ("momentum", "opt_betas", "opt_eps") if name.removeprefix("opt_") in parameters]
+        return OptimizerEntry(function, tuple(options))
     if not args.opt.startswith("timm/"):
         return OPTIMIZERS[args.opt]
     optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
@@ -226,6 +232,8 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     # Bad options, a missing package or a missing GPU:
     with in_one_line(f"--opt {args.opt} cannot be built with these options on this machine"):
         optimizer = entry.kind(parameters, **entry.constants | options)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"--opt {args.opt} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
     if getattr(optimizer, "is_second_order", False):
         raise UserError(f"--opt {args.opt} needs second derivatives, which are not computed here; use another")
     if hasattr(optimizer, "deterministic"):

@@ -62,6 +62,17 @@ def _which_take(option: str, chooser: str = "lr_scheduler", table: dict[str, dic
     return f"{chooser}={'|'.join(name for name, entry in table.items() if option in entry.get('options', ()))}"
 
 
+def split_custom(name: str) -> tuple[str, str] | None:
+    """Return the file and the function of FILE.py:FUNCTION, or None for a library's name."""
+    path, colon, function = name.rpartition(":")
+    return (path, function) if colon and path.endswith(".py") else None
+
+
+def lower(text: str) -> str:
+    """Return a name in lower case, and FILE.py:FUNCTION as it is."""
+    return text if split_custom(text) else text.lower()
+
+
 @dataclass(frozen=True)
 class Option:
     """One option, and how resumed runs, recipes and evaluations treat it; `--help` shows its default."""
@@ -170,8 +181,8 @@ class Option:
         values = value if isinstance(value, list) else [value]
         if self.type is float:
             values = [float(item) if type(item) is int and abs(item) < MOST_COUNT else item for item in values]
-        elif self.type is str.lower:
-            values = [item.lower() if isinstance(item, str) else item for item in values]
+        elif self.type in (str.lower, lower):
+            values = [lower(item) if isinstance(item, str) else item for item in values]
         given = values if isinstance(value, list) else values[0]
         if not self.is_value(given):
             kind = f"one of {', '.join(self.choices)}" if self.choices else _KINDS[self.type.__name__]
@@ -317,8 +328,8 @@ OPTIONS = {
                     "gradients (default: --batch-size x processes of the first start)"),
         Option("--seed", default=0, at_least=0, at_most=(1 << 32) - 1,
                help="seed of every random number: weights, order, augmentation, mixing, dropout"),
-        Option("--opt", metavar="NAME", default="sgd", type=str.lower, resume="its state fits no other",
-               help=f"optimizer: {', '.join(OPTIMIZERS)}, or timm/NAME such as timm/lamb"),
+        Option("--opt", metavar="NAME", default="sgd", type=lower, resume="its state fits no other",
+               help=f"optimizer: {', '.join(OPTIMIZERS)}, timm/NAME such as timm/lamb, or FILE.py:FUNCTION"),
         Option("--opt-betas", metavar=("B1", "B2"), type=float, nargs=2, at_least=0, below=1,
                help="betas of the optimizers that have them (default: 0.9 0.999 of --opt adamw)"),
         Option("--opt-eps", metavar="EPS", type=float, at_least=0, at_most=1e12,
@@ -346,12 +357,15 @@ OPTIONS = {
                help="--no-decay-1d: timm's rule in place of the three options above: no decay of biases, of other "
                     "parameters with one dimension, and of those that the model exempts, such as embeddings"),
         Option("--label-smoothing", metavar="P", default=0.0, at_least=0, below=1, is_of_checkpoint=True,
+               not_with="criterion",
                help="label smoothing: share of each target that is spread over all classes"),
         Option("--bce-loss", default=False, is_of_checkpoint=True,
                help="binary cross-entropy for each class instead of the softmax cross-entropy"),
         Option("--bce-target-thresh", metavar="T", type=float, at_least=0, below=1, is_of_checkpoint=True,
                needs="bce_loss", is_strict=True,
                help="with --bce-loss: a mixed target above this counts as 1, any other as 0"),
+        Option("--criterion", metavar="FILE.py:FUNCTION",
+               help="loss of your own: a function that returns it, from (output, target) to the mean of a batch"),
         Option("--teacher", metavar="NAME|FILE",
                help="learn from this model's scores too: a checkpoint, weights of torchvision's such as "
                     "regnet_y_16gf.IMAGENET1K_V2, or timm/NAME.TAG from the Hugging Face hub"),
@@ -498,12 +512,6 @@ def is_filled_in(name: str, args: Any) -> bool:
     return (is_timms or name in ("mean", "std")) and name not in args.given
 
 
-def split_custom(model: str) -> tuple[str, str] | None:
-    """Return the file and the function of a `--model FILE.py:FUNCTION`, or None for a name of a library's model."""
-    path, colon, function = model.rpartition(":")
-    return (path, function) if colon and path.endswith(".py") else None
-
-
 def short_name(model: str) -> str:
     """Return a model's name without the file that a custom one is in."""
     custom = split_custom(model)
@@ -516,34 +524,14 @@ def is_same_model(one: str, other: str) -> bool:
     return len(names) == 1
 
 
-def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the keyword arguments in `--model-kwargs`; a value that is no Python literal is text.
-
-    Raises:
-        UserError: one of them is not KEY=VALUE, or is given twice.
-    """
-    found = {}
-    for text in texts or ():
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier():
-            raise UserError(f"--model-kwargs {text}: expected KEY=VALUE, such as width=8")
-        if key in found:
-            raise UserError(f"--model-kwargs {key} is given twice; give it once")
-        try:
-            found[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            found[key] = value
-    return found
-
-
 def parse_allowed(text: str | None) -> set[str]:
-    """Return the names in `--allow-change`: options, with or without their dashes, `data` and `threads`.
+    """Return the names in `--allow-change`: options, with or without their dashes, `code`, `data` and `threads`.
 
     Raises:
         UserError: one of them is no option, or cannot be changed.
     """
     aliases = {key.replace("-", "_"): name for name, option in BY_NAME.items() for key in option.keys}
-    known = {"data": "data", "threads": "threads"} | aliases
+    known = {name: name for name in ("code", "data", "threads")} | aliases
     names = {word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")} - {""}
     for name in sorted(names):
         if name not in known:

@@ -13,6 +13,7 @@ import torch
 import torchvision
 from PIL import features
 
+from checkpointing.custom import OWN
 from errors import UserError, one_line
 from options import (
     BY_NAME,
@@ -28,7 +29,7 @@ from options import (
 
 # Set by the script, not by the user.
 _DERIVED = {
-    "distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted_model",
+    "distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted",
 }  # fmt: skip
 
 
@@ -225,7 +226,7 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
         known = theirs.get(name, "unknown")
         if name == "device" and known is not None and value is not None:
             known, value = (str(device).split(":")[0] for device in (known, value))
-        is_same = is_same_model(known, value) if name == "model" else known == value
+        is_same = is_same_model(known, value) if name in OWN and None not in (known, value) else known == value
         if not is_same:
             differing[name] = (known, value)
     batches = theirs["reference_global_batch"], args.reference_global_batch

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from checkpointing.checkpoint import RunState
+from checkpointing.custom import own_code
 from errors import attempt, counted, one_line
 from files import open_regular
-from options import split_custom
+from options import BY_NAME
 
 # Most bytes of text that wait for the folder, or for room on a full disk.
 _MAX_WAITING = 1 << 16
@@ -115,7 +116,8 @@ def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
     words += ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
     words += ["--minival", str(args.minival)] if args.minival and args.synthetic is None else []
     words += ["--device", str(args.device)] if "device" in args.given else []
-    words += ["--model", args.model] if split_custom(args.model) else []  # a FILE.py is run only if it is named
+    own = own_code(vars(args))  # a FILE.py is run only if it is named
+    words += [word for name in ("model", "criterion") if name in own for word in (BY_NAME[name].flag, own[name])]
     return [
         f"curves    tensorboard --logdir {shlex.quote(str(folder))}",
         f"evaluate  python {shlex.join([sys.argv[0], *words])}",

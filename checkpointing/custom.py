@@ -1,0 +1,98 @@
+"""Code of the user's own, FILE.py:FUNCTION: run where the command line itself names it, and known by its hash."""
+
+import ast
+import hashlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from errors import UserError, did_you_mean
+from options import BY_NAME, WHY_TYPED, split_custom
+
+# Options that take FILE.py:FUNCTION.
+OWN = ("model", "opt", "criterion")
+
+
+def own_code(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options, among all by name, that name code of the user's own, with its FILE.py:FUNCTION."""
+    return {name: str(values[name]) for name in OWN if split_custom(str(values.get(name)))}
+
+
+def hash_code(own: Mapping[str, str]) -> str:
+    """Return each option with a hash of its file, without the modules that it imports; none of a missing file."""
+    hashes = []
+    for name, value in own.items():
+        with suppress(OSError):
+            content = Path(split_custom(value)[0]).read_bytes()
+            hashes.append(f"{name} {hashlib.sha256(content).hexdigest()[:16]}")
+    return ", ".join(hashes)
+
+
+def check_code(args: Any) -> None:
+    """Load what trains by code of the user's own, beside the model; raises as `load_function`."""
+    for name in own_code(vars(args)):
+        if name != "model":
+            load_function(name, args)
+
+
+def load_function(option: str, args: Any) -> Callable[..., Any]:
+    """Run the file that an option names, if the command line itself gives it, and return the function.
+
+    Raises:
+        UserError: only a recipe or a checkpoint names the file, it cannot be run, or it has no such function.
+    """
+    value, flag = getattr(args, option), BY_NAME[option].flag
+    if value not in getattr(args, "trusted", ()):
+        raise UserError(f"a recipe or a checkpoint names {value}, {WHY_TYPED.replace('--model', flag)}")
+    path, name = split_custom(value)
+    if not Path(path).is_file():
+        raise UserError(f"{flag} {value}: there is no such file; give FILE.py:FUNCTION")
+    module = _run_file(os.path.realpath(path), flag)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(f"{flag} {value}: {path} has no function {name}{did_you_mean(name, known)}")
+    return function
+
+
+@cache
+def _run_file(path: str, flag: str) -> ModuleType:
+    """Run a Python file, once in this process for each option, and return its module."""
+    spec = importlib.util.spec_from_file_location(f"{flag.strip('-')}_of_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(Path(path).parent))  # behind our own modules
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error's own
+        raise UserError(f"{flag} {path} cannot be run (line {line}): {type(error).__name__}: {error}") from error
+    return module
+
+
+def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:
+    """Return the keyword arguments in `--model-kwargs`; a value that is no Python literal is text.
+
+    Raises:
+        UserError: one of them is not KEY=VALUE, or is given twice.
+    """
+    found = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(f"--model-kwargs {text}: expected KEY=VALUE, such as width=8")
+        if key in found:
+            raise UserError(f"--model-kwargs {key} is given twice; give it once")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            found[key] = value
+    return found
