@@ -24,6 +24,7 @@ from files import read_bytes
 from loading.decode import decode_plainly
 from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
+from loading.lists import check_apart
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.source import Source, Subset, minival_numbers, without
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
@@ -219,13 +220,14 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     source = open_source(Path(traindir)) if rest is None else rest
     if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
         print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
+    check_apart(source, source_test)
     dataset = IndexedImageFolder(traindir, preset_train, args.seed, source)
     here, there = dataset.classes, dataset_test.classes
     if here != there:
         names = ", ".join(sorted(set(here) ^ set(there))[:3])
         raise UserError(
             f"{traindir} has {len(here)} classes and {valdir} has {len(there)}, and they differ ({names}); "
-            "both need one folder for each class"
+            "both need one folder for each class, and lists that lack one a classes.txt"
         )
     return dataset, dataset_test
 

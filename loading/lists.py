@@ -127,6 +127,18 @@ class ListIndex(ImageIndex):
         return list(map(str, range(max(numbers) + 1))), numbers
 
 
+def check_apart(train: Source, val: Source) -> None:
+    """Raise UserError if the lists of both splits hold the same file."""
+    if not (isinstance(train, ListIndex) and isinstance(val, ListIndex)):
+        return
+    ours, theirs = ({os.path.join(os.getcwd(), split.path(i)) for i in range(len(split))} for split in (train, val))
+    if both := sorted(ours & theirs):
+        raise UserError(
+            f"{train.where} and {val.where} both list {counted(len(both), 'image')}, such as {both[0]}: an accuracy "
+            "on images that train is none; take them out of one of the lists"
+        )
+
+
 def _name(path: str, class_name: str, split: str) -> tuple[str, int]:
     """Return an image's name, class/file, and what of the path it leaves out or holds as the class."""
     rest, cut = "/".join(part for part in path.split("/") if part not in ("", ".")), 0
@@ -141,7 +153,7 @@ def _name(path: str, class_name: str, split: str) -> tuple[str, int]:
 
 def _read_classes(path: Path) -> list[str]:
     """Return the names in classes.txt; UserError for none, an unusable one, or one that is there twice."""
-    names = [name for _, name in _read_lines(path) if name]
+    names = [name for name in (line.strip() for _, line in _read_lines(path)) if name]
     for name in names:
         _check_class(f"{path}", name)
     if repeated := [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []:
@@ -184,8 +196,8 @@ def _read_rows(path: Path, split: str) -> Iterator[tuple[int, str, str]]:
             ))  # fmt: skip
         values = {name: row.get(name, "train") for name in ("path", "label", "split")}
         label = values["label"]
-        if isinstance(label, int) and not isinstance(label, bool):
-            values["label"] = label = str(label)
+        label = str(label) if isinstance(label, int) and not isinstance(label, bool) else label
+        values["label"] = label = label.strip() if isinstance(label, str) else label
         if wrong := [name for name, value in values.items() if not isinstance(value, str) or not value]:
             raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number"))
         if values["split"] not in SPLITS:
@@ -214,7 +226,9 @@ def _read_objects(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _read_columns(path: Path, separator: str) -> Iterator[tuple[int, dict]]:
-    reader = csv.reader((f"{line}\n" for _, line in _read_lines(path)), delimiter=separator, strict=True)
+    reader = csv.reader(
+        (f"{line}\n" for _, line in _read_lines(path)), delimiter=separator, strict=True, skipinitialspace=True
+    )
     try:
         columns = [name.strip().lower() for name in next(reader, [])]
         if unread := [name for name in columns if name not in ("path", "label", "split")]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import statistics
 import tomllib
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ import numpy
 from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
 from monitoring.monitor import read_records
-from options import CURVES
+from options import BY_NAME, CURVES
 from scripts import tool
 
 PROG = "python -m scripts.report"
@@ -29,8 +30,9 @@ EXAMPLES = """examples:
   python -m scripts.report runs/a runs/b                    compares two runs in comparison.html
   python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed alone are one band
 
-The page of one run has its curves, a table of epochs, confusion, pictures, recipe and environment. That of several runs
-has the options that differ, one plot of all runs for each measure, and results with their spread. Needs matplotlib.
+The page of one run begins with its result; then come curves, confusion, pictures, epochs, and options that are no
+defaults. That of several runs begins with a table of them, the best first, with the options that differ; then come one
+plot of all runs for each measure, and results with their spread. Needs matplotlib.
 """
 KINDS = {
     "train": "training", "val": "validation", "val_ema": "validation, averaged weights", "minival": "minival",
@@ -49,6 +51,7 @@ HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-
 <title>{title}</title><style>
 body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em }}
 table {{ border-collapse: collapse }} td, th {{ border: 1px solid #ddd; padding: 2px 9px; text-align: left }}
+summary {{ cursor: pointer; font-weight: bold; margin: 1em 0 }}
 pre {{ background: #f7f7f7; overflow: auto; padding: 0.8em }} img {{ max-width: 100% }}
 </style></head><body><h1>{title}</h1>
 """
@@ -115,6 +118,8 @@ def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> No
             title = f"{label}: {title}" if len(groups) > 1 else title
             axis.plot(xs, means, color=color, label=plain(title), **style)
             axis.fill_between(xs, means - spreads, means + spreads, color=color, alpha=0.2)
+    if name == "lr":
+        axis.set_ylim(bottom=0)  # a constant one would be in the middle of an axis with negative rates
     if name == "loss" and min(line.get_ydata().min() for line in axis.lines) > 0:
         axis.set_yscale("log")  # a linear scale would be flat beside an evaluation that is far off
 
@@ -139,8 +144,10 @@ def draw_confusion(counts: dict[str, Any]) -> Any:
     names = [plain(name)[:24] for name in counts["classes"]]
     confusion = [[count / max(sum(row), 1) for count in row] for row in counts["confusion"]]
     figure = new_figure(7, 6)
-    title = plain(f"confusion: true class (rows), predicted (columns); {counts['kind']} after step {counts['step']}")
+    title = plain(f"confusion; {counts['kind']} after step {counts['step']}")
     axis = figure.add_subplot(1, 1, 1, title=title)
+    axis.set_ylabel("true class")
+    axis.set_xlabel("predicted class")
     axis.imshow(confusion, cmap="Blues", vmin=0, vmax=1)
     axis.set_yticks(range(len(names)), names)
     axis.set_xticks(range(len(names) + 1), [*names, "other"], rotation=90)
@@ -179,7 +186,7 @@ def drawn(figure: Any, name: str) -> str:
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     """Return an HTML table with all text escaped."""
     lines = [[f"<th>{escape(name)}" for name in head]] + [[f"<td>{escape(_text(v))}" for v in row] for row in rows]
-    return f"<table>{''.join('<tr>' + ''.join(line) for line in lines)}</table>"
+    return f"<table>{''.join('<tr>' + ''.join(line) for line in lines if line)}</table>"
 
 
 def _text(value: Any) -> str:
@@ -215,9 +222,9 @@ def show_pictures(run: LoggedRun) -> str:
     if counts:
         with suppress(ValueError, KeyError, TypeError):  # damaged
             parts = [drawn(draw_confusion(json.loads(run.read(counts))), counts)]
-    for name in newest.values():
+    for name in reversed(newest.values()):  # mistakes before the first batch
         if content := run.read(name):
-            parts += [f"<h3>{escape(name)}</h3>", embedded(content, name, "png")]
+            parts.append(embedded(content, name, "png"))
     return "".join(parts)
 
 
@@ -227,23 +234,62 @@ def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
     return [row for n, v in pairs for row in (flat(v, f"{n}.") if isinstance(v, dict) else [(n, v)])]
 
 
+def bests(run: LoggedRun) -> dict[str, tuple[float, int]]:
+    """Return the highest Acc@1 of each kind of evaluation, and the step after which it came first."""
+    found = {kind: run.points(kind, "acc1") for kind in KINDS if kind != "train"}
+    return {kind: max((value, -step) for step, value in points.items()) for kind, points in found.items() if points}
+
+
+def describe_result(run: LoggedRun) -> str:
+    """Return the table of what a run has reached, and of what it is."""
+    about, status = (read_json(run.folder / name) for name in ("run.json", "status.json"))
+    rows = []
+    for kind, (value, step) in bests(run).items():
+        last_step, last = list(run.points(kind, "acc1").items())[-1]
+        epoch = -step / run.steps_per_epoch
+        rows.append([f"Acc@1, {KINDS[kind]}", f"{value:.3f} % at best, after step {-step} (epoch {epoch:.4g})"])
+        rows.append(["", f"{last:.3f} % at last, after step {last_step}"])
+    rates, hours = run.points("train", "images_per_s").values(), run.records[-1].get("hours") if run.records else None
+    rows.append(["state", " ".join(str(status.get(name, "")) for name in ("state", "reason"))])
+    rows.append(["time", duration(3600 * hours) if isinstance(hours, float) else ""])
+    rows.append(["images a second", f"{statistics.median(rates):.1f} in training" if rates else ""])
+    rows.append(["model", run.options.get("model")])
+    rows.append(["data", " ".join(str(run.options.get(name, "")) for name in ("data-path", "synthetic"))])
+    rows.append(["command", shlex.join(["python", *map(str, about.get("command", []))])])
+    return table([], [row for row in rows if any(row[1:]) and str(row[1]).strip()])
+
+
 def describe_run(run: LoggedRun) -> dict[str, str]:
-    """Return the sections of one run by their titles, beside its curves."""
+    """Return the sections of one run by their titles, beside its result and curves."""
+    known = {option.name: option.default for option in BY_NAME.values()}
+    changed = [[name, value] for name, value in run.options.items() if value != known.get(name)]
+    files = {name: table(["file", name], flat(read_json(run.folder / name))) for name in ("status.json", "run.json")}
+    files["recipe.toml"] = f"<pre>{escape(run.recipe)}</pre>" if run.recipe else ""
     return {
-        "Status": table(["file", "status.json"], flat(read_json(run.folder / "status.json"))),
+        "Confusion and pictures": show_pictures(run),
         "Epochs": epochs_table(run),
-        "Pictures": show_pictures(run),
-        "Environment": table(["file", "run.json"], flat(read_json(run.folder / "run.json"))),
-        "Recipe": f"<pre>{escape(run.recipe)}</pre>",
+        "Options that are no defaults": table(["option", "value"], changed) if changed else "",
+        "Files": "".join(f"<details><summary>{name}</summary>{text}</details>" for name, text in files.items()),
     }
 
 
-def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:
-    """Return the sections of several runs by their titles, beside their curves."""
-    runs, results = [run for group in groups.values() for run in group], []
+def rank_runs(runs: list[LoggedRun]) -> str:
+    """Return the table of several runs, the best first, with the options that differ."""
     names = dict.fromkeys(name for run in runs for name in run.options)
     differing = [n for n in names if len({json.dumps(run.options.get(n), default=str) for run in runs}) > 1]
-    options = [[run.name, *(run.options.get(name) for name in differing)] for run in runs]
+    rows = []
+    for run in runs:
+        best, step = max(bests(run).values(), default=(math.nan, 0))
+        hours = run.records[-1].get("hours") if run.records else None
+        took = duration(3600 * hours) if isinstance(hours, float) else ""
+        rows.append([run.name, best, f"{-step / run.steps_per_epoch:.4g}", took, *map(run.options.get, differing)])
+    rows.sort(key=lambda row: (math.isnan(row[1]), -row[1]))
+    return table(["run", "best Acc@1", "epoch", "time", *differing], rows)
+
+
+def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:
+    """Return the sections of several runs by their titles, beside their table and curves."""
+    results = []
     for label, group in groups.items():
         for kind, name in ((kind, name) for kind in KINDS for name in RESULTS):
             last = [list(points.values())[-1] for run in group if (points := run.points(kind, name))]
@@ -251,10 +297,7 @@ def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:
                 spreads = f"{spread(last):.2g}" if len(last) > 1 else ""
                 results.append([label, f"{kind} {name}", len(last), statistics.fmean(last), spreads])
     note = "<p>Runs that differ only in their seed are one line, their mean, in a band of one standard deviation."
-    return {
-        "Options that differ": table(["run", *differing], options) + note,
-        "Last results": table(["runs", "measure", "number", "mean", "standard deviation"], results),
-    }
+    return {"Last results": table(["runs", "measure", "number", "mean", "standard deviation"], results) + note}
 
 
 def write_report(folders: list[Path], out: Path | None = None) -> Path:
@@ -262,8 +305,9 @@ def write_report(folders: list[Path], out: Path | None = None) -> Path:
     runs = [LoggedRun(folder) for folder in dict.fromkeys(folders)]
     groups, is_one = group_seeds(runs), len(runs) == 1
     figure = draw_curves(groups)
+    first = {"Result": describe_result(runs[0])} if is_one else {"Runs": rank_runs(runs)}
     curves = {"Curves": drawn(figure, "curves") if figure else "<p>No records yet.</p>"}
-    sections = curves | (describe_run(runs[0]) if is_one else compare_runs(groups))
+    sections = first | curves | (describe_run(runs[0]) if is_one else compare_runs(groups))
     body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections.items() if content)
     head = HEAD.format(title=escape(runs[0].name) if is_one else f"{len(runs)} runs")
     path = out or (runs[0].folder / "report.html" if is_one else Path("comparison.html"))

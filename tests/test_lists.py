@@ -10,6 +10,7 @@ import pytest
 from torchvision import datasets
 
 from errors import UserError
+from loading import lists
 from loading.forms import open_source
 from tests.images import write_images
 
@@ -157,6 +158,23 @@ def test_a_list_of_all_splits_says_of_which_each_image_is(folder):
     assert len(open_source(folder / "train")) == 10
     with pytest.raises(UserError, match="no column split"):
         open_source(folder / "val")
+
+
+def test_spaces_around_a_class_are_no_part_of_it(folder):
+    path = rows_of(folder, "train", folder)[0]["path"]
+    (folder / "classes.txt").write_text("a \n")
+    (folder / "train.csv").write_text(f"path, label\n{path}, a \n")
+    assert open_source(folder / "train").classes == ["a"]
+
+
+def test_an_image_in_both_lists_is_refused(folder):
+    for split in ("train", "val"):
+        write_list(folder / f"{split}.csv", rows_of(folder, split, folder))
+    lists.check_apart(*(open_source(folder / split) for split in ("train", "val")))
+    rows = rows_of(folder, "val", folder)
+    write_list(folder / "train.csv", [*rows_of(folder, "train", folder), *rows[:2]])
+    with pytest.raises(UserError, match=r"both list 2 images, such as .*/val/.*take them out of one of the lists"):
+        lists.check_apart(*(open_source(folder / split) for split in ("train", "val")))
 
 
 def test_an_edited_list_is_another_data_set(folder):

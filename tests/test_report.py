@@ -12,7 +12,7 @@ from PIL import Image
 
 from checkpointing.folder import OWN_FILES
 from errors import UserError
-from scripts.report import LoggedRun, compare_runs, draw_confusion, draw_curves, group_seeds, write_report
+from scripts.report import LoggedRun, compare_runs, draw_confusion, draw_curves, group_seeds, rank_runs, write_report
 from tests.ranks import REPOSITORY
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
@@ -80,6 +80,9 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
     assert [(row["epoch"], row["step"], row["time"], row["val acc1"], row["train loss"]) for row in found] == [
         ("[0]", "10", "1h15m", "10", "30"), ("[1]", "20", "1h15m", "20", "7"),
     ]  # fmt: skip
+    assert [row for row in page.rows if row][:2] == [
+        ["Acc@1, validation", "20.000 % at best, after step 20 (epoch 2)"], ["", "20.000 % at last, after step 20"],
+    ]  # fmt: skip
     for row in (["state", "finished"], ["environment.torch", "9.9"]):
         assert row in page.rows
     pictures = [attrs["alt"] for tag, attrs in page.tags if tag == "img"]
@@ -122,9 +125,13 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
     mean, deviation = statistics.fmean(factors) * 20, statistics.stdev(factors) * 20
     assert accuracies.lines[0].get_xydata()[1] == pytest.approx([2, mean])
     assert accuracies.collections[0].get_paths()[0].vertices[:, 1].max() == pytest.approx(mean + deviation)
+    ranked = Cells(rank_runs(runs)).rows
+    assert ranked[0] == ["run", "best Acc@1", "epoch", "time", "lr", "seed"]
+    assert [row[1:] for row in ranked[1:]] == [  # the best first
+        ["80", "2", "2h30m", "0.1", "2"], ["40", "2", "2h30m", "0.1", "1"], ["20", "2", "2h30m", "0.1", "0"],
+        ["20", "2", "2h30m", "0.2", "0"],
+    ]  # fmt: skip
     page = Cells("".join(compare_runs(groups).values()))
-    assert page.rows[0] == ["run", "lr", "seed"]
-    assert [row[1:] for row in page.rows[1:5]] == [["0.1", "0"], ["0.1", "1"], ["0.1", "2"], ["0.2", "0"]]
     assert next(row[2:] for row in page.rows if row[1] == "val acc1") == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
 
 
