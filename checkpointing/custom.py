@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from errors import UserError, did_you_mean
+from files import open_to_read
 from options import BY_NAME, WHY_TYPED, split_custom
 
 # Options that take FILE.py:FUNCTION.
@@ -29,9 +30,8 @@ def hash_code(own: Mapping[str, str]) -> str:
     """Return each option with a hash of its file, without the modules that it imports; none of a missing file."""
     hashes = []
     for name, value in own.items():
-        with suppress(OSError):
-            content = Path(split_custom(value)[0]).read_bytes()
-            hashes.append(f"{name} {hashlib.sha256(content).hexdigest()[:16]}")
+        with suppress(OSError), open_to_read(split_custom(value)[0]) as file:
+            hashes.append(f"{name} {hashlib.sha256(file.read()).hexdigest()[:16]}")
     return ", ".join(hashes)
 
 

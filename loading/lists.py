@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from errors import UserError, counted, did_you_mean, one_line
+from errors import UserError, counted, did_you_mean, is_printable, one_line
 from files import open_to_read
 from loading.index import ImageIndex, Scan
 from loading.source import Source
@@ -164,7 +164,7 @@ def _read_classes(path: Path) -> list[str]:
 
 
 def _check_class(where: str, name: str) -> None:
-    if not name or "/" in name or name in (".", ".."):
+    if not is_printable(name) or "/" in name or name in ("", ".", ".."):
         raise UserError(f"{where}: a class cannot be called {name!r}; give it a name that a folder could have")
 
 

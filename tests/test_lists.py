@@ -127,6 +127,7 @@ def edited(folder: Path, **changes) -> None:
     (lambda folder: edited(folder, path="../x.jpg"), "leads upwards"),
     (lambda folder: edited(folder, path="train/7"), "has none of the endings"),
     (lambda folder: edited(folder, label=""), "label is ''; expected one name or number"),
+    (lambda folder: edited(folder, label="a\nb"), "a class cannot be called"),
     (lambda folder: edited(folder, label="a/b"), "a class cannot be called 'a/b'"),
     (lambda folder: edited(folder, label=rows_of(folder, "train")[-1]["label"], path=rows_of(folder, "train", folder)[1]
                            ["path"]), "is listed with two classes"),
