@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import other_scripts
-from checkpointing.custom import hash_code, own_code, parse_kwargs
+from custom.code import hash_code, own_code, parse_kwargs
 from distributed.launch import read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
 from options import (
@@ -307,7 +307,7 @@ def resolve(
         "mean": list(values["mean"] or IMAGENET_MEAN),
         "std": list(values["std"] or IMAGENET_STD),
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
-        # Code runs only from a file that the command line names: see `custom.load_function`.
+        # Code runs only from a file that the command line names: see `custom.code.load_function`.
         "trusted": [text for name, text in own_code(values).items() if name in typed],
         "code": hash_code(own_code(values)),
     }

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 
 import config
 import models
-from checkpointing.custom import load_function
 from checkpointing.guard import compare_classes
 from checkpointing.published import complete_options, fetch_by_name, settle_preprocessing
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
+from custom.code import load_function
 from distributed.collectives import all_gather, interleave
 from errors import UserError, find_timm_config, in_one_line, one_line
 from options import BY_NAME, WHY_TYPED, is_same_model, split_custom

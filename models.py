@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
-from checkpointing.custom import check_code, load_function, parse_kwargs
+from custom.code import check_code, load_function, parse_kwargs
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from files import own_temporary_folder
 from options import BY_NAME, split_custom

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from checkpointing.custom import load_function
+from custom.code import load_function
 from errors import UserError, did_you_mean, in_one_line, require_timm
 from options import BY_NAME, split_custom
 

@@ -13,7 +13,7 @@ import torch
 import torchvision
 from PIL import features
 
-from checkpointing.custom import OWN
+from custom.code import OWN
 from errors import UserError, one_line
 from options import (
     BY_NAME,

@@ -146,10 +146,9 @@ class ImageIndex(Source):
             raise UserError(f"{self.where} holds neither images nor class folders; it needs one folder for each class")
         if not classes:
             raise UserError(
-                f"{self.where} holds {counted(num_stray, 'image')} and no class folders; list them with their classes "
-                f"in {self.root}.csv, with the columns path and label; ImageNet's are sorted by "
-                f"python -m scripts.prepare {self.root.parent} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER (Kaggle: "
-                "LOC_val_solution.csv in place of the devkit)"
+                f"{self.where} holds {counted(num_stray, 'image')} and no class folders; list them in "
+                f"{self.root.name}.csv (docs/own-photographs.md), or, ImageNet's: python -m scripts.prepare "
+                f"{self.root.parent} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER"
             )
 
     def _take(self, arrays: dict[str, numpy.ndarray]) -> None:

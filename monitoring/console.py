@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from checkpointing.checkpoint import RunState
-from checkpointing.custom import own_code
+from custom.code import own_code
 from errors import attempt, counted, one_line
 from files import open_regular
 from options import BY_NAME

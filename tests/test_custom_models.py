@@ -10,8 +10,8 @@ from torch import nn
 import config
 import models
 import optim
-from checkpointing import custom
 from checkpointing.archive import load_checkpoint
+from custom import code
 from errors import UserError
 from scripts.trained import open_trained
 from tests.images import write_images
@@ -85,12 +85,12 @@ def build(*argv, num_classes=3):
 
 def test_keyword_arguments_are_python_literals_or_text():
     texts = ["a=1", "b=1e-3", "c=(1, 2)", "d=None", "e=gelu", "f='None'", "g=", "h=x=y", "i=[True]"]
-    assert custom.parse_kwargs(texts) == {
+    assert code.parse_kwargs(texts) == {
         "a": 1, "b": 1e-3, "c": (1, 2), "d": None, "e": "gelu", "f": "None", "g": "", "h": "x=y", "i": [True],
     }  # fmt: skip
     for text in ("a", "=1", "a b=1", "--lr=1", "a=1 a=2"):
         with pytest.raises(UserError, match=r"expected KEY=VALUE|given twice"):
-            custom.parse_kwargs(text.split(" ") if "=" in text[:2] else [text])
+            code.parse_kwargs(text.split(" ") if "=" in text[:2] else [text])
 
 
 def test_they_reach_the_function_that_builds():
@@ -190,4 +190,4 @@ def test_files_are_run_in_one_place():
     trees = {str(path.relative_to(REPOSITORY)): ast.parse(path.read_text()) for path in SOURCES}
     names = ("exec_module", "run_path", "run_module", "load_module", "SourceFileLoader")
     calls = [name for name, tree in trees.items() for node in ast.walk(tree) if getattr(node, "attr", None) in names]
-    assert calls == ["checkpointing/custom.py"]
+    assert calls == ["custom/code.py"]

@@ -220,7 +220,7 @@ def test_imports_only_point_down():
     layers = [
         {"errors", "randomness", "transforms"},
         {"distributed", "files", "options", "sampler"},
-        {"other_scripts"},
+        {"custom", "other_scripts"},
         {"checkpointing", "config", "gradients", "loading", "models", "optim"},
         {"metrics", "monitoring", "presets"},
         {"data", "run", "utils"},
