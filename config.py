@@ -300,6 +300,7 @@ def resolve(
         raise UserError(f"--recipe {given.recipe} is read by config.parse_args, and not by the parser alone; use that")
     names = sorted(name for name in values.keys() & preset if is_sparse or values[name] != preset[name])
     typed, values = names if typed is None else typed, preset | values
+    own = own_code(values)
     values |= {
         "given": names,
         "reference_global_batch": reference_global_batch,
@@ -308,8 +309,8 @@ def resolve(
         "std": list(values["std"] or IMAGENET_STD),
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
         # Code runs only from a file that the command line names: see `custom.code.load_function`.
-        "trusted": [text for name, text in own_code(values).items() if name in typed],
-        "code": hash_code(own_code(values)),
+        "trusted": [text for name, text in own.items() if name in typed],
+        "code": hash_code(own),
     }
     args = Record(**values)
     if args.list_recipes is None:

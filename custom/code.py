@@ -54,7 +54,13 @@ def load_function(option: str, args: Any) -> Callable[..., Any]:
     path, name = split_custom(value)
     if not Path(path).is_file():
         raise UserError(f"{flag} {value}: there is no such file; give FILE.py:FUNCTION")
-    module = _run_file(os.path.realpath(path), flag)
+    try:
+        module = _run_file(os.path.realpath(path))
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == os.path.realpath(path)]
+        line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error's own
+        raise UserError(f"{flag} {path} cannot be run (line {line}): {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -63,18 +69,13 @@ def load_function(option: str, args: Any) -> Callable[..., Any]:
 
 
 @cache
-def _run_file(path: str, flag: str) -> ModuleType:
-    """Run a Python file, once in this process for each option, and return its module."""
-    spec = importlib.util.spec_from_file_location(f"{flag.strip('-')}_of_{Path(path).stem}", path)
+def _run_file(path: str) -> ModuleType:
+    """Run a Python file, once in this process, and return its module."""
+    spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.append(str(Path(path).parent))  # behind our own modules
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error's own
-        raise UserError(f"{flag} {path} cannot be run (line {line}): {type(error).__name__}: {error}") from error
+    spec.loader.exec_module(module)
     return module
 
 

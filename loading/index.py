@@ -167,6 +167,10 @@ class ImageIndex(Source):
         """Return an image's name, relative to the split: class/file."""
         return decode(self.names[number])
 
+    def size(self, number: int) -> int:
+        """Return the bytes of an image's file."""
+        return os.stat(self.path(number)).st_size
+
     def fingerprint(self) -> str:
         """Return the hash of `Source.fingerprint`, in a quarter of its time."""
         return digest(b"%b %d\n" % each for each in zip(self.names, self.labels.tolist(), strict=True))
@@ -237,10 +241,6 @@ class FolderIndex(ImageIndex):
     def find(cls, root: Path) -> list[Source]:
         """Return the folder, if there is one."""
         return [cls(root)] if root.is_dir() else []
-
-    def size(self, number: int) -> int:
-        """Return the bytes of an image's file."""
-        return os.stat(self.path(number)).st_size
 
     def scan(self, scan: Scan) -> list[str]:
         """Add the images that `ImageFolder` finds, in its order, and return the classes."""

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,10 +55,6 @@ class ListIndex(ImageIndex):
         rest = f"{self.root.name}/{rest}" if cut & _SPLIT else rest
         return os.path.join("/" if cut & _ROOT else self.root.parent, rest)
 
-    def size(self, number: int) -> int:
-        """Return the bytes of an image's file."""
-        return os.stat(self.path(number)).st_size
-
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of the list, and return the classes."""
         for file in self.files:
@@ -105,34 +102,33 @@ class ListIndex(ImageIndex):
         are_numbers = all(label.isdecimal() for label in labels)
         if len(self.files) > 1:
             classes = _read_classes(self.files[1])
-            names = {name: number for number, name in enumerate(classes)}
-            unknown = sorted(set(labels) - names.keys())
-            if not unknown:
-                return classes, [names[label] for label in labels]
             if are_numbers and max(map(int, labels)) < len(classes) and not any(map(str.isdecimal, classes)):
                 return classes, list(map(int, labels))
+        elif are_numbers:
+            classes = sorted(set(labels), key=int)
+            missing = [number for number, name in enumerate(classes) if int(name) != number]
+            if missing:
+                raise UserError(
+                    f"{self.where}: its labels are numbers up to {classes[-1]}, and {missing[0]} has no image; write "
+                    f"all classes into {self.root.parent / CLASSES}, one name a line, the first of number 0"
+                )
+        else:
+            classes = sorted(set(labels))
+        numbers = {name: number for number, name in enumerate(classes)}
+        if unknown := sorted(set(labels) - numbers.keys()):
             hint = did_you_mean(unknown[0], classes)
             raise UserError(f"{self.where}: {CLASSES} has no class {unknown[0]}{hint}; it names {len(classes)}")
-        if not are_numbers:
-            classes = sorted(set(labels))
-            names = {name: number for number, name in enumerate(classes)}
-            return classes, [names[label] for label in labels]
-        numbers = list(map(int, labels))
-        if set(numbers) != set(range(max(numbers) + 1)):
-            missing = min(set(range(max(numbers) + 1)) - set(numbers))
-            raise UserError(
-                f"{self.where}: its labels are numbers up to {max(numbers)}, and {missing} has no image; write all "
-                f"classes into {self.root.parent / CLASSES}, one name a line, the first of number 0"
-            )
-        return list(map(str, range(max(numbers) + 1))), numbers
+        return classes, [numbers[label] for label in labels]
 
 
 def check_apart(train: Source, val: Source) -> None:
     """Raise UserError if the lists of both splits hold the same file."""
     if not (isinstance(train, ListIndex) and isinstance(val, ListIndex)):
         return
-    ours, theirs = ({os.path.join(os.getcwd(), split.path(i)) for i in range(len(split))} for split in (train, val))
-    if both := sorted(ours & theirs):
+    here = os.getcwd()
+    theirs = {os.path.join(here, val.path(number)) for number in range(len(val))}
+    ours = (os.path.join(here, train.path(number)) for number in range(len(train)))
+    if both := [path for path in ours if path in theirs]:
         raise UserError(
             f"{train.where} and {val.where} both list {counted(len(both), 'image')}, such as {both[0]}: an accuracy "
             "on images that train is none; take them out of one of the lists"
@@ -156,10 +152,11 @@ def _read_classes(path: Path) -> list[str]:
     names = [name for name in (line.strip() for _, line in _read_lines(path)) if name]
     for name in names:
         _check_class(f"{path}", name)
-    if repeated := [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []:
-        raise UserError(f"{path} names {repeated[0]} twice; each line is a class of its own")
     if not names:
         raise UserError(f"{path} is empty; write one class a line, or remove it")
+    if len(set(names)) < len(names):
+        repeated = Counter(names).most_common(1)[0][0]
+        raise UserError(f"{path} names {repeated} twice; each line is a class of its own")
     return names
 
 

@@ -162,11 +162,11 @@ def open_splits(data_path: Path, names: tuple[str, ...], report: Report) -> dict
 def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Report) -> None:
     """Report counts that are not as expected, and classes that are not in both splits."""
     for name, index in splits.items():
+        is_imagenet = len(index.classes) >= _SYNSETS and all(map(_SYNSET.fullmatch, index.classes))
         counts = numpy.bincount([index.label(number) for number in range(len(index))], minlength=1)
         per_class = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
         report.splits[name] = {"images": len(index), "classes": len(index.classes), "per_class": per_class}
         for option, number, noun in ((name, len(index), "images"), ("classes", len(index.classes), "classes")):
-            is_imagenet = len(index.classes) >= _SYNSETS and all(map(_SYNSET.fullmatch, index.classes))
             given = getattr(options, f"expect_{option}")
             expected = (IMAGENET[option] if is_imagenet else "any") if given is None else given
             if expected not in ("any", number):

@@ -75,13 +75,12 @@ def describe_record(folder: Path, claim: str) -> dict[str, Any]:
     }
 
 
-def describe_log(path: Path, claim: str) -> dict[str, Any]:
-    """Return the content of record.json for the log of a command that ran here, at this commit.
+def describe_log(path: Path, text: str, claim: str) -> dict[str, Any]:
+    """Return the content of record.json for the text of a command's log that ran here, at this commit.
 
     Raises:
         UserError: its first line is no command, or it holds no result.
     """
-    text = path.read_text(errors="replace")
     found, environment = list(_RESULT.finditer(text)), describe_environment(Namespace(device="cpu", world_size=1))
     if not text.startswith("$ ") or not found:
         raise UserError(f"{path}: expected `$ COMMAND` in its first line, and a line `Test: Acc@1 ...`")
@@ -103,29 +102,24 @@ def describe_log(path: Path, claim: str) -> dict[str, Any]:
     }
 
 
-def add_record(folder: Path, claim: str, records: Path) -> Path:
+def add_record(path: Path, claim: str, records: Path) -> Path:
     """Write a record of a run's folder or of a log, and return its folder, named by the claim and the seed."""
-    if not folder.is_dir():
-        content = describe_log(folder, claim)
-        out = _make_record(content, records)
-        write_atomically(out / "log.txt", without_paths(folder.read_text(errors="replace")).encode())
-        return out
-    content, log = describe_record(folder, claim), (folder / "log.txt").read_text(errors="replace")
-    if re.search("^(versions|options) that changed: (?!output-dir)", log, flags=re.M):
-        raise UserError(f"{folder}: options, versions or the commit changed between its starts; run it again")
-    out = _make_record(content, records)
-    log = re.sub(r"^(==== \S+ \S+, )\S+, ", r"\1", log, flags=re.M)  # without the host
-    write_atomically(out / "metrics.jsonl", (folder / "metrics.jsonl").read_bytes())
-    write_atomically(out / "recipe.toml", without_paths((folder / "recipe.toml").read_text()).encode())
-    write_atomically(out / "log.txt", without_paths(log).encode())
-    return out
-
-
-def _make_record(content: dict[str, Any], records: Path) -> Path:
-    """Return a record's folder with its record.json."""
-    out = records / f"{re.sub('[^a-z0-9]+', '-', content['claim'].lower()).strip('-')}-seed{content['seed']}"
+    if path.is_dir():
+        content, log = describe_record(path, claim), (path / "log.txt").read_text(errors="replace")
+        if re.search("^(versions|options) that changed: (?!output-dir)", log, flags=re.M):
+            raise UserError(f"{path}: options, versions or the commit changed between its starts; run it again")
+        log = re.sub(r"^(==== \S+ \S+, )\S+, ", r"\1", log, flags=re.M)  # without the host
+        recipe = without_paths((path / "recipe.toml").read_text()).encode()
+        files = {"metrics.jsonl": (path / "metrics.jsonl").read_bytes(), "recipe.toml": recipe}
+    else:
+        log, files = path.read_text(errors="replace"), {}
+        content = describe_log(path, log, claim)
+    out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
     make_folder(out)
-    write_atomically(out / "record.json", tool.as_json(content))
+    # record.json comes last: a folder without it is no record.
+    files |= {"log.txt": without_paths(log).encode(), "record.json": tool.as_json(content)}
+    for name, payload in files.items():
+        write_atomically(out / name, payload)
     return out
 
 

@@ -74,6 +74,12 @@ class LoggedRun:
         ends = [record for record in self.records if record["kind"].startswith(("val", "minival"))] or self.records
         self.steps_per_epoch = max((record["step"] / max(record["epoch"] + 1, 1) for record in ends), default=0) or 1
 
+    @property
+    def took(self) -> str:
+        """The time until the last record, without the pauses between starts; empty if it is not known."""
+        hours = self.records[-1].get("hours") if self.records else None
+        return duration(3600 * hours) if isinstance(hours, float) else ""
+
     def read(self, name: str) -> bytes:
         """Return a file's content; b"" if it is missing, enormous, or a link, which could lead out of the run."""
         with suppress(OSError), open_to_read(self.folder / name, follows_links=False) as file:
@@ -237,7 +243,7 @@ def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
 def bests(run: LoggedRun) -> dict[str, tuple[float, int]]:
     """Return the highest Acc@1 of each kind of evaluation, and the step after which it came first."""
     found = {kind: run.points(kind, "acc1") for kind in KINDS if kind != "train"}
-    return {kind: max((value, -step) for step, value in points.items()) for kind, points in found.items() if points}
+    return {kind: (max(points.values()), max(points, key=points.get)) for kind, points in found.items() if points}
 
 
 def describe_result(run: LoggedRun) -> str:
@@ -246,12 +252,12 @@ def describe_result(run: LoggedRun) -> str:
     rows = []
     for kind, (value, step) in bests(run).items():
         last_step, last = list(run.points(kind, "acc1").items())[-1]
-        epoch = -step / run.steps_per_epoch
-        rows.append([f"Acc@1, {KINDS[kind]}", f"{value:.3f} % at best, after step {-step} (epoch {epoch:.4g})"])
+        epoch = step / run.steps_per_epoch
+        rows.append([f"Acc@1, {KINDS[kind]}", f"{value:.3f} % at best, after step {step} (epoch {epoch:.4g})"])
         rows.append(["", f"{last:.3f} % at last, after step {last_step}"])
-    rates, hours = run.points("train", "images_per_s").values(), run.records[-1].get("hours") if run.records else None
+    rates = run.points("train", "images_per_s").values()
     rows.append(["state", " ".join(str(status.get(name, "")) for name in ("state", "reason"))])
-    rows.append(["time", duration(3600 * hours) if isinstance(hours, float) else ""])
+    rows.append(["time", run.took])
     rows.append(["images a second", f"{statistics.median(rates):.1f} in training" if rates else ""])
     rows.append(["model", run.options.get("model")])
     rows.append(["data", " ".join(str(run.options.get(name, "")) for name in ("data-path", "synthetic"))])
@@ -280,9 +286,7 @@ def rank_runs(runs: list[LoggedRun]) -> str:
     rows = []
     for run in runs:
         best, step = max(bests(run).values(), default=(math.nan, 0))
-        hours = run.records[-1].get("hours") if run.records else None
-        took = duration(3600 * hours) if isinstance(hours, float) else ""
-        rows.append([run.name, best, f"{-step / run.steps_per_epoch:.4g}", took, *map(run.options.get, differing)])
+        rows.append([run.name, best, f"{step / run.steps_per_epoch:.4g}", run.took, *map(run.options.get, differing)])
     rows.sort(key=lambda row: (math.isnan(row[1]), -row[1]))
     return table(["run", "best Acc@1", "epoch", "time", *differing], rows)
 

@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 
+import config
 from checkpointing.archive import load_checkpoint
+from custom import code
 from tests.ranks import REPOSITORY
 from tests.started import refused, run_train
 from tests.test_resume import check_same_weights
@@ -61,6 +63,14 @@ def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_pat
     found, _ = check_same_weights(tmp_path / "killed", tmp_path / "whole", "model", "optimizer")
     assert re.fullmatch("model [0-9a-f]{16}, opt [0-9a-f]{16}, criterion [0-9a-f]{16}", found["args"]["code"])
     assert found["args"]["code"] in (tmp_path / "killed" / "recipe.toml").read_text()
+
+
+def test_a_file_of_several_options_is_run_once(mine):
+    mine.write_text(SAME + "\nopen(__file__ + '.ran', 'a').write('x')\n")
+    args = config.parse_args(["--synthetic", "--opt", f"{mine}:sgd", "--criterion", f"{mine}:smooth"])
+    code.check_code(args)
+    assert code.load_function("opt", args).__module__ == code.load_function("criterion", args).__module__
+    assert mine.with_name("mine.py.ran").read_text() == "x"
 
 
 def test_own_code_that_does_the_same_gives_the_same_numbers(started, mine, tmp_path):

@@ -76,6 +76,13 @@ def test_a_row_holds_the_mean_and_the_range_of_its_seeds_and_the_newest_is_first
     assert all((root / "records" / link).is_file() for link in links)
 
 
+def test_a_record_that_was_cut_off_is_none(finished, root):
+    (root / "records" / "digits-1-days-seed0" / "log.txt").mkdir(parents=True)  # so that the file cannot be written
+    with pytest.raises(OSError, match=r"log\.txt"):
+        add(finished, root, 0, 50.0)
+    assert ledger.read_groups(root / "records") == []
+
+
 def test_runs_of_one_claim_differ_in_the_seed_alone(finished, root):
     add(finished, root, 0, 50.0)
     recipe = (finished / "recipe.toml").read_text()

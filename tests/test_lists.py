@@ -102,6 +102,14 @@ def test_numbers_are_those_of_classes_txt_or_all_from_0(folder):
         open_source(folder / "train")
 
 
+@pytest.mark.parametrize("first", [1, 10**12])
+def test_numbers_from_another_one_on_are_refused(folder, first):
+    rows = rows_of(folder, "train", folder)
+    write_list(folder / "train.csv", [row | {"label": first + int(row["label"][-1])} for row in rows])
+    with pytest.raises(UserError, match=f"numbers up to {first + 2}, and 0 has no image"):
+        open_source(folder / "train")
+
+
 def test_classes_txt_gives_the_order_and_an_evaluation_may_lack_some(folder, capsys):
     names = datasets.ImageFolder(folder / "train").classes
     (folder / "classes.txt").write_text("\n".join([*names[::-1], "unseen"]))
