@@ -22,11 +22,13 @@ from options import (
     GROUPS,
     IF_GIVEN,
     INTERPOLATIONS,
+    MORE_METRICS,
     MOST_COUNT,
     OPTIMIZERS,
     OPTIONS,
     POLICIES,
     REMOVED,
+    SCHEDULES,
     WHY_TYPED,
     Option,
     build_parser,
@@ -265,7 +267,7 @@ def evaluated_set(args: Record) -> str:
 
 def _check_data_path(path: str) -> None:
     """Refuse a folder that is not there; `loading.forms` looks into it, with torch."""
-    if not os.path.isdir(path):
+    if not os.path.isdir(path) and not split_custom(path):
         makers = {
             "data/digits": f"; {sys.executable} -m scripts.make_digits {path} makes it",
             "data/imagenette2-320": "; docs/imagenette.md downloads it",
@@ -309,7 +311,7 @@ def resolve(
         "std": list(values["std"] or IMAGENET_STD),
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
         # Code runs only from a file that the command line names: see `custom.code.load_function`.
-        "trusted": [text for name, text in own.items() if name in typed],
+        "trusted": [text for name, text in own if name in typed],
         "code": hash_code(own),
     }
     args = Record(**values)
@@ -468,11 +470,15 @@ def _validate_names(args: Record) -> None:
     for option, given, known, kind in [
         ("--opt", args.opt, OPTIMIZERS, "optimizer"),
         ("--auto-augment", args.auto_augment, POLICIES, "augmentation policy"),
+        ("--lr-scheduler", args.lr_scheduler, SCHEDULES, "schedule"),
+        *(("--metrics", name, MORE_METRICS, "metric") for name in args.metrics or ()),
     ]:
-        is_elsewhere = (given or "").startswith("timm/") or (option == "--opt" and split_custom(given))
+        has_timms = option in ("--opt", "--auto-augment")
+        is_elsewhere = given and (split_custom(given) or (has_timms and given.startswith("timm/")))
         if given is not None and given not in known and not is_elsewhere:
             hint = did_you_mean(given, known) or f" (there are {', '.join(known)})"
-            raise UserError(f"{option} {given} is no {kind}{hint}; timm's are written timm/NAME")
+            timms = "timm's are written timm/NAME, " if has_timms else ""
+            raise UserError(f"{option} {given} is no {kind}{hint}; {timms}your own FILE.py:FUNCTION")
 
 
 def _validate_interpolation(args: Record) -> None:
@@ -481,7 +487,7 @@ def _validate_interpolation(args: Record) -> None:
     known, needed_by = set(INTERPOLATIONS), ""
     if args.backend == "tensor":
         known, needed_by = on_images, "--backend tensor"
-    if args.auto_augment is not None and not args.auto_augment.startswith("timm/"):
+    if args.auto_augment in POLICIES:
         # A policy rotates and shears; AugMix works on tensors with either backend.
         known = on_tensors if args.backend == "tensor" or args.auto_augment == "augmix" else on_images
         needed_by = f"--auto-augment {args.auto_augment}"

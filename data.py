@@ -18,8 +18,9 @@ from torch.utils.data import Dataset
 import config
 import transforms
 from checkpointing.published import is_stored, take_published_options
+from custom.code import load_function
 from distributed import collectives
-from errors import BadImageError, ImageError, UserError, counted
+from errors import BadImageError, ImageError, UserError, counted, in_one_line
 from files import read_bytes
 from loading.decode import decode_plainly
 from loading.forms import check_source, find_sources, open_source
@@ -27,6 +28,7 @@ from loading.index import RETRY_WAITS_S, with_retries
 from loading.lists import check_apart
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.source import Source, Subset, minival_numbers, without
+from options import split_custom
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
@@ -212,12 +214,13 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
         return train, SyntheticImages(max(args.synthetic // 10, 1), args.val_crop_size)
     valdir = traindir if args.minival else valdir
     for folder in [valdir] if args.test_only else [traindir, valdir]:
-        check_source(Path(folder))
-    source_test, rest = hold_out(open_source(Path(valdir)), args.minival)
+        if not split_custom(args.data_path or ""):
+            check_source(Path(folder))
+    source_test, rest = hold_out(open_split(valdir, args), args.minival)
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed, source_test)
     if args.test_only:
         return None, dataset_test
-    source = open_source(Path(traindir)) if rest is None else rest
+    source = open_split(traindir, args) if rest is None else rest
     if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
         print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
     check_apart(source, source_test)
@@ -230,6 +233,22 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
             "both need one folder for each class, and lists that lack one a classes.txt"
         )
     return dataset, dataset_test
+
+
+def open_split(folder: str, args: Any) -> Source:
+    """Return the opened source of a split, which `--data-path FILE.py:FUNCTION` may make of the split's name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not split_custom(args.data_path or ""):
+        return open_source(Path(folder))
+    name = os.path.basename(folder)
+    with in_one_line(f"--data-path {args.data_path}"):
+        source = load_function("data_path", args)(name)
+    if not isinstance(source, Source) or not len(source):
+        raise UserError(f"--data-path {args.data_path} returned {source!r:.80} of {name}; expected a Source of images")
+    return source
 
 
 def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | None]:

@@ -20,7 +20,7 @@ from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from custom.code import load_function
 from distributed.collectives import all_gather, interleave
 from errors import UserError, find_timm_config, in_one_line, one_line
-from options import BY_NAME, WHY_TYPED, is_same_model, split_custom
+from options import BY_NAME, CURVES, WHY_TYPED, is_same_model, split_custom
 from transforms import one_hot
 
 
@@ -315,7 +315,7 @@ class Curve(NamedTuple):
 
 
 class Metric:
-    """A metric computed from sums over images; it keeps nothing of them itself."""
+    """A metric computed from sums over images; or from all images of an evaluation, which `observe` then keeps."""
 
     # By name; other values of `compute` are logged too. options.py reads this table from the source text of a subclass,
     # so its keywords are literals.
@@ -340,6 +340,13 @@ class Metric:
             count: the number of these images, or 1 if there are none.
         """
         raise NotImplementedError
+
+    def observe(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
+        """Take a batch of an evaluation; arguments as `batch_sums`. By default nothing is kept."""
+
+    def gather(self) -> dict[str, float]:
+        """Return values by name of all batches since the last call. Collective: every rank must call it."""
+        return {}
 
 
 class Loss(Metric):
@@ -369,12 +376,84 @@ class Accuracy(Metric):
         return {f"acc{k}": 100 * hits / count for k, hits in zip(self.topk, sums, strict=True)}
 
 
-def build_metrics(num_classes: int) -> list[Metric]:
-    """Return the metrics other than the loss, for training lines and evaluations; add a new metric here.
+class BalancedAccuracy(Metric):
+    """The mean over classes of the percentage of their images that are hit: `balanced_acc`; each class counts as much.
 
-    `num_classes` is the model's, for metrics with a sum for each class.
+    `never_right` is the number of classes with images of which none is hit.
     """
-    return [Accuracy()]
+
+    curves: ClassVar = {"balanced_acc": Curve(title="balanced accuracy, %")}
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes, self.num_sums = num_classes, 2 * num_classes
+
+    def batch_sums(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> list[Tensor]:
+        """Return each class's number of hits, and of images."""
+        output = output if isinstance(output, Tensor) else output[0]
+        target = target.argmax(dim=1) if target.ndim == 2 else target
+        is_hit, of_class = output.argmax(dim=1) == target, one_hot(target, self.num_classes)
+        return [(of_class & is_hit[:, None]).sum(dim=0), of_class.sum(dim=0)]
+
+    def compute(self, sums: list[float], count: int) -> dict[str, float]:
+        """Return the mean over the classes that have images."""
+        pairs = zip(sums[: self.num_classes], sums[self.num_classes :], strict=True)
+        shares = [hits / num_images for hits, num_images in pairs if num_images]
+        return {"balanced_acc": 100 * sum(shares) / max(len(shares), 1), "never_right": shares.count(0.0)}
+
+
+class F1(Metric):
+    """F1, in percent: `f1`, the mean over the classes that occur in truth or predictions, and `f1_micro`, of all sums.
+
+    Predicted is the class of the highest score; with several labels an image each class whose score is above 0, that
+    is, whose probability is above a half.
+    """
+
+    curves: ClassVar = {"f1": Curve(title="F1, mean over classes, %"), "f1_micro": Curve(title="F1 of all labels, %")}
+
+    def __init__(self, num_classes: int, *, is_multi_label: bool = False) -> None:
+        self.num_classes, self.num_sums, self.is_multi_label = num_classes, 3 * num_classes, is_multi_label
+
+    def batch_sums(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> list[Tensor]:
+        """Return each class's number of true predictions, of predictions, and of labels."""
+        output = output if isinstance(output, Tensor) else output[0]
+        if self.is_multi_label:
+            predicted, of_class = output > 0, target > 0.5
+        else:
+            target = target.argmax(dim=1) if target.ndim == 2 else target
+            predicted, of_class = (one_hot(each, self.num_classes) for each in (output.argmax(dim=1), target))
+        return [each.sum(dim=0) for each in (predicted & of_class, predicted, of_class)]
+
+    def compute(self, sums: list[float], count: int) -> dict[str, float]:
+        """Return both means."""
+        hits, *others = numpy.array(sums).reshape(3, self.num_classes)
+        both = numpy.add(*others)
+        each = 2 * hits[both > 0] / both[both > 0]
+        return {"f1": 100 * float(each.mean()) if len(each) else 0.0,
+                "f1_micro": 200 * float(hits.sum() / max(both.sum(), 1))}  # fmt: skip
+
+
+# Metrics by the names that --metrics takes, those of their curves; each is made for a number of classes.
+METRICS = {name: metric for metric in (BalancedAccuracy, F1) for name in metric.curves}
+
+
+def build_metrics(args: Any, num_classes: int) -> list[Metric]:
+    """Return the metrics other than the loss, for training lines and evaluations, of a model with that many classes.
+
+    Raises:
+        UserError: a function of the user's own returns none, or `--best-metric` names none of them.
+    """
+    builders = {METRICS[name]: name for name in args.metrics or () if not split_custom(name)}
+    metrics = [Accuracy(), *(build(num_classes) for build in builders)]
+    for name in filter(split_custom, args.metrics or ()):
+        with in_one_line(f"--metrics {name}"):
+            metrics.append(load_function("metrics", args, name)(num_classes))
+            if not isinstance(metrics[-1], Metric):
+                raise UserError(f"returned {metrics[-1]!r:.80}; expected a metrics.Metric")
+            CURVES.update({curve: shown._asdict() for curve, shown in metrics[-1].curves.items()})
+    known = ["loss", *(name for metric in metrics for name in metric.curves)]
+    if args.best_metric not in known:
+        raise UserError(f"--best-metric {args.best_metric} is not among --metrics; there are {', '.join(known)}")
+    return metrics
 
 
 class Tally:
@@ -465,12 +544,13 @@ class Tally:
             print("the checkpoint's record is of other metrics; the next one counts from here on")
 
 
-def result_lines(values: dict[str, Any], n: int) -> list[str]:
-    """Return the line of an evaluation's result, and a second line with all other scalar values, if any."""
-    lines = [f"Acc@1 {values['acc1']:.3f} Acc@5 {values['acc5']:.3f} loss {values['loss']:.3f} n={n}"]
-    others = {name: value for name, value in values.items() if name not in ("acc1", "acc5", "loss")}
-    words = [f"{name} {value:.3f}" for name, value in others.items() if isinstance(value, float | int)]
-    return lines + [" ".join(words)] * bool(words)
+def result_line(values: dict[str, Any], n: int) -> str:
+    """Return the line of an evaluation's result: all scalar values, and the number of images."""
+    titles = {"acc1": "Acc@1", "acc5": "Acc@5"}
+    ordered = {name: values[name] for name in (*titles, "loss") if name in values} | values
+    shown = {titles.get(name, name): value for name, value in ordered.items() if isinstance(value, float | int)}
+    words = [f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()]
+    return " ".join([*words, f"n={n}"])
 
 
 def miscounted(n: int, data_loader: Any) -> list[str]:

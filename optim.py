@@ -403,13 +403,21 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+def find_schedule(args: Any) -> Schedule:
+    """Return the schedule of `--lr-scheduler`, which may be the user's own: a factor of the peak rate."""
+    if not split_custom(args.lr_scheduler):
+        return SCHEDULES[args.lr_scheduler]
+    factor = load_function("lr_scheduler", args)
+    return Schedule(lambda peak, epoch, begin, end: peak * factor(epoch - begin, end - begin), uses_epochs=True)
+
+
 def lr_at(args: Any, epoch: float, peak: float) -> float:
     """Return the learning rate at a position in epochs from 0; `peak` is the rate after the warm-up."""
     if epoch < args.lr_warmup_epochs:
         progress = epoch / args.lr_warmup_epochs if args.lr_warmup_method == "linear" else 0.0
         return peak * (args.lr_warmup_decay + (1.0 - args.lr_warmup_decay) * progress)
     begin = args.lr_warmup_epochs if args.lr_warmup_prefix else 0
-    schedule = SCHEDULES[args.lr_scheduler]
+    schedule = find_schedule(args)
     options = {name: getattr(args, name) for name in schedule.options}
     return schedule.rate(peak, epoch, begin, args.epochs, **options)
 
@@ -431,8 +439,8 @@ class LRScheduler:
 
 
 def check_schedule(args: Any) -> None:
-    """Raise UserError if the schedule lacks an option or epochs, or grows beyond the largest `--lr`."""
-    name, schedule = f"--lr-scheduler {args.lr_scheduler}", SCHEDULES[args.lr_scheduler]
+    """Raise UserError if the schedule lacks an option or epochs, or leaves the bounds of `--lr`."""
+    name, schedule = f"--lr-scheduler {args.lr_scheduler}", find_schedule(args)
     for option in schedule.options:
         if getattr(args, option) is None:
             raise UserError(f"{name} needs {BY_NAME[option].flag}: {BY_NAME[option].help}")
@@ -443,6 +451,11 @@ def check_schedule(args: Any) -> None:
             f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves {room} of --epochs {args.epochs}, and {name} needs "
             f"{needed}; give fewer, or more --epochs"
         )
+    if split_custom(args.lr_scheduler):
+        with in_one_line(name):
+            factors = [float(lr_at(args, epoch, 1.0)) for epoch in range(args.epochs)]
+        if bad := [epoch for epoch, factor in enumerate(factors) if not 0 <= factor <= BY_NAME["lr"].at_most]:
+            raise UserError(f"{name}: its factor in epoch {bad[0]} is {factors[bad[0]]}; expected 0 or more")
     try:
         rates = [lr_at(args, epoch, args.lr) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
     except OverflowError:

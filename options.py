@@ -54,6 +54,7 @@ def read_table(module: str, table: str) -> dict[str, dict[str, Any]]:
 SCHEDULES = read_table("optim", "SCHEDULES")
 OPTIMIZERS = read_table("optim", "OPTIMIZERS")
 CURVES = read_table("metrics", "curves")
+MORE_METRICS = [name for name in CURVES if name not in ("loss", "acc1", "acc5")]  # computed where --metrics names them
 POLICIES = read_table("presets", "POLICIES")
 
 
@@ -216,8 +217,9 @@ OPTIONS = {
     ],
     "data": [
         Option("--data-path", metavar="DIR", resume=FREE, not_with="synthetic",
-               help="folder that holds train/ and val/ with one folder for each class, or train.tar and val.tar, or "
-                    "both in parts: train-000000.tar, train-000001.tar ..."),
+               help="folder that holds train/ and val/ with one folder for each class, or train.csv and val.csv, or "
+                    "train.tar and val.tar, or both in parts: train-000000.tar, train-000001.tar ...; or "
+                    "FILE.py:FUNCTION"),
         Option("--minival", metavar="FRACTION", type=float, resume="a position counts steps of the images that train",
                above=0, at_most=0.5, not_with="synthetic",
                help="hold out this fraction of the training images of each class, always the same ones, and evaluate "
@@ -260,8 +262,8 @@ OPTIONS = {
         Option("--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1, not_with="synthetic",
                help="probability that a training image is mirrored"),
         Option("--auto-augment", metavar="POLICY", not_with="synthetic",
-               help=f"augmentation policy: {', '.join(POLICIES)}, or timm/SPECIFICATION such as "
-                    "timm/rand-m7-mstd0.5-inc1 (default: none)"),
+               help=f"augmentation policy: {', '.join(POLICIES)}, timm/SPECIFICATION such as "
+                    "timm/rand-m7-mstd0.5-inc1, or FILE.py:FUNCTION (default: none)"),
         Option("--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30,
                needs=_which_take("ra_magnitude", "auto_augment", POLICIES),
                help="strength of the changes that --auto-augment ra makes, from 0 to 30"),
@@ -385,9 +387,9 @@ OPTIONS = {
                help="evaluate after every N epochs, and after the last one; 0 = after the last one only"),
         Option("--start-epoch", default=0, at_least=0, resume=SILENT, recipe=NEVER,
                help="begin at this epoch without a checkpoint"),
-        Option("--lr-scheduler", default="steplr", type=str.lower, choices=list(SCHEDULES),
-               help="learning rate schedule after the warm-up; linearlr falls to --lr-min at the end, wsd stays at "
-                    "--lr until --lr-cooldown-epochs before it"),
+        Option("--lr-scheduler", metavar="NAME", default="steplr", type=lower,
+               help=f"learning rate schedule after the warm-up: {', '.join(SCHEDULES)}, or FILE.py:FUNCTION; linearlr "
+                    "falls to --lr-min at the end, wsd stays at --lr until --lr-cooldown-epochs before it"),
         Option("--lr-warmup-epochs", default=0, at_least=0,
                help="let the learning rate warm up during the first N epochs"),
         Option("--lr-warmup-method", default="constant", type=str.lower, choices=["constant", "linear"],
@@ -450,9 +452,10 @@ OPTIONS = {
         Option("--checkpoint-minutes", metavar="MIN", default=10.0, at_least=0, at_most=1e9, resume=FREE,
                help="save a checkpoint when the last one is this many minutes old; 0 = never"),
         Option("--keep-last", default=3, at_least=2, resume=FREE, help="numbered checkpoints to keep"),
-        Option("--best-metric", default="acc1", choices=sorted(CURVES), resume=FREE,
-               help="validation metric that chooses best.pth, and best_ema.pth for the average of --model-ema; of "
-                    "equal values the one with the lower loss, then the earlier epoch"),
+        Option("--best-metric", metavar="NAME", default="acc1", resume=FREE,
+               help="validation metric that chooses best.pth, and best_ema.pth for the average of --model-ema: acc1, "
+                    "acc5, loss, or one of --metrics; of equal values the one with the lower loss, then the earlier "
+                    "epoch"),
         Option("--save-per-node", default=False, resume=FREE,
                help="for nodes without a shared disk: copy each checkpoint to the output folder of every node; "
                     "--resume auto takes the newest of all"),
@@ -460,6 +463,9 @@ OPTIONS = {
                help="evaluate the model of --weights or --resume, and exit"),
     ],
     "monitoring": [
+        Option("--metrics", metavar="NAME", nargs="+", resume=FREE,
+               help=f"more metrics in records, curves and the Test: line: {', '.join(MORE_METRICS)}, or "
+                    "FILE.py:FUNCTION"),
         Option("--print-freq", default=10, at_least=1, resume=FREE, help="print a log line every N steps"),
         Option("--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
                recipe=NEVER,

@@ -20,8 +20,10 @@ from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.functional import pil_to_tensor
 
 from config import IMAGENET_MEAN, IMAGENET_STD
-from errors import UserError, require_timm
+from custom.code import load_function
+from errors import UserError, in_one_line, one_line, require_timm
 from loading.decode import ImageFile, check_num_pixels, decode_plainly
+from options import split_custom
 from randomness import Draws, TorchDraws, unit
 
 # torch resizes uint8 with antialiasing only in these modes; Pillow resizes in the others.
@@ -149,7 +151,8 @@ class ClassificationPresetTrain(_Preset):
 
     Args:
         crop_scale: smallest share of the image's area that a crop shows.
-        auto_augment_policy: ra, ta_wide, augmix, a value of torchvision's `AutoAugmentPolicy`, or timm/SPECIFICATION.
+        auto_augment_policy: ra, ta_wide, augmix, a value of torchvision's `AutoAugmentPolicy`, timm/SPECIFICATION, or a
+            function of an image.
         random_erase_fill: zero, or pixel for normal noise.
         color_jitter: brightness, contrast and saturation change by factors from 1 minus this to 1 plus this.
         backend: pil (resize by Pillow), tensor (by torchvision, antialiased), or None: the fast way of `load`, whose
@@ -257,9 +260,11 @@ POLICIES: dict[str, Policy] = {
 
 
 def _build_policy(
-    name: str, crop_size: int, interpolation: InterpolationMode, mean: tuple[float, ...], options: dict[str, Any]
+    name: Any, crop_size: int, interpolation: InterpolationMode, mean: tuple[float, ...], options: dict[str, Any]
 ) -> Callable[[Image.Image], Image.Image]:
-    """Return the augmentation policy with this name."""
+    """Return the augmentation policy with this name, or the function itself."""
+    if callable(name):
+        return OwnPolicy(name)
     if name.startswith("timm/"):
         return TimmPolicy(name, crop_size, interpolation, mean)
     name = getattr(name, "value", name)  # torchvision's own enumeration
@@ -311,6 +316,27 @@ class TimmPolicy:
         """Augment one image; seeds numpy's generator, from which timm draws as well, from torch's."""
         numpy.random.seed(int(torch.randint(1 << 32, ())))
         return self.policy(image)
+
+
+class OwnPolicy:
+    """A function of the user's own from one PIL image to another; numpy's generator is seeded before each call."""
+
+    def __init__(self, function: Callable[[Image.Image], Image.Image]) -> None:
+        self.function = function
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        """Augment one image.
+
+        Raises:
+            UserError: the function returns something else.
+        """
+        numpy.random.seed(int(torch.randint(1 << 32, ())))
+        result = self.function(image)
+        if not isinstance(result, Image.Image) or (result.size, result.mode) != (image.size, image.mode):
+            found = f"one in {result.mode}, of {result.size}" if isinstance(result, Image.Image) else f"{result!r}"
+            wanted = f"a PIL image in mode {image.mode}, of {image.size}"
+            raise UserError(one_line(f"the augmentation returned {found}, expected {wanted}"))
+        return result
 
 
 class ClassificationPresetEval(_Preset):
@@ -390,11 +416,16 @@ def build_presets(args: Any) -> tuple[ClassificationPresetTrain | ProgressivePre
         "mean": args.mean, "std": args.std, "interpolation": InterpolationMode(args.interpolation),
         "backend": args.backend,
     }  # fmt: skip
+    policy = args.auto_augment
+    if policy is not None and split_custom(policy):
+        with in_one_line(f"--auto-augment {policy}"):
+            policy = load_function("auto_augment", args)()
+            OwnPolicy(policy)(Image.new("RGB", (args.train_crop_size, args.train_crop_size)))
     build_train = partial(
         ClassificationPresetTrain,
         hflip_prob=args.hflip_prob,
         crop_scale=args.crop_scale,
-        auto_augment_policy=args.auto_augment,
+        auto_augment_policy=policy,
         ra_magnitude=args.ra_magnitude,
         augmix_severity=args.augmix_severity,
         random_erase_prob=args.random_erase,

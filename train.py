@@ -28,7 +28,7 @@ from distributed.decision import StepDecisions
 from distributed.launch import read_launch
 from distributed.signals import follow_agent, take_signals
 from errors import PreemptedError, UserError, end_by, end_process
-from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_lines
+from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_line
 from monitoring.console import log
 from monitoring.preview import preview
 from options import defaults, get_args_parser
@@ -121,7 +121,9 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     """
     model.eval()
     gradients.broadcast_from_master(list(model.buffers()))
-    tally, metric_logger = Tally(metrics or [Accuracy()]), utils.MetricLogger(delimiter="  ", is_share=True)
+    metrics = metrics or [Accuracy()]
+    tally, metric_logger = Tally(metrics), utils.MetricLogger(delimiter="  ", is_share=True)
+    observers = [metric.observe for metric in metrics] + [observe] * (observe is not None)
     header = f"Test: {log_suffix}".rstrip()
     batches = metric_logger.log_every(data_loader, print_freq, header)
     with torch.inference_mode():
@@ -129,13 +131,15 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             output = model(image)
             tally.update(criterion(output, target), output, target, index)
-            if observe is not None:
-                observe(output, target, index)
+            for each in observers:
+                each(output, target, index)
             if metric_logger.is_line_due:
                 metric_logger.show(*tally.read_local())
     tally.synchronize_between_processes()
     values, n = tally.take()
-    for line in [*result_lines(values, n), *miscounted(n, data_loader)]:
+    for metric in metrics:
+        values |= metric.gather()
+    for line in [result_line(values, n), *miscounted(n, data_loader)]:
         print(f"{header} {line}")
     return {**values, "n": n}
 
@@ -245,7 +249,7 @@ def main(args):
     model_without_ddp = models.place_model(models.build_model(args, num_classes, weights), args, device)
     model_ema = models.build_ema(args, model_without_ddp)
     criterion = distil(build_criterion(args), args, model_without_ddp, datasets[1])
-    metrics = build_metrics(num_classes)
+    metrics = build_metrics(args, num_classes)
     if args.test_only:
         model_ema = models.load_evaluated(args, model_without_ddp, state)
         optim.check_finite(model_without_ddp, model_ema)

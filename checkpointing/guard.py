@@ -226,7 +226,8 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
         known = theirs.get(name, "unknown")
         if name == "device" and known is not None and value is not None:
             known, value = (str(device).split(":")[0] for device in (known, value))
-        is_same = is_same_model(known, value) if name in OWN and None not in (known, value) else known == value
+        is_named = name in OWN and isinstance(known, str) and isinstance(value, str)
+        is_same = is_same_model(known, value) if is_named else known == value
         if not is_same:
             differing[name] = (known, value)
     batches = theirs["reference_global_batch"], args.reference_global_batch
@@ -238,7 +239,7 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
 def _is_free(name: str, args: Any) -> bool:
     """Tell whether an option may change without permission; one without a rule may not."""
     if name == "epochs":  # a schedule spreads its rates over all epochs; the decay of an average follows from them
-        return not SCHEDULES[args.lr_scheduler].get("uses_epochs") and not args.model_ema
+        return not SCHEDULES.get(args.lr_scheduler, {"uses_epochs": True}).get("uses_epochs") and not args.model_ema
     if name == "world_size":
         # BatchNorm sees the images of all processes; kernels are compiled for this number of processes.
         return not args.sync_bn and not (args.compile is not None and args.use_deterministic_algorithms)

@@ -18,18 +18,19 @@ from files import open_to_read
 from options import BY_NAME, WHY_TYPED, split_custom
 
 # Options that take FILE.py:FUNCTION.
-OWN = ("model", "opt", "criterion")
+OWN = ("model", "opt", "criterion", "auto_augment", "lr_scheduler", "metrics", "data_path")
 
 
-def own_code(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options, among all by name, that name code of the user's own, with its FILE.py:FUNCTION."""
-    return {name: str(values[name]) for name in OWN if split_custom(str(values.get(name)))}
+def own_code(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the options, among all by name, that name code of the user's own, each with a FILE.py:FUNCTION."""
+    given = [(name, values[name] if isinstance(values[name], list) else [values[name]]) for name in OWN]
+    return [(name, str(text)) for name, texts in given for text in texts if split_custom(str(text))]
 
 
-def hash_code(own: Mapping[str, str]) -> str:
+def hash_code(own: Sequence[tuple[str, str]]) -> str:
     """Return each option with a hash of its file, without the modules that it imports; none of a missing file."""
     hashes = []
-    for name, value in own.items():
+    for name, value in own:
         with suppress(OSError), open_to_read(split_custom(value)[0]) as file:
             hashes.append(f"{name} {hashlib.sha256(file.read()).hexdigest()[:16]}")
     return ", ".join(hashes)
@@ -37,18 +38,20 @@ def hash_code(own: Mapping[str, str]) -> str:
 
 def check_code(args: Any) -> None:
     """Load what trains by code of the user's own, beside the model; raises as `load_function`."""
-    for name in own_code(vars(args)):
+    for name, value in own_code(vars(args)):
         if name != "model":
-            load_function(name, args)
+            load_function(name, args, value)
 
 
-def load_function(option: str, args: Any) -> Callable[..., Any]:
+def load_function(option: str, args: Any, value: str | None = None) -> Callable[..., Any]:
     """Run the file that an option names, if the command line itself gives it, and return the function.
+
+    `value` is its FILE.py:FUNCTION, by default the option's whole value.
 
     Raises:
         UserError: only a recipe or a checkpoint names the file, it cannot be run, or it has no such function.
     """
-    value, flag = getattr(args, option), BY_NAME[option].flag
+    value, flag = value or getattr(args, option), BY_NAME[option].flag
     if value not in getattr(args, "trusted", ()):
         raise UserError(f"a recipe or a checkpoint names {value}, {WHY_TYPED.replace('--model', flag)}")
     path, name = split_custom(value)

@@ -116,8 +116,8 @@ def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
     words += ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
     words += ["--minival", str(args.minival)] if args.minival and args.synthetic is None else []
     words += ["--device", str(args.device)] if "device" in args.given else []
-    own = own_code(vars(args))  # a FILE.py is run only if it is named
-    words += [word for name in ("model", "criterion") if name in own for word in (BY_NAME[name].flag, own[name])]
+    for name, text in own_code(vars(args)):  # a FILE.py is run only if it is named
+        words += [BY_NAME[name].flag, text] if name in ("model", "criterion", "metrics") else []
     return [
         f"curves    tensorboard --logdir {shlex.quote(str(folder))}",
         f"evaluate  python {shlex.join([sys.argv[0], *words])}",

@@ -25,7 +25,7 @@ def run_of(args, folder, model, optimizer, sampler, device, kind=Run):
     images = data.SyntheticImages(sampler.num_images, 8)
     run = kind(
         args, None, CheckpointManager(folder), StepDecisions(Signals()),
-        sampler=sampler, datasets=(images, images), model=model, metrics=build_metrics(len(images.classes)),
+        sampler=sampler, datasets=(images, images), model=model, metrics=build_metrics(args, len(images.classes)),
         parts={"model": model, "optimizer": optimizer},
     )  # fmt: skip
     run.monitor = Monitor(None, run.state)

@@ -8,6 +8,8 @@ import torch
 import config
 from checkpointing.archive import load_checkpoint
 from custom import code
+from options import BY_NAME
+from tests.endings import read_metrics
 from tests.ranks import REPOSITORY
 from tests.started import refused, run_train
 from tests.test_resume import check_same_weights
@@ -35,6 +37,25 @@ def no_optimizer(parameters, lr, weight_decay):
 
 def needs_more(parameters, lr, weight_decay, rho):
     return None
+
+def mirrored():
+    return lambda image: image.transpose(0) if torch.rand(1) < 0.5 else image
+
+def smaller():
+    return lambda image: image.resize((3, 3))
+
+def line(epoch, epochs):
+    return 1 - epoch / epochs
+
+def below_zero(epoch, epochs):
+    return -1.0
+
+def nothing_at_all(*_):
+    return None
+
+def with_numpy():
+    import numpy
+    return lambda image: image.rotate(numpy.random.randint(4) * 90)
 """
 
 
@@ -52,16 +73,23 @@ def go_on(started, tmp_path, out, *argv):
 
 def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), flags=re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 7
     mine = tmp_path / "mine.py"
     mine.write_text("\n".join(blocks))
-    own = ["--model", f"{mine}:net", "--opt", f"{mine}:signs", "--criterion", f"{mine}:focal", "--lr", "0.01"]
+    names = {"model": "net", "opt": "signs", "criterion": "focal", "auto_augment": "quarters",
+             "lr_scheduler": "sawtooth", "metrics": "surest", "data_path": "stripes"}  # fmt: skip
+    own = [word for name, function in names.items() for word in (BY_NAME[name].flag, f"{mine}:{function}")]
+    own += ["--lr", "0.01", "--best-metric", "surest", "--epochs", "3"]
     started.go_on(tmp_path, tmp_path / "whole", *own).check()
     kill = [(0, "torch.optim.Optimizer.zero_grad", 5, "before")]
     assert started.go_on(tmp_path, tmp_path / "killed", *own, faults=kill).codes != [0]
     started.go_on(tmp_path, tmp_path / "killed", *own, "--resume", "auto").check()
     found, _ = check_same_weights(tmp_path / "killed", tmp_path / "whole", "model", "optimizer")
-    assert re.fullmatch("model [0-9a-f]{16}, opt [0-9a-f]{16}, criterion [0-9a-f]{16}", found["args"]["code"])
+    assert re.fullmatch(", ".join(f"{name} [0-9a-f]{{16}}" for name in names), found["args"]["code"])
+    assert found["best"]["metric"] == "val/surest"
+    records = [read_metrics(tmp_path / out / "metrics.jsonl") for out in ("whole", "killed")]
+    assert records[0] == records[1]
+    assert [r["lr"] for r in records[0] if r["kind"] == "train"] == pytest.approx([0.01, 0.009, 0.008])
     assert found["args"]["code"] in (tmp_path / "killed" / "recipe.toml").read_text()
 
 
@@ -88,6 +116,25 @@ def test_an_own_optimizer_has_the_bits_of_torchs(started, mine, tmp_path):
     check_same_weights(tmp_path / "ours", started.out, "model", "optimizer")
 
 
+def test_an_own_augmentation_and_schedule_have_the_bits_of_the_librarys(started, mine, tmp_path):
+    theirs = ["--lr-scheduler", "linearlr", "--epochs", 3, "--hflip-prob", "1"]
+    started.go_on(tmp_path, tmp_path / "theirs", *theirs).check()
+    ours = ["--lr-scheduler", f"{mine}:line", "--epochs", 3, "--hflip-prob", "1"]
+    started.go_on(tmp_path, tmp_path / "ours", *ours).check()
+    check_same_weights(tmp_path / "ours", tmp_path / "theirs", "model")
+
+
+@pytest.mark.parametrize("function", ["mirrored", "with_numpy"])
+def test_an_own_augmentation_draws_the_same_with_any_number_of_workers(started, mine, tmp_path, function):
+    own = ["--auto-augment", f"{mine}:{function}", "--epochs", 1]
+    started.go_on(tmp_path, tmp_path / "none", *own).check()
+    started.go_on(tmp_path, tmp_path / "two", *own, "--workers", 2).check()
+    check_same_weights(tmp_path / "two", tmp_path / "none", "model")
+    started.go_on(tmp_path, tmp_path / "plain", "--epochs", 1).check()
+    first, other = (load_checkpoint(tmp_path / out / "checkpoint.pth", "it")["model"] for out in ("none", "plain"))
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
 def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(started, mine, tmp_path):
     own, out = ["--criterion", f"{mine}:smooth"], tmp_path / "out"
     started.go_on(tmp_path, out, *own, "--epochs", 1).check()
@@ -107,6 +154,14 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--opt {}:needs_more", "missing 1 required positional argument: 'rho'"),
     ("--opt {}x.py:sgd", "there is no such file"), ("--criterion focal", "expected FILE.py:FUNCTION"),
     ("--criterion {}:smooth --bce-loss", "--criterion and --bce-loss are both losses"),
+    ("--auto-augment {}:smaller", "the augmentation returned one in RGB, of (3, 3), expected a PIL image in mode RGB"),
+    ("--auto-augment {}:nothing_at_all", "'NoneType' object is not callable"),
+    ("--lr-scheduler {}:below_zero", "its factor in epoch 0 is -1.0; expected 0 or more"),
+    ("--lr-scheduler {}:nothing_at_all", "unsupported operand"),
+    ("--lr-scheduler cosin", "is no schedule"), ("--metrics f2", "--metrics f2 is no metric"),
+    ("--metrics {}:nothing_at_all", "returned None; expected a metrics.Metric"),
+    ("--best-metric f1", "--best-metric f1 is not among --metrics; there are loss, acc1, acc5"),
+    ("--data-path {}:nothing_at_all", "returned None of val; expected a Source of images"),
     ("--opt {}:sgd --opt-eps 1", "has no such option"),
 ])  # fmt: skip
 def test_own_code_that_cannot_be_used_is_one_line(started, mine, tmp_path, own, words):

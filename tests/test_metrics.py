@@ -109,7 +109,7 @@ def test_a_plain_loader_tells_no_numbers():
 def measured_rank(argv):
     """Train as `train_rank` does, after adding two metrics to the one list."""
     original = metrics.build_metrics
-    train.build_metrics = lambda num_classes: [*original(num_classes), ClassAccuracy(num_classes), EvenImages()]
+    train.build_metrics = lambda args, n: [*original(args, n), ClassAccuracy(n), EvenImages()]
     train_rank(argv)
 
 
@@ -136,10 +136,8 @@ def test_what_is_measured_reaches_console_records_and_curves_by_its_name(image_f
             # 3, 2 and 2 images of the classes, so that their accuracies and Acc@1 must agree.
             hits = [accuracy * count / 100 for accuracy, count in zip(record["by_class"], (3, 2, 2), strict=True)]
             assert record["acc1"] == pytest.approx(100 * sum(hits) / 7)
-            place = lines.index(
-                f"Test: Acc@1 {record['acc1']:.3f} Acc@5 {record['acc5']:.3f} loss {record['loss']:.3f} n=7"
-            )
-            assert lines[place + 1] == f"Test: worst_class {record['worst_class']:.3f} even {record['even']:.3f}"
+            shown = [f"{name} {record[name]:.3f}" for name in ("acc1", "acc5", "loss", "worst_class", "even")]
+            assert "Test: " + " ".join([*shown, "n=7"]).replace("acc", "Acc@") in lines
         steps = [line for line in lines if re.match(r"Epoch: \[\d\]  \[", line)]
         assert len(steps) == 4
         assert all(
