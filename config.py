@@ -82,6 +82,10 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.criterion and not split_custom(args.criterion),
      "--criterion {criterion}: expected FILE.py:FUNCTION; --bce-loss and the cross-entropy have options of their own"),
     (lambda args: args.criterion and args.bce_loss, "--criterion and --bce-loss are both losses; give one of them"),
+    (lambda args: args.criterion and args.class_weights,
+     "--criterion {criterion} has no --class-weights; weigh the classes in it, or leave one of the two out"),
+    (lambda args: args.balanced_sampler and args.ra_sampler,
+     "--balanced-sampler and --ra-sampler are both orders of the images; give one of them"),
     (lambda args: args.use_deterministic_algorithms and (args.compile or "").startswith("max-autotune"),
      "--compile {compile} chooses kernels by measuring their speed, which --use-deterministic-algorithms "
      "excludes; use --compile default"),
@@ -303,6 +307,7 @@ def resolve(
     names = sorted(name for name in values.keys() & preset if is_sparse or values[name] != preset[name])
     typed, values = names if typed is None else typed, preset | values
     own = own_code(values)
+    weights = [("class_weights", values["class_weights"])] * (values["class_weights"] not in (None, "balanced"))
     values |= {
         "given": names,
         "reference_global_batch": reference_global_batch,
@@ -312,7 +317,7 @@ def resolve(
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
         # Code runs only from a file that the command line names: see `custom.code.load_function`.
         "trusted": [text for name, text in own if name in typed],
-        "code": hash_code(own),
+        "code": hash_code([*own, *weights]),
     }
     args = Record(**values)
     if args.list_recipes is None:

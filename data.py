@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from PIL import Image
 from torch import Tensor
@@ -27,7 +28,7 @@ from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
 from loading.lists import check_apart
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
-from loading.source import Source, Subset, minival_numbers, without
+from loading.source import Source, Subset, labels_of, minival_numbers, without
 from options import split_custom
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
@@ -328,7 +329,19 @@ def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dat
             f"{len(dataset)} training and {len(dataset_test)} validation images of "
             f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
+        warn_of_uneven(dataset, args)
     return args, sets, start_loaders(sets, args)
+
+
+def warn_of_uneven(dataset: IndexedImageFolder, args: Any) -> None:
+    """Print a line if a class has at most a tenth as many images as most classes, and no option is about that."""
+    counts = numpy.bincount(labels_of(dataset.index), minlength=1)
+    smallest, median = int(counts.argmin()), int(numpy.median(counts))
+    if 10 * counts[smallest] <= median and not (args.balanced_sampler or args.class_weights):
+        print(
+            f"the classes are uneven: {dataset.classes[smallest]} has {counted(int(counts[smallest]), 'image')}, the "
+            f"median class {median:,}; see --balanced-sampler, --class-weights and --metrics balanced_acc"
+        )
 
 
 def build_samplers(
@@ -341,7 +354,8 @@ def build_samplers(
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     shards.check(needs_same_bits=False)
     repetitions = args.ra_reps if args.ra_sampler else 1
-    train_sampler = TrainSampler(len(dataset), shards, args.seed, repetitions)
+    labels = torch.from_numpy(labels_of(dataset.index)) if args.balanced_sampler else None
+    train_sampler = TrainSampler(len(dataset), shards, args.seed, repetitions, labels)
     print(
         f"global batch {args.global_batch_size} = {counted(shards.num_shards, 'micro-batch')} x "
         f"{counted(shards.batch_size, 'image')}, {shards.num_local} a process; "

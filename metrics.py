@@ -1,6 +1,7 @@
 """Losses, distillation from a teacher, and the metrics that training lines and evaluations show."""
 
 import itertools
+import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,9 @@ from checkpointing.published import complete_options, fetch_by_name, settle_prep
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from custom.code import load_function
 from distributed.collectives import all_gather, interleave
-from errors import UserError, find_timm_config, in_one_line, one_line
+from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, one_line
+from loading.lists import read_table
+from loading.source import labels_of
 from options import BY_NAME, CURVES, WHY_TYPED, is_same_model, split_custom
 from transforms import one_hot
 
@@ -30,11 +33,14 @@ class BinaryCrossEntropy(nn.Module):
     Args:
         label_smoothing: the share of the target that is spread over all classes.
         target_threshold: targets above it become 1, others 0; None leaves targets as they are.
+        weight: (num_classes,) factors of the terms of positive targets in training, torch's `pos_weight`, or None.
     """
 
-    def __init__(self, label_smoothing: float = 0.0, target_threshold: float | None = None) -> None:
+    def __init__(
+        self, label_smoothing: float = 0.0, target_threshold: float | None = None, weight: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.label_smoothing, self.target_threshold = label_smoothing, target_threshold
+        self.label_smoothing, self.target_threshold, self.weight = label_smoothing, target_threshold, weight
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean over images and classes, a 0-d tensor.
@@ -51,7 +57,65 @@ class BinaryCrossEntropy(nn.Module):
         target = target.to(output.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
         if self.target_threshold is not None:
             target = target.gt(self.target_threshold).to(output.dtype)
-        return F.binary_cross_entropy_with_logits(output, target)
+        return F.binary_cross_entropy_with_logits(output, target, pos_weight=_in_training(self.weight))
+
+
+class WeightedCrossEntropy(nn.Module):
+    """Cross-entropy whose terms are weighted by their classes, in training; a plain one in evaluation.
+
+    It is the mean over images, as torch's for targets that are probabilities, whose sum over a set does not depend on
+    how the set is cut into batches; torch's for class indices divides by the sum of a batch's weights.
+
+    Args:
+        label_smoothing: the share of the target that is spread over all classes.
+        weight: (num_classes,) the classes' weights.
+    """
+
+    def __init__(self, label_smoothing: float, weight: Tensor) -> None:
+        super().__init__()
+        self.label_smoothing, self.weight = label_smoothing, weight
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over images of (B, num_classes) scores and (B,) classes or (B, num_classes) soft targets."""
+        if target.ndim == 1 and torch.is_grad_enabled():
+            output = output.to(torch.promote_types(output.dtype, torch.float32))
+            target = one_hot(target, output.size(1)).to(output.dtype)
+        return F.cross_entropy(output, target, _in_training(self.weight), label_smoothing=self.label_smoothing)
+
+
+def _in_training(weight: Tensor | None) -> Tensor | None:
+    """Return weights of classes, or None in an evaluation, whose loss is comparable with that of other runs."""
+    return weight if torch.is_grad_enabled() else None
+
+
+def class_weights(args: Any, dataset: Dataset) -> Tensor:
+    """Return (num_classes,) float32 on the device: the weights of `--class-weights` for a training set.
+
+    Balanced ones are images / (classes x images of the class), as scikit-learn's; with `--bce-loss` negatives /
+    positives, as torch's page on `BCEWithLogitsLoss` has it.
+
+    Raises:
+        UserError: the file cannot be read, or does not give one weight above 0 to each class.
+    """
+    if args.class_weights == "balanced":
+        counts = numpy.bincount(labels_of(dataset.index), minlength=len(dataset.classes))
+        others = len(dataset) - counts if args.bce_loss else len(dataset) / len(counts)
+        return torch.tensor(others / counts, dtype=torch.float32, device=args.device)
+    flag, found = f"--class-weights {args.class_weights}", {}
+    with in_one_line("--class-weights"):
+        rows = list(read_table(Path(args.class_weights), ("class", "weight")))
+    for line, row in rows:
+        with in_one_line(f"{flag}, line {line}"):
+            name, weight = str(row["class"]), float(row["weight"])
+            if name not in dataset.classes or name in found:
+                reason = "listed twice" if name in found else f"no class{did_you_mean(name, dataset.classes)}"
+                raise UserError(f"{name} is {reason}")
+            if not 0 < weight < math.inf:
+                raise UserError(f"the weight is {weight:g}; expected a number above 0")
+            found[name] = weight
+    if missing := [name for name in dataset.classes if name not in found]:
+        raise UserError(f"{flag} lacks {counted(len(missing), 'class')}, such as {missing[0]}; give each a weight")
+    return torch.tensor([found[name] for name in dataset.classes], dtype=torch.float32, device=args.device)
 
 
 class AuxiliaryLoss(nn.Module):
@@ -128,15 +192,22 @@ class Distillation(nn.Module):
         return (1 - self.alpha) * self.criterion(output, target) + self.alpha * loss
 
 
-def build_criterion(args: Any) -> nn.Module:
-    """Return the loss that the options ask for; UserError if that of `--criterion` is none."""
+def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
+    """Return the loss that the options ask for; `train` is the training set, whose classes `--class-weights` weighs.
+
+    Raises:
+        UserError: that of `--criterion` is none, or the weights cannot be used.
+    """
+    weight = class_weights(args, train) if args.class_weights and train is not None else None
     if args.criterion is not None:
         criterion = load_function("criterion", args)()
         if not callable(criterion):
             raise UserError(f"--criterion {args.criterion} returned a {type(criterion).__name__}, expected a loss")
         criterion = criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
     elif args.bce_loss:
-        criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh)
+        criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh, weight)
+    elif weight is not None:
+        criterion = WeightedCrossEntropy(args.label_smoothing, weight)
     else:
         criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     weight = models.AUXILIARY_WEIGHTS.get(args.model)

@@ -286,6 +286,9 @@ OPTIONS = {
                help="draw mixup or cutmix and its share once for a batch (batch) or for each image (elem, as in timm)"),
         Option("--ra-sampler", default=False,
                help="repeated augmentation: train on each image --ra-reps times in a step, in different micro-batches"),
+        Option("--balanced-sampler", default=False,
+               help="show every class as often: an epoch has as many images as the set, those of small classes several "
+                    "times, each time with other random crops, and only some of large classes"),
         Option("--ra-reps", default=3, at_least=1, needs="ra_sampler",
                help="number of times that --ra-sampler repeats an image"),
     ],
@@ -366,6 +369,9 @@ OPTIONS = {
         Option("--bce-target-thresh", metavar="T", type=float, at_least=0, below=1, is_of_checkpoint=True,
                needs="bce_loss", is_strict=True,
                help="with --bce-loss: a mixed target above this counts as 1, any other as 0"),
+        Option("--class-weights", metavar="balanced|FILE",
+               help="weights of the classes in the training loss: balanced, inverse to their numbers of images, 1 on "
+                    "average over these; or a .csv, .tsv or .jsonl file with the columns class and weight"),
         Option("--criterion", metavar="FILE.py:FUNCTION",
                help="loss of your own: a function that returns it, from (output, target) to the mean of a batch"),
         Option("--teacher", metavar="NAME|FILE",

@@ -96,6 +96,7 @@ class TrainSampler(Sampler):
             a multiple of 256 images, which leaves nothing of a small set; that is the only difference. With fewer
             micro-batches than repetitions, some repetitions of an image share one. They are not neighbours there, as
             mixing pairs neighbours, and the last image with the first, unless one image fills more than half of it.
+        labels: (N,) the images' classes, to show each class as often; None for each image once. See `balanced_order`.
 
     Raises:
         UserError: the set is smaller than one global batch.
@@ -103,14 +104,21 @@ class TrainSampler(Sampler):
 
     advances_itself = False  # a pass without a `set_epoch` before it is the next epoch, and not the same one again
 
-    def __init__(self, num_images: int, shards: VirtualShards, seed: int = 0, repetitions: int = 1) -> None:
+    def __init__(
+        self,
+        num_images: int,
+        shards: VirtualShards,
+        seed: int = 0,
+        repetitions: int = 1,
+        labels: torch.Tensor | None = None,
+    ) -> None:
         if num_images < shards.global_batch_size:
             raise UserError(
                 f"the training set has {num_images} images, fewer than one global batch of {shards.global_batch_size}; "
                 "choose a smaller --batch-size or --global-batch-size"
             )
         self.num_images, self.shards, self.seed, self.repetitions = num_images, shards, seed, repetitions
-        self.batch_size = shards.batch_size
+        self.batch_size, self.labels = shards.batch_size, labels
         self.steps_per_epoch = num_images // shards.global_batch_size
         self.set_epoch(0)
 
@@ -122,6 +130,8 @@ class TrainSampler(Sampler):
         """Return (N,) int64: the images in this epoch's order."""
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
+        if self.labels is not None:
+            return balanced_order(self.labels, generator)
         return torch.randperm(self.num_images, generator=generator)
 
     def addresses(self) -> Iterator[tuple[int, int]]:
@@ -131,11 +141,11 @@ class TrainSampler(Sampler):
             for shard in self.shards.local:
                 yield first + step, shard
 
-    def _keys(self, order: torch.Tensor, step: int, shard: int) -> list[SampleKey]:
+    def _keys(self, order: torch.Tensor, step: int, shard: int, earlier: torch.Tensor | None = None) -> list[SampleKey]:
         first = step * self.shards.global_batch_size
         places = torch.arange(first + shard, first + self.shards.global_batch_size, self.shards.num_shards)
         images = order[places // self.repetitions].tolist()
-        repetitions = (places % self.repetitions).tolist()
+        repetitions = (places % self.repetitions if earlier is None else earlier[places]).tolist()
         keys = [SampleKey(index, self.epoch, number) for index, number in zip(images, repetitions, strict=True)]
         return keys if self.shards.num_shards >= self.repetitions else _apart(keys)
 
@@ -149,12 +159,44 @@ class TrainSampler(Sampler):
             self.set_epoch(self.epoch + 1)
         self._is_chosen = False
         order = self.epoch_order()
+        earlier = None if self.labels is None else count_earlier(order)
         for step in range(self.start_step, self.steps_per_epoch):
             for shard in self.shards.local:
-                yield from self._keys(order, step, shard)
+                yield from self._keys(order, step, shard, earlier)
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.start_step) * self.shards.num_local * self.batch_size
+
+
+def balanced_order(labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return as many images as there are, in an order that shows each class as often, but for one time.
+
+    K classes come in turn, in another random order in every K places. The images of a class follow a random permutation
+    of them, and then another one: in a pass over the set, each image of a small class comes several times, as often as
+    the others of its class but for one time, and of a large class only some come.
+
+    Args:
+        labels: (N,) the images' classes; those without images have no turn.
+        generator: all draws are from it.
+    """
+    by_class = labels.argsort(stable=True).split(labels.bincount()[labels.unique()].tolist())
+    turns = torch.rand(-(-len(labels) // len(by_class)), len(by_class), generator=generator)
+    turns = turns.argsort(dim=1, stable=True).flatten()[: len(labels)]
+    order = torch.empty_like(labels)
+    for images, places in zip(by_class, turns.argsort(stable=True).split(turns.bincount().tolist()), strict=True):
+        passes = range(-(-len(places) // len(images)))
+        shown = [images[torch.randperm(len(images), generator=generator)] for _ in passes]
+        order[places] = torch.cat(shown)[: len(places)]
+    return order
+
+
+def count_earlier(order: torch.Tensor) -> torch.Tensor:
+    """Return for each place of an order how often its image comes earlier: part of the address of its random draws."""
+    by_image = order.argsort(stable=True)
+    images = order[by_image]
+    earlier = torch.empty_like(order)
+    earlier[by_image] = torch.arange(len(order)) - torch.searchsorted(images, images)
+    return earlier
 
 
 def _apart(keys: list[SampleKey]) -> list[SampleKey]:

@@ -248,7 +248,7 @@ def main(args):
     weights = None if state else start_weights(args, datasets[1])
     model_without_ddp = models.place_model(models.build_model(args, num_classes, weights), args, device)
     model_ema = models.build_ema(args, model_without_ddp)
-    criterion = distil(build_criterion(args), args, model_without_ddp, datasets[1])
+    criterion = distil(build_criterion(args, datasets[0]), args, model_without_ddp, datasets[1])
     metrics = build_metrics(args, num_classes)
     if args.test_only:
         model_ema = models.load_evaluated(args, model_without_ddp, state)

@@ -28,10 +28,13 @@ def own_code(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def hash_code(own: Sequence[tuple[str, str]]) -> str:
-    """Return each option with a hash of its file, without the modules that it imports; none of a missing file."""
+    """Return each option with a hash of its file, without the modules that it imports; none of a missing file.
+
+    `own` are pairs of `own_code`, or of an option and a file.
+    """
     hashes = []
     for name, value in own:
-        with suppress(OSError), open_to_read(split_custom(value)[0]) as file:
+        with suppress(OSError), open_to_read((split_custom(value) or (value,))[0]) as file:
             hashes.append(f"{name} {hashlib.sha256(file.read()).hexdigest()[:16]}")
     return ", ".join(hashes)
 

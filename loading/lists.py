@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -183,14 +183,8 @@ def _read_rows(path: Path, split: str) -> Iterator[tuple[int, str, str]]:
     """
     is_of_all = path.stem == "images"
     needed = ("path", "label", *(["split"] if is_of_all and split != "train" else []))
-    for line, row in _read_dicts(path):
+    for line, row in read_table(path, needed, ("split",)):
         where = f"{path}, line {line}"
-        if lacking := [name for name in needed if name not in row]:
-            columns = ", ".join(map(str, row)) or "none"
-            raise UserError(one_line(
-                f"{where}: no column {lacking[0]}; the columns are {columns}, and expected are path, label"
-                f"{' and split' if 'split' in needed else ''}"
-            ))  # fmt: skip
         values = {name: row.get(name, "train") for name in ("path", "label", "split")}
         label = values["label"]
         label = str(label) if isinstance(label, int) and not isinstance(label, bool) else label
@@ -204,10 +198,24 @@ def _read_rows(path: Path, split: str) -> Iterator[tuple[int, str, str]]:
             yield line, values["path"], str(int(label)) if label.isdecimal() else label
 
 
-def _read_dicts(path: Path) -> Iterator[tuple[int, dict]]:
-    """Yield the line and the values by column of each row."""
+def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[int, dict]]:
+    """Yield the line and the values by column of each row of a .csv, .tsv or .jsonl file.
+
+    Raises:
+        UserError: the file cannot be read, or a row lacks a column that is needed.
+    """
+    if path.suffix not in SEPARATORS or not path.is_file():
+        raise UserError(f"{path} is no {', '.join(SEPARATORS)} file that exists; write {', '.join(needed)} into one")
     separator = SEPARATORS[path.suffix]
-    return _read_objects(path) if separator is None else _read_columns(path, separator)
+    read = {*needed, *optional}
+    for line, row in _read_objects(path) if separator is None else _read_columns(path, separator, read):
+        if lacking := [name for name in needed if name not in row]:
+            columns = ", ".join(map(str, row)) or "none"
+            raise UserError(one_line(
+                f"{path}, line {line}: no column {lacking[0]}; the columns are {columns}, and expected are "
+                f"{', '.join(needed)}"
+            ))  # fmt: skip
+        yield line, row
 
 
 def _read_objects(path: Path) -> Iterator[tuple[int, dict]]:
@@ -222,13 +230,13 @@ def _read_objects(path: Path) -> Iterator[tuple[int, dict]]:
             yield number, row
 
 
-def _read_columns(path: Path, separator: str) -> Iterator[tuple[int, dict]]:
+def _read_columns(path: Path, separator: str, read: Collection[str]) -> Iterator[tuple[int, dict]]:
     reader = csv.reader(
         (f"{line}\n" for _, line in _read_lines(path)), delimiter=separator, strict=True, skipinitialspace=True
     )
     try:
         columns = [name.strip().lower() for name in next(reader, [])]
-        if unread := [name for name in columns if name not in ("path", "label", "split")]:
+        if unread := [name for name in columns if name not in read]:
             print(one_line(f"{path}: {counted(len(unread), 'column')} not read: {', '.join(unread)}"))
         for row in filter(None, reader):
             if len(row) != len(columns):

@@ -138,6 +138,10 @@ class Subset(Source):
 
 def labels_of(source: Source) -> numpy.ndarray:
     """Return (images,) int64: the class of each image."""
+    if isinstance(source, Subset):
+        return labels_of(source.whole)[source.numbers]
+    if isinstance(known := getattr(source, "labels", None), numpy.ndarray):
+        return known.astype(numpy.int64)
     return numpy.fromiter(map(source.label, range(len(source))), dtype=numpy.int64, count=len(source))
 
 

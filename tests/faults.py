@@ -61,8 +61,8 @@ def spoil_a_loss(rank: int, number: int) -> None:
 
     build, calls = train.build_criterion, []
 
-    def build_spoiling(args):
-        criterion = build(args)
+    def build_spoiling(*args):
+        criterion = build(*args)
 
         def spoiling(output, target):
             calls.append(1)

@@ -1,0 +1,178 @@
+"""Uneven classes: weights of the loss, the balanced order, and metrics, against scikit-learn, torch and plain loops."""
+
+import itertools
+import re
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import balanced_accuracy_score, f1_score
+from sklearn.utils.class_weight import compute_class_weight
+from torch import nn
+
+import metrics
+from data import IndexedImageFolder
+from loading.source import Source
+from sampler import TrainSampler, VirtualShards
+from tests.endings import read_metrics
+from tests.started import refused, run_train
+from tests.test_resume import check_same_weights
+
+SIZES = [40, 30, 20, 1]
+LABELS = numpy.repeat(range(4), SIZES)
+
+
+class Uneven(Source):
+    form, classes = "uneven", [f"class{number}" for number in range(4)]
+
+    def __len__(self):
+        return len(LABELS)
+
+    def label(self, number):
+        return int(LABELS[number])
+
+    def name(self, number):
+        return f"{self.classes[self.label(number)]}/{number}.png"
+
+
+@pytest.fixture(scope="module")
+def uneven_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uneven")
+    for number, label in itertools.chain(enumerate(LABELS), ((100 + label, label) for label in range(4))):
+        path = folder / ("val" if number >= 100 else "train") / f"class{label}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (60 * int(label), int(number) * 2 % 256, 0)).save(path)
+    return folder
+
+
+def shown(epoch, world_size=1, seed=0):
+    """Return (image, repetition) of an epoch's steps in order, put together from all ranks."""
+    by_shard = {}
+    for rank in range(world_size):
+        sampler = TrainSampler(91, VirtualShards(8, 4, rank, world_size), seed, labels=torch.from_numpy(LABELS))
+        sampler.set_epoch(epoch)
+        keys = [(int(key), key.repetition) for key in sampler]
+        by_shard |= {address: keys[2 * i : 2 * i + 2] for i, address in enumerate(sampler.addresses())}
+    return [key for address in sorted(by_shard) for key in by_shard[address]]
+
+
+def test_a_balanced_epoch_shows_each_class_as_often_and_its_images_evenly():
+    order = TrainSampler(91, VirtualShards(1, 1), labels=torch.from_numpy(LABELS)).epoch_order().tolist()
+    assert sorted(Counter(LABELS[order]).values()) == [22, 23, 23, 23]
+    assert all(len(set(LABELS[order[i : i + 4]])) == 4 for i in range(0, 88, 4))  # in turn
+    for label, size in enumerate(SIZES):
+        times = Counter(image for image in order if LABELS[image] == label)
+        missing = [0] * (size - len(times))
+        assert max(times.values()) - min([*times.values(), *missing]) <= 1
+
+
+def test_a_balanced_epoch_is_the_same_on_all_ranks_and_another_in_each_epoch():
+    assert shown(3) == shown(3, 2) == shown(3, 4)
+    assert shown(3) != shown(4)
+    assert shown(3) != shown(3, seed=1)
+
+
+def test_an_image_that_comes_again_has_other_draws():
+    seen = Counter()
+    whole = TrainSampler(91, VirtualShards(1, 1), labels=torch.from_numpy(LABELS))
+    for key in whole:
+        assert key.repetition == seen[int(key)]
+        seen[int(key)] += 1
+    assert max(seen.values()) >= 22  # the class of one image
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_balanced_weights_are_scikit_learns_in_torchs_loss_of_probabilities(smoothing):
+    args = SimpleNamespace(class_weights="balanced", bce_loss=False, device="cpu", criterion=None, model="resnet18",
+                           label_smoothing=smoothing, bce_target_thresh=None)  # fmt: skip
+    data = IndexedImageFolder("", None, source=Uneven(Path()))
+    expected = compute_class_weight("balanced", classes=numpy.arange(4), y=LABELS)
+    torch.testing.assert_close(metrics.class_weights(args, data).double().numpy(), expected, rtol=1e-6, atol=0)
+    criterion = metrics.build_criterion(args, data)
+    output, target = torch.randn(16, 4, requires_grad=True), torch.arange(16) % 4
+    logs = output.double().log_softmax(1)
+    spread = nn.functional.one_hot(target, 4) * (1 - smoothing) + smoothing / 4
+    by_hand = -(torch.from_numpy(expected) * spread * logs).sum() / 16
+    torch.testing.assert_close(criterion(output, target).double(), by_hand)
+    soft = nn.functional.one_hot(target, 4).float()
+    torch.testing.assert_close(criterion(output, soft), criterion(output, target))
+    with torch.inference_mode():
+        plain = nn.CrossEntropyLoss(label_smoothing=smoothing)
+        assert torch.equal(criterion(output, target), plain(output, target))
+    args.bce_loss = True
+    criterion = metrics.build_criterion(args, data)
+    weight = torch.tensor([(91 - size) / size for size in SIZES])
+    torch.testing.assert_close(
+        criterion(output, soft),
+        nn.BCEWithLogitsLoss(pos_weight=weight)(output, soft * (1 - smoothing) + smoothing / 4),
+    )
+
+
+def test_balanced_accuracy_and_f1_are_scikit_learns():
+    rng = numpy.random.default_rng(0)
+    truth = rng.choice(5, 200, p=[0.6, 0.2, 0.15, 0.05, 0])
+    scores = torch.from_numpy(rng.normal(size=(200, 5)) + 1.5 * (truth[:, None] == numpy.arange(5)))
+    scores[:, 3] -= 9  # never right
+    tally = metrics.Tally([metrics.BalancedAccuracy(5), metrics.F1(5)])
+    for i in range(0, 200, 30):
+        tally.update(torch.tensor(0.0), scores[i : i + 30], torch.from_numpy(truth[i : i + 30]), None)
+    tally.synchronize_between_processes()
+    values, _ = tally.take()
+    predicted = scores.argmax(1).numpy()
+    with pytest.warns(UserWarning, match="y_pred contains classes not in y_true"):
+        assert values["balanced_acc"] == pytest.approx(100 * balanced_accuracy_score(truth, predicted))
+    assert values["never_right"] == 1
+    assert values["f1"] == pytest.approx(100 * f1_score(truth, predicted, average="macro"))
+    assert values["f1_micro"] == pytest.approx(100 * f1_score(truth, predicted, average="micro"))
+
+
+OPTIONS = "--balanced-sampler --class-weights balanced --metrics balanced_acc f1 --best-metric balanced_acc".split()
+
+
+def test_killed_and_resumed_and_on_two_processes_it_has_the_same_bits(started, uneven_folder, tmp_path):
+    argv = [*started.argv, "--data-path", uneven_folder, *OPTIONS, "--global-batch-size", 16, "--epochs", 2]
+    one = run_train(tmp_path, *argv, "--output-dir", tmp_path / "one").check()
+    assert "classes are uneven" not in one.output
+    kill = [(0, "torch.optim.SGD.step", 4, "before")]
+    killed = [*argv, "--output-dir", tmp_path / "killed"]
+    assert run_train(tmp_path, *killed, world_size=2, faults=kill).codes != [0, 0]
+    run_train(tmp_path, *killed, "--resume", "auto", world_size=2).check()
+    check_same_weights(tmp_path / "killed", tmp_path / "one", "model", "optimizer", "best")
+    ours, theirs = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("killed", "one"))
+    assert ours == theirs
+    line = next(line for line in one.output.splitlines() if line.startswith("Test: Acc@1"))
+    assert re.search(r" balanced_acc [\d.]+ never_right \d f1 [\d.]+ f1_micro [\d.]+ n=4$", line)
+
+
+def test_a_line_names_a_class_of_few_images(started, uneven_folder, tmp_path):
+    argv = [*started.argv, "--data-path", uneven_folder, "--epochs", 1, "--output-dir", tmp_path / "out"]
+    line = "the classes are uneven: class3 has 1 image, the median class 25; see --balanced-sampler"
+    assert line in run_train(tmp_path, *argv).check().output
+
+
+@pytest.mark.parametrize(("rows", "words"), [
+    ("class0,1\nclass1,2\nclass2,3\n", "lacks 1 class, such as class3; give each a weight"),
+    ("class0,1\nclas1,2\n", "line 3: clas1 is no class; did you mean class1"),
+    ("class0,1\nclass0,2\n", "line 3: class0 is listed twice"), ("class0,0\n", "line 2: the weight is 0; expected"),
+    ("class0,nan\n", "line 2: the weight is nan; expected"), ("class0,much\n", "line 2: could not convert"),
+    (None, "w.csv is no .csv, .tsv, .jsonl file that exists"),
+])  # fmt: skip
+def test_weights_that_cannot_be_used_are_one_line(started, uneven_folder, tmp_path, rows, words):
+    if rows is not None:
+        (tmp_path / "w.csv").write_text("class,weight\n" + rows)
+    argv = [*started.argv, "--data-path", uneven_folder, "--class-weights", tmp_path / "w.csv"]
+    refused(run_train(tmp_path, *argv, "--output-dir", tmp_path / "out"), words)
+
+
+def test_a_changed_file_of_weights_is_refused_on_resume(started, uneven_folder, tmp_path):
+    rows = "class,weight\nclass0,1\nclass1,2\nclass2,3\nclass3,4\n"
+    (tmp_path / "w.csv").write_text(rows)
+    argv = [*started.argv, "--data-path", uneven_folder, "--class-weights", tmp_path / "w.csv", "--output-dir"]
+    argv += [tmp_path / "out", "--epochs"]
+    run_train(tmp_path, *argv, 1).check()
+    (tmp_path / "w.csv").write_text(rows.replace("4", "5"))
+    refused(run_train(tmp_path, *argv, 2, "--resume", "auto"), "code class_weights ", "--allow-change code")
