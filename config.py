@@ -84,6 +84,17 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.criterion and args.bce_loss, "--criterion and --bce-loss are both losses; give one of them"),
     (lambda args: args.criterion and args.class_weights,
      "--criterion {criterion} has no --class-weights; weigh the classes in it, or leave one of the two out"),
+    (lambda args: args.multi_label and not (args.bce_loss or args.criterion),
+     "--multi-label: the cross-entropy takes one class an image; give --bce-loss, or a --criterion of your own"),
+    (lambda args: args.multi_label and (len(args.multi_label) > 1 or args.multi_label == "/"),
+     "--multi-label {multi_label}: expected one character between labels, and not /"),
+    (lambda args: args.multi_label and next((BY_NAME[name].flag for name in (
+        "balanced_sampler", "label_smoothing", "teacher") if getattr(args, name)), None),
+     "{found} is about one class an image; leave it or --multi-label out"),
+    (lambda args: next((name for name in args.metrics or () if name in MORE_METRICS
+                        and (name == "map") != bool(args.multi_label)), None),
+     "--metrics {found}: map is of images with several labels (--multi-label), which has f1 and map by itself; "
+     "the others are of one class an image"),
     (lambda args: args.balanced_sampler and args.ra_sampler,
      "--balanced-sampler and --ra-sampler are both orders of the images; give one of them"),
     (lambda args: args.use_deterministic_algorithms and (args.compile or "").startswith("max-autotune"),
@@ -315,6 +326,7 @@ def resolve(
         "mean": list(values["mean"] or IMAGENET_MEAN),
         "std": list(values["std"] or IMAGENET_STD),
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
+        "best_metric": "map" if values["multi_label"] and "best_metric" not in names else values["best_metric"],
         # Code runs only from a file that the command line names: see `custom.code.load_function`.
         "trusted": [text for name, text in own if name in typed],
         "code": hash_code([*own, *weights]),

@@ -28,7 +28,7 @@ from loading.forms import check_source, find_sources, open_source
 from loading.index import RETRY_WAITS_S, with_retries
 from loading.lists import check_apart
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
-from loading.source import Source, Subset, labels_of, minival_numbers, without
+from loading.source import Source, Subset, count_classes, labels_of, minival_numbers, without
 from options import split_custom
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
@@ -112,7 +112,7 @@ class IndexedImageFolder(Dataset):
 
     def error(self, number: int, reason: str) -> ImageError:
         """Return the error for an image that cannot be read, with the reason."""
-        name = self.classes[self.index.label(number)]
+        name = self.index.class_name(number)
         return ImageError(f"cannot read image {self.index.path(number)} (class {name}): {reason}")
 
     def load(self, key: int) -> tuple[Any, int]:
@@ -243,7 +243,7 @@ def open_split(folder: str, args: Any) -> Source:
         UserError: there is none.
     """
     if not split_custom(args.data_path or ""):
-        return open_source(Path(folder))
+        return open_source(Path(folder), args.multi_label)
     name = os.path.basename(folder)
     with in_one_line(f"--data-path {args.data_path}"):
         source = load_function("data_path", args)(name)
@@ -335,7 +335,7 @@ def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dat
 
 def warn_of_uneven(dataset: IndexedImageFolder, args: Any) -> None:
     """Print a line if a class has at most a tenth as many images as most classes, and no option is about that."""
-    counts = numpy.bincount(labels_of(dataset.index), minlength=1)
+    counts = count_classes(dataset.index)
     smallest, median = int(counts.argmin()), int(numpy.median(counts))
     if 10 * counts[smallest] <= median and not (args.balanced_sampler or args.class_weights):
         print(
@@ -396,6 +396,7 @@ def build_batch_transforms(
 class DeviceLoader:
     """Iterate over a loader's uint8 batches as batches that are ready for the model.
 
+    Targets are (B,) classes, or (B, num_classes) zeros and ones for images of several labels.
     On an accelerator with streams one of its own copies and transforms a batch while the model works on the last one.
 
     Args:
@@ -409,6 +410,8 @@ class DeviceLoader:
         self, loader: BatchLoader, device: torch.device, transform: transforms.BatchTransform, seed: int = 0
     ) -> None:
         self.loader, self.device, self.transform, self.seed = loader, device, transform, seed
+        sets = loader.dataset.index.label_sets if isinstance(loader.dataset, IndexedImageFolder) else None
+        self.label_sets = None if sets is None else torch.from_numpy(sets).to(device)
         self.streams = torch.get_device_module(device)
         self.stream = self.streams.Stream(device) if device.type != "cpu" and hasattr(self.streams, "Stream") else None
 
@@ -437,6 +440,7 @@ class DeviceLoader:
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
+            target = target if self.label_sets is None else self.label_sets[target].float()
             yield self.transform(image, target, rng)
 
     def _one_ahead(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -22,7 +22,7 @@ from custom.code import load_function
 from distributed.collectives import all_gather, interleave
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, one_line
 from loading.lists import read_table
-from loading.source import labels_of
+from loading.source import count_classes
 from options import BY_NAME, CURVES, WHY_TYPED, is_same_model, split_custom
 from transforms import one_hot
 
@@ -98,7 +98,7 @@ def class_weights(args: Any, dataset: Dataset) -> Tensor:
         UserError: the file cannot be read, or does not give one weight above 0 to each class.
     """
     if args.class_weights == "balanced":
-        counts = numpy.bincount(labels_of(dataset.index), minlength=len(dataset.classes))
+        counts = count_classes(dataset.index).clip(min=1)
         others = len(dataset) - counts if args.bce_loss else len(dataset) / len(counts)
         return torch.tensor(others / counts, dtype=torch.float32, device=args.device)
     flag, found = f"--class-weights {args.class_weights}", {}
@@ -503,8 +503,54 @@ class F1(Metric):
                 "f1_micro": 200 * float(hits.sum() / max(both.sum(), 1))}  # fmt: skip
 
 
+def average_precision(scores: numpy.ndarray, is_positive: numpy.ndarray) -> float:
+    """Return the area under precision over recall, as steps: the mean precision at each positive; ties count as one.
+
+    Args:
+        scores: (N,) of one class.
+        is_positive: (N,) bool, with at least one True.
+    """
+    order = numpy.argsort(-scores, kind="stable")
+    ends = numpy.flatnonzero(numpy.append(numpy.diff(scores[order]) != 0, True))  # the last of each score
+    hits = numpy.cumsum(is_positive[order])[ends]
+    gains = numpy.diff(hits, prepend=0)
+    return float((gains * hits / (ends + 1)).sum() / hits[-1])
+
+
+class MeanAveragePrecision(Metric):
+    """The mean of `average_precision` over the classes that have images, in percent: `map`, in evaluations alone."""
+
+    curves: ClassVar = {"map": Curve(title="mean average precision, %")}
+    num_sums = 0
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes, self._rows = num_classes, []
+
+    def batch_sums(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> list[Tensor]:
+        """Return nothing: it takes the order of all images."""
+        return []
+
+    def compute(self, sums: list[float], count: int) -> dict[str, float]:
+        """Return nothing: see `gather`."""
+        return {}
+
+    def observe(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
+        """Keep the scores and the (B, num_classes) targets of a batch."""
+        output = output if isinstance(output, Tensor) else output[0]
+        self._rows.append(torch.cat([output.float(), target.float()], dim=1))
+
+    def gather(self) -> dict[str, float]:
+        """Return the mean over all images since the last call. Collective."""
+        rows = torch.cat(self._rows).cpu() if self._rows else torch.zeros(0, 2 * self.num_classes)
+        scores, targets = torch.cat(all_gather(rows)).numpy().T.reshape(2, self.num_classes, -1)
+        self._rows = []
+        pairs = zip(scores, targets > 0.5, strict=True)
+        each = [average_precision(row, is_positive) for row, is_positive in pairs if is_positive.any()]
+        return {"map": 100 * sum(each) / max(len(each), 1)}
+
+
 # Metrics by the names that --metrics takes, those of their curves; each is made for a number of classes.
-METRICS = {name: metric for metric in (BalancedAccuracy, F1) for name in metric.curves}
+METRICS = {name: metric for metric in (BalancedAccuracy, F1, MeanAveragePrecision) for name in metric.curves}
 
 
 def build_metrics(args: Any, num_classes: int) -> list[Metric]:
@@ -515,6 +561,8 @@ def build_metrics(args: Any, num_classes: int) -> list[Metric]:
     """
     builders = {METRICS[name]: name for name in args.metrics or () if not split_custom(name)}
     metrics = [Accuracy(), *(build(num_classes) for build in builders)]
+    if args.multi_label:
+        metrics = [F1(num_classes, is_multi_label=True), MeanAveragePrecision(num_classes)]
     for name in filter(split_custom, args.metrics or ()):
         with in_one_line(f"--metrics {name}"):
             metrics.append(load_function("metrics", args, name)(num_classes))
@@ -522,7 +570,7 @@ def build_metrics(args: Any, num_classes: int) -> list[Metric]:
                 raise UserError(f"returned {metrics[-1]!r:.80}; expected a metrics.Metric")
             CURVES.update({curve: shown._asdict() for curve, shown in metrics[-1].curves.items()})
     known = ["loss", *(name for metric in metrics for name in metric.curves)]
-    if args.best_metric not in known:
+    if args.best_metric not in known and not args.test_only:
         raise UserError(f"--best-metric {args.best_metric} is not among --metrics; there are {', '.join(known)}")
     return metrics
 

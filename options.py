@@ -220,6 +220,9 @@ OPTIONS = {
                help="folder that holds train/ and val/ with one folder for each class, or train.csv and val.csv, or "
                     "train.tar and val.tar, or both in parts: train-000000.tar, train-000001.tar ...; or "
                     "FILE.py:FUNCTION"),
+        Option("--multi-label", metavar="SEPARATOR", nargs="?", const=",", is_of_checkpoint=True, not_with="synthetic",
+               help="an image has any number of labels, which this character separates in the column label of a list; "
+                    "with --bce-loss; best.pth is chosen by map, the mean average precision"),
         Option("--minival", metavar="FRACTION", type=float, resume="a position counts steps of the images that train",
                above=0, at_most=0.5, not_with="synthetic",
                help="hold out this fraction of the training images of each class, always the same ones, and evaluate "

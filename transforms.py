@@ -134,7 +134,7 @@ def one_hot(target: Tensor, num_classes: int) -> Tensor:
 
 def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor) -> Tensor:
     """Return (B, num_classes) float32 targets: `share` of the image's own class, `rest` of its neighbour's."""
-    targets = one_hot(target, num_classes).to(torch.float32)
+    targets = (target if target.ndim == 2 else one_hot(target, num_classes)).to(torch.float32)
     return targets * share + targets.roll(1, 0) * rest
 
 

@@ -50,15 +50,21 @@ def check_source(root: Path) -> list[Source]:
     raise UserError(f"{data_path} has no {root.name}/; it must hold {layouts}{hint}")
 
 
-def open_source(root: Path) -> Source:
+def open_source(root: Path, separator: str | None = None) -> Source:
     """Return the preferred source of a split, opened; its root is the data path and the split's name.
 
+    With a `separator` it is a list whose images have several labels.
+
     Raises:
-        UserError: the split is not there, or cannot be an image folder.
+        UserError: the split is not there, cannot be an image folder, or is no list and needs to be one.
     """
     if root.name in ("", ".."):
         root = Path(os.path.abspath(root))
     source, *others = check_source(root)
     if others:
         print(one_line(f"{source.where} is used, and not {' or '.join(other.where for other in others)}"))
+    if separator is not None:
+        if not isinstance(source, ListIndex):
+            raise UserError(f"--multi-label reads the labels of a list, such as {root}.csv; {source.where} is none")
+        source.separator = separator
     return source.open()

@@ -57,8 +57,8 @@ class ImageIndex(Source):
         arrays: the content of the cache, and all that is known of the images. names: (images,) bytes, as `encode`.
             labels: (images,) int32. classes: (classes,) bytes. watched: (watched,) bytes, the folders or files that
             were scanned, relative to the data path. states: (watched, 3) int64, as `_state`. places, of images in
-            files: (images, 3) int64, the number of its file and two numbers that the format defines. header:
-            identifies the split.
+            files: (images, 3) int64, the number of its file and two numbers that the format defines. label_sets: as of
+            `Source`, if there are any. header: identifies the split.
     """
 
     may_lack_classes = False  # whether a class may have no images
@@ -131,7 +131,9 @@ class ImageIndex(Source):
             classes = self.scan(scan)
         except OSError as error:
             raise UserError(f"{error.filename or self.where} cannot be read: {error.strerror or error}") from error
-        filled = set(scan.labels)
+        filled = set(
+            scan.labels if scan.label_sets is None else numpy.flatnonzero(scan.label_sets.any(axis=0)).tolist()
+        )
         if empty := [name for label, name in enumerate(classes) if label not in filled]:
             words = f"{counted(len(empty), 'class')} of {self.where}, such as {empty[0]}, without images"
             if not self.may_lack_classes:
@@ -153,7 +155,7 @@ class ImageIndex(Source):
 
     def _take(self, arrays: dict[str, numpy.ndarray]) -> None:
         self.classes = list(map(decode, arrays["classes"]))
-        self.names, self.labels = arrays["names"], arrays["labels"]
+        self.names, self.labels, self.label_sets = arrays["names"], arrays["labels"], arrays.get("label_sets")
         self.arrays = arrays
 
     def __len__(self) -> int:
@@ -197,7 +199,7 @@ class Scan:
         self.base = base
         self.watched, self.states = [], []
         self.doubt = ""  # why the scan may not be cached
-        self.names, self.labels, self.places = [], [], []
+        self.names, self.labels, self.places, self.label_sets = [], [], [], None
 
     def watch(self, path: str, status: os.stat_result) -> None:
         """Record the state of a folder or file just before it is read."""
@@ -225,6 +227,7 @@ class Scan:
             "names": numpy.concatenate(self.names),
             "labels": numpy.array(self.labels, dtype=numpy.int32),
         }
+        arrays |= {} if self.label_sets is None else {"label_sets": self.label_sets}
         return {**arrays, "places": numpy.concatenate(self.places)} if self.places else arrays
 
 

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import UserError, counted, did_you_mean, is_printable, one_line
 from files import open_to_read
-from loading.index import ImageIndex, Scan
+from loading.index import ImageIndex, Scan, encode
 from loading.source import Source
 
 # By the ending of a list, what separates its columns; each line of .jsonl is an object of its own.
@@ -30,10 +31,11 @@ class ListIndex(ImageIndex):
     """The images of a list: rows of `path`, relative to the data path or absolute, and `label`, a class's name.
 
     Images are ordered as in class folders, so a list of class folders' files gives their index. Labels may be numbers:
-    those of the names in classes.txt, from 0, or, without that file, all of 0 to N - 1.
+    those of the names in classes.txt, from 0, or, without that file, all of 0 to N - 1. With a `separator` an image has
+    any number of labels, none included.
     """
 
-    form = "list"
+    form, separator = "list", None
     layout = "{split}.csv with the columns path and label"
 
     @classmethod
@@ -59,13 +61,17 @@ class ListIndex(ImageIndex):
         """Add the images of the list, and return the classes."""
         for file in self.files:
             scan.watch(str(file), os.stat(file))
-        rows = [row for row in _read_rows(self.files[0], self.root.name) if self._check_path(*row)]
+        rows = [row for row in _read_rows(self.files[0], self.root.name, self.separator) if self._check_path(*row)]
         if not rows:
             raise UserError(f"{self.where} lists no images of {self.root.name}")
-        classes, labels = self._number([label for _, _, label in rows])
+        if self.separator is None:
+            classes, labels = self._number([label for _, _, label in rows])
+            folders = classes
+        else:
+            classes, labels, folders = self._number_sets([label for _, _, label in rows], scan)
         found: dict[tuple, int] = {}
         for (line, path, _), label in zip(rows, labels, strict=True):
-            name, cut = _name(path, classes[label], self.root.name)
+            name, cut = _name(path, folders[label], self.root.name)
             key = (label, *os.path.split(name))
             if key in found:
                 raise UserError(f"{self.where}, line {line}: {path} is listed twice with this class; leave one out")
@@ -96,6 +102,26 @@ class ListIndex(ImageIndex):
         if reason:
             raise UserError(one_line(f"{self.where}, line {line}: {path!r} {reason}"))
         return True
+
+    def _number_sets(self, texts: list[str], scan: Scan) -> tuple[list[str], list[int], list[str]]:
+        """Return the classes, the row of each text in `scan.label_sets`, and a folder's name for each row."""
+        sets = sorted(set(texts))
+        parts = [[part for part in text.split(self.separator) if part] for text in sets]
+        flat = [part for each in parts for part in each]
+        if not flat:
+            raise UserError(f"{self.where}: no image has a label")
+        classes, numbers = self._number(flat)
+        known = dict(zip(flat, numbers, strict=True))
+        scan.label_sets = numpy.zeros((len(sets), len(classes)), dtype=bool)
+        for row, each in enumerate(parts):
+            scan.label_sets[row, [known[part] for part in each]] = True
+        rows = {text: row for row, text in enumerate(sets)}
+        return classes, [rows[text] for text in texts], [text or "no label" for text in sets]
+
+    def _header(self) -> numpy.ndarray:
+        """Return the header of `ImageIndex`, which differs for another separator."""
+        header = super()._header()
+        return header if self.separator is None else numpy.append(header, encode([f"labels {self.separator}"]))
 
     def _number(self, labels: list[str]) -> tuple[list[str], list[int]]:
         """Return the classes, and the number of each label's class."""
@@ -175,8 +201,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 raise UserError(f"{path}, line {number}: not in UTF-8 ({error.reason}); save it as UTF-8") from error
 
 
-def _read_rows(path: Path, split: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, the path and the label of each image of a split.
+def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, the path and the label of each image of a split; with a separator its labels, sorted.
 
     Raises:
         UserError: a row lacks one of them, or the list does not say of which split its images are.
@@ -188,14 +214,22 @@ def _read_rows(path: Path, split: str) -> Iterator[tuple[int, str, str]]:
         values = {name: row.get(name, "train") for name in ("path", "label", "split")}
         label = values["label"]
         label = str(label) if isinstance(label, int) and not isinstance(label, bool) else label
-        values["label"] = label = label.strip() if isinstance(label, str) else label
+        if separator is None:
+            labels = [label.strip() if isinstance(label, str) else label]
+        else:
+            labels = label.split(separator) if isinstance(label, str) else label
+            labels = [str(each).strip() for each in labels if each != ""] if isinstance(labels, list) else [None]
+        values["label"] = labels[0] if labels else "none"
         if wrong := [name for name, value in values.items() if not isinstance(value, str) or not value]:
-            raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number"))
+            several = "" if separator else " (several labels need --multi-label)"
+            raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number{several}"))
         if values["split"] not in SPLITS:
             raise UserError(one_line(f"{where}: split {values['split']!r}; expected train or val"))
-        _check_class(where, label)
+        for label in labels:
+            _check_class(where, label)
         if not is_of_all or values["split"] == split:
-            yield line, values["path"], str(int(label)) if label.isdecimal() else label
+            labels = {str(int(label)) if label.isdecimal() else label for label in labels}
+            yield line, values["path"], (separator or "").join(sorted(labels))
 
 
 def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[int, dict]]:

@@ -30,9 +30,11 @@ class Source(ABC):
         form: the format's name in checkpoints and messages.
         layout: the files that the format needs in the data path, for a message to a user who has none.
         classes: names of the classes, in the order of the labels.
+        label_sets: (sets, classes) bool for images of several labels, whose `label` is then a row; else None.
     """
 
     form: str
+    label_sets: numpy.ndarray | None = None
     layout = ""
     classes: list[str]
 
@@ -55,6 +57,12 @@ class Source(ABC):
     @abstractmethod
     def label(self, number: int) -> int:
         """Return the class of an image."""
+
+    def class_name(self, number: int) -> str:
+        """Return the name of an image's class, or those of its classes."""
+        label = self.label(number)
+        labels = [label] if self.label_sets is None else numpy.flatnonzero(self.label_sets[label])
+        return ", ".join(self.classes[each] for each in labels)
 
     @abstractmethod
     def name(self, number: int) -> str:
@@ -99,7 +107,7 @@ class Subset(Source):
 
     def __init__(self, whole: Source, numbers: Iterable[int]) -> None:
         super().__init__(whole.root, whole.where)
-        self.form, self.classes, self.whole = whole.form, whole.classes, whole
+        self.form, self.classes, self.whole, self.label_sets = whole.form, whole.classes, whole, whole.label_sets
         self.numbers = numpy.unique(numpy.fromiter(numbers, dtype=numpy.int64))
         if isinstance(whole, Subset):
             self.numbers, self.whole = whole.numbers[self.numbers], whole.whole
@@ -145,16 +153,25 @@ def labels_of(source: Source) -> numpy.ndarray:
     return numpy.fromiter(map(source.label, range(len(source))), dtype=numpy.int64, count=len(source))
 
 
+def count_classes(source: Source) -> numpy.ndarray:
+    """Return (classes,) int64: the number of images of each class."""
+    if source.label_sets is None:
+        return numpy.bincount(labels_of(source), minlength=len(source.classes))
+    return numpy.bincount(labels_of(source), minlength=len(source.label_sets)) @ source.label_sets.astype(numpy.int64)
+
+
 def minival_numbers(source: Source, fraction: float) -> list[int]:
     """Return the images of a training set that `--minival` holds out, in order.
 
     Of each class they are the images whose names, class/file, have the smallest SHA-256 hashes: the given fraction of
     the class, rounded (halves up), but at least one, and none of a class of one image. So they depend on names and
-    fraction alone, and a smaller fraction, above 0, holds out some of the same images.
+    fraction alone, and a smaller fraction, above 0, holds out some of the same images. Images of several labels count
+    as one class.
     """
     by_class, held = defaultdict(list), []
     for number in range(len(source)):
-        by_class[source.label(number)].append((hashlib.sha256(encoded(source.name(number))).digest(), number))
+        label = 0 if source.label_sets is not None else source.label(number)
+        by_class[label].append((hashlib.sha256(encoded(source.name(number))).digest(), number))
     for images in by_class.values():
         num_held = min(max(int(len(images) * fraction + 0.5), 1), len(images) - 1)
         held += [number for _, number in sorted(images)[:num_held]]

@@ -135,7 +135,7 @@ class Pictures:
 
     def __init__(self, folder: Path | None, run: RunState, args: Any, val: Any, evaluated: str = "val") -> None:
         self.folder, self.run, self.args, self.val = folder, run, args, val
-        self.is_active = val.index.form != "synthetic"
+        self.is_active = val.index.form != "synthetic" and val.index.label_sets is None
         # One set of pictures is enough: that of the averaged weights, if the run has them.
         self.kind = evaluated + ("_ema" if "model_ema" in run.parts else "")
         self._is_new = self.is_active and folder is not None and not run.is_resumed

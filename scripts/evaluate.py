@@ -30,7 +30,7 @@ from metrics import bootstrap_interval, calibration_error, numbers_of, rank_clas
 from presets import build_presets
 from sampler import EvalSampler
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
-from scripts.trained import Trained, add_machine_options, add_options, open_given, settle
+from scripts.trained import Trained, add_machine_options, add_options, check_one_label, open_given, settle
 
 PROG = "python -m scripts.evaluate"
 
@@ -310,6 +310,7 @@ def evaluate(options: argparse.Namespace) -> None:
     """Write the files that were asked for, and print the results. Collective: every rank must call it."""
     validate(options)
     trained = open_given(options)
+    check_one_label(trained, options.checkpoint)
     args = settle(trained, options, is_alone=False)
     num_classes = trained.count_classes()
     sets, names = open_sets(options, trained, num_classes)

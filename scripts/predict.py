@@ -120,16 +120,19 @@ def _load(preset: ClassificationPresetEval, path: Path) -> tuple[Path, Tensor | 
 
 
 def _top(
-    model: Callable, classes: list[str] | None, options: argparse.Namespace, images: Tensor
+    model: Callable, classes: list[str] | None, options: argparse.Namespace, is_multi_label: bool, images: Tensor
 ) -> list[list[tuple[str, float]]]:
-    """Return the likeliest classes of each image; UserError if the scores are not finite."""
+    """Return the likeliest classes of each image; UserError if the scores are not finite.
+
+    Probabilities add up to 1, or with several labels an image are of each class by itself.
+    """
     with torch.no_grad():
         logits = model(images).double().cpu()
     if not logits.isfinite().all():
         raise UserError(f"the scores of {options.checkpoint} are not finite: its weights are broken", exit_code=5)
     # Of equal logits the first class is better, as for argmax.
     order = logits.argsort(dim=1, descending=True, stable=True)[:, : options.topk]
-    probabilities = logits.softmax(dim=1).gather(1, order)
+    probabilities = (logits.sigmoid() if is_multi_label else logits.softmax(dim=1)).gather(1, order)
     return [
         [(str(label) if classes is None else classes[label], value) for label, value in zip(*row, strict=True)]
         for row in zip(order.tolist(), probabilities.tolist(), strict=True)
@@ -157,7 +160,8 @@ def predict(options: argparse.Namespace) -> int:
         trained = open_given(options, takes_graphs=True)
         device = torch.device(settle(trained, options).device)
         model = trained.model if device.type == "cpu" else trained.model.to(device)
-        score = partial(_top, lambda image: model(image.to(device)), trained.classes, options)
+        is_multi_label = bool(trained.args.multi_label)
+        score = partial(_top, lambda image: model(image.to(device)), trained.classes, options, is_multi_label)
         results = list(predict_all(trained.preset, score, paths, options.batch_size))
         predictions = [each for each in results if isinstance(each, Prediction)]
         show(predictions, trained.preprocessing, options, stdout)

@@ -138,6 +138,15 @@ def open_given(options: argparse.Namespace, *, takes_graphs: bool = False) -> Tr
     return trained
 
 
+def check_one_label(trained: Trained, checkpoint: str) -> None:
+    """Refuse a model of several labels an image, for a tool that ranks classes."""
+    if trained.args.multi_label:
+        raise UserError(
+            f"{checkpoint} was trained with --multi-label, which this tool does not know; train.py --test-only "
+            "--resume evaluates it, and scripts.predict gives each class's probability"
+        )
+
+
 def show_preprocessing(trained: Trained) -> None:
     """Print how a model's images are prepared."""
     print(preprocessing_line(trained.args, trained.origin))

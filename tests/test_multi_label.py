@@ -1,0 +1,164 @@
+"""Several labels an image: lists of them, the loss, mAP and F1 against scikit-learn, and what cannot be."""
+
+import json
+import random
+
+import numpy
+import pytest
+import timm
+import torch
+from PIL import Image
+from sklearn.metrics import average_precision_score, f1_score
+
+import config
+import data
+import metrics
+from loading.forms import open_source
+from tests.endings import read_metrics
+from tests.exports import run_tool
+from tests.started import refused, run_train
+from tests.test_resume import check_same_weights
+
+CLASSES = ["bird", "cat", "dog", "fish"]
+
+
+def truth_of(number):
+    return sorted(random.Random(number).sample(CLASSES, number % 4))  # 0 to 3 of them
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("labelled")
+    (folder / "photos").mkdir()
+    for split, numbers in {"train": range(48), "val": range(100, 120)}.items():
+        rows = []
+        for number in numbers:
+            Image.new("RGB", (32, 32), (5 * number % 256, 30, number)).save(folder / "photos" / f"{number}.png")
+            rows.append(f'photos/{number}.png,"{", ".join(reversed(truth_of(number)))}"\n')
+        (folder / f"{split}.csv").write_text("path,label\n" + "".join(rows))
+    return folder
+
+
+def options(folder, *argv):
+    return config.parse_args(["--data-path", str(folder), "--multi-label", "--bce-loss", *argv])
+
+
+def test_batches_hold_zeros_and_ones_as_the_list_says(labelled):
+    args = options(labelled, *"--workers 0 --device cpu --train-crop-size 32 --val-crop-size 32".split())
+    sets = data.build_datasets(str(labelled / "train"), str(labelled / "val"), args)
+    args = config.with_shards(args.replaced(rank=0, world_size=1), None)
+    for dataset, sampler in zip(sets, data.build_samplers(*sets, args), strict=True):
+        assert dataset.classes == CLASSES
+        loader = data.build_device_loader(args, data.build_loader(dataset, None, args), sampler, torch.device("cpu"), 4)
+        for (_, target), numbers in zip(loader, loader.numbers(), strict=True):
+            for row, number in zip(target.tolist(), numbers.tolist(), strict=True):
+                known = truth_of(int(dataset.index.path(number).split("/")[-1].removesuffix(".png")))
+                assert row == [float(name in known) for name in CLASSES]
+
+
+@pytest.mark.parametrize("form", ["json", "numbers", "split", "another separator"])
+def test_other_forms_of_the_same_list_are_the_same_set(labelled, tmp_path, form):
+    (tmp_path / "photos").symlink_to(labelled / "photos")
+    rows = [(f"photos/{number}.png", truth_of(number)) for number in range(48)]
+    separator, head = (";" if form == "another separator" else ","), "path,label"
+    if form == "json":
+        text = "".join(json.dumps({"path": path, "label": names}) + "\n" for path, names in rows)
+    else:
+        named = [[str(CLASSES.index(name)) for name in names] if form == "numbers" else names for _, names in rows]
+        end = ",train" if form == "split" else ""
+        head += ",split" if form == "split" else ""
+        lines = [f'{path},"{separator.join(each)}"{end}' for (path, _), each in zip(rows, named, strict=True)]
+        text = "\n".join([head, *lines])
+    name = {"json": "train.jsonl", "split": "images.csv"}.get(form, "train.csv")
+    (tmp_path / name).write_text(text)
+    if form == "numbers":
+        (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
+    found, expected = open_source(tmp_path / "train", separator), open_source(labelled / "train", ",")
+    assert found.classes == CLASSES
+    both = [sorted((source.path(n).split("/")[-1], source.class_name(n)) for n in range(48))
+            for source in (found, expected)]  # fmt: skip
+    assert both[0] == both[1]
+    if form != "numbers" and form != "another separator":
+        assert found.fingerprint() == expected.fingerprint()
+
+
+def test_map_and_f1_are_scikit_learns():
+    rng = numpy.random.default_rng(0)
+    truth = rng.random((203, 6)) < [0.5, 0.2, 0.1, 0.02, 0.7, 0]
+    truth[0, 3] = True
+    scores = numpy.round(rng.normal(size=truth.shape) + truth - 0.5, 1).astype(numpy.float32)  # with ties
+    counted, ranked = metrics.F1(6, is_multi_label=True), metrics.MeanAveragePrecision(6)
+    tally = metrics.Tally([counted, ranked])
+    for i in range(0, 203, 50):
+        output, target = torch.from_numpy(scores[i : i + 50]), torch.from_numpy(truth[i : i + 50]).float()
+        tally.update(torch.tensor(0.0), output, target, None)
+        ranked.observe(output, target, None)
+    tally.synchronize_between_processes()
+    values = tally.take()[0] | ranked.gather()
+    average = average_precision_score(truth[:, :5], scores[:, :5], average="macro")
+    assert values["map"] == pytest.approx(100 * average, rel=1e-12)
+    assert values["f1_micro"] == pytest.approx(100 * f1_score(truth, scores > 0, average="micro"))
+    assert values["f1"] == pytest.approx(100 * f1_score(truth, scores > 0, average="macro"))
+
+
+def test_killed_and_resumed_and_on_two_processes_it_has_the_same_bits(started, labelled, tmp_path):
+    argv = [*started.argv, "--data-path", labelled, "--multi-label", "--bce-loss", "--class-weights", "balanced"]
+    argv += ["--global-batch-size", 16, "--epochs", 2, "--mixup-alpha", "0.2", "--cutmix-alpha", "1"]
+    one = run_train(tmp_path, *argv, "--output-dir", tmp_path / "one").check()
+    killed = [*argv, "--output-dir", tmp_path / "killed"]
+    kill = [(0, "torch.optim.SGD.step", 4, "before")]
+    assert run_train(tmp_path, *killed, world_size=2, faults=kill).codes != [0, 0]
+    run_train(tmp_path, *killed, "--resume", "auto", world_size=2).check()
+    found, _ = check_same_weights(tmp_path / "killed", tmp_path / "one", "model", "optimizer", "best")
+    assert found["best"]["metric"] == "val/map"
+    ours, theirs = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("killed", "one"))
+    assert ours == theirs
+    line = next(line for line in one.output.splitlines() if line.startswith("Test: loss"))
+    assert line.endswith(" n=20")
+    assert "Acc@1" not in one.output
+    again = ["--test-only", "--resume", tmp_path / "one" / "checkpoint.pth", "--data-path", labelled, "--device", "cpu"]
+    last = [line for line in one.output.splitlines() if line.startswith("Test: loss")][-1]
+    assert last in run_train(tmp_path, *again).check().output
+
+
+def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):
+    argv = [*started.argv, "--data-path", labelled, "--multi-label", "--bce-loss", "--epochs", 1, "--output-dir"]
+    run_train(tmp_path, *argv, tmp_path / "out").check()
+    best, photo = tmp_path / "out" / "best.pth", labelled / "photos" / "1.png"
+    _, output = run_tool(tmp_path, "predict", best, photo, "--json", "--topk", 4, "--device", "cpu")
+    (image,) = json.loads(output)["images"]
+    model = timm.create_model("tiny_test", num_classes=4).eval()
+    model.load_state_dict(torch.load(best, weights_only=True)["model"])
+    pixels = torch.from_numpy(numpy.array(Image.open(photo))).permute(2, 0, 1)[None] / 255
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    with torch.no_grad():
+        expected = model((pixels - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)).sigmoid()[0]
+    found = {each["class"]: each["probability"] for each in image["top"]}
+    assert [found[name] for name in CLASSES] == pytest.approx(expected.tolist(), rel=1e-5)
+    outcome, _ = run_tool(tmp_path, "evaluate", best, "--set", f"val={labelled / 'val'}", code=2)
+    assert "was trained with --multi-label, which this tool does not know" in outcome.output
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    ("--multi-label", "--multi-label: the cross-entropy takes one class an image; give --bce-loss"),
+    ("--multi-label / --bce-loss", "--multi-label /: expected one character between labels, and not /"),
+    ("--multi-label --bce-loss --label-smoothing 0.1", "--label-smoothing is about one class an image"),
+    ("--multi-label --bce-loss --balanced-sampler", "--balanced-sampler is about one class an image"),
+    ("--multi-label --bce-loss --metrics balanced_acc", "--metrics balanced_acc: map is of images with several labels"),
+    ("--metrics map", "--metrics map: map is of images with several labels"),
+    ("--multi-label --bce-loss --best-metric acc1", "acc1 is not among --metrics; there are loss, f1, f1_micro, map"),
+])  # fmt: skip
+def test_what_contradicts_several_labels_is_one_line(started, labelled, tmp_path, argv, words):
+    argv = [*started.argv, "--data-path", labelled, *argv.split(), "--output-dir", tmp_path / "out"]
+    refused(run_train(tmp_path, *argv), words)
+
+
+def test_class_folders_and_lists_of_one_label_are_told_what_to_do(started, tmp_path, labelled):
+    argv = [*started.argv, "--multi-label", "--bce-loss", "--output-dir", tmp_path / "out"]
+    refused(run_train(tmp_path, *argv), "--multi-label reads the labels of a list, such as ")
+    (tmp_path / "photos").symlink_to(labelled / "photos")
+    row = json.dumps({"path": "photos/1.png", "label": ["cat", "dog"]}) + "\n"
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.jsonl").write_text(row)
+    argv = [*started.argv, "--data-path", tmp_path, "--output-dir", tmp_path / "out"]
+    refused(run_train(tmp_path, *argv), "line 1: label is ['cat', 'dog']; expected one name or number (several labels")
