@@ -91,10 +91,8 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.multi_label and next((BY_NAME[name].flag for name in (
         "balanced_sampler", "label_smoothing", "teacher") if getattr(args, name)), None),
      "{found} is about one class an image; leave it or --multi-label out"),
-    (lambda args: next((name for name in args.metrics or () if name in MORE_METRICS
-                        and (name == "map") != bool(args.multi_label)), None),
-     "--metrics {found}: map is of images with several labels (--multi-label), which has f1 and map by itself; "
-     "the others are of one class an image"),
+    (lambda args: ("balanced_acc" if args.multi_label else "map") in (args.metrics or ()),
+     "--metrics: map is of images with several labels, which --multi-label reads; balanced_acc of one class an image"),
     (lambda args: args.balanced_sampler and args.ra_sampler,
      "--balanced-sampler and --ra-sampler are both orders of the images; give one of them"),
     (lambda args: args.use_deterministic_algorithms and (args.compile or "").startswith("max-autotune"),
