@@ -5,7 +5,7 @@ from pathlib import Path
 
 from errors import UserError, one_line
 from loading.index import FolderIndex
-from loading.lists import ListIndex
+from loading.lists import SEPARATORS, ListIndex
 from loading.source import Source, list_folder
 from loading.tars import TarIndex
 
@@ -39,6 +39,12 @@ def check_source(root: Path) -> list[Source]:
         )
     if not root.parent.is_dir():
         raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/")
+    tables = [name for name in list_folder(root.parent) if Path(name).suffix in SEPARATORS and name[:4] != "LOC_"]
+    if tables and not find_sources(root.parent / "train"):
+        raise UserError(
+            f"{data_path} has no {root.name}/; if {tables[0]} lists the images, call it train{Path(tables[0]).suffix}, "
+            "with the columns path and label, and give --minival 0.1 unless there is a list val too"
+        )
     folders = [name for name in list_folder(root.parent) if (root.parent / name).is_dir() and name[0] != "."]
     if len(folders) > 1 and "val" not in folders and not find_sources(root.parent / "train"):
         raise UserError(

@@ -197,3 +197,10 @@ def test_an_edited_list_is_another_data_set(folder):
 def test_classes_without_train_are_answered_with_what_helps(folder):
     with pytest.raises(UserError, match="are its classes, put all of them into a folder train/"):
         open_source(folder / "train" / "train")
+
+
+def test_a_list_of_another_name_is_answered_with_what_helps(folder):
+    (folder / "train").rename(folder / "photos")
+    (folder / "labels.csv").write_text("path,label\n")
+    with pytest.raises(UserError, match=r"if labels.csv lists the images, call it train.csv, with the columns path"):
+        open_source(folder / "train")
