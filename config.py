@@ -58,9 +58,24 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.val_crop_size > args.val_resize_size and args.synthetic is None,
      "--val-crop-size {val_crop_size} is above --val-resize-size {val_resize_size}: images whose shorter side is "
      "resized to less than the crop are padded with black, as in torchvision"),
-    (lambda args: args.freeze and not (args.weights or args.resume or args.test_only or split_custom(args.model)),
-     "--freeze without --weights trains a classifier on the features of random weights"),
+    (lambda args: (args.freeze or args.freeze_below)
+     and not (args.weights or args.resume or args.test_only or split_custom(args.model)),
+     "--freeze and --freeze-below without --weights train on the features of random weights"),
+    (lambda args: (args.stop_epoch or 0) >= args.epochs,
+     "--stop-epoch {stop_epoch} has no effect with --epochs {epochs}"),
 ]  # fmt: skip
+
+
+def _misnamed(texts: Sequence[str]) -> str | None:
+    """Return the first NAME=DIR whose name is unusable, or that of other records, or None."""
+    taken = ["train", "epoch", "val", "minival"]
+    for text in texts:
+        name, _, place = text.partition("=")
+        if not place or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(?<!_ema)", name, re.ASCII) or name in taken:
+            return text
+        taken.append(name)
+    return None
+
 
 # Contradictions that would waste a run, in the order of their checks: a condition, and a message that may quote the
 # value of any option, and that of the condition as `found`.
@@ -69,16 +84,21 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data"),
     (lambda args: args.global_batch_size is not None and args.global_batch_size % args.batch_size,
      "--global-batch-size {global_batch_size} is not a multiple of --batch-size {batch_size}; make it {found} smaller"),
+    (lambda args: _misnamed(args.eval_data or ()),
+     "--eval-data {found}: expected NAME=DIR with a NAME of letters, digits and . - _, another one for each set; "
+     "train, epoch, val, minival and endings of _ema are taken"),
     (lambda args: args.train_crop_size_min and not args.crop_ramp_epochs,
      "--train-crop-size-min needs --crop-ramp-epochs, the epochs between which the size grows"),
     (lambda args: args.crop_ramp_epochs and not 0 <= args.crop_ramp_epochs[0] < args.crop_ramp_epochs[1],
      "--crop-ramp-epochs {crop_ramp_epochs[0]} {crop_ramp_epochs[1]}: expected two epochs, the first before the last"),
     (lambda args: (args.train_crop_size_min or 0) > args.train_crop_size,
      "--train-crop-size-min {train_crop_size_min} is above --train-crop-size {train_crop_size}"),
+    (lambda args: args.blur_prob and (args.train_crop_size_min or args.train_crop_size) < 7,
+     "--blur-prob takes training images of 7 pixels or more; give a larger crop size, or leave it out"),
     (lambda args: args.lr_scaling != "none" and args.reference_global_batch is None,
-     "--lr-scaling {lr_scaling} needs a --recipe with a reference-global-batch, the one that --lr is for"),
-    (lambda args: args.clip_agc is not None and args.clip_grad_norm is not None,
-     "--clip-agc and --clip-grad-norm both limit the gradients; give one of them"),
+     "--lr-scaling {lr_scaling} needs --lr-scaling-batch, the global batch that --lr is for, or a recipe that has it"),
+    (lambda args: [args.clip_agc, args.clip_grad_norm, args.clip_grad_value].count(None) < 2,
+     "--clip-agc, --clip-grad-norm and --clip-grad-value each limit the gradients; give one of them"),
     (lambda args: args.criterion and not split_custom(args.criterion),
      "--criterion {criterion}: expected FILE.py:FUNCTION; --bce-loss and the cross-entropy have options of their own"),
     (lambda args: args.criterion and args.bce_loss, "--criterion and --bce-loss are both losses; give one of them"),
@@ -100,6 +120,8 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "excludes; use --compile default"),
     (lambda args: args.start_epoch >= args.epochs,
      "--start-epoch {start_epoch}: expected less than --epochs {epochs}; epochs count from 0"),
+    (lambda args: args.stop_epoch is not None and args.start_epoch >= args.stop_epoch,
+     "--start-epoch {start_epoch}: expected less than --stop-epoch {stop_epoch}; epochs count from 0"),
     (lambda args: args.overwrite and args.resume == "auto",
      "--overwrite starts over and --resume auto resumes; give one of them"),
     (lambda args: args.test_only and not (args.weights or args.resume),
@@ -319,7 +341,7 @@ def resolve(
     weights = [("class_weights", values["class_weights"])] * (values["class_weights"] not in (None, "balanced"))
     values |= {
         "given": names,
-        "reference_global_batch": reference_global_batch,
+        "reference_global_batch": values["lr_scaling_batch"] or reference_global_batch,
         # For models of timm, `published.take_published_options` replaces these.
         "mean": list(values["mean"] or IMAGENET_MEAN),
         "std": list(values["std"] or IMAGENET_STD),

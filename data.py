@@ -24,7 +24,7 @@ from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, in_one_line
 from files import read_bytes
 from loading.decode import decode_plainly
-from loading.forms import check_source, find_sources, open_source
+from loading.forms import check_source, find_sources, open_named, open_source
 from loading.index import RETRY_WAITS_S, with_retries
 from loading.lists import check_apart
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
@@ -226,14 +226,30 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
         print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
     check_apart(source, source_test)
     dataset = IndexedImageFolder(traindir, preset_train, args.seed, source)
+    check_classes(dataset, dataset_test)
+    return dataset, dataset_test
+
+
+def check_classes(dataset: Dataset, dataset_test: Dataset) -> None:
+    """Raise UserError if the classes of two sets differ."""
     here, there = dataset.classes, dataset_test.classes
     if here != there:
         names = ", ".join(sorted(set(here) ^ set(there))[:3])
         raise UserError(
-            f"{traindir} has {len(here)} classes and {valdir} has {len(there)}, and they differ ({names}); "
-            "both need one folder for each class, and lists that lack one a classes.txt"
+            f"{dataset.root} has {len(here)} classes and {dataset_test.root} has {len(there)}, and they differ "
+            f"({names}); both need one folder for each class, and lists that lack one a classes.txt"
         )
-    return dataset, dataset_test
+
+
+def build_more_sets(args: Any, dataset_test: Dataset) -> dict[str, Dataset]:
+    """Return the sets of `--eval-data` by their names; UserError if one has other classes than the validation set."""
+    sets = {}
+    for text in args.eval_data or () if args.synthetic is None else ():
+        name, source = open_named("--eval-data", text, args.multi_label)
+        sets[name] = IndexedImageFolder(source.root, dataset_test.transform, args.seed, source)
+        check_classes(sets[name], dataset_test)
+        print(f"--eval-data {text}: {counted(len(source), 'image')}")
+    return sets
 
 
 def open_split(folder: str, args: Any) -> Source:
@@ -308,8 +324,8 @@ def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
     )
 
 
-def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dataset | None, Dataset], list]:
-    """Return the options, the training and validation sets, and the loader of each, or None.
+def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dataset | None, Dataset], dict]:
+    """Return the options, the training and validation sets, and loaders by their names, `train` and the evaluated sets.
 
     `begun` is the result for options of an earlier moment, which is kept unless presets need others by now: a run of
     one of timm's models keeps the sizes that it began with.
@@ -330,7 +346,9 @@ def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dat
             f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
         warn_of_uneven(dataset, args)
-    return args, sets, start_loaders(sets, args)
+    more = build_more_sets(args, dataset_test)
+    names = ["train", config.evaluated_set(args), *more]
+    return args, sets, dict(zip(names, start_loaders([*sets, *more.values()], args), strict=True))
 
 
 def warn_of_uneven(dataset: IndexedImageFolder, args: Any) -> None:
@@ -389,7 +407,8 @@ def build_batch_transforms(
     alphas = {"mixup_alpha": args.mixup_alpha, "cutmix_alpha": args.cutmix_alpha}
     mix = transforms.get_mixup_cutmix(**alphas, num_classes=num_classes, mode=args.mixup_mode)
     is_noisy = args.random_erase_fill == "pixel"
-    erase = transforms.RandomErasing(args.random_erase, is_noisy=is_noisy) if args.random_erase > 0 else None
+    has_erasing = args.augment and args.random_erase > 0
+    erase = transforms.RandomErasing(args.random_erase, is_noisy=is_noisy) if has_erasing else None
     return transforms.BatchTransform(normalize, erase, mix), transforms.BatchTransform(normalize)
 
 
@@ -467,11 +486,13 @@ def build_device_loader(
 ) -> DeviceLoader | None:
     """Return a loader's batches on the device, with the training transform for a `TrainSampler`; None for no loader.
 
-    `num_classes` is the model's.
+    `num_classes` is the model's. Without a sampler the whole set is evaluated.
     """
     if loader is None:
         return None
     train_transform, eval_transform = build_batch_transforms(args, num_classes, device)
+    if sampler is None:
+        sampler = EvalSampler(len(loader.dataset), args.batch_size, args.rank, args.world_size)
     loader.sampler = sampler
     return DeviceLoader(
         loader, device, train_transform if isinstance(sampler, TrainSampler) else eval_transform, args.seed

@@ -154,7 +154,7 @@ def loader_killed(cause: str) -> UserError:
 
 
 class PreemptedError(Exception):
-    """All ranks stop because a signal asked for it; the run can be resumed, and that is no failure."""
+    """All ranks stop because a signal or `--stop-epoch` asked for it: no failure, and the run can be resumed."""
 
     exit_code = 0
 

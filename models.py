@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -108,6 +109,8 @@ def build_model(
         load_matching(model, weights, source, build, num_classes, needs_classifier=args.test_only)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
+    elif args.freeze_below:
+        freeze_below(model, args.freeze_below)
     if split_custom(args.model):
         check_sizes(model, args, num_classes)
     elif args.test_only and args.resume:
@@ -321,6 +324,22 @@ def freeze_all_but_classifier(model: nn.Module, num_classes: int) -> None:
     ends = classifier_layers(model, num_classes)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.rpartition(".")[0] in ends)
+
+
+def freeze_below(model: nn.Module, layer: str) -> None:
+    """Freeze all parameters before those of a layer, in their order; UserError if it has none, or none before it."""
+    names = [name for name, _ in model.named_parameters()]
+    first = next((index for index, name in enumerate(names) if f"{name}.".startswith(f"{layer}.")), 0)
+    if not first:
+        # Of numbered layers the outermost, such as layer1 and encoder.layers.encoder_layer_0.
+        numbered = {name: re.match(r".*?\d(?=\.)", name) for name in names}
+        layers = dict.fromkeys(found[0] if found else name.rpartition(".")[0] for name, found in numbered.items())
+        raise UserError(
+            f"--freeze-below {layer}: no layer of the model has this name and others before it; there are "
+            f"{', '.join(filter(None, layers))}, and those inside them"
+        )
+    for parameter in list(model.parameters())[:first]:
+        parameter.requires_grad_(False)
 
 
 def set_training_mode(model: nn.Module) -> None:

@@ -152,7 +152,7 @@ def current_lr(optimizer: torch.optim.Optimizer) -> float:
 
 
 def scaled_lr(args: Any) -> float:
-    """Return the peak learning rate, scaled from the recipe's reference batch if `--lr-scaling` says so."""
+    """Return the peak learning rate, scaled from that of the reference batch if `--lr-scaling` says so."""
     if args.lr_scaling == "none":
         return args.lr
     ratio = args.global_batch_size / args.reference_global_batch
@@ -387,6 +387,10 @@ def _line(peak: float, epoch: float, begin: int, end: int, *, lr_min: float) -> 
     return peak + (lr_min - peak) * (epoch - begin) / (end - begin)
 
 
+def _power(peak: float, epoch: float, begin: int, end: int, *, lr_power: float, lr_min: float) -> float:
+    return lr_min + (peak - lr_min) * (1.0 - (epoch - begin) / (end - begin)) ** lr_power
+
+
 def _cool_down(peak: float, epoch: float, begin: int, end: int, *, lr_cooldown_epochs: int, lr_min: float) -> float:
     return peak + (lr_min - peak) * max(0.0, epoch - (end - lr_cooldown_epochs)) / lr_cooldown_epochs
 
@@ -398,6 +402,7 @@ SCHEDULES: dict[str, Schedule] = {
     "exponentiallr": Schedule(_decay, options=("lr_gamma",)),
     "linearlr": Schedule(_line, options=("lr_min",), uses_epochs=True),
     "multisteplr": Schedule(_drop_at, options=("lr_milestones", "lr_gamma")),
+    "polylr": Schedule(_power, options=("lr_power", "lr_min"), uses_epochs=True),
     "steplr": Schedule(_drop, options=("lr_step_size", "lr_gamma")),
     "wsd": Schedule(_cool_down, options=("lr_cooldown_epochs", "lr_min"), uses_epochs=True),
 }
@@ -468,7 +473,11 @@ def check_schedule(args: Any) -> None:
 
 
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float | None, is_read: bool, agc: float | None = None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float | None,
+    is_read: bool,
+    agc: float | None = None,
+    value: float | None = None,
 ) -> Tensor | None:
     """Clip gradients in place, and return their total norm before clipping, a 0-d tensor, or None.
 
@@ -478,8 +487,9 @@ def clip_gradients(
         is_read: return the norm even without `max_norm`.
         agc: the largest norm of an output unit's gradient as a share of its weights' norm: adaptive gradient clipping
             (Brock et al., arXiv 2102.06171).
+        value: the largest magnitude of a gradient's number.
     """
-    if max_norm is None and agc is None and not is_read:
+    if not is_read and (max_norm, agc, value) == (None, None, None):
         return None
     parameters, norm = list(parameters), None
     if max_norm is not None or is_read:
@@ -490,6 +500,8 @@ def clip_gradients(
     if agc is not None:
         utilities = importlib.import_module(f"{require_timm('--clip-agc', agc).__name__}.utils")
         utilities.adaptive_clip_grad(parameters[:-2], agc)
+    if value is not None:
+        nn.utils.clip_grad_value_(parameters, value)
     return norm
 
 

@@ -227,6 +227,9 @@ OPTIONS = {
                above=0, at_most=0.5, not_with="synthetic",
                help="hold out this fraction of the training images of each class, always the same ones, and evaluate "
                     "on them; val/ is not read and may be missing; above 0, at most 0.5"),
+        Option("--eval-data", metavar="NAME=DIR", nargs="+", resume=FREE, not_with="synthetic",
+               help="evaluate on these sets too, of the same classes and in any form that val/ may have; lines, "
+                    "records and curves bear their names; val/ alone chooses best.pth"),
         Option("--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800, at_least=1, at_most=1 << 40,
                resume="a position is counted in steps of its images",
                help="train on this many made-up images (12800 if no number is given) of 1000 classes; needs no data"),
@@ -260,11 +263,14 @@ OPTIONS = {
                     "model)"),
         Option("--std", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0.001, at_most=1, is_of_checkpoint=True,
                help="standard deviation of each channel, likewise (default: likewise, else 0.229 0.224 0.225)"),
+        Option("--augment", default=True,
+               help="--no-augment: resize training images and cut their centre as in evaluation, to --train-crop-size; "
+                    "only mixing is left"),
         Option("--crop-scale", metavar="SHARE", default=0.08, at_least=0, at_most=1, not_with="synthetic",
-               help="smallest share of an image's area that a training crop shows"),
-        Option("--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1, not_with="synthetic",
+               needs="augment", help="smallest share of an image's area that a training crop shows"),
+        Option("--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1, not_with="synthetic", needs="augment",
                help="probability that a training image is mirrored"),
-        Option("--auto-augment", metavar="POLICY", not_with="synthetic",
+        Option("--auto-augment", metavar="POLICY", not_with="synthetic", needs="augment",
                help=f"augmentation policy: {', '.join(POLICIES)}, timm/SPECIFICATION such as "
                     "timm/rand-m7-mstd0.5-inc1, or FILE.py:FUNCTION (default: none)"),
         Option("--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30,
@@ -273,10 +279,15 @@ OPTIONS = {
         Option("--augmix-severity", metavar="S", default=3, at_least=1, at_most=10,
                needs=_which_take("augmix_severity", "auto_augment", POLICIES),
                help="strength of the changes that --auto-augment augmix makes, from 1 to 10"),
-        Option("--color-jitter", metavar="F", default=0.0, at_least=0, at_most=1, not_with="synthetic",
+        Option("--color-jitter", metavar="F", default=0.0, at_least=0, at_most=1, not_with="synthetic", needs="augment",
                help="change brightness, contrast and saturation of a training image by factors from 1 - F to 1 + F, "
                     "after --auto-augment"),
-        Option("--random-erase", metavar="P", default=0.0, at_least=0, at_most=1,
+        Option("--grayscale-prob", metavar="P", default=0.0, at_least=0, at_most=1, not_with="synthetic",
+               needs="augment", help="probability that a training image loses its colours, after --color-jitter"),
+        Option("--blur-prob", metavar="P", default=0.0, at_least=0, at_most=1, not_with="synthetic", needs="augment",
+               help="probability that a training image is blurred, after --grayscale-prob, by a Gaussian of 0.1 to 2 "
+                    "pixels (standard deviation)"),
+        Option("--random-erase", metavar="P", default=0.0, at_least=0, at_most=1, needs="augment",
                help="probability that a random rectangle of a training image is erased"),
         Option("--random-erase-fill", default="zero", choices=["pixel", "zero"], needs="random_erase",
                help="fill the rectangle of --random-erase with zero, which is the mean colour, or with normal noise "
@@ -310,6 +321,10 @@ OPTIONS = {
                help="take the averaged weights (model_ema) from --weights FILE instead of the raw ones"),
         Option("--freeze", default=False, resume="the optimizer's state is that of the parameters that train",
                help="train the classifier alone; the layers below stay as they are, in evaluation mode"),
+        Option("--freeze-below", metavar="LAYER", not_with="freeze",
+               resume="the optimizer's state is that of the parameters that train",
+               help="leave all layers before this one as they are, in evaluation mode: a name of the model's such as "
+                    "layer3, blocks.5 or encoder.layers.encoder_layer_6, in the order of its parameters"),
         Option("--stochastic-depth", metavar="P", type=float, at_least=0, at_most=1,
                help="stochastic depth: probability of dropping the deepest block (default: the model's)"),
         Option("--dropout", metavar="P", type=float, at_least=0, at_most=1,
@@ -345,8 +360,11 @@ OPTIONS = {
         Option("--lr", default=0.1, at_least=0, at_most=1e30,
                help="peak learning rate; does not follow the batch size unless --lr-scaling is given"),
         Option("--lr-scaling", default="none", choices=["none", "linear", "sqrt"],
-               help="multiply --lr by global batch / the recipe's reference-global-batch (linear), or by its square "
-                    "root"),
+               help="multiply --lr by global batch / --lr-scaling-batch (linear), or by its square root"),
+        # Recipes have the fact reference-global-batch for it, which is what resumed runs compare.
+        Option("--lr-scaling-batch", type=int, at_least=1, at_most=1 << 31, resume=FREE, recipe=NEVER,
+               needs="lr_scaling=linear|sqrt", is_strict=True,
+               help="global batch that --lr is for (default: the recipe's reference-global-batch)"),
         Option("--layer-decay", metavar="F", type=float, at_least=0, at_most=1, not_with="freeze",
                help="layer-wise learning rates: factor from each layer to the one below it (default: one rate for "
                     "all)"),
@@ -386,6 +404,8 @@ OPTIONS = {
                help="share of --teacher in the loss; the rest is that of the targets"),
         Option("--clip-grad-norm", metavar="NORM", type=float, above=0, at_most=1e12,
                help="scale the gradients down if their norm is larger than this (default: no limit)"),
+        Option("--clip-grad-value", metavar="V", type=float, above=0, at_most=1e12,
+               help="cut each number of the gradients off at V and -V (default: none)"),
         Option("--clip-agc", metavar="F", type=float, above=0, at_most=1e12,
                help="adaptive clipping (timm's): where the gradient of an output's weights has a norm above F times "
                     "that of the weights, scale it down to that; leaves out the last layer (default: none)"),
@@ -394,11 +414,15 @@ OPTIONS = {
         Option("--epochs", default=90, at_least=1, at_most=10**9, help="number of epochs"),
         Option("--eval-every", default=1, at_least=0, resume=FREE,
                help="evaluate after every N epochs, and after the last one; 0 = after the last one only"),
+        Option("--stop-epoch", type=int, at_least=1, resume=FREE, recipe=NEVER,
+               help="stop after N epochs, with the learning rates of --epochs; --resume auto with a larger N or none "
+                    "goes on"),
         Option("--start-epoch", default=0, at_least=0, resume=SILENT, recipe=NEVER,
                help="begin at this epoch without a checkpoint"),
         Option("--lr-scheduler", metavar="NAME", default="steplr", type=lower,
                help=f"learning rate schedule after the warm-up: {', '.join(SCHEDULES)}, or FILE.py:FUNCTION; linearlr "
-                    "falls to --lr-min at the end, wsd stays at --lr until --lr-cooldown-epochs before it"),
+                    "falls to --lr-min at the end, polylr by a power of the epochs left, wsd stays at --lr until "
+                    "--lr-cooldown-epochs before it"),
         Option("--lr-warmup-epochs", default=0, at_least=0,
                help="let the learning rate warm up during the first N epochs"),
         Option("--lr-warmup-method", default="constant", type=str.lower, choices=["constant", "linear"],
@@ -418,6 +442,8 @@ OPTIONS = {
                     "checkpoint from before the cool-down can resume with other --epochs"),
         Option("--lr-gamma", metavar="F", default=0.1, above=0, at_most=1e9, needs=_which_take("lr_gamma"),
                help="factor by which these schedules multiply the learning rate"),
+        Option("--lr-power", metavar="F", default=1.0, above=0, at_most=1000, needs=_which_take("lr_power"),
+               help="power of polylr, to which the share of the epochs that is left is raised; 1 is a straight line"),
         Option("--lr-min", metavar="LR", default=0.0, at_least=0, at_most=1e30, needs=_which_take("lr_min"),
                help="learning rate at which these schedules end; --layer-decay scales it too"),
         Option("--lr-per-step", default=False,

@@ -40,10 +40,10 @@ def read_other_flags() -> dict[str, OtherFlag]:
 
 # Values of other scripts and ours; none else has one here.
 _THEIR_VALUES = {
-    "--sched": {"cosine": "cosineannealinglr", "step": "steplr", "multistep": "multisteplr"},
+    "--sched": {"cosine": "cosineannealinglr", "step": "steplr", "multistep": "multisteplr", "poly": "polylr"},
     "--remode": {"pixel": "pixel", "const": "zero"},
     "--eval-metric": {"top1": "acc1", "top5": "acc5", "loss": "loss"},
-    "--clip-mode": {"norm": "", "agc": ""},
+    "--clip-mode": {"norm": "", "value": "", "agc": ""},
     "--recount": {"1": ""},
     "--in-chans": {"3": ""},
     "--tta": {"0": "", "2": "--eval-flip"},
@@ -145,8 +145,13 @@ class OtherCommand:
             here = here if here.startswith("--") and "not here" not in values else "".join(values) or "leave it out"
         if flag == "--output" and values:
             values = [os.path.join(*values, *self.given.get("--experiment", ()))]
-        if flag == "--clip-grad" and self.given.get("--clip-mode") == ["agc"]:
-            here = "--clip-agc NORM"
+        if flag == "--clip-grad":
+            modes = {"agc": "--clip-agc NORM", "value": "--clip-grad-value NORM"}
+            here = modes.get("".join(self.given.get("--clip-mode", ())), here)
+        if flag.startswith("--lr-base") and "--lr" in self.given:  # which counts then
+            return []
+        if flag in ("--decay-rate", "--dr") and self.given.get("--sched") == ["poly"]:
+            here = "--lr-power F"
         if here == "not here":
             return None
         if here == "leave it out" or (flag == "--experiment" and "--output" in self.given):
@@ -164,6 +169,10 @@ class OtherCommand:
         """Add what timm does without a flag."""
         if "--warmup-epochs" in self.given and "--warmup-prefix" not in self.given:
             self.words.append("--no-lr-warmup-prefix")
+        if self.given.keys() & {"--lr-base", "--lr-base-size", "--lr-base-scale"} and "--lr" not in self.given:
+            adapts = any(name in "".join(self.given.get("--opt", ())).lower() for name in ("ada", "lamb"))
+            scaling = ["--lr-scaling", "sqrt" if adapts else "linear"], ["--lr-scaling-batch", "256"]
+            self.words += [word for words in scaling if words[0] not in self.words for word in words]
         self.words += ["--no-decay-1d"] * ("--no-decay-1d" not in self.given)
         self.words += ["--no-model-ema-adjust"] * ("--model-ema" in self.given)
 

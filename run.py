@@ -144,7 +144,7 @@ class Run(BareRun):
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
         self.gauges = Gauges(args, parts, device)
         self.due = []  # records of windows that have ended, without values that are still on the device
-        self.status = StatusFile(own_folder, self.state)
+        self.status, self.ending = StatusFile(own_folder, self.state), "preempted"
         self.clock = Clock()
         note_stall = partial(self.status.write, "failed")
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, note_stall)
@@ -177,7 +177,7 @@ class Run(BareRun):
             error = loader_killed(str(error))
         error = error and collectives.report_end(error)
         if isinstance(error, PreemptedError):
-            self.status.write("preempted", str(error))
+            self.status.write(self.ending, str(error))
         elif error is not None:
             self.status.write("failed", f"{type(error).__name__}: {error}".rstrip(": "))
         self._contexts.__exit__(error and type(error), error, trace)
@@ -228,6 +228,9 @@ class Run(BareRun):
         for epoch in range(self.state.epoch, self.args.epochs):
             if cause := self.decisions.decide().stop:
                 self.stop(cause)
+            if not self.is_done and epoch >= (self.args.stop_epoch or self.args.epochs):
+                self.ending = "stopped"
+                self.stop(f"--stop-epoch {self.args.stop_epoch} of --epochs {self.args.epochs}")
             first_step = self.state.start_epoch(epoch)
             # Also where the epoch is only evaluated: checkpoints hold the learning rate.
             self.lr_scheduler.set_position(epoch, max(first_step - 1, 0), self.state.steps_per_epoch)

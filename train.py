@@ -79,7 +79,8 @@ def train_one_epoch(
         run.finish_gradients()
 
         scaler.unscale_(optimizer)
-        grad_norm = optim.clip_gradients(model.parameters(), args.clip_grad_norm, run.is_record_due, args.clip_agc)
+        limits = args.clip_grad_norm, run.is_record_due, args.clip_agc, args.clip_grad_value
+        grad_norm = optim.clip_gradients(model.parameters(), *limits)
         scaler.step(optimizer)
         scaler.update()
 
@@ -241,10 +242,8 @@ def main(args):
     samplers = data.build_samplers(*datasets, args)
     check_data(state, args, *datasets)
     num_classes = len(datasets[1].classes)
-    data_loader, data_loader_test = (
-        data.build_device_loader(args, *each, device, num_classes) for each in zip(started, samplers, strict=True)
-    )
-    loaders = {config.evaluated_set(args): data_loader_test}
+    data_loader = data.build_device_loader(args, started.pop("train"), samplers[0], device, num_classes)
+    loaders = {name: data.build_device_loader(args, each, None, device, num_classes) for name, each in started.items()}
     weights = None if state else start_weights(args, datasets[1])
     model_without_ddp = models.place_model(models.build_model(args, num_classes, weights), args, device)
     model_ema = models.build_ema(args, model_without_ddp)

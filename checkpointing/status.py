@@ -23,7 +23,7 @@ class StatusFile:
         """Replace the file. `requeue` asks a job script to start the run again: after a preemption.
 
         Args:
-            state: running, preempted, finished or failed.
+            state: running, preempted, stopped (by `--stop-epoch`), finished or failed.
             reason: why it stopped.
 
         Raises:

@@ -56,6 +56,20 @@ def check_source(root: Path) -> list[Source]:
     raise UserError(f"{data_path} has no {root.name}/; it must hold {layouts}{hint}")
 
 
+def open_named(option: str, text: str, separator: str | None = None) -> tuple[str, Source]:
+    """Return the name of NAME=DIR, which `option` gave, and its images, opened; UserError if there are none."""
+    name, _, place = text.partition("=")
+    if not name or not place:
+        raise UserError(f"{option} {text}: expected NAME=DIR, such as val=/data/imagenet/val")
+    root = Path(place) if Path(place).name not in ("", "..") else Path(os.path.abspath(place))
+    if not find_sources(root):
+        raise UserError(
+            f"{option} {text}: {place} holds no images; give a folder with one folder for each class, or the path of "
+            "tars or of a pack without their ending"
+        )
+    return name, open_source(root, separator)
+
+
 def open_source(root: Path, separator: str | None = None) -> Source:
     """Return the preferred source of a split, opened; its root is the data path and the split's name.
 

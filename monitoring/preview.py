@@ -105,7 +105,7 @@ def count_images(args: Any) -> tuple[int, int, str]:
 
 
 def reference_line(args: Any) -> str:
-    """Return a line that compares the global batch and the learning rate with the recipe's own."""
+    """Return a line that compares the global batch and the learning rate with those of the reference."""
     reference, rate = args.reference_global_batch, optim.scaled_lr(args)
     share, scaled = args.global_batch_size / reference, f"--lr-scaling {args.lr_scaling}: {args.lr:g} -> {rate:g}"
-    return f"the recipe's reference batch is {reference}, {share:g} of it here; {scaled}"
+    return f"the reference batch of --lr is {reference}, {share:g} of it here; {scaled}"

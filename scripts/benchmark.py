@@ -177,6 +177,8 @@ class BareStep:
         self.scaler.unscale_(self.optimizer)
         if self.args.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip_grad_norm)
+        if self.args.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), self.args.clip_grad_value)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.model_ema and number % self.args.model_ema_steps == 0:

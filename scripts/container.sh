@@ -5,7 +5,8 @@
 #
 # torchrun takes its own options from variables PET_*: PET_NNODES, PET_MAX_RESTARTS, PET_RDZV_BACKEND and others.
 # After a preemption train.py saves, and exits with code 0 on the nodes that got no signal themselves. A cluster that
-# restarts only failed nodes would then start half of them: so this script exits with 0 only if the run is finished.
+# restarts only failed nodes would then start half of them: so this script exits with 0 only if the run is finished,
+# or was stopped by --stop-epoch.
 set -u
 OUT=${OUT:?set OUT to the output folder, such as OUT=/runs/resnet50}
 export PET_NPROC_PER_NODE=${PET_NPROC_PER_NODE:-gpu}
@@ -23,5 +24,5 @@ trap 'kill -TERM "$child"' TERM INT
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 wait "$child"
 code=$?
-grep -q '"state": "finished"' "$OUT/status.json" 2>/dev/null || exit $((code ? code : 1))
+grep -q '"state": "\(finished\|stopped\)"' "$OUT/status.json" 2>/dev/null || exit $((code ? code : 1))
 exit "$code"

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -23,7 +22,7 @@ from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError, aligned, end_by, require_timm
 from files import csv_text
-from loading.forms import find_sources, open_source
+from loading.forms import open_named
 from loading.progress import Progress
 from loading.source import Source, labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
@@ -88,16 +87,8 @@ class ImageSet:
 
 def open_set(text: str) -> ImageSet:
     """Open the whole set that a `--set` names."""
-    name, _, place = text.partition("=")
-    if not name or not place:
-        raise UserError(f"--set {text}: expected NAME=DIR, such as val=/data/imagenet/val")
-    root = Path(place) if Path(place).name not in ("", "..") else Path(os.path.abspath(place))
-    if not find_sources(root):
-        raise UserError(
-            f"--set {text}: {place} holds no images; give a folder with one folder for each class, or the path of tars "
-            "or of a pack without their ending"
-        )
-    return ImageSet(name, open_source(root), f"--set {name}")
+    name, source = open_named("--set", text)
+    return ImageSet(name, source, f"--set {name}")
 
 
 def number_classes(sets: list[ImageSet], trained: Trained, num_classes: int) -> list[str]:

@@ -71,7 +71,7 @@ must_requeue() {
     [ "$(status)" = "$before" ] && [[ $job == *" PreemptTime="[0-9]* ]]
 }
 
-if says state '"finished"'; then exit 0; fi
+if says state '"finished"' || says state '"stopped"'; then exit 0; fi
 if must_requeue; then scontrol requeue "$SLURM_JOB_ID" && exit 0; fi
 echo "slurm.sh: not queued again: exit code $code; $(grep -o '\(JobState\|Reason\|PreemptTime\)=[^ ]*' <<<"$job" | tr '\n' ' ')" >&2
 exit $((code ? code : 1))

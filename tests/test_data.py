@@ -78,7 +78,7 @@ def test_draws_of_a_key_are_those_of_its_address(image_folder, policy, erase):
 
 def epoch_hashes(folder, workers, start_step=0, argv=()):
     """Return a hash of every batch of an epoch, as the model would get it."""
-    mixing = "--random-erase 0.5 --mixup-alpha 0.2 --cutmix-alpha 1.0 --auto-augment ta_wide".split()
+    mixing = "--random-erase 0.5 --mixup-alpha 0.2 --cutmix-alpha 1.0 --auto-augment ta_wide --blur-prob 0.5".split()
     batch = ["--batch-size", "4", "--workers", str(workers), "--train-crop-size", "24"]
     args = arguments(folder, *batch, *mixing, *argv)
     dataset, _ = data.build_datasets(str(folder / "train"), str(folder / "val"), args)

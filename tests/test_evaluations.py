@@ -1,12 +1,14 @@
 """When a run is evaluated, and on which images."""
 
+import shutil
+
 import pytest
 
 import config
 from run import is_evaluated_after
-from tests.endings import read_metrics
-from tests.runs import FLAG, Runs
-from tests.started import refused, run_train
+from tests.endings import differing, read_metrics
+from tests.runs import FLAG, Runs, assert_same
+from tests.started import SMALL, refused, run_train
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +19,7 @@ def runs(image_folder, tmp_path_factory):
 
 
 # 23 images are left, in two steps an epoch; epochs 1 and 3 and, as the last one, 4 are evaluated.
-HELD = [FLAG, "--minival", 0.2, "--eval-every", 2, "--epochs", 5]
+HELD = [FLAG, "--minival", 0.2, "--eval-every", 2, "--epochs", 5, "--print-freq", 4]
 
 
 def evaluations(runs, name, kind):
@@ -42,6 +44,44 @@ def test_every_second_epoch_and_the_last_one_are_evaluated(runs):
 def test_the_last_epoch_is_always_evaluated(every, epochs, expected):
     args = config.parse_args(["--synthetic", "--epochs", str(epochs), "--eval-every", str(every)])
     assert [epoch for epoch in range(epochs) if is_evaluated_after(epoch, args)] == expected
+
+
+def test_a_run_that_stops_after_an_epoch_goes_on_as_if_it_had_not(runs):
+    again = ["--resume", "auto"]
+    for extra, status, step in [
+        (["--stop-epoch", 3], "stopped", 6), ([*again, "--stop-epoch", 3], "stopped", 6),
+        ([*again, "--stop-epoch", 4], "stopped", 8), (again, "finished", 10),
+        ([*again, "--stop-epoch", 3], "finished", 10),
+    ]:  # fmt: skip
+        output = runs.run("stopped", 2 - len(extra) // 4, *HELD, *extra).check().output
+        found = runs.status("stopped")
+        assert (found["state"], found["step"], found["requeue"]) == (status, step, False)
+        assert (f"--stop-epoch {extra[-1]} of --epochs 5: " in output) is (status == "stopped")
+    assert_same(runs, "stopped")
+
+
+def test_more_sets_are_evaluated_by_their_names_and_choose_nothing(runs, image_folder):
+    twice = image_folder / "val"
+    more = ["--eval-data", f"held.out={twice}", f"v2={image_folder / 'train'}", "--epochs", 1, "--lr-warmup-epochs", 0]
+    output = runs.run("more", 2, FLAG, *more).check().output
+    records = {record.pop("kind"): record for record in runs.metrics("more")}
+    assert records["held.out"] == records["val"]
+    assert records["held.out_ema"] == records["val_ema"]
+    assert (records["val"]["n"], records["v2"]["n"]) == (7, 29)
+    assert f"Test: held.out Acc@1 {records['val']['acc1']:.3f} " in output
+    runs.run("without", 1, FLAG, *more[3:]).check()
+    assert differing(runs.final("more"), runs.final("without")) == []
+    argv = ["--test-only", "--resume", runs.folder / "more" / "checkpoint.pth", "--device", "cpu", "--workers", 0]
+    alone = run_train(runs.folder, "--data-path", image_folder, *argv, "--batch-size", 2, "--eval-data", more[2])
+    assert f"Test: v2 Acc@1 {records['v2']['acc1']:.3f} " in alone.check().output
+
+
+def test_more_sets_must_be_there_and_have_the_same_classes(image_folder, tmp_path):
+    shutil.copytree(image_folder / "val", tmp_path / "few")
+    shutil.rmtree(tmp_path / "few" / "class1")
+    argv = ["--data-path", image_folder, *SMALL, "--output-dir", tmp_path / "out", "--eval-data"]
+    refused(run_train(tmp_path, *argv, f"few={tmp_path}/few"), "has 2 classes", "has 3", "(class1)")
+    refused(run_train(tmp_path, *argv, f"few={tmp_path}/fewer"), "--eval-data few=", "fewer holds no images")
 
 
 def test_another_minival_is_refused_in_a_resumed_run(started, tmp_path):

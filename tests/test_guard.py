@@ -110,6 +110,7 @@ def test_another_reference_batch_is_another_learning_rate():
     state["args"]["reference_global_batch"] = 256
     with pytest.raises(UserError, match=r"lr-scaling linear from 256 in the checkpoint, linear from 1024 now"):
         guard.check_options(state, parse(*LINEAR, "--resume", "auto"))
+    guard.check_options(state, parse(*LINEAR, "--resume", "auto", "--lr-scaling-batch", 256))
 
 
 # What is allowed or harmless, and the lines that are printed.

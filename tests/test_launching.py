@@ -64,8 +64,9 @@ def start_container(folder, action):
 
 @pytest.mark.parametrize(
     ("state", "code", "expected"),
-    [("finished", 0, 0), ("preempted", 0, 1), ("running", 1, 1), ("failed", 3, 3), ("finished", 2, 2), (None, 0, 1)],
-)
+    [("finished", 0, 0), ("stopped", 0, 0), ("preempted", 0, 1), ("running", 1, 1), ("failed", 3, 3),
+     ("finished", 2, 2), (None, 0, 1)],
+)  # fmt: skip
 def test_a_container_succeeds_only_when_its_run_is_finished(tmp_path, state, code, expected):
     write = f"""echo '{{"state": "{state}"}}' > "$OUT/status.json";""" if state else ""
     assert start_container(tmp_path, f"{write} exit {code}").wait(30) == expected

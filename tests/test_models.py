@@ -170,6 +170,33 @@ def test_a_frozen_model_trains_its_classifier_alone_and_keeps_its_statistics():
     assert changed_by_a_step(model, args, torch.randn(4, 3, 32, 32)) == {"fc.weight", "fc.bias"}
 
 
+def test_below_a_layer_nothing_changes_and_from_it_on_everything_does():
+    args = config.parse_args(["--synthetic", "--freeze-below", "layer3.1", "--model", "resnet18", "--lr", "1"])
+    model = models.build_model(args, 4)
+    above = {name for name in model.state_dict() if name.startswith(("layer3.1", "layer4", "fc"))}
+    assert changed_by_a_step(model, args, torch.randn(4, 3, 64, 64)) == above
+
+
+@pytest.mark.parametrize(("model", "layer", "first", "words"), [
+    ("vit_b_16", "encoder.layers.encoder_layer_6", "encoder.layers.encoder_layer_6.ln_1.weight", ""),
+    ("timm/deit_tiny_patch16_224", "blocks.5", "blocks.5.norm1.weight", ""),
+    ("resnet18", "fc", "fc.weight", ""),
+    ("resnet18", "layer5", "", "there are conv1, bn1, layer1, layer2, layer3, layer4, fc, and those inside them"),
+    ("resnet18", "layer", "", "--freeze-below layer: no layer"),
+    ("resnet18", "conv1", "", "others before it"),
+    ("vit_b_16", "6", "", "conv_proj, encoder, encoder.layers.encoder_layer_0, encoder.layers.encoder_layer_1,"),
+])  # fmt: skip
+def test_layers_before_the_named_one_are_frozen_in_the_order_of_the_model(model, layer, first, words):
+    args = config.parse_args(["--synthetic", "--model", model, "--freeze-below", layer])
+    if words:
+        with pytest.raises(UserError, match=words):
+            models.build_without_memory(args, 4)
+        return
+    trained = {name: each.requires_grad for name, each in models.build_without_memory(args, 4).named_parameters()}
+    names = list(trained)
+    assert [name for name in names if trained[name]] == names[names.index(first) :]
+
+
 @pytest.mark.parametrize(("model", "ends"), [
     ("vgg11", ["classifier.6"]), ("squeezenet1_1", ["classifier.1"]), ("vit_b_32", ["heads.head"]),
     ("maxvit_t", ["classifier.5"]), ("googlenet", ["aux1.fc2", "aux2.fc2", "fc"]),

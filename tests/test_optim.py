@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import timm.optim
+import timm.scheduler
 import timm.utils
 import torch
 import torchvision
@@ -58,6 +59,7 @@ REFERENCES = {
     "exponentiallr": lambda sgd, warmup: torchs.ExponentialLR(sgd, gamma=GAMMA),
     "steplr": lambda sgd, warmup: torchs.StepLR(sgd, step_size=STEP_SIZE, gamma=GAMMA),
     "multisteplr": lambda sgd, warmup: torchs.MultiStepLR(sgd, milestones=[3, 7, 7], gamma=GAMMA),
+    "polylr": lambda sgd, warmup: torchs.PolynomialLR(sgd, total_iters=EPOCHS - warmup, power=0.9),
 }
 
 
@@ -72,7 +74,8 @@ def test_rates_are_torchs_in_any_order_of_positions(scheduler, method, warmup):
         reference = torchs.SequentialLR(optimizer, schedulers=[first, reference], milestones=[warmup])
     expected = walk(optimizer, reference)
     ours = sgd(0.5, 0.05)
-    schedule = optim.LRScheduler(schedule_options(scheduler, warmup, method), ours)
+    changes = {"lr_min": 0.0, "lr_power": 0.9} if scheduler == "polylr" else {}  # torch's ends at 0
+    schedule = optim.LRScheduler(schedule_options(scheduler, warmup, method, **changes), ours)
     for epoch in random.Random(0).sample(range(EPOCHS), EPOCHS):
         schedule.set_position(epoch, 0, 100)
         # torch multiplies its way from epoch to epoch; this is a closed form: a few roundings of float64
@@ -94,7 +97,17 @@ def test_a_line_is_torchs_and_a_cool_down_is_one_at_the_end():
     assert short[:7] == long[:7]  # a checkpoint from before epoch 6 belongs to both
 
 
-@pytest.mark.parametrize("scheduler", ["cosineannealinglr", "linearlr"])
+@pytest.mark.parametrize("is_prefixed", [True, False])
+def test_a_power_above_a_floor_is_timms(is_prefixed):
+    args = schedule_options("polylr", 3, lr_min=0.05, lr_power=2.0, lr_warmup_prefix=is_prefixed)
+    first = {"warmup_t": 3, "warmup_lr_init": 0.5 * DECAY, "warmup_prefix": is_prefixed}
+    epochs = EPOCHS - 3 * is_prefixed  # timm adds the warm-up to them
+    timms = timm.scheduler.PolyLRScheduler(sgd(0.5), epochs, power=2.0, lr_min=0.05, **first)
+    expected = [timms._get_lr(epoch)[0] for epoch in range(EPOCHS)]
+    assert [optim.lr_at(args, epoch, 0.5) for epoch in range(EPOCHS)] == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("scheduler", ["cosineannealinglr", "linearlr", "polylr"])
 def test_rates_per_step_pass_through_the_rates_per_epoch_and_never_jump(scheduler):
     optimizer, rates = sgd(0.5), []
     args = schedule_options(scheduler, 2, lr_per_step=True)
@@ -142,6 +155,16 @@ def test_options_know_every_entry_without_importing_torch():
 def test_the_rate_follows_the_global_batch_as_asked(scaling, expected):
     args = options_of(lr=0.5, lr_scaling=scaling, global_batch_size=512, reference_global_batch=1024)
     assert optim.scaled_lr(args) == pytest.approx(expected, abs=1e-15)
+
+
+def test_the_reference_batch_is_the_options_or_the_recipes(tmp_path):
+    given = "--synthetic --lr 0.5 --lr-scaling linear --global-batch-size 512 --lr-scaling-batch"
+    args = config.parse_args([*given.split(), "1024"])
+    assert optim.scaled_lr(args) == 0.25
+    written = tmp_path / "recipe.toml"
+    written.write_text(config.write_recipe(args))
+    for more, expected in ([], 0.25), (["--lr-scaling-batch", "256"], 1.0):
+        assert optim.scaled_lr(config.parse_args(["--recipe", str(written), *more])) == expected
 
 
 # Parameter groups
@@ -319,6 +342,15 @@ def test_clipping_is_torchs(scale, max_norm):
     assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours[:3], theirs[:3], strict=True))
     assert ours[3].grad is None
     assert (optim.clip_gradients(ours, max_norm, False) is None) is (max_norm is None)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_cutting_numbers_off_is_torchs_and_the_norm_is_that_before_it(is_read):
+    ours, theirs = with_gradients(1.0), with_gradients(1.0)
+    norm = optim.clip_gradients(iter(ours), None, is_read, value=0.5)
+    assert norm == nn.utils.clip_grad_norm_(theirs, float("inf")) if is_read else norm is None
+    nn.utils.clip_grad_value_(theirs, 0.5)
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours[:3], theirs[:3], strict=True))
 
 
 def test_adaptive_clipping_is_timms_but_for_the_classifier():

@@ -5,11 +5,15 @@ import io
 import pytest
 import torch
 from PIL import Image
+from timm.data.transforms_factory import transforms_imagenet_train
 from torchvision import transforms as tv
 from torchvision.transforms import InterpolationMode, autoaugment
+from torchvision.transforms.functional import pil_to_tensor
 
+import config
+import data
 import presets
-from randomness import Draws, TorchDraws, unit
+from randomness import Draws, TorchDraws, seed_host, unit
 from tests.images import encoded, picture
 
 SIZES = [(67, 45), (33, 80), (50, 50), (19, 24)]  # width, height; the last is smaller than the crop
@@ -61,7 +65,8 @@ def test_training_pixels_are_torchvisions_for_the_same_seed(policy, backend):
         tv.RandomResizedCrop(32, scale=(0.3, 1.0), interpolation=interpolation, antialias=True),
         tv.RandomHorizontalFlip(0.4),
         *reference_policy(policy, interpolation, magnitude=7, severity=2),
-        *([tv.ColorJitter(0.3, 0.3, 0.3)] if has_jitter else []),
+        *([tv.ColorJitter(0.3, 0.3, 0.3), tv.RandomGrayscale(0.4)] if has_jitter else []),
+        *([tv.RandomApply([tv.GaussianBlur(13, (0.1, 2.0))], 0.6)] if has_jitter else []),
     ]
     steps = [tv.PILToTensor(), *steps] if backend == "tensor" else [*steps, tv.PILToTensor()]
     oracle = tv.Compose([*steps, *NORMALIZE, tv.RandomErasing(0.5)])
@@ -75,6 +80,8 @@ def test_training_pixels_are_torchvisions_for_the_same_seed(policy, backend):
         augmix_severity=2,
         random_erase_prob=0.5,
         color_jitter=0.3 * has_jitter,
+        grayscale_prob=0.4 * has_jitter,
+        blur_prob=0.6 * has_jitter,
         backend=backend,
         use_v2=backend == "tensor",  # which changes no pixel
     )
@@ -117,8 +124,36 @@ def test_what_is_given_is_all_that_is_drawn_from():
     crop = preset.load(payload)
     assert torch.equal(crop, preset.load(payload, TorchDraws(torch.Generator().manual_seed(0))))
     others = [{"auto_augment_policy": "ra"}, {"backend": "pil"}, {"interpolation": InterpolationMode.NEAREST}]
-    for options in [*others, {"color_jitter": 0.4}]:
+    for options in [*others, {"color_jitter": 0.4}, {"grayscale_prob": 0.1}, {"blur_prob": 0.1}]:
         assert not presets.ClassificationPresetTrain(crop_size=32, **options).takes_draws
+
+
+@pytest.mark.parametrize(
+    ("option", "timms"), [("grayscale_prob", "grayscale_prob"), ("blur_prob", "gaussian_blur_prob")]
+)
+def test_grey_and_blurred_images_are_timms_within_a_level(option, timms):
+    image = picture(224, 224)
+    ours = presets.ClassificationPresetTrain(crop_size=224, **{option: 0.5}).policy
+    theirs = transforms_imagenet_train(224, color_jitter=None, **{timms: 0.5}, separate=True)[1]
+    changed = 0
+    for seed in range(16):
+        found, expected = (pil_to_tensor(seed_host(seed) or policy(image)).int() for policy in (ours, theirs))
+        assert (found - expected).abs().max() <= 1
+        changed += not torch.equal(found, pil_to_tensor(image).int())
+    assert 3 <= changed <= 13
+
+
+def test_without_augmentation_training_images_are_those_of_an_evaluation():
+    others = "--hflip-prob 1 --auto-augment ra --color-jitter 1 --grayscale-prob 1 --blur-prob 1 --random-erase 1"
+    sizes = "--train-crop-size 28 --val-crop-size 56 --val-resize-size 64 --train-crop-size-min 14"
+    argv = f"--data-path d --device cpu --workers 0 --backend pil --no-augment --crop-ramp-epochs 0 1 {sizes} {others}"
+    args, lines = config.on_machine(config.parse_args(argv.split()))
+    assert sum(line.endswith("no effect without --augment") for line in lines) == 6
+    train, image = presets.build_presets(args)[0], picture(67, 45)
+    for epoch, (resized, crop) in enumerate([(16, 14), (32, 28)]):
+        expected = tv.Compose([tv.Resize(resized), tv.CenterCrop(crop), tv.PILToTensor()])(image)
+        assert torch.equal(train.at(epoch).load(encoded(image, "PNG"), Draws(0)), expected)
+    assert data.build_batch_transforms(args, 10)[0].erase is None
 
 
 @pytest.mark.parametrize("mode", ["BILINEAR", "BICUBIC"])

@@ -182,7 +182,7 @@ def test_a_preview_of_every_recipe_names_no_option_without_effect(name):
     assert "has no effect" not in text
     if name not in ("digits", "imagenette"):
         assert "assuming 1,281,167 images of 1,000 classes" in text
-        assert "the recipe's reference batch is" in text
+        assert "the reference batch of --lr is" in text
 
 
 def test_expected_accuracies_are_those_of_torchvisions_weights():

@@ -200,6 +200,7 @@ exec {shutil.which("scontrol")} "$@"
 JOBS = {
     "finished": ("write finished false", "COMPLETED", 0, 0),
     "failing after it finished": ("write finished false; exit 1", "COMPLETED", 0, 0),
+    "stopped after an epoch": ("write stopped false", "COMPLETED", 0, 0),
     "crashed": ("write failed false; exit 1", "FAILED", 0, 1),
     "in vain": ("write preempted false; exit 1", "FAILED", 0, 1),
     "died before it began": ("exit 7", "FAILED", 0, 7),
