@@ -29,10 +29,12 @@ from options import (
     POLICIES,
     REMOVED,
     SCHEDULES,
+    STATISTICS,
     WHY_TYPED,
     Option,
     build_parser,
     defaults,
+    fit_statistics,
     is_filled_in,
     parse_allowed,
     short_name,
@@ -42,8 +44,6 @@ from options import (
 RECIPES_DIR = Path(__file__).parent / "recipes"
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-STATISTICS = ("mean", "std")
 
 # Metadata of a recipe for readers, not options.
 RECIPE_FACTS = {
@@ -99,6 +99,12 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--lr-scaling {lr_scaling} needs --lr-scaling-batch, the global batch that --lr is for, or a recipe that has it"),
     (lambda args: [args.clip_agc, args.clip_grad_norm, args.clip_grad_value].count(None) < 2,
      "--clip-agc, --clip-grad-norm and --clip-grad-value each limit the gradients; give one of them"),
+    (lambda args: next((f"--{name} has {counted(len(getattr(args, name)), 'value')}" for name in STATISTICS
+                        if len(getattr(args, name)) != args.in_chans), ""),
+     "{found}, and --in-chans is {in_chans}; give a value for each channel, or another --in-chans"),
+    (lambda args: args.in_chans != 3 and next(
+        (BY_NAME[name].flag for name in ("auto_augment", "color_jitter", "grayscale_prob") if getattr(args, name)), ""),
+     "{found} changes colours of three channels, and --in-chans is {in_chans}; leave {found} out"),
     (lambda args: args.criterion and not split_custom(args.criterion),
      "--criterion {criterion}: expected FILE.py:FUNCTION; --bce-loss and the cross-entropy have options of their own"),
     (lambda args: args.criterion and args.bce_loss, "--criterion and --bce-loss are both losses; give one of them"),
@@ -343,8 +349,8 @@ def resolve(
         "given": names,
         "reference_global_batch": values["lr_scaling_batch"] or reference_global_batch,
         # For models of timm, `published.take_published_options` replaces these.
-        "mean": list(values["mean"] or IMAGENET_MEAN),
-        "std": list(values["std"] or IMAGENET_STD),
+        "mean": list(values["mean"] or fit_statistics(IMAGENET_MEAN, values["in_chans"])),
+        "std": list(values["std"] or fit_statistics(IMAGENET_STD, values["in_chans"])),
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
         "best_metric": "map" if values["multi_label"] and "best_metric" not in names else values["best_metric"],
         # Code runs only from a file that the command line names: see `custom.code.load_function`.
@@ -442,7 +448,7 @@ def _take(args: Record, trained: dict, names: Sequence[str]) -> tuple[Record, li
     changes, lines = {}, []
     for name in names:
         option, value = BY_NAME[name], trained.get(name, getattr(args, name))
-        is_unknown = name in STATISTICS and value is None  # as in timm's own checkpoints
+        is_unknown = name in (*STATISTICS, "in_chans") and value is None  # as in timm's own checkpoints
         if name in args.given or is_unknown or value == getattr(args, name):
             continue
         if not option.is_value(value):

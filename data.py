@@ -29,7 +29,7 @@ from loading.index import RETRY_WAITS_S, with_retries
 from loading.lists import check_apart
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.source import Source, Subset, count_classes, labels_of, minival_numbers, without
-from options import split_custom
+from options import fit_statistics, split_custom
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
@@ -164,11 +164,11 @@ class SyntheticSource(Source):
     POOL = 64
     form = "synthetic"
 
-    def __init__(self, num_images: int, size_px: int, num_classes: int) -> None:
+    def __init__(self, num_images: int, size_px: int, num_classes: int, in_chans: int = 3) -> None:
         super().__init__(Path())
         self.num_images, self.classes = num_images, [f"class{label:04d}" for label in range(num_classes)]
         generator = torch.Generator().manual_seed(0)
-        pool = torch.randint(0, 256, (self.POOL, 3, size_px, size_px), dtype=torch.uint8, generator=generator)
+        pool = torch.randint(0, 256, (self.POOL, in_chans, size_px, size_px), dtype=torch.uint8, generator=generator)
         self.pool = pool.contiguous(memory_format=torch.channels_last)  # the order of a batch, into which it is copied
 
     def __len__(self) -> int:
@@ -194,12 +194,13 @@ class SyntheticSource(Source):
 class SyntheticImages(IndexedImageFolder):
     """Made-up uint8 images with sides of `size_px`, for runs without data: see `SyntheticSource`."""
 
-    def __init__(self, num_images: int, size_px: int, num_classes: int = 1000) -> None:
-        source = SyntheticSource(num_images, size_px, num_classes)
-        super().__init__(source.root, ClassificationPresetEval(crop_size=size_px), source=source)
+    def __init__(self, num_images: int, size_px: int, num_classes: int = 1000, in_chans: int = 3) -> None:
+        source = SyntheticSource(num_images, size_px, num_classes, in_chans)
+        mean, std = (fit_statistics(values, in_chans) for values in (config.IMAGENET_MEAN, config.IMAGENET_STD))
+        super().__init__(source.root, ClassificationPresetEval(crop_size=size_px, mean=mean, std=std), source=source)
 
     def load(self, key: int) -> tuple[Tensor, int]:
-        """Return one image as (3, size_px, size_px) uint8, and its class; equal pixels have equal classes."""
+        """Return one image as (in_chans, size_px, size_px) uint8, and its class; equal pixels have equal classes."""
         return self.index.pool[key % self.index.POOL], self.index.label(key)
 
 
@@ -211,8 +212,10 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
     """
     preset_train, preset_eval = build_presets(args)
     if args.synthetic is not None:
-        train = None if args.test_only else SyntheticImages(args.synthetic, args.train_crop_size)
-        return train, SyntheticImages(max(args.synthetic // 10, 1), args.val_crop_size)
+        train = None
+        if not args.test_only:
+            train = SyntheticImages(args.synthetic, args.train_crop_size, in_chans=args.in_chans)
+        return train, SyntheticImages(max(args.synthetic // 10, 1), args.val_crop_size, in_chans=args.in_chans)
     valdir = traindir if args.minival else valdir
     for folder in [valdir] if args.test_only else [traindir, valdir]:
         if not split_custom(args.data_path or ""):
@@ -419,7 +422,7 @@ class DeviceLoader:
     On an accelerator with streams one of its own copies and transforms a batch while the model works on the last one.
 
     Args:
-        loader: yields (B, 3, H, W) uint8 and (B,) int64 on the CPU.
+        loader: yields (B, C, H, W) uint8 and (B,) int64 on the CPU.
         device: the device of the batches.
         transform: the batch transform, which runs on the device.
         seed: the run's seed; it, the step and the micro-batch are the address of a training batch's draws.

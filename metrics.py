@@ -250,7 +250,7 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
         given = {"val_crop_size": size, "val_resize_size": size}
         model, own, _ = build_evaluated(args.teacher, name, weights, given, is_typed=is_custom)
         for side in (args.train_crop_size_min or size, size):
-            num_classes = model(torch.zeros(2, 3, side, side)).shape[1]
+            num_classes = model(torch.zeros(2, own.in_chans, side, side)).shape[1]
     if num_classes != len(classes):
         raise UserError(
             f"{source} scores {num_classes} classes and the images are of {len(classes)}; give a teacher of these"
@@ -261,8 +261,9 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
         raise UserError(f"{source} is of other classes: {differences[0]}; give a teacher of these")
     print(f"{source}: {weights.kind}")
     if (own.mean, own.std) != (args.mean, args.std):
-        words = (" ".join(map(str, values)) for values in (own.mean, own.std))
-        raise UserError("{} takes images of --mean {} --std {}; give the student these".format(source, *words))
+        words = (" ".join(map(str, values)) for values in (own.mean, own.std, [own.in_chans]))
+        text = "{} takes images of --mean {} --std {} --in-chans {}; give the student these"
+        raise UserError(text.format(source, *words))
     return model.eval().requires_grad_(False)
 
 
@@ -299,7 +300,9 @@ def build_evaluated(
     known = {key: value for key, value in weights.options.items() if key in BY_NAME}
     options = {key: value for key, value in known.items() if value is None or BY_NAME[key].is_value(value)}
     typed = ["model"] if is_typed else []
-    chosen = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1, **given)
+    # A bare state dict does not tell its channels; values that are given for each do.
+    in_chans = options.get("in_chans") or len(given.get("mean") or config.IMAGENET_MEAN)
+    chosen = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1, in_chans=in_chans, **given)
     with in_one_line(source):
         args, _ = config.as_trained(config.resolve(chosen, typed=typed), options)
     args, origin = settle_preprocessing(args, source, weights.options, weights.origin)

@@ -1,5 +1,6 @@
 """Build a model, load weights into it, compile it, average its weights, choose its precision and its device."""
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -106,6 +107,7 @@ def build_model(
     if weights is not None:
         source = source or f"--weights {args.weights}"
         check_rescaling(model, weights, args, source)
+        weights = fit_channels(model, weights, args, source)
         load_matching(model, weights, source, build, num_classes, needs_classifier=args.test_only)
     if args.freeze:
         freeze_all_but_classifier(model, num_classes)
@@ -154,7 +156,7 @@ def is_rescaled(name: str, options: Mapping[str, Any]) -> bool | None:
 # Keyword arguments that the data or other options set; some would fetch weights.
 _NOT_FOR_KWARGS = {
     "weights", "weights_backbone", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path",
-    "cache_dir", "num_classes", "model_name", "img_size", "image_size", "drop_rate", "drop_path_rate",
+    "cache_dir", "num_classes", "model_name", "img_size", "image_size", "drop_rate", "drop_path_rate", "in_chans",
 }  # fmt: skip
 
 
@@ -175,7 +177,56 @@ def _build_library(args: Any, num_classes: int) -> nn.Module:
             raise
     if not is_timms:
         _set_rates(model, args)
+        _widen(model, args)
     return model
+
+
+def _widen(model: nn.Module, args: Any) -> None:
+    """Let a model of torchvision's take `--in-chans`: its first weights are those for three channels, adapted."""
+    if args.in_chans == 3:
+        return
+    if getattr(model, "transform_input", False):
+        raise UserError(
+            f"--in-chans {args.in_chans}: {args.model} rescales the three channels that published weights take; leave "
+            "out --in-chans, or the weights and transform_input"
+        )
+    first = next(each for each in model.modules() if isinstance(each, nn.Conv2d) and each.in_channels == 3)
+    first.in_channels, first.weight = args.in_chans, nn.Parameter(adapt_channels(first.weight.detach(), args.in_chans))
+
+
+def adapt_channels(weight: Tensor, in_chans: int) -> Tensor:
+    """Return weights (O, I, h, w) of a first layer for another number of channels, in timm's way.
+
+    They are summed for one channel, else repeated, cut and scaled, so that the sum over the channels stays about equal.
+    """
+    if in_chans == 1:
+        return weight.float().sum(dim=1, keepdim=True).to(weight.dtype)
+    repeated = weight.float().repeat(1, -(-in_chans // weight.shape[1]), 1, 1)[:, :in_chans]
+    return (repeated * (weight.shape[1] / in_chans)).to(weight.dtype)
+
+
+def fit_channels(model: nn.Module, weights: Mapping[str, Tensor], args: Any, source: str) -> Mapping[str, Tensor]:
+    """Return weights whose first layers take `--in-chans`, with a printed line if they took another number of channels.
+
+    Raises:
+        UserError: they did, and `--test-only` asks for them as they are.
+    """
+    fitted = copy.copy(weights)  # with its notes
+    for layer, module in model.named_modules():
+        name = f"{layer}.weight"
+        weight = weights.get(name) if isinstance(module, nn.Conv2d) and module.in_channels == args.in_chans else None
+        theirs = 0 if weight is None or weight.ndim != 4 else weight.shape[1]
+        if theirs == args.in_chans or theirs not in BY_NAME["in_chans"].choices:
+            continue
+        if args.test_only:
+            raise UserError(
+                f"{source} is for {counted(theirs, 'channel')}, and --in-chans is {args.in_chans}; evaluation changes "
+                f"no weights: give --in-chans {theirs}, or to a tool --mean and --std of as many values"
+            )
+        fitted[name] = adapt_channels(weight, args.in_chans)
+        words = "summed" if args.in_chans == 1 else f"repeated and scaled by {theirs} / {args.in_chans}"
+        print(f"{source}: {name} of {counted(theirs, 'channel')} is {words} for --in-chans {args.in_chans}, as in timm")
+    return fitted
 
 
 def _find_torchvision(args: Any) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
@@ -202,6 +253,7 @@ def _find_timm(args: Any) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
             hint = did_you_mean(name, known, prefix="timm/")
             raise UserError(f"--model {args.model}: timm has no such model{hint}")
     options = {"drop_path_rate": args.stochastic_depth, "drop_rate": args.dropout}
+    options["in_chans"] = None if args.in_chans == 3 else args.in_chans
     config = find_timm_config(args.model)
     if config is not None and config.fixed_input_size and config.input_size[-1] != args.val_crop_size:
         options["img_size"] = args.val_crop_size
@@ -213,6 +265,7 @@ def _build_custom(args: Any, num_classes: int) -> nn.Module:
     """Call the user's own function; an error in it keeps its traceback, for the user to read."""
     function = load_function("model", args)
     given = parse_kwargs(args.model_kwargs)
+    given |= {} if args.in_chans == 3 else {"in_chans": args.in_chans}
     signature = inspect.signature(function)
     with in_one_line(f"--model {args.model} takes {signature}, and is given {', '.join(['num_classes', *given])}"):
         signature.bind(num_classes=num_classes, **given)
@@ -257,7 +310,7 @@ def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> 
         with in_one_line(
             f"--model {args.model} cannot take --{split}-crop-size {side} at --batch-size {args.batch_size}"
         ):
-            output = _score_zeros(model, (num_images, 3, side, side))
+            output = _score_zeros(model, (num_images, args.in_chans, side, side))
             if num_classes is not None:
                 _check_scores(output, (num_images, num_classes))
     model.train()

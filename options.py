@@ -31,8 +31,9 @@ MOST_COUNT = 1 << 53
 # Names that torchvision and torch know, listed so that neither has to be imported.
 INTERPOLATIONS = ["nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 COMPILE_MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-# The preprocessing of an evaluation.
-PREPROCESSING = ("val_resize_size", "val_crop_size", "interpolation", "mean", "std")
+# Options with a value for each channel; the preprocessing of an evaluation.
+STATISTICS = ("mean", "std")
+PREPROCESSING = ("val_resize_size", "val_crop_size", "interpolation", *STATISTICS)
 
 
 def read_table(module: str, table: str) -> dict[str, dict[str, Any]]:
@@ -186,9 +187,8 @@ class Option:
             values = [lower(item) if isinstance(item, str) else item for item in values]
         given = values if isinstance(value, list) else values[0]
         if not self.is_value(given):
-            kind = f"one of {', '.join(self.choices)}" if self.choices else _KINDS[self.type.__name__]
-            many = {None: "", "?": "", 2: "two in a list, each ", 3: "three in a list, each "}
-            many = many.get(self.nargs, "a list, each ")
+            kind = f"one of {', '.join(map(str, self.choices))}" if self.choices else _KINDS[self.type.__name__]
+            many = {None: "", "?": "", 2: "two in a list, each "}.get(self.nargs, "a list, each ")
             raise UserError(f"{self.name} = {json.dumps(value, default=str)}, but {self.name} takes {many}{kind}")
         return given
 
@@ -240,6 +240,10 @@ OPTIONS = {
         Option("--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
                help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
                     "torchvision's tensor resize (default: a faster way, mostly within one grey level of pil)"),
+        Option("--in-chans", metavar="N", default=3, choices=[1, 3, 4], is_of_checkpoint=True,
+               resume="it is the width of the model's first layer",
+               help="channels of an image: 1 grey, 3 colour, 4 with alpha, which is 255 where a file has none; weights "
+                    "of another number are summed or repeated in the first layer, as in timm"),
         Option("--use-v2", default=False, resume=FREE, help="no effect, accepted for torchvision's commands"),
     ],
     "augmentation": [
@@ -257,11 +261,11 @@ OPTIONS = {
                help="side of the central crop in evaluation, in pixels"),
         Option("--interpolation", default="bilinear", choices=INTERPOLATIONS, is_of_checkpoint=True,
                help="method by which images are resized"),
-        Option("--mean", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0, at_most=1, is_of_checkpoint=True,
+        Option("--mean", metavar="F", type=float, nargs="+", at_least=0, at_most=1, is_of_checkpoint=True,
                help="mean by which each channel is normalised, for values from 0 to 1 (default: ImageNet's, 0.485 "
-                    "0.456 0.406; for timm/ models this and the sizes and the method above are as timm configures the "
-                    "model)"),
-        Option("--std", metavar=("R", "G", "B"), type=float, nargs=3, at_least=0.001, at_most=1, is_of_checkpoint=True,
+                    "0.456 0.406, and for other --in-chans the average of these in each channel, as in timm; for timm/ "
+                    "models this and the sizes and the method above are as timm configures the model)"),
+        Option("--std", metavar="F", type=float, nargs="+", at_least=0.001, at_most=1, is_of_checkpoint=True,
                help="standard deviation of each channel, likewise (default: likewise, else 0.229 0.224 0.225)"),
         Option("--augment", default=True,
                help="--no-augment: resize training images and cut their centre as in evaluation, to --train-crop-size; "
@@ -551,6 +555,11 @@ def is_filled_in(name: str, args: Any) -> bool:
     """Tell whether the model's configuration sets an option, which neither the command line nor the recipe gives."""
     is_timms = args.model.startswith("timm/") and name in (*PREPROCESSING, "train_crop_size")
     return (is_timms or name in ("mean", "std")) and name not in args.given
+
+
+def fit_statistics(values: Sequence[float], in_chans: int) -> list[float]:
+    """Return a mean or deviation of each channel: for another number of channels the average in each, as in timm."""
+    return list(values) if len(values) == in_chans else [sum(values) / len(values)] * in_chans
 
 
 def short_name(model: str) -> str:

@@ -45,7 +45,6 @@ _THEIR_VALUES = {
     "--eval-metric": {"top1": "acc1", "top5": "acc5", "loss": "loss"},
     "--clip-mode": {"norm": "", "value": "", "agc": ""},
     "--recount": {"1": ""},
-    "--in-chans": {"3": ""},
     "--tta": {"0": "", "2": "--eval-flip"},
 }
 _COMPUTED = {"--crop-pct", "--grad-accum-steps", "--warmup-lr"}

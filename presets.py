@@ -22,7 +22,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from config import IMAGENET_MEAN, IMAGENET_STD
 from custom.code import load_function
 from errors import UserError, in_one_line, one_line, require_timm
-from loading.decode import ImageFile, check_num_pixels, decode_plainly
+from loading.decode import MODES, ImageFile, check_num_pixels, decode_plainly
 from options import split_custom
 from randomness import Draws, TorchDraws, unit
 
@@ -45,16 +45,16 @@ def get_module(use_v2: bool) -> Any:
 
 
 def resize(image: torch.Tensor, height: int, width: int, mode: str) -> torch.Tensor:
-    """Resize (3, H, W) uint8 with antialiasing, mostly within one grey level of Pillow, at a third of its cost.
+    """Resize (C, H, W) uint8 with antialiasing, mostly within one grey level of Pillow, at a third of its cost.
 
     Returns:
-        (3, height, width) uint8, in channels-last order if the image is.
+        (C, height, width) uint8, in channels-last order if the image is.
     """
     return F.interpolate(_as_batch(image), (height, width), mode=mode, antialias=True, align_corners=False)[0]
 
 
 def _as_batch(image: torch.Tensor) -> torch.Tensor:
-    """Return (1, 3, H, W), with a first stride by which torch recognises the memory format."""
+    """Return (1, C, H, W), with a first stride by which torch recognises the memory format."""
     strides = image.stride()
     return image.as_strided((1, *image.shape), (image.shape[1] * strides[1], *strides))
 
@@ -103,6 +103,7 @@ class _Preset:
         std: tuple[float, ...],
         random_erase_prob: float = 0.0,
         random_erase_fill: str = "zero",
+        in_chans: int = 3,
     ) -> None:
         backend = backend and backend.lower()
         if backend not in ("pil", "tensor", None):
@@ -116,22 +117,24 @@ class _Preset:
         self.transforms = transforms.Compose([*steps, *finish])  # torchvision's; split in two below
         self.to_pixels, self.finish = transforms.Compose(steps), transforms.Compose(finish)
         self.random_erase_prob = random_erase_prob
-        self.fast_mode = _RESIZABLE.get(interpolation) if backend is None else None
+        # Pillow weighs colours by alpha when it resizes, and torch does not.
+        self.fast_mode = _RESIZABLE.get(interpolation) if backend is None and in_chans != 4 else None
+        self.mode = MODES[in_chans]
         self.mean, self.std = mean, std
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Return (3, crop_size, crop_size) float32, normalised, as torchvision's preset does.
+        """Return (in_chans, crop_size, crop_size) float32, normalised, as torchvision's preset does.
 
         Draws from the process's generators.
         """
         return self.finish(self.pixels(image))
 
     def pixels(self, image: Image.Image) -> torch.Tensor:
-        """Return an image as (3, crop_size, crop_size) uint8, drawing from the process's generators."""
+        """Return an image as (in_chans, crop_size, crop_size) uint8, drawing from the process's generators."""
         return self.to_pixels(image)
 
     def load(self, payload: bytes, draws: Draws | None = None) -> torch.Tensor:
-        """Return a file's image as (3, crop_size, crop_size) uint8, decoding no more of it than is needed.
+        """Return a file's image as (in_chans, crop_size, crop_size) uint8, decoding no more of it than is needed.
 
         Args:
             payload: the file's bytes.
@@ -142,7 +145,7 @@ class _Preset:
             MemoryError: there is not enough memory.
         """
         if self.fast_mode is None:
-            return self.pixels(decode_plainly(payload))
+            return self.pixels(decode_plainly(payload, mode=self.mode))
         return self._load_fast(ImageFile(payload), draws or TorchDraws())
 
 
@@ -165,6 +168,7 @@ class ClassificationPresetTrain(_Preset):
         backend: pil (resize by Pillow), tensor (by torchvision, antialiased), or None: the fast way of `load`, whose
             pixels are within one grey level of Pillow's, rarely two; bicubic ones, of Pillow's before version 13.
         use_v2: no effect, since both versions of torchvision's transforms draw and compute the same.
+        in_chans: channels of an image: 1 grey, 3 colour, 4 with alpha. `load` converts files, a call no image.
     """
 
     def __init__(
@@ -186,6 +190,7 @@ class ClassificationPresetTrain(_Preset):
         blur_prob: float = 0.0,
         backend: str | None = None,
         use_v2: bool = False,
+        in_chans: int = 3,
     ) -> None:
         scale = (crop_scale, 1.0)
         steps = [transforms.RandomResizedCrop(crop_size, scale=scale, interpolation=interpolation, antialias=True)]
@@ -202,7 +207,7 @@ class ClassificationPresetTrain(_Preset):
         if blur_prob > 0:
             on_images.append(transforms.RandomApply([transforms.GaussianBlur(_BLUR_SIDE, _BLUR_SIGMAS)], blur_prob))
         steps += on_images
-        super().__init__(steps, backend, interpolation, mean, std, random_erase_prob, random_erase_fill)
+        super().__init__(steps, backend, interpolation, mean, std, random_erase_prob, random_erase_fill, in_chans)
         self.crop_size, self.crop_scale, self.hflip_prob = crop_size, crop_scale, hflip_prob
         self.policy = transforms.Compose(on_images) if on_images else None
         self.takes_draws = self.fast_mode is not None and not on_images
@@ -211,7 +216,7 @@ class ClassificationPresetTrain(_Preset):
         width, height = file.size
         box = draw_box(height, width, self.crop_scale, draws)
         is_mirrored = self.hflip_prob > 0 and draws.uniform() < self.hflip_prob
-        pixels = file.decode(*box)
+        pixels = file.decode(*box, self.mode)
         if is_mirrored:
             pixels = pixels.flip(-1)  # before the resize, which would copy the box anyway
         pixels = resize(pixels, self.crop_size, self.crop_size, self.fast_mode)
@@ -371,15 +376,16 @@ class ClassificationPresetEval(_Preset):
         interpolation: InterpolationMode = InterpolationMode.BILINEAR,
         backend: str | None = None,
         use_v2: bool = False,
+        in_chans: int = 3,
     ) -> None:
         self.cut = transforms.CenterCrop(crop_size)
         steps = [transforms.Resize(resize_size, interpolation=interpolation, antialias=True), self.cut]
-        super().__init__(steps, backend, interpolation, mean, std)
+        super().__init__(steps, backend, interpolation, mean, std, in_chans=in_chans)
         self.crop_size, self.resize_size = crop_size, resize_size
         self.takes_draws = True  # it draws nothing at all
 
     def pixels(self, image: Image.Image) -> torch.Tensor:
-        """Return an image as (3, crop_size, crop_size) uint8."""
+        """Return an image as (in_chans, crop_size, crop_size) uint8."""
         self._resized(image.height, image.width)
         return super().pixels(image)
 
@@ -398,11 +404,11 @@ class ClassificationPresetEval(_Preset):
         width, height = file.size
         resized = self._resized(height, width)
         if min(resized) < self.crop_size:  # smaller images are padded
-            return self.cut(resize(file.decode(0, 0, height, width), *resized, self.fast_mode))
+            return self.cut(resize(file.decode(0, 0, height, width, self.mode), *resized, self.fast_mode))
         # Decode the part that the cut shows, and all above and to the left of it, to keep the phase of the resize.
         bottom, top_cut = _span(height, resized[0], self.crop_size, self.fast_mode)
         right, left_cut = _span(width, resized[1], self.crop_size, self.fast_mode)
-        pixels = _as_batch(file.decode(0, 0, bottom, right))
+        pixels = _as_batch(file.decode(0, 0, bottom, right, self.mode))
         # Slightly enlarged, lest torch round a side down to a pixel less.
         scale_factor = (resized[0] + 1e-6) / height, (resized[1] + 1e-6) / width
         pixels = F.interpolate(pixels, scale_factor=scale_factor, mode=self.fast_mode, antialias=True)[0]
@@ -427,7 +433,7 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
     """Return the presets for training and for evaluation."""
     common = {
         "mean": args.mean, "std": args.std, "interpolation": InterpolationMode(args.interpolation),
-        "backend": args.backend,
+        "backend": args.backend, "in_chans": args.in_chans,
     }  # fmt: skip
     policy = args.auto_augment
     if policy is not None and split_custom(policy):

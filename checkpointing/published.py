@@ -17,8 +17,8 @@ from torchvision.models import WeightsEnum
 from checkpointing.guard import check_classes
 from checkpointing.weights import BARE, HUB, Weights, fetch_from_hub, load_weights
 from distributed import collectives
-from errors import UserError, did_you_mean, find_timm_config, in_one_line, require_timm
-from options import BY_NAME, PREPROCESSING, is_same_model, split_custom
+from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
+from options import BY_NAME, PREPROCESSING, STATISTICS, fit_statistics, is_same_model, split_custom
 
 
 def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
@@ -35,7 +35,8 @@ def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
     read_weights.cache_clear()
     print(f"--weights {args.weights}: {weights.kind}")
     known = {**recorded(weights.options), "model_kwargs": weights.options.get("model_kwargs")}
-    for name in ("mean", "std", "model_kwargs"):
+    known |= {name: fit_statistics(known[name], args.in_chans) for name in STATISTICS if name in known}
+    for name in (*STATISTICS, "model_kwargs"):
         if known.get(name) and known[name] != getattr(args, name) and name not in args.given:
             flag = BY_NAME[name].flag
             print(f"--weights {args.weights} was trained with another {flag}: {_text(known[name])}; give it to keep it")
@@ -90,7 +91,7 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
 
 
 def _as_built(args: Any, weights: Weights, source: str) -> Any:
-    """Return the options with the keyword arguments that the model of weights was built with; refuse another model.
+    """Return the options with the channels and keyword arguments that the model of weights has; refuse another model.
 
     Models of other names, or with another activation, may have weights of the same names and shapes.
     """
@@ -99,8 +100,9 @@ def _as_built(args: Any, weights: Weights, source: str) -> Any:
     names = [name.partition(".")[0] if name.startswith("timm/") else name for name in pair]  # without their tags
     if not is_same_model(*names):
         raise UserError(f"{source} is of {theirs}, and --model is {args.model}; give --model {theirs}")
-    is_taken = "model_kwargs" not in args.given and kwargs and BY_NAME["model_kwargs"].is_value(kwargs)
-    return args.replaced(model_kwargs=kwargs) if is_taken else args
+    known = {"model_kwargs": kwargs, "in_chans": weights.options.get("in_chans")}
+    known = {name: value for name, value in known.items() if value and BY_NAME[name].is_value(value)}
+    return args.replaced(**{name: value for name, value in known.items() if name not in args.given})
 
 
 def complete_options(weights: Weights, model: str) -> None:
@@ -159,7 +161,9 @@ def settle_preprocessing(
             raise UserError(f"{source} holds {flag} {str(value)[:40]}, which cannot be used; give {flag}")
     found = [(known, origin), (given, "as given")]
     if len(known | given) < len(PREPROCESSING):
-        found = [published_preprocessing(args.model, given.get("val_crop_size")), *found]
+        published, words = published_preprocessing(args.model, given.get("val_crop_size"))
+        fitted = {name: fit_statistics(published[name], args.in_chans) for name in STATISTICS if name in published}
+        found = [({**published, **fitted}, words), *found]
     values, origins = {}, {}
     for part, words in found:
         values |= part
@@ -169,6 +173,12 @@ def settle_preprocessing(
             f"{source} does not say how its images are prepared, and nothing is published about {args.model}; give "
             f"{', '.join(missing)}"
         )
+    for name in STATISTICS:
+        if (number := len(values[name])) != args.in_chans:
+            raise UserError(
+                f"{source} is for {counted(number, 'channel')} (--{name} {_text(values[name])}), and --in-chans is "
+                f"{args.in_chans}; give --in-chans {number}"
+            )
     groups = {}
     for name in PREPROCESSING:
         groups.setdefault(origins[name], []).append(BY_NAME[name].flag)
@@ -188,7 +198,7 @@ def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
     Values of other types are left out; `Option.check` refuses impossible ones.
     """
     found = {name: options.get(name) for name in PREPROCESSING}
-    for name in ("mean", "std"):
+    for name in STATISTICS:
         if isinstance(found[name], list | tuple) and all(type(value) in (int, float) for value in found[name]):
             found[name] = [float(value) for value in found[name]]
     return {name: value for name, value in found.items() if value is not None and BY_NAME[name].is_value(value)}
@@ -231,10 +241,12 @@ def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
         resolve = importlib.import_module("timm.data").resolve_data_config
         found = resolve({each: trained.get(each) for each in names}, known.to_dict() if known else {})
         channels, height, crop = map(int, found["input_size"])
-        if channels != 3 or height != crop:
-            raise ValueError(f"it takes {channels} channels of {height} x {crop} px, expected 3 of a square")
+        channels = trained.get("in_chans") or channels
+        if not BY_NAME["in_chans"].is_value(channels) or height != crop:
+            raise ValueError(f"it takes {channels} channels of {height} x {crop} px, expected 1, 3 or 4 of a square")
         options = {"val_crop_size": crop, "val_resize_size": math.floor(crop / float(found["crop_pct"]))}
-        options |= {each: [float(value) for value in found[each]] for each in ("mean", "std")}
+        options |= {each: fit_statistics([*map(float, found[each])], channels) for each in STATISTICS}
+        options["in_chans"] = channels
     if BY_NAME["interpolation"].is_value(found["interpolation"]):
         options["interpolation"] = found["interpolation"]
     kwargs = trained.get("model_kwargs")

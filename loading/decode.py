@@ -19,6 +19,9 @@ from errors import BadImageError
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
 _PLUGINS = (TiffImagePlugin, WebPImagePlugin)  # imported here, or Pillow would import all its plugins for these two
 
+# Pillow's modes of images by their numbers of channels: grey, colour, colour with alpha.
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
 # Pillow warns of larger images; as RGB they take a quarter of a GiB. Photographs have a tenth of these pixels.
 MAX_PIXELS = (1 << 28) // 3
 
@@ -206,39 +209,57 @@ def _scale_grey(image: Image.Image, bits: int) -> Image.Image:
     return scaled
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image of `load_image` in RGB, without its transparency, as torchvision's loader does."""
-    image.info.pop("transparency", None)  # it changes no colour, and `convert` would warn
-    return image.convert("RGB")
+def to_mode(image: Image.Image, mode: str = "RGB") -> Image.Image:
+    """Return an image of `load_image` in a mode of `MODES`: by default in RGB, as torchvision's loader does.
+
+    Only RGBA keeps its transparency.
+    """
+    if mode != "RGBA":
+        image.info.pop("transparency", None)  # it changes no colour, and `convert` would warn
+    if image.mode == "LAB":  # Pillow has no other way to grey
+        image = image.convert("RGB")
+    return image.convert(mode)
 
 
-def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None) -> Image.Image:
-    """Decode any image with Pillow and return it, or a box of it, in RGB, as torchvision's loader does.
+def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None, mode: str = "RGB") -> Image.Image:
+    """Decode any image with Pillow and return it, or a box of it, in a mode of `MODES`, as `to_mode`.
 
     The box is left, top, right, bottom, px. Raises as `load_image`.
     """
     image = load_image(payload)
     with _blaming_bytes(image.width * image.height):
+        is_keyed = image.format == "PNG" and image.mode in ("L", "RGB") and "transparency" in image.info
+        if mode == "RGBA" and is_keyed and payload[24] != 8:  # the bits of a sample
+            raise BadImageError(
+                f"its transparent colour has {payload[24]} bits a channel, with which Pillow compares pixels of 8; "
+                "save it as a PNG of 8 bits or with an alpha channel"
+            )
         if box is not None and box != (0, 0, *image.size):
             image = image.crop(box)
-        return to_rgb(image)
+        return to_mode(image, mode)
 
 
-def decode_jpeg(payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int]) -> Tensor:
+def decode_jpeg(payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int], mode: str = "RGB") -> Tensor:
     """Decode a box (left, top, right, bottom, px) of a JPEG with Pillow, which torchvision's loader uses too.
 
     Returns:
-        (3, height, width) uint8, a view of channels-last pixels.
+        (channels of `mode`, height, width) uint8, a view of channels-last pixels.
 
     Raises:
         OSError: the file is damaged; also ValueError.
     """
-    mode = "RGB" if frame.num_components == 3 else "L"
+    own = "RGB" if frame.num_components == 3 else "L"
     # Call Pillow's decoder directly: `Image.open` would parse the header again.
-    image = Image.frombytes(mode, (frame.width, frame.height), payload, "jpeg", mode, "")
+    image = Image.frombytes(own, (frame.width, frame.height), payload, "jpeg", own, "")
     if box != (0, 0, *image.size):
         image = image.crop(box)
-    return torch.from_numpy(numpy.array(image if mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
+    return _as_tensor(image if mode == own else image.convert(mode))
+
+
+def _as_tensor(image: Image.Image) -> Tensor:
+    """Return an image as (channels, height, width) uint8, a view of channels-last pixels."""
+    pixels = torch.from_numpy(numpy.array(image))
+    return pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels[None]
 
 
 class ImageFile:
@@ -252,18 +273,17 @@ class ImageFile:
             check_num_pixels(self.frame.height, self.frame.width)
             self.size = (self.frame.width, self.frame.height)
 
-    def decode(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Decode a box, px; raises as `load_image`.
+    def decode(self, top: int, left: int, height: int, width: int, mode: str = "RGB") -> Tensor:
+        """Decode a box, px, in a mode of `MODES`; raises as `load_image`.
 
         Returns:
-            (3, height, width) uint8, a view of channels-last pixels: the same as if the whole file were decoded.
+            (channels, height, width) uint8, a view of channels-last pixels: the same as if the whole file were decoded.
         """
         box = (left, top, left + width, top + height)
         if self.frame is not None:
             try:
-                return decode_jpeg(*shorten(self.payload, self.frame, top + height), box)
+                return decode_jpeg(*shorten(self.payload, self.frame, top + height), box, mode)
             except (OSError, ValueError):
                 # The file is damaged: Pillow tells how, or decodes as much as it can.
                 _check_memory(self.size[0] * self.size[1])
-        image = decode_plainly(self.payload, box)
-        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+        return _as_tensor(decode_plainly(self.payload, box, mode))

@@ -35,21 +35,21 @@ def check_workers(num_workers: int) -> None:
 
 def largest_batch_bytes(args: Any) -> int:
     """Return the bytes of the pixels of the largest batch, in training or in evaluation."""
-    return args.batch_size * 3 * max(args.train_crop_size, args.val_crop_size) ** 2
+    return args.batch_size * args.in_chans * max(args.train_crop_size, args.val_crop_size) ** 2
 
 
 def collate(samples: list[tuple[Tensor, int]], memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Put samples into one batch.
 
     Args:
-        samples: (3, H, W) uint8 image, best in channels-last order, and its class.
+        samples: (C, H, W) uint8 image, best in channels-last order, and its class.
         memory: (bytes,) uint8 to copy the images into; by default new memory.
 
     Returns:
-        (B, 3, H, W) uint8 in channels-last order, and (B,) int64 classes.
+        (B, C, H, W) uint8 in channels-last order, and (B,) int64 classes.
     """
     images, labels = zip(*samples, strict=True)
-    shape = (len(samples), *images[0].shape[1:], 3)
+    shape = (len(samples), *images[0].shape[1:], len(images[0]))
     batch = torch.empty(shape, dtype=torch.uint8) if memory is None else _view(memory, shape)
     # By numpy, because torch would copy each image with all its threads.
     for place, image in zip(batch.numpy(), images, strict=True):

@@ -101,7 +101,7 @@ def draw_grid(title: str, images: list[Image.Image], captions: list[list[str]]) 
 def draw_batch(
     title: str, image: Tensor, target: Tensor, names: list[str], mean: list[float], std: list[float]
 ) -> Image.Image:
-    """Draw normalised images (B, 3, H, W) with the class of each, or the shares of its two classes."""
+    """Draw normalised images (B, C, H, W) with the class of each, or the shares of its two classes."""
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     pixels = image.float().mul(std).add(mean).mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     target = target if target.ndim == 2 else one_hot(target, len(names)).float()
@@ -109,7 +109,7 @@ def draw_batch(
     for shares in target.tolist():
         classes = sorted(range(len(names)), key=lambda label, shares=shares: -shares[label])[:2]
         captions.append([f"{shares[label]:.0%} {names[label]}" for label in classes if shares[label] > 0])
-    return draw_grid(title, [_shown(Image.fromarray(each.numpy())) for each in pixels], captions)
+    return draw_grid(title, [_shown(Image.fromarray(each.squeeze(-1).numpy())) for each in pixels], captions)
 
 
 def _shown(image: Image.Image) -> Image.Image:

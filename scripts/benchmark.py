@@ -147,7 +147,8 @@ class BareStep:
         self.optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, self.model))
         self.scaler = models.build_scaler(args, self.device)
         self.shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
-        image = torch.randn(args.batch_size, 3, args.train_crop_size, args.train_crop_size, device=self.device)
+        shape = args.batch_size, args.in_chans, args.train_crop_size, args.train_crop_size
+        image = torch.randn(shape, device=self.device)
         self.image = image.to(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
         self.target = torch.arange(args.batch_size, device=self.device) % NUM_CLASSES
 

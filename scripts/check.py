@@ -14,12 +14,13 @@ from PIL import ExifTags, Image
 
 from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
-from loading.decode import load_image
+from loading.decode import MODES, decode_plainly, load_image
 from loading.forms import open_source
 from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.source import Source
+from options import BY_NAME
 from scripts.tool import build_parser, given_path, in_order, output_file, positive, run, write_report
 
 PROG = "python -m scripts.check"
@@ -35,7 +36,7 @@ KINDS = {
     "damaged": (True, "no image that is read here: empty, truncated, too large, or of another format"),
     "leak": (True, "the same bytes in train and in val"),
     "duplicate": (False, "the same bytes twice in a split"),
-    "alpha": (False, "transparency, which is dropped when loaded: hidden colours show"),
+    "alpha": (False, "transparency, which train.py drops unless --in-chans is 4: hidden colours show"),
     "deep": (False, "grey of more than 8 bits; scaled to 8 when loaded"),
     "turned": (False, "EXIF says to turn it, and neither train.py nor ImageFolder does"),
 }
@@ -47,6 +48,7 @@ examples:
   python -m scripts.check /data/imagenet --json report.json
   python -m scripts.check /data/imagenet --expect-val 0             # train/ alone, for train.py --minival
   python -m scripts.check /data/pets --expect-classes 37
+  python -m scripts.check /data/xrays --statistics 1                # --mean and --std of grey images
 
 DATA_PATH is as train.py's --data-path: class folders, tars or packs. The tool changes nothing in it, but leaves an
 index of the images there, as a run does.
@@ -63,11 +65,12 @@ _SHOWN = 5
 
 
 class Look(NamedTuple):
-    """A hash of an image's bytes, their number (0 if unknown), and findings: kinds and reasons."""
+    """A hash of an image's bytes, their number (0 if unknown), findings: kinds and reasons; and `moments`, or None."""
 
     digest: int
     num_bytes: int
     findings: list[tuple[str, str]]
+    moments: numpy.ndarray | None
 
 
 def oddities(image: Image.Image) -> list[tuple[str, str]]:
@@ -85,20 +88,28 @@ def oddities(image: Image.Image) -> list[tuple[str, str]]:
     return found
 
 
-def look_at_some(splits: dict[str, Source], images: list[tuple[str, int]]) -> list[Look]:
-    """Look at some images, given by their splits and numbers, in a worker process."""
+def moments(image: Image.Image) -> numpy.ndarray:
+    """Return (2, C) float64: the means of an image's values from 0 to 1 in each channel, and of their squares."""
+    counts = numpy.reshape(image.histogram(), (-1, 256))
+    return numpy.stack([counts @ numpy.linspace(0, 1, 256) ** power for power in (1, 2)]) / (image.width * image.height)
+
+
+def look_at_some(splits: dict[str, Source], in_chans: int | None, images: list[tuple[str, int]]) -> list[Look]:
+    """Look at some images, given by their splits and numbers, in a worker process; measure those of train, if asked."""
     looks = []
     for split, number in images:
-        payload = b""
+        payload, measured = b"", None
         try:
             payload = with_retries(partial(splits[split].read, number))
             found = oddities(load_image(payload))
+            if in_chans is not None and split == "train":
+                measured = moments(decode_plainly(payload, mode=MODES[in_chans]))
         except BadImageError as error:
             found = [("damaged", str(error))]
         except (ImageError, MemoryError, OSError) as error:
             found = [("unreadable", getattr(error, "strerror", None) or str(error) or "no memory")]
         digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big")
-        looks.append(Look(digest, len(payload), found))
+        looks.append(Look(digest, len(payload), found, measured))
     return looks
 
 
@@ -124,6 +135,9 @@ class Report:
             amounts = counted(facts["images"], "image", ","), counted(facts["classes"], "class", ",")
             print(f"{name}: {' of '.join(amounts)} ({facts['per_class']} each)")
             print(f"  decoded {facts['looked_at']:,}, {size_text(facts['bytes'])}")
+            if "mean" in facts:
+                flags = (f"--{name} {' '.join(f'{value:.4f}' for value in facts[name])}" for name in ("mean", "std"))
+                print(f"  {' '.join(flags)} (each image weighs the same)")
         for kind, found in self.findings.items():
             if found:
                 print(f"{'PROBLEM' if KINDS[kind][0] else 'note'} {kind}: {len(found):,} ({KINDS[kind][1]})")
@@ -180,19 +194,22 @@ def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Re
                 report.add("set", name, None, f"{counted(len(alone), 'class', ',')} in {name} alone, such as {first}")
 
 
-def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int, report: Report) -> None:
-    """Decode images, all or some of each split, and report their defects."""
+def look_at_all(splits: dict[str, Source], options: argparse.Namespace, report: Report) -> None:
+    """Decode images, all or some of each split, and report their defects and the statistics of train."""
+    sample, sums, num_measured = options.sample, 0.0, 0
     images = [
         (name, number)
         for name, source in splits.items()
         for number in numpy.linspace(0, len(source) - 1, min(sample or len(source), len(source)), dtype=int).tolist()
     ]
     tasks = [images[begin : begin + _IMAGES_PER_TASK] for begin in range(0, len(images), _IMAGES_PER_TASK)]
-    looks = chain.from_iterable(in_order(partial(look_at_some, splits), tasks, num_workers))
+    looks = chain.from_iterable(in_order(partial(look_at_some, splits, options.statistics), tasks, options.workers))
     seen = numpy.zeros((len(images), 2), dtype=numpy.uint64)
     progress = Progress("checking", len(images), "images")
     for place, ((name, number), look) in enumerate(zip(images, looks, strict=True)):
         seen[place] = look[:2]
+        if look.moments is not None:
+            sums, num_measured = sums + look.moments, num_measured + 1
         for kind, reason in look.findings:
             report.add(kind, name, splits[name].path(number), reason)
         progress.update(num_bytes=look.num_bytes)
@@ -200,6 +217,11 @@ def look_at_all(splits: dict[str, Source], sample: int | None, num_workers: int,
     for name in splits:
         own = seen[[split == name for split, _ in images]]
         report.splits[name].update(looked_at=len(own), bytes=int(own[:, 1].sum()))
+    if num_measured:
+        mean, squares = sums / num_measured
+        # A channel of one value, such as alpha without transparency, has the least deviation that --std takes.
+        std = numpy.sqrt(numpy.maximum(squares - mean**2, BY_NAME["std"].at_least ** 2))
+        report.splits["train"].update(mean=mean.tolist(), std=std.tolist())
     find_equal(splits, images, seen, report)
 
 
@@ -239,6 +261,12 @@ def get_args_parser() -> argparse.ArgumentParser:
         )
         add(f"--expect-{name}", metavar="N", type=expectation, help=words)
     add("--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced")
+    words = (
+        "print mean and standard deviation of the images of train, for train.py's --mean and --std, in 1, 3 or 4 "
+        "channels as --in-chans has them (3 if no number is given)"
+    )
+    channels = {"type": int, "nargs": "?", "const": 3, "choices": BY_NAME["in_chans"].choices}
+    add("--statistics", metavar="CHANNELS", help=words, **channels)
     words = "write the report to FILE, with every finding"
     add("--json", metavar="FILE", type=output_file(".json"), help=words)
     add("--workers", metavar="N", type=positive, default=cores, help="processes (default: 1 per core)")
@@ -251,7 +279,7 @@ def check(options: argparse.Namespace) -> int:
     report = Report()
     splits = open_splits(options.data_path, ("train",) if options.expect_val == 0 else ("train", "val"), report)
     check_set(splits, options, report)
-    look_at_all(splits, options.sample, options.workers, report)
+    look_at_all(splits, options, report)
     report.show()
     if options.json:
         facts = {"data_path": str(options.data_path), "sample": options.sample}

@@ -38,7 +38,7 @@ PROG = "python -m scripts.export"
 FORMS = {
     "weights": ("-SHA256.pth", (), "a state dict that torchvision's model loads, hashed as torch's hub checks it"),
     "safetensors": (".safetensors", ("safetensors.torch",), "the same weights; opening it can run nothing"),
-    "onnx": (".onnx", ("onnx", "onnxscript", "onnxruntime"), "one file, 2 GiB at most, of (batch, 3, S, S) to logits"),
+    "onnx": (".onnx", ("onnx", "onnxscript", "onnxruntime"), "one file, 2 GiB at most, of (batch, C, S, S) to logits"),
     "torch-export": (".pt2", (), "a program of torch.export, for torch without this code"),
 }
 
@@ -75,7 +75,7 @@ class Export:
         self.trained, self.model, self.folder = trained, trained.model, options.output
         self.name = short_name(trained.args.model).rpartition("/")[2] + ("-ema" if options.ema else "")
         size = trained.args.val_crop_size
-        self.probe = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
+        self.probe = torch.randn(3, trained.args.in_chans, size, size, generator=torch.Generator().manual_seed(0))
         self.expected = {number: logits_of(self.model, self.probe[:number]) for number in _PROBES}
         stream = io.BytesIO()
         torch.save(trained.model.state_dict(), stream)

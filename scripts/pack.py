@@ -19,7 +19,7 @@ from PIL import __version__ as pillow_version
 from distributed import collectives
 from errors import ImageError, StorageError, UserError, counted, in_one_line, one_line
 from files import locked, open_to_read, write_atomically
-from loading.decode import load_image, to_rgb
+from loading.decode import load_image, to_mode
 from loading.forms import check_source, find_sources, open_source
 from loading.index import with_retries
 from loading.loader import check_workers
@@ -102,7 +102,7 @@ def shrink(image: Image.Image, px: int) -> bytes:
     """Return an image as a JPEG whose shorter side is at most `px`; the other is rounded down, as by torchvision."""
     shorter = min(image.size)
     size = tuple(int(px * length / shorter) for length in image.size)
-    image = to_rgb(image)
+    image = to_mode(image)
     if shorter > px:
         image = image.resize(size, Image.Resampling.BICUBIC)
     image.info = {}

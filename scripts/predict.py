@@ -105,15 +105,15 @@ def predict_all(
             yield each if isinstance(each, str) else Prediction(str(path), next(tops))
 
 
-def open_image(path: Path) -> Image.Image:
-    """Return the RGB image in a file; refuse a pipe instead of waiting for it."""
+def open_image(path: Path, mode: str = "RGB") -> Image.Image:
+    """Return the image in a file in a mode of `loading.decode.MODES`; refuse a pipe instead of waiting for it."""
     with open_to_read(path, buffering=0) as file:
-        return decode_plainly(file.read())
+        return decode_plainly(file.read(), mode=mode)
 
 
 def _load(preset: ClassificationPresetEval, path: Path) -> tuple[Path, Tensor | str]:
     try:
-        return path, preset(open_image(path))
+        return path, preset(open_image(path, preset.mode))
     except (BadImageError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         return path, f"{one_line(str(path))} cannot be read: {one_line(str(reason))}"

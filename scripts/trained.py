@@ -47,7 +47,7 @@ _HASHED = re.compile(r"-[0-9a-f]{8}$")
 class Trained(NamedTuple):
     """A model and the facts that its users need."""
 
-    # (B, 3, S, S) normalised floats to (B, num_classes) logits, on the CPU; a module in evaluation mode, or a graph.
+    # (B, C, S, S) normalised floats to (B, num_classes) logits, on the CPU; a module in evaluation mode, or a graph.
     model: Callable[[Tensor], Tensor]
     args: config.Record  # the options that it is evaluated with: `model`, not of a graph, `val_crop_size` ...
     classes: list[str] | None  # names of the classes; None where the file has none
@@ -58,7 +58,7 @@ class Trained(NamedTuple):
 
     @property
     def preset(self) -> ClassificationPresetEval:
-        """The transform of a PIL image into (3, S, S) normalised floats."""
+        """The transform of a PIL image into (C, S, S) normalised floats."""
         return build_presets(self.args)[1]
 
     @property
@@ -70,7 +70,7 @@ class Trained(NamedTuple):
         """Return how many classes the model scores."""
         size = self.args.val_crop_size
         with torch.inference_mode():
-            return self.model(torch.zeros(1, 3, size, size)).size(1)
+            return self.model(torch.zeros(1, self.args.in_chans, size, size)).size(1)
 
 
 def add_options(
@@ -228,11 +228,14 @@ def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
     """Return a description; UserError names a field that is missing, of another type or impossible."""
     with in_one_line(f"{source}: its description is damaged"):
         description = {name: content[name] for name in _FIELDS}
+        preprocessing = description["preprocessing"]
         for key, option in OPTIONS.items():
-            value = description["preprocessing"][key]
+            value = preprocessing[key]
             if value is None or not BY_NAME[option].is_value(value):
                 raise UserError(f"{key} is {str(value)[:80]!r}")
             BY_NAME[option].check(value)
+        if not len(preprocessing["mean"]) == len(preprocessing["std"]) in BY_NAME["in_chans"].choices:
+            raise UserError("mean and std are not of 1, 3 or 4 channels")
         for text in (*(description[name] for name in _TEXTS), description["initial_weights"] or ""):
             if not isinstance(text, str) or not is_printable(text):
                 raise UserError(f"expected a line of text, and it is {str(text)[:80]!r}")
@@ -248,7 +251,8 @@ def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
 
 def _options_in(description: dict[str, Any]) -> dict[str, Any]:
     """Return the options of train.py that a description holds."""
-    return {option: description["preprocessing"][key] for key, option in OPTIONS.items()}
+    known = {option: description["preprocessing"][key] for key, option in OPTIONS.items()}
+    return {**known, "in_chans": len(known["mean"])}
 
 
 def _find_description(path: Path) -> dict[str, Any] | None:

@@ -213,7 +213,7 @@ def test_the_command_line_wins_wherever_it_stands(recipe):
         ('[optimization]\nlr = "0.1"\n', 'lr = "0.1", but lr takes a number'),
         ("[optimization]\nopt = 1979-05-27\n", 'opt = "1979-05-27", but opt takes a string'),
         ("[model]\nsync-bn = 1\n", "sync-bn = 1, but sync-bn takes true or false"),
-        ("[augmentation]\nmean = [0.5, 0.5]\n", "but mean takes three in a list, each a number"),
+        ("[augmentation]\nmean = [0.5, 0.5]\n", "--mean has 2 values, and --in-chans is 3"),
         ("[schedule]\nlr-scheduler = 3\n", "lr-scheduler takes a string"),
         ("[optimization]\nlr = -1.0\n", "--lr -1.0: expected 0 or more"),
         ("[optimization\n", "is not valid TOML"),
