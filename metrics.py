@@ -404,7 +404,7 @@ class Metric:
             target: (B,) class indices or (B, num_classes) soft targets.
             index: (B,) the images' numbers in the set, on the CPU; None with a plain loader, which has none.
         """
-        raise NotImplementedError
+        return []
 
     def compute(self, sums: list[float], count: int) -> dict[str, float | list[float]]:
         """Return values by name. Logs take any name.
@@ -413,7 +413,7 @@ class Metric:
             sums: the `num_sums` sums over all images.
             count: the number of these images, or 1 if there are none.
         """
-        raise NotImplementedError
+        return {}
 
     def observe(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
         """Take a batch of an evaluation; arguments as `batch_sums`. By default nothing is kept."""
@@ -528,14 +528,6 @@ class MeanAveragePrecision(Metric):
 
     def __init__(self, num_classes: int) -> None:
         self.num_classes, self._rows = num_classes, []
-
-    def batch_sums(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> list[Tensor]:
-        """Return nothing: it takes the order of all images."""
-        return []
-
-    def compute(self, sums: list[float], count: int) -> dict[str, float]:
-        """Return nothing: see `gather`."""
-        return {}
 
     def observe(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> None:
         """Keep the scores and the (B, num_classes) targets of a batch."""
