@@ -216,7 +216,7 @@ def fit_channels(model: nn.Module, weights: Mapping[str, Tensor], args: Any, sou
         name = f"{layer}.weight"
         weight = weights.get(name) if isinstance(module, nn.Conv2d) and module.in_channels == args.in_chans else None
         theirs = 0 if weight is None or weight.ndim != 4 else weight.shape[1]
-        if module.groups > 1 or theirs == args.in_chans or theirs not in BY_NAME["in_chans"].choices:
+        if theirs not in BY_NAME["in_chans"].choices or theirs == module.weight.shape[1]:
             continue
         if args.test_only:
             raise UserError(
