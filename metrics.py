@@ -300,8 +300,9 @@ def build_evaluated(
     known = {key: value for key, value in weights.options.items() if key in BY_NAME}
     options = {key: value for key, value in known.items() if value is None or BY_NAME[key].is_value(value)}
     typed = ["model"] if is_typed else []
-    # A bare state dict does not tell its channels; values that are given for each do.
-    in_chans = options.get("in_chans") or len(given.get("mean") or config.IMAGENET_MEAN)
+    # Weights that do not tell their channels have as many as there are values for each.
+    number = len(options.get("mean") or given.get("mean") or config.IMAGENET_MEAN)
+    in_chans = options.get("in_chans") or (number if BY_NAME["in_chans"].is_value(number) else 3)
     chosen = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1, in_chans=in_chans, **given)
     with in_one_line(source):
         args, _ = config.as_trained(config.resolve(chosen, typed=typed), options)

@@ -96,7 +96,7 @@ class Option:
     not_with: str = ""  # options beside any of which it has no effect
     is_strict: bool = False  # refused where the command line gives it without `needs`; for options of ours
     metavar: str | tuple[str, ...] | None = None  # this and the rest are argparse's; by default N for an integer
-    choices: Sequence[str] | None = None
+    choices: Sequence[Any] | None = None
     nargs: int | str | None = None
     const: Any = None
 
@@ -243,7 +243,8 @@ OPTIONS = {
         Option("--in-chans", metavar="N", default=3, choices=[1, 3, 4], is_of_checkpoint=True,
                resume="it is the width of the model's first layer",
                help="channels of an image: 1 grey, 3 colour, 4 with alpha, which is 255 where a file has none; weights "
-                    "of another number are summed or repeated in the first layer, as in timm"),
+                    "of another number are summed or repeated in the first layer, as in timm, and a function of your "
+                    "own takes it as in_chans"),
         Option("--use-v2", default=False, resume=FREE, help="no effect, accepted for torchvision's commands"),
     ],
     "augmentation": [
