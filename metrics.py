@@ -57,7 +57,8 @@ class BinaryCrossEntropy(nn.Module):
         target = target.to(output.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
         if self.target_threshold is not None:
             target = target.gt(self.target_threshold).to(output.dtype)
-        return F.binary_cross_entropy_with_logits(output, target, pos_weight=_in_training(self.weight))
+        weight = self.weight if torch.is_grad_enabled() else None  # losses of evaluations are comparable
+        return F.binary_cross_entropy_with_logits(output, target, pos_weight=weight)
 
 
 class WeightedCrossEntropy(nn.Module):
@@ -77,15 +78,11 @@ class WeightedCrossEntropy(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean over images of (B, num_classes) scores and (B,) classes or (B, num_classes) soft targets."""
-        if target.ndim == 1 and torch.is_grad_enabled():
+        weight = self.weight if torch.is_grad_enabled() else None  # losses of evaluations are comparable
+        if target.ndim == 1 and weight is not None:
             output = output.to(torch.promote_types(output.dtype, torch.float32))
             target = one_hot(target, output.size(1)).to(output.dtype)
-        return F.cross_entropy(output, target, _in_training(self.weight), label_smoothing=self.label_smoothing)
-
-
-def _in_training(weight: Tensor | None) -> Tensor | None:
-    """Return weights of classes, or None in an evaluation, whose loss is comparable with that of other runs."""
-    return weight if torch.is_grad_enabled() else None
+        return F.cross_entropy(output, target, weight, label_smoothing=self.label_smoothing)
 
 
 def class_weights(args: Any, dataset: Dataset) -> Tensor:
@@ -101,20 +98,18 @@ def class_weights(args: Any, dataset: Dataset) -> Tensor:
         counts = count_classes(dataset.index).clip(min=1)
         others = len(dataset) - counts if args.bce_loss else len(dataset) / len(counts)
         return torch.tensor(others / counts, dtype=torch.float32, device=args.device)
-    flag, found = f"--class-weights {args.class_weights}", {}
-    with in_one_line("--class-weights"):
-        rows = list(read_table(Path(args.class_weights), ("class", "weight")))
-    for line, row in rows:
-        with in_one_line(f"{flag}, line {line}"):
+    found = {}
+    with in_one_line(f"--class-weights {args.class_weights}"):
+        for line, row in read_table(Path(args.class_weights), ("class", "weight")):
             name, weight = str(row["class"]), float(row["weight"])
             if name not in dataset.classes or name in found:
                 reason = "listed twice" if name in found else f"no class{did_you_mean(name, dataset.classes)}"
-                raise UserError(f"{name} is {reason}")
+                raise UserError(f"line {line}: {name} is {reason}")
             if not 0 < weight < math.inf:
-                raise UserError(f"the weight is {weight:g}; expected a number above 0")
+                raise UserError(f"line {line}: the weight is {weight:g}; expected a number above 0")
             found[name] = weight
-    if missing := [name for name in dataset.classes if name not in found]:
-        raise UserError(f"{flag} lacks {counted(len(missing), 'class')}, such as {missing[0]}; give each a weight")
+        if missing := [name for name in dataset.classes if name not in found]:
+            raise UserError(f"it lacks {counted(len(missing), 'class')}, such as {missing[0]}; give each a weight")
     return torch.tensor([found[name] for name in dataset.classes], dtype=torch.float32, device=args.device)
 
 
@@ -451,45 +446,18 @@ class Accuracy(Metric):
         return {f"acc{k}": 100 * hits / count for k, hits in zip(self.topk, sums, strict=True)}
 
 
-class BalancedAccuracy(Metric):
-    """The mean over classes of the percentage of their images that are hit: `balanced_acc`; each class counts as much.
-
-    `never_right` is the number of classes with images of which none is hit.
-    """
-
-    curves: ClassVar = {"balanced_acc": Curve(title="balanced accuracy, %")}
-
-    def __init__(self, num_classes: int) -> None:
-        self.num_classes, self.num_sums = num_classes, 2 * num_classes
-
-    def batch_sums(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> list[Tensor]:
-        """Return each class's number of hits, and of images."""
-        output = output if isinstance(output, Tensor) else output[0]
-        target = target.argmax(dim=1) if target.ndim == 2 else target
-        is_hit, of_class = output.argmax(dim=1) == target, one_hot(target, self.num_classes)
-        return [(of_class & is_hit[:, None]).sum(dim=0), of_class.sum(dim=0)]
-
-    def compute(self, sums: list[float], count: int) -> dict[str, float]:
-        """Return the mean over the classes that have images."""
-        pairs = zip(sums[: self.num_classes], sums[self.num_classes :], strict=True)
-        shares = [hits / num_images for hits, num_images in pairs if num_images]
-        return {"balanced_acc": 100 * sum(shares) / max(len(shares), 1), "never_right": shares.count(0.0)}
-
-
-class F1(Metric):
-    """F1, in percent: `f1`, the mean over the classes that occur in truth or predictions, and `f1_micro`, of all sums.
+class _PerClass(Metric):
+    """A metric of each class's numbers of true predictions, of predictions, and of labels.
 
     Predicted is the class of the highest score; with several labels an image each class whose score is above 0, that
     is, whose probability is above a half.
     """
 
-    curves: ClassVar = {"f1": Curve(title="F1, mean over classes, %"), "f1_micro": Curve(title="F1 of all labels, %")}
-
     def __init__(self, num_classes: int, *, is_multi_label: bool = False) -> None:
         self.num_classes, self.num_sums, self.is_multi_label = num_classes, 3 * num_classes, is_multi_label
 
     def batch_sums(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> list[Tensor]:
-        """Return each class's number of true predictions, of predictions, and of labels."""
+        """Return the three numbers of each class."""
         output = output if isinstance(output, Tensor) else output[0]
         if self.is_multi_label:
             predicted, of_class = output > 0, target > 0.5
@@ -498,13 +466,33 @@ class F1(Metric):
             predicted, of_class = (one_hot(each, self.num_classes) for each in (output.argmax(dim=1), target))
         return [each.sum(dim=0) for each in (predicted & of_class, predicted, of_class)]
 
+
+class BalancedAccuracy(_PerClass):
+    """The mean over classes of the percentage of their images that are hit: `balanced_acc`; each class counts as much.
+
+    `never_right` is the number of classes with images of which none is hit.
+    """
+
+    curves: ClassVar = {"balanced_acc": Curve(title="balanced accuracy, %")}
+
+    def compute(self, sums: list[float], count: int) -> dict[str, float]:
+        """Return the mean over the classes that have images."""
+        hits, _, labels = numpy.reshape(sums, (3, -1))
+        shares = hits[labels > 0] / labels[labels > 0]
+        return {"balanced_acc": 100 * float(shares.sum()) / max(len(shares), 1), "never_right": int(sum(shares == 0))}
+
+
+class F1(_PerClass):
+    """F1, in percent: `f1`, the mean over the classes that occur in truth or predictions; `f1_micro`, of all sums."""
+
+    curves: ClassVar = {"f1": Curve(title="F1, mean over classes, %"), "f1_micro": Curve(title="F1 of all labels, %")}
+
     def compute(self, sums: list[float], count: int) -> dict[str, float]:
         """Return both means."""
-        hits, *others = numpy.array(sums).reshape(3, self.num_classes)
-        both = numpy.add(*others)
-        each = 2 * hits[both > 0] / both[both > 0]
-        return {"f1": 100 * float(each.mean()) if len(each) else 0.0,
-                "f1_micro": 200 * float(hits.sum() / max(both.sum(), 1))}  # fmt: skip
+        hits, predicted, labels = numpy.reshape(sums, (3, -1))
+        both = predicted + labels
+        each = 200 * hits[both > 0] / both[both > 0]
+        return {"f1": float(each.sum()) / max(len(each), 1), "f1_micro": 200 * float(hits.sum()) / max(both.sum(), 1)}
 
 
 def average_precision(scores: numpy.ndarray, is_positive: numpy.ndarray) -> float:

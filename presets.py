@@ -282,7 +282,7 @@ def _build_policy(
 ) -> Callable[[Image.Image], Image.Image]:
     """Return the augmentation policy with this name, or the function itself."""
     if callable(name):
-        return OwnPolicy(name)
+        return own_policy(name)
     if name.startswith("timm/"):
         return TimmPolicy(name, crop_size, interpolation, mean)
     name = getattr(name, "value", name)  # torchvision's own enumeration
@@ -336,25 +336,22 @@ class TimmPolicy:
         return self.policy(image)
 
 
-class OwnPolicy:
-    """A function of the user's own from one PIL image to another; numpy's generator is seeded before each call."""
+def own_policy(function: Callable[[Image.Image], Image.Image]) -> Callable[[Image.Image], Image.Image]:
+    """Return a function of the user's own, from one PIL image to another, with numpy's generator seeded before a call.
 
-    def __init__(self, function: Callable[[Image.Image], Image.Image]) -> None:
-        self.function = function
+    It raises UserError if that returns anything but an image of the same size and mode.
+    """
 
-    def __call__(self, image: Image.Image) -> Image.Image:
-        """Augment one image.
-
-        Raises:
-            UserError: the function returns something else.
-        """
+    def augment(image: Image.Image) -> Image.Image:
         numpy.random.seed(int(torch.randint(1 << 32, ())))
-        result = self.function(image)
-        if not isinstance(result, Image.Image) or (result.size, result.mode) != (image.size, image.mode):
-            found = f"one in {result.mode}, of {result.size}" if isinstance(result, Image.Image) else f"{result!r}"
-            wanted = f"a PIL image in mode {image.mode}, of {image.size}"
-            raise UserError(one_line(f"the augmentation returned {found}, expected {wanted}"))
+        result = function(image)
+        found = (result.size, result.mode) if isinstance(result, Image.Image) else result
+        if found != (image.size, image.mode):
+            wanted = f"a PIL image of {image.size} in mode {image.mode}"
+            raise UserError(one_line(f"the augmentation returned {found!r:.80}, expected {wanted}"))
         return result
+
+    return augment
 
 
 class ClassificationPresetEval(_Preset):
@@ -439,7 +436,7 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
     if policy is not None and split_custom(policy):
         with in_one_line(f"--auto-augment {policy}"):
             policy = load_function("auto_augment", args)()
-            OwnPolicy(policy)(Image.new("RGB", (args.train_crop_size, args.train_crop_size)))
+            own_policy(policy)(Image.new("RGB", (args.train_crop_size, args.train_crop_size)))
     augment = partial(
         ClassificationPresetTrain,
         hflip_prob=args.hflip_prob,

@@ -154,7 +154,7 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--opt {}:needs_more", "missing 1 required positional argument: 'rho'"),
     ("--opt {}x.py:sgd", "there is no such file"), ("--criterion focal", "expected FILE.py:FUNCTION"),
     ("--criterion {}:smooth --bce-loss", "--criterion and --bce-loss are both losses"),
-    ("--auto-augment {}:smaller", "the augmentation returned one in RGB, of (3, 3), expected a PIL image in mode RGB"),
+    ("--auto-augment {}:smaller", "the augmentation returned ((3, 3), 'RGB'), expected a PIL image of (32, 32)"),
     ("--auto-augment {}:nothing_at_all", "'NoneType' object is not callable"),
     ("--lr-scheduler {}:below_zero", "its factor in epoch 0 is -1.0; expected 0 or more"),
     ("--lr-scheduler {}:nothing_at_all", "unsupported operand"),

@@ -158,7 +158,7 @@ def test_a_line_names_a_class_of_few_images(started, uneven_folder, tmp_path):
     ("class0,1\nclass1,2\nclass2,3\n", "lacks 1 class, such as class3; give each a weight"),
     ("class0,1\nclas1,2\n", "line 3: clas1 is no class; did you mean class1"),
     ("class0,1\nclass0,2\n", "line 3: class0 is listed twice"), ("class0,0\n", "line 2: the weight is 0; expected"),
-    ("class0,nan\n", "line 2: the weight is nan; expected"), ("class0,much\n", "line 2: could not convert"),
+    ("class0,nan\n", "line 2: the weight is nan; expected"), ("class0,much\n", "could not convert"),
     (None, "w.csv is no .csv, .tsv, .jsonl file that exists"),
 ])  # fmt: skip
 def test_weights_that_cannot_be_used_are_one_line(started, uneven_folder, tmp_path, rows, words):
