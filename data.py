@@ -377,11 +377,7 @@ def build_samplers(
     repetitions = args.ra_reps if args.ra_sampler else 1
     labels = torch.from_numpy(labels_of(dataset.index)) if args.balanced_sampler else None
     train_sampler = TrainSampler(len(dataset), shards, args.seed, repetitions, labels)
-    print(
-        f"global batch {args.global_batch_size} = {counted(shards.num_shards, 'micro-batch')} x "
-        f"{counted(shards.batch_size, 'image')}, {shards.num_local} a process; "
-        f"{counted(train_sampler.steps_per_epoch, 'step')} an epoch"
-    )
+    print(f"{shards.arithmetic}; {counted(train_sampler.steps_per_epoch, 'step')} an epoch")
     return train_sampler, test_sampler
 
 

@@ -544,7 +544,7 @@ def build_metrics(args: Any, num_classes: int) -> list[Metric]:
         UserError: a function of the user's own returns none, or `--best-metric` names none of them.
     """
     builders = {METRICS[name]: name for name in args.metrics or () if not split_custom(name)}
-    metrics = [Accuracy(), *(build(num_classes) for build in builders)]
+    metrics = [Accuracy((1, 5) if num_classes > 5 else (1,)), *(build(num_classes) for build in builders)]
     if args.multi_label:
         metrics = [F1(num_classes, is_multi_label=True), MeanAveragePrecision(num_classes)]
     for name in filter(split_custom, args.metrics or ()):

@@ -49,6 +49,12 @@ class VirtualShards(NamedTuple):
         return self.num_shards // self.world_size
 
     @property
+    def arithmetic(self) -> str:
+        """The global batch as a product, such as `256 images a step: 2 processes x 4 micro-batches x 32`."""
+        each = f"{self.num_local} micro-batches x {self.batch_size}" if self.num_local > 1 else f"{self.batch_size}"
+        return f"{counted(self.global_batch_size, 'image')} a step: {counted(self.world_size, 'process')} x {each}"
+
+    @property
     def local(self) -> range:
         """The numbers of this process's shards."""
         return range(self.rank * self.num_local, (self.rank + 1) * self.num_local)

@@ -116,9 +116,13 @@ def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
     words += ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
     words += ["--minival", str(args.minival)] if args.minival and args.synthetic is None else []
     words += ["--device", str(args.device)] if "device" in args.given else []
-    for name, text in own_code(vars(args)):  # a FILE.py is run only if it is named
-        words += [BY_NAME[name].flag, text] if name in ("model", "criterion", "metrics") else []
+    # A FILE.py is run only if it is named.
+    own = [(n, [BY_NAME[n].flag, text]) for n, text in own_code(vars(args)) if n in ("model", "criterion", "metrics")]
+    words += [word for _, given in own for word in given]
+    model = [word for name, given in own if name == "model" for word in given]
     return [
         f"curves    tensorboard --logdir {shlex.quote(str(folder))}",
         f"evaluate  python {shlex.join([sys.argv[0], *words])}",
+        f"report    python -m scripts.report {shlex.quote(str(folder))}",
+        f"predict   python -m scripts.predict {shlex.join([str(folder / f'{best}.pth'), 'IMAGES', *model])}",
     ]

@@ -22,15 +22,17 @@ class EventFile:
     Args:
         folder: the run's folder.
         records: the records of metrics.jsonl.
+        options: the run's, which are shown as a table.
 
     Raises:
         OSError: the file cannot be written; so do the methods, after which it is of no use.
     """
 
-    def __init__(self, folder: Path, records: list[dict]) -> None:
+    def __init__(self, folder: Path, records: list[dict], options: dict) -> None:
         # Not above: they take a tenth of a second, and only rank 0 needs them.
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import text
 
         earlier = own_files(folder, EVENT_FILES)
         path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -39,6 +41,8 @@ class EventFile:
             self._write(file_version="brain.Event:2")
             # Makes a running TensorBoard forget the earlier files.
             self._write(session_log=SessionLog(status=SessionLog.START))
+            rows = [f"| {n.replace('_', '-')} | {str(v).replace('|', '/')} |" for n, v in options.items()]
+            self._write(summary=text("options", "\n".join(["| option | value |", "|---|---|", *rows])))
             for record in records:
                 self.add(record)
             self._file.flush()

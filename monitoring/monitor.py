@@ -98,7 +98,7 @@ class Monitor:
         def update() -> None:
             events, self._events = self._events, None
             if events is None:
-                events = EventFile(self.folder, self.records())
+                events = EventFile(self.folder, self.records(), self.run.facts.get("args", {}))
             elif record is not None:
                 events.add(record)
             self._events = events

@@ -20,8 +20,8 @@ from loading.decode import decode_plainly
 from transforms import one_hot
 
 # A grid: number of images, columns, smallest and largest side of an image, and the least width of a cell; px.
-NUM_IMAGES, NUM_COLUMNS, SMALLEST_PX, LARGEST_PX, CELL_PX = 16, 4, 96, 160, 132
-HEAD_PX, LINE_PX, GAP_PX, INK = 24, 14, 8, (40, 40, 40)
+NUM_IMAGES, NUM_COLUMNS, SMALLEST_PX, LARGEST_PX, CELL_PX = 9, 3, 160, 176, 176
+FONT_PX, HEAD_PX, LINE_PX, GAP_PX, INK = 15, 28, 19, 8, (40, 40, 40)
 
 NUM_CLASSES = 16  # most classes of a confusion matrix
 
@@ -40,17 +40,17 @@ class Predictions(NamedTuple):
         return self.predicted != self.target
 
 
-def find_mistakes(found: Predictions) -> list[int]:
+def find_mistakes(found: Predictions, most: int = NUM_IMAGES) -> list[int]:
     """Return the rows of the mistakes that the model was surest of, the surest first and equal ones in their order."""
     rows = numpy.flatnonzero(found.is_wrong)
-    return rows[numpy.lexsort((found.index[rows], -found.confidence[rows]))][:NUM_IMAGES].tolist()
+    return rows[numpy.lexsort((found.index[rows], -found.confidence[rows]))][:most].tolist()
 
 
-def find_confused(found: Predictions, num_classes: int) -> list[int]:
+def find_confused(found: Predictions, num_classes: int, most: int = NUM_CLASSES) -> list[int]:
     """Return the classes that are mistaken for others or others for them most often; all if there are few classes."""
     wrong = numpy.concatenate([found.target[found.is_wrong], found.predicted[found.is_wrong]])
     order = numpy.argsort(-numpy.bincount(wrong, minlength=num_classes), kind="stable")
-    return sorted(order[:NUM_CLASSES].tolist())
+    return sorted(order[:most].tolist())
 
 
 def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> numpy.ndarray:
@@ -64,7 +64,7 @@ def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> 
 
 @cache
 def _font() -> ImageFont.FreeTypeFont:
-    return ImageFont.load_default(11)
+    return ImageFont.load_default(FONT_PX)
 
 
 def _fit(text: str, width: float) -> str:
@@ -108,7 +108,8 @@ def draw_batch(
     captions = []
     for shares in target.tolist():
         classes = sorted(range(len(names)), key=lambda label, shares=shares: -shares[label])[:2]
-        captions.append([f"{shares[label]:.0%} {names[label]}" for label in classes if shares[label] > 0])
+        parts = [(shares[label], names[label]) for label in classes if shares[label] > 0]
+        captions.append([f"{share:.0%} {name}" if share < 1 else name for share, name in parts])
     return draw_grid(title, [_shown(Image.fromarray(each.squeeze(-1).numpy())) for each in pixels], captions)
 
 
@@ -201,11 +202,15 @@ class Pictures:
 
     def _write_counts(self, found: Predictions) -> None:
         chosen, num_classes = find_confused(found, len(self.val.classes)), len(self.val.classes)
+        images, *labels, confidence = (column[find_mistakes(found)] for column in found)
+        words = [[self.val.classes[label] for label in column] for column in labels]
         counts = {
             "kind": self.kind,
             "step": self.run.step,
             "classes": [self.val.classes[label] for label in chosen],
             "confusion": count_confusion(found, chosen, num_classes).tolist(),
+            "best": next((f"{name}.pth" for name in self.run.best_now if name == BEST_NAMES[self.kind]), None),
+            "mistakes": [*zip(map(self.val.index.path, images.tolist()), *words, confidence.tolist(), strict=True)],
         }
         write_json(self.folder / f"picture-counts-{self.run.step:08d}.json", counts)
 

@@ -36,10 +36,9 @@ def preview(args: Any) -> str:
     collectives.setup_for_distributed(launch.rank == 0)
     args = args.replaced(world_size=launch.world_size, distributed=False)
     args, notes = take_published_options(config.with_shards(args, state=None))
-    world_size = args.world_size
-    shards = VirtualShards(args.global_batch_size, args.num_shards, 0, world_size)
+    shards = VirtualShards(args.global_batch_size, args.num_shards, 0, args.world_size)
     # A single process may preview a run of many.
-    is_short = args.sync_bn and world_size == 1 < args.num_shards
+    is_short = args.sync_bn and args.world_size == 1 < args.num_shards
     shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn and not is_short)
     num_images, num_classes, about = count_images(args)
     if num_images < args.global_batch_size:
@@ -63,8 +62,7 @@ def preview(args: Any) -> str:
         about,
         *notes,
         f"{args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {len(groups)} groups",
-        f"global batch {args.global_batch_size} = {args.num_shards} micro-batches x {args.batch_size} images; "
-        f"{world_size} {'process computes' if world_size == 1 else 'processes compute'} {shards.num_local} each",
+        shards.arithmetic,
         f"{steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
         f"{num_images % args.global_batch_size} images left out of each epoch, different ones each time",
         *([f"--sync-bn: needs {args.num_shards} processes, one for each micro-batch"] if is_short else []),

@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
+from html import escape
 from itertools import chain
 from typing import Any
 
@@ -20,14 +21,17 @@ import data
 import models
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import UserError, aligned, end_by, require_timm
+from errors import UserError, aligned, end_by, require_package, require_timm
 from files import csv_text
+from loading.decode import decode_plainly
 from loading.forms import open_named
 from loading.progress import Progress
 from loading.source import Source, labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
+from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from presets import build_presets
 from sampler import EvalSampler
+from scripts.report import draw_confusion, page, saved, show_images, table
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
 from scripts.trained import Trained, add_machine_options, add_options, check_one_label, open_given, settle
 
@@ -38,6 +42,7 @@ examples:
   {PROG} runs/resnet50/best.pth --set val=/data/imagenet/val
   {PROG} resnet50.IMAGENET1K_V2 --set val=/data/imagenet/val \\
       --set v2=/data/imagenetv2-matched-frequency --set a=/data/imagenet-a --json results.json
+  {PROG} runs/a/best.pth --set val=photos/val --html mistakes.html --confusion confusion.png
   torchrun --nproc_per_node=8 -m scripts.evaluate runs/resnet50/best_ema.pth --ema --set val=/data/imagenet/val
 
 sets:
@@ -209,6 +214,7 @@ class Scores:
         self.places, self.nll = rows[:, 0].astype(numpy.int64), rows[:, 1]
         best, self.probabilities = numpy.split(rows[:, 2:], 2, axis=1)
         self.best = best.astype(numpy.int64)
+        self.found = Predictions(numpy.arange(len(rows)), self.labels, self.best[:, 0], self.probabilities[:, 0])
 
     def summarize(self) -> dict[str, Any]:
         """Return the results of the set, for JSON."""
@@ -229,10 +235,36 @@ class Scores:
             words = [word for one, share in zip(best, probabilities, strict=True) for word in (self.names[one], share)]
             yield [self.set.name, self.set.source.name(number), self.names[label], *words]
 
+    def confusion(self, form: str) -> bytes:
+        """Return the content of a .csv of all classes, or of a .png of the 100 that are mistaken most often."""
+        is_drawn, num_classes = form == ".png", len(self.names)
+        chosen = find_confused(self.found, num_classes, 100 if is_drawn else num_classes)
+        names, rows = [self.names[label] for label in chosen], count_confusion(self.found, chosen, num_classes).tolist()
+        if is_drawn:
+            return saved(draw_confusion(names, rows, f"confusion on {self.set.name}").savefig, "png")
+        rows = [[name, *row[:-1]] for name, row in zip(names, rows, strict=True)]
+        return csv_text([["true class", *names], *rows]).encode()
 
-def show(report: dict[str, Any], topk: list[int]) -> None:
-    """Print the results as tables."""
-    print(f"{report['checkpoint']}: {report['weights']}")
+    def sections(self) -> dict[str, str]:
+        """Return the sections of a page: mistakes as images, the surest first, and all classes, the worst first."""
+        source, name, names, mistakes, rows = self.set.source, self.set.name, self.names, [], []
+        for row in find_mistakes(self.found, 60):
+            _, label, predicted, confidence = (column[row] for column in self.found)
+            words = [source.path(row), f"{confidence:.1%} {names[predicted]}", f"is {names[label]}"]
+            mistakes.append((row, words))
+        for label in numpy.unique(self.labels):
+            counts = Counter(self.found.predicted[self.labels == label].tolist())
+            n, hits = counts.total(), counts.pop(label, 0)
+            others = ", ".join(f"{names[other]} ({count})" for other, count in counts.most_common(3))
+            rows.append([names[label], n, 100 * hits / n, others])
+        images = show_images((decode_plainly(source.read(row)), words) for row, words in mistakes)
+        classes = table(["class", "images", "Acc@1, %", "most often taken for"], sorted(rows, key=lambda row: row[2]))
+        return {f"{name}: mistakes, the surest first": images, f"{name}: classes": classes}
+
+
+def describe(report: dict[str, Any], topk: list[int]) -> str:
+    """Return the results as tables; an Acc@k that is 100 by the number of classes is left out."""
+    topk = [k for k in topk if k == 1 or any(k < found["classes"] for found in report["sets"].values())]
     rows = [["set", "images", "classes", *(f"Acc@{k}" for k in topk), "95% of Acc@1", "NLL", "ECE"]]
     for name, found in report["sets"].items():
         low, high = found["acc1_interval"]
@@ -240,9 +272,10 @@ def show(report: dict[str, Any], topk: list[int]) -> None:
         numbers += [f"{low:.2f} to {high:.2f}", f"{found['nll']:.4f}", f"{found['ece']:.4f}"]
         words = f"{found['classes']:,}{'*' if found['is_restricted_to_its_classes'] else ''}"
         rows.append([name, f"{found['images']:,}", words, *numbers])
-    print("\n".join(f"  {line}" for line in aligned(rows)))
+    lines = [f"{report['checkpoint']}: {report['weights']}", *(f"  {line}" for line in aligned(rows))]
     if any(found["is_restricted_to_its_classes"] for found in report["sets"].values()):
-        print("* the scores of the model's other classes were left out")
+        lines.append("* the scores of the model's other classes were left out")
+    return "\n".join(lines)
 
 
 def numbers(text: str) -> list[int]:
@@ -261,6 +294,9 @@ def get_args_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
     add_train_option(parser, "minival", text)
+    parser.add_argument("--html", metavar="FILE", type=output_file(".html"), help="show mistakes and classes in a page")
+    text = "count true and predicted classes in FILE.csv, or in a picture, a FILE.png that is not there yet"
+    parser.add_argument("--confusion", metavar="FILE", type=output_file(".csv"), help=text)
     parser.add_argument("--json", metavar="FILE", type=output_file(".json"), help="write the results to FILE")
     text = "write the best classes of each image to FILE, as CSV"
     parser.add_argument("--predictions", metavar="FILE", type=output_file(".csv"), help=text)
@@ -277,9 +313,14 @@ def validate(options: argparse.Namespace) -> None:
         raise UserError(f"--set: two sets are called {next(name for name in names if names.count(name) > 1)}")
     if (options.minival is not None) != ("minival" in names):
         raise UserError("--minival FRACTION and --set minival=DIR/train, the training images, are given together")
-    files = [os.path.realpath(path) for path in (options.json, options.predictions) if path is not None]
+    files = [*map(os.path.realpath, filter(None, (options.json, options.html, options.confusion, options.predictions)))]
     if len(set(files)) < len(files):
-        raise UserError("--json and --predictions name one file; give each its own")
+        raise UserError("two outputs, such as --json and --predictions, name one file; give each its own")
+    form = options.confusion and options.confusion.suffix
+    if form not in (None, ".csv", ".png") or (form and len(names) > 1):
+        raise UserError(f"--confusion {options.confusion}: expected FILE.csv or FILE.png, and a single --set")
+    if form == ".png":
+        require_package("matplotlib", "--confusion FILE.png")
 
 
 def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -> tuple[list[ImageSet], list[str]]:
@@ -333,7 +374,7 @@ def evaluate(options: argparse.Namespace) -> None:
         write_files(options, report, all_scores, k)
     collectives.shut_down()
     if args.rank == 0:
-        show(report, options.topk)
+        print(describe(report, options.topk))
 
 
 def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scores], k: int) -> None:
@@ -342,6 +383,12 @@ def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scor
         header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
         rows = chain([header], *(scores.predictions() for scores in all_scores))
         write_output(options.predictions, csv_text(rows).encode(), "--predictions")
+    if options.confusion is not None:
+        write_output(options.confusion, all_scores[0].confusion(options.confusion.suffix), "--confusion")
+    if options.html is not None:
+        sections = {"Result": f"<pre>{escape(describe(report, options.topk))}</pre>"}
+        sections |= dict(chain.from_iterable(scores.sections().items() for scores in all_scores))
+        write_output(options.html, page(f"{report['model']} on {', '.join(report['sets'])}", sections), "--html")
     if options.json is not None:
         write_report(options.json, report)
 

@@ -4,7 +4,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,14 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from distributed import collectives
-from errors import BadImageError, UserError, one_line
+from errors import BadImageError, UserError, counted, did_you_mean, one_line
 from files import open_to_read
 from loading.decode import decode_plainly
+from loading.lists import SEPARATORS, read_table
 from loading.progress import Progress
 from presets import ClassificationPresetEval
-from scripts.tool import as_json, build_parser, own_stdout, positive, run
+from scripts.report import page, show_images, table
+from scripts.tool import as_json, build_parser, output_file, own_stdout, positive, run, write_output
 from scripts.trained import add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.predict"
@@ -31,6 +33,7 @@ examples:
   python -m scripts.predict runs/a/best.pth cat.jpg
   python -m scripts.predict resnet50.IMAGENET1K_V2 photos --json > predictions.json
   python -m scripts.predict exported/resnet50.onnx photos --topk 3
+  python -m scripts.predict runs/a/best.pth photos/val.csv --html predictions.html
   find photos -name '*.jpg' | python -m scripts.predict runs/a/best_ema.pth --ema -
 
 The first argument is a checkpoint, a file of weights, a file of `python -m scripts.export` in any form, or the name of
@@ -39,6 +42,9 @@ evaluation, at the sizes at which the model was evaluated.
 
 --json prints one object and nothing else: preprocessing, and images, a list with an object per image: file, class,
 probability, and top, a list of the topk classes and their probabilities. A class without a name is given by its number.
+
+A list is a .csv, .tsv or .jsonl with the column path and perhaps label. --html shows an image's own class too, where a
+list has it or a folder around the image bears its name.
 
 A path that is not there ends the command before anything is computed, with exit code 2. An image that cannot be read is
 named on standard error and left out, the others are predicted, and the exit code is 1.
@@ -57,30 +63,46 @@ class Prediction(NamedTuple):
         return {"file": self.file, **top[0], "top": top}
 
 
-def find_images(given: Iterable[str]) -> list[Path]:
-    """Return the paths of images: files, all in folders and below them, sorted, and for a - those on standard input."""
+def find_images(given: Iterable[str]) -> list[tuple[Path, str | None]]:
+    """Return images, with the class that a list gives: files, those of lists, all below folders, sorted, and of a -."""
     paths = []
     for name in given:
         names = [line for line in sys.stdin.read().splitlines() if line] if name == "-" else [name]
         for path in map(Path, names):
             paths += _images_of(path)
     if not paths:
-        raise UserError("no images: expected files, folders, or paths on standard input for a -")
+        raise UserError("no images: expected files, folders, lists, or paths on standard input for a -")
     return paths
 
 
-def _images_of(path: Path) -> list[Path]:
+def _images_of(path: Path) -> Iterable[tuple[Path, str | None]]:
     if not path.is_dir():
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; give images, or folders of them")
-        return [path]
+        return _listed_in(path) if path.suffix in SEPARATORS else [(path, None)]
     found = []
     for folder, folders, names in os.walk(path):
         folders.sort()
-        found += [Path(folder) / name for name in sorted(names) if name.lower().endswith(IMG_EXTENSIONS)]
+        found += [(Path(folder) / name, None) for name in sorted(names) if name.lower().endswith(IMG_EXTENSIONS)]
     if not found:
         raise UserError(f"{path} holds no images ({' '.join(IMG_EXTENSIONS)})")
     return found
+
+
+def _listed_in(path: Path) -> Iterator[tuple[Path, str | None]]:
+    for line, row in read_table(path, ("path",), ("label",)):
+        image, label = path.parent / str(row.get("path", "")), row.get("label")
+        if not image.is_file():
+            raise UserError(f"{path}, line {line}: {image} is no file; the column path is absolute or from the list")
+        yield image, None if label in (None, "") else str(label).strip()
+
+
+def find_truths(images: list[tuple[Path, str | None]], classes: Collection[str]) -> list[str | None]:
+    """Return the class of each image: that in its list, else the folder around it that has a class's name, or None."""
+    if unknown := [label for _, label in images if label is not None and label not in classes]:
+        hint = did_you_mean(unknown[0], classes)
+        raise UserError(f"label {unknown[0]!r} is no class's name in the checkpoint; correct or remove it{hint}")
+    return [label or next((part for part in path.parts[-2::-1] if part in classes), None) for path, label in images]
 
 
 def load_batches(load: Callable[[Any], Any], things: list, size: int, work: str) -> Iterator[list]:
@@ -153,17 +175,32 @@ def show(
             stream.write(f"{one_line(each.file):<{width}}  {words}\n")
 
 
+def write_page(options: argparse.Namespace, predictions: list[tuple[Prediction, str | None]]) -> None:
+    """Write `--html` from predictions and the images' own classes."""
+    is_right = [truth == each.top[0][0] for each, truth in predictions if truth is not None]
+    facts = [["weights", options.checkpoint], ["images of a known class", len(is_right)], ["right", sum(is_right)]]
+    shown = sorted(predictions, key=lambda pair: pair[0].top[0][1])[:150]  # a page below 2 MB
+    lines = [[*(f"{p:.1%} {name}" for name, p in each.top), f"is {truth}" if truth else ""] for each, truth in shown]
+    images = ((open_image(Path(each.file)), [each.file, *rest]) for (each, _), rest in zip(shown, lines, strict=True))
+    title = f"{len(shown)} of {counted(len(predictions), 'image')}, the least sure first"
+    write_output(options.html, page("Predictions", {"Result": table([], facts), title: show_images(images)}), "--html")
+
+
 def predict(options: argparse.Namespace) -> int:
     """Print the classes of the images, and return the exit code."""
     with own_stdout() as stdout:
-        paths = find_images(options.images)
+        images = find_images(options.images)
         trained = open_given(options, takes_graphs=True)
+        is_multi_label = bool(trained.args.multi_label)
+        truths = [None] * len(images) if is_multi_label else find_truths(images, dict.fromkeys(trained.classes or ()))
         device = torch.device(settle(trained, options).device)
         model = trained.model if device.type == "cpu" else trained.model.to(device)
-        is_multi_label = bool(trained.args.multi_label)
         score = partial(_top, lambda image: model(image.to(device)), trained.classes, options, is_multi_label)
-        results = list(predict_all(trained.preset, score, paths, options.batch_size))
+        results = list(predict_all(trained.preset, score, [path for path, _ in images], options.batch_size))
         predictions = [each for each in results if isinstance(each, Prediction)]
+        if options.html is not None:
+            pairs = [pair for pair in zip(results, truths, strict=True) if isinstance(pair[0], Prediction)]
+            write_page(options, pairs)
         show(predictions, trained.preprocessing, options, stdout)
     unreadable = [each for each in results if isinstance(each, str)]
     for reason in unreadable:
@@ -175,7 +212,8 @@ def main() -> None:
     """Predict the classes of the command line's images."""
     parser = build_parser(PROG, "CHECKPOINT IMAGE... [options]", "Name the classes of images.", EPILOG)
     add_options(parser, "a checkpoint, an exported file, or the name of published weights")
-    parser.add_argument("images", metavar="IMAGE", nargs="+", help="files, folders, or - for paths on standard input")
+    parser.add_argument("images", metavar="IMAGE", nargs="+", help="files, folders, lists, or - for paths on stdin")
+    parser.add_argument("--html", metavar="FILE", type=output_file(".html"), help="show images and classes in a page")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
     add_machine_options(parser, batch_size=32)

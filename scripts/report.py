@@ -9,13 +9,14 @@ import re
 import shlex
 import statistics
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy
+from PIL import Image, ImageOps
 
 from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
@@ -51,6 +52,8 @@ HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-
 <title>{title}</title><style>
 body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em }}
 table {{ border-collapse: collapse }} td, th {{ border: 1px solid #ddd; padding: 2px 9px; text-align: left }}
+div {{ display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start }} div > table {{ flex: 1 1 400px }}
+div td, figure {{ overflow-wrap: anywhere }} figure {{ margin: 0; width: 160px; font-size: 13px }}
 summary {{ cursor: pointer; font-weight: bold; margin: 1em 0 }}
 pre {{ background: #f7f7f7; overflow: auto; padding: 0.8em }} img {{ max-width: 100% }}
 </style></head><body><h1>{title}</h1>
@@ -145,21 +148,21 @@ def draw_curves(groups: dict[str, list[LoggedRun]]) -> Any:
     return figure
 
 
-def draw_confusion(counts: dict[str, Any]) -> Any:
-    """Return a figure of an evaluation's confusion, from `picture-counts-STEP.json`."""
-    names = [plain(name)[:24] for name in counts["classes"]]
-    confusion = [[count / max(sum(row), 1) for count in row] for row in counts["confusion"]]
-    figure = new_figure(7, 6)
-    title = plain(f"confusion; {counts['kind']} after step {counts['step']}")
-    axis = figure.add_subplot(1, 1, 1, title=title)
+def draw_confusion(classes: list[str], counts: list[list[int]], title: str) -> Any:
+    """Return a figure of counts, rows of true and columns of predicted classes; the last is of others, unless empty."""
+    names, counts = [plain(name)[:24] for name in classes], numpy.array(counts)
+    columns = [*names, "other"] if counts[:, -1].any() else names
+    shares = (counts / counts.sum(axis=1, keepdims=True).clip(1))[:, : len(columns)]
+    figure = new_figure(max(7, 3 + 0.32 * len(names)), max(6, 2 + 0.32 * len(names)))
+    axis = figure.add_subplot(1, 1, 1, title=plain(title))
     axis.set_ylabel("true class")
     axis.set_xlabel("predicted class")
-    axis.imshow(confusion, cmap="Blues", vmin=0, vmax=1)
+    axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axis.set_yticks(range(len(names)), names)
-    axis.set_xticks(range(len(names) + 1), [*names, "other"], rotation=90)
-    for row, column in itertools.product(range(len(names)), range(len(names) + 1)):
-        if count := counts["confusion"][row][column]:
-            ink = "white" if confusion[row][column] > 0.5 else "black"
+    axis.set_xticks(range(len(columns)), columns, rotation=90)
+    for row, column in itertools.product(range(len(names)), range(len(columns))):
+        if count := counts[row, column]:
+            ink = "white" if shares[row, column] > 0.5 else "black"
             axis.text(column, row, count, ha="center", va="center", color=ink, fontsize=7)
     return figure
 
@@ -184,9 +187,29 @@ def embedded(content: bytes, name: str, form: str) -> str:
 
 def drawn(figure: Any, name: str) -> str:
     """Return HTML that shows a figure."""
+    return embedded(saved(figure.savefig, "svg"), name, "svg+xml")
+
+
+def saved(save: Callable, form: str) -> bytes:
+    """Return what `save` writes in a form: a method of a figure or of an image."""
     content = io.BytesIO()
-    figure.savefig(content, format="svg")
-    return embedded(content.getvalue(), name, "svg+xml")
+    save(content, format=form)
+    return content.getvalue()
+
+
+def show_images(shown: Iterable[tuple[Image.Image, list[str]]]) -> str:
+    """Return HTML that shows images small and beside each other, with lines below each; the first names it."""
+    figures = []
+    for image, lines in shown:
+        picture = embedded(saved(ImageOps.fit(image, (160, 160)).save, "jpeg"), lines[0], "jpeg")
+        figures.append(f"<figure>{picture}<figcaption>{'<br>'.join(map(escape, lines))}</figcaption></figure>")
+    return f"<div>{''.join(figures)}</div>"
+
+
+def page(title: str, sections: dict[str, str]) -> bytes:
+    """Return a whole page with a section for each title that has content."""
+    body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections.items() if content)
+    return f"{HEAD.format(title=escape(title))}{body}</body></html>\n".encode(errors="backslashreplace")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -221,17 +244,23 @@ def epochs_table(run: LoggedRun) -> str:
     return table(["epoch", "step", "time", *(f"{kinds[kind]} {name}" for kind, name in columns)], rows)
 
 
-def show_pictures(run: LoggedRun) -> str:
-    """Return the newest picture of each kind in a run's folder, and the confusion of its counts."""
-    newest = {re.sub(r"-?\d+$", "", path.stem): path.name for path in sorted(run.folder.glob("picture*.*"))}
-    counts, parts = newest.pop("picture-counts", None), []
-    if counts:
-        with suppress(ValueError, KeyError, TypeError):  # damaged
-            parts = [drawn(draw_confusion(json.loads(run.read(counts))), counts)]
-    for name in reversed(newest.values()):  # mistakes before the first batch
-        if content := run.read(name):
-            parts.append(embedded(content, name, "png"))
-    return "".join(parts)
+def show_pictures(run: LoggedRun) -> dict[str, str]:
+    """Return sections: mistakes and confusion of the best evaluation, or else of the newest, and the first batch."""
+    names = sorted(path.name for path in run.folder.glob("picture*.*"))
+    shown, about, found, confusion = {re.sub(r"-?\d+$", "", Path(name).stem): name for name in names}, "", "", ""
+    for name in sorted((n for n in names if "-counts-" in n), key=lambda n: b'"best": "' in run.read(n))[-1:]:
+        shown |= {"picture-counts": "", "picture-mistakes": name.replace("counts", "mistakes").replace("json", "png")}
+        with suppress(ValueError, LookupError, TypeError):  # damaged
+            counts = json.loads(run.read(name))
+            about = f"{KINDS.get(counts['kind'], counts['kind'])}, after step {counts['step']}"
+            about += f": {counts['best']}" if counts.get("best") else ""
+            confusion = drawn(draw_confusion(counts["classes"], counts["confusion"], about), name)
+            rows = [[*words, f"{share:.1%}"] for *words, share in counts.get("mistakes", [])]
+            found = table(["file", "class", "predicted", "confidence"], rows) if rows else ""
+    pictures = {kind: embedded(content, name, "png") for kind, name in shown.items() if (content := run.read(name))}
+    if found := pictures.pop("picture-mistakes", "") + found:
+        found = f"<p>{escape(about)}</p><div>{found}</div>"
+    return {"Mistakes": found, "Confusion": confusion, "First batch": "".join(pictures.values())}
 
 
 def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
@@ -241,8 +270,8 @@ def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def bests(run: LoggedRun) -> dict[str, tuple[float, int]]:
-    """Return the highest Acc@1 of each kind of evaluation, and the step after which it came first."""
-    found = {kind: run.points(kind, "acc1") for kind in KINDS if kind != "train"}
+    """Return the highest Acc@1, or mAP, of each kind of evaluation, and the step after which it came first."""
+    found = {kind: run.points(kind, "acc1") or run.points(kind, "map") for kind in KINDS if kind != "train"}
     return {kind: (max(points.values()), max(points, key=points.get)) for kind, points in found.items() if points}
 
 
@@ -251,10 +280,11 @@ def describe_result(run: LoggedRun) -> str:
     about, status = (read_json(run.folder / name) for name in ("run.json", "status.json"))
     rows = []
     for kind, (value, step) in bests(run).items():
-        last_step, last = list(run.points(kind, "acc1").items())[-1]
+        name = "Acc@1" if run.points(kind, "acc1") else "mAP"
+        last_step, last = list((run.points(kind, "acc1") or run.points(kind, "map")).items())[-1]
         epoch = step / run.steps_per_epoch
-        rows.append([f"Acc@1, {KINDS[kind]}", f"{value:.3f} % at best, after step {step} (epoch {epoch:.4g})"])
-        rows.append(["", f"{last:.3f} % at last, after step {last_step}"])
+        rows.append([f"{name}, {KINDS[kind]}, best", f"{value:.3f} %, after step {step} (epoch {epoch:.4g})"])
+        rows.append([f"{name}, {KINDS[kind]}, last", f"{last:.3f} %, after step {last_step}"])
     rates = run.points("train", "images_per_s").values()
     rows.append(["state", " ".join(str(status.get(name, "")) for name in ("state", "reason"))])
     rows.append(["time", run.took])
@@ -269,13 +299,14 @@ def describe_run(run: LoggedRun) -> dict[str, str]:
     """Return the sections of one run by their titles, beside its result and curves."""
     known = {option.name: option.default for option in BY_NAME.values()}
     changed = [[name, value] for name, value in run.options.items() if value != known.get(name)]
-    files = {name: table(["file", name], flat(read_json(run.folder / name))) for name in ("status.json", "run.json")}
-    files["recipe.toml"] = f"<pre>{escape(run.recipe)}</pre>" if run.recipe else ""
+    files = {"state": "status.json", "environment": "run.json"}
+    files = {title: table([], flat(read_json(run.folder / name))) for title, name in files.items()}
+    files["all options"] = f"<pre>{escape(run.recipe)}</pre>" if run.recipe else ""
     return {
-        "Confusion and pictures": show_pictures(run),
+        **show_pictures(run),
         "Epochs": epochs_table(run),
         "Options that are no defaults": table(["option", "value"], changed) if changed else "",
-        "Files": "".join(f"<details><summary>{name}</summary>{text}</details>" for name, text in files.items()),
+        "More": "".join(f"<details><summary>{name}</summary>{text}</details>" for name, text in files.items()),
     }
 
 
@@ -312,10 +343,8 @@ def write_report(folders: list[Path], out: Path | None = None) -> Path:
     first = {"Result": describe_result(runs[0])} if is_one else {"Runs": rank_runs(runs)}
     curves = {"Curves": drawn(figure, "curves") if figure else "<p>No records yet.</p>"}
     sections = first | curves | (describe_run(runs[0]) if is_one else compare_runs(groups))
-    body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections.items() if content)
-    head = HEAD.format(title=escape(runs[0].name) if is_one else f"{len(runs)} runs")
     path = out or (runs[0].folder / "report.html" if is_one else Path("comparison.html"))
-    tool.write_output(path, f"{head}{body}</body></html>\n".encode(errors="backslashreplace"), "--out")
+    tool.write_output(path, page(runs[0].name if is_one else f"{len(runs)} runs", sections), "--out")
     return path
 
 

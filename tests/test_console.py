@@ -8,10 +8,12 @@ import shlex
 import signal
 import sys
 
+from PIL import Image
+
 import errors
 from loading import progress
 from monitoring import console
-from tests.ranks import run_ranks, train_rank
+from tests.ranks import run_ranks, tool_rank, train_rank
 from tests.started import SMALL_ANYWHERE
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -41,6 +43,13 @@ def test_the_log_holds_the_output_of_all_starts_and_the_end_names_commands_that_
     words = shlex.split(re.search(r"^evaluate .*", log, re.M)[0])
     assert words[1] == "python" or os.path.samefile(words[1], sys.executable)
     assert "n=24" in run_ranks(train_rank, 1, words[3:], log_folder=tmp_path).check().output
+    Image.new("RGB", (40, 40)).save(tmp_path / "black.png")
+    for tool in ("report", "predict"):
+        words = shlex.split(re.search(rf"^{tool} .*", log, re.M)[0])
+        assert words[1:4] == ["python", "-m", f"scripts.{tool}"]
+        argv = [str(tmp_path / "black.png") if word == "IMAGES" else word for word in words[4:]]
+        run_ranks(tool_rank, 1, tool, argv, log_folder=tmp_path).check()
+    assert (out / "report.html").exists()
 
 
 def test_a_log_that_cannot_be_written_is_one_warning_and_is_completed_later(tmp_path, capsys):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from PIL import Image
 
 import config
 from data import IndexedImageFolder
@@ -141,6 +142,35 @@ def test_scores_of_classes_that_a_set_lacks_are_left_out(checkpoint, images, tmp
         assert row["class1"] == ["class0", "class4"][scores.argmax()]
         shares = [float(row["p1"]), float(row["p2"])]
         assert shares == pytest.approx(scores.softmax(0).sort(descending=True).values.tolist(), rel=1e-6)
+
+
+def test_the_page_and_the_confusion_are_those_of_the_scores(of_three, images, tmp_path):
+    from sklearn.metrics import confusion_matrix
+
+    source = IndexedImageFolder(images, None).index
+    argv = [of_three, "--set", f"val={images}", "--html", tmp_path / "page.html", "--confusion"]
+    run(tmp_path, *argv, tmp_path / "counts.csv").check()
+    run(tmp_path, *argv, tmp_path / "counts.png").check()
+    logits, targets = logits_of(of_three, images, [0, 1, 2])
+    confidence, predicted = logits.softmax(1).max(1)
+    whole = confusion_matrix(targets, predicted)
+    with open(tmp_path / "counts.csv", newline="") as file:
+        head, *rows = csv.reader(file)
+    assert head == ["true class", *NAMES[:3]]
+    assert [[name, *map(int, counts)] for name, *counts in rows] == [[n, *c] for n, c in zip(NAMES, whole.tolist())]  # noqa: B905
+    with Image.open(tmp_path / "counts.png") as picture:
+        assert min(picture.size) >= 600
+    page = (tmp_path / "page.html").read_text()
+    assert "Acc@1    95% of Acc@1" in page  # and no Acc@5, which is 100
+    wrong = [n for n in range(len(targets)) if predicted[n] != targets[n]]
+    wrong.sort(key=lambda n: -confidence[n])
+    lines = [f"{source.path(n)}<br>{confidence[n]:.1%} class{predicted[n]}<br>is class{targets[n]}" for n in wrong]
+    assert re.findall(r"<figcaption>(.*?)</figcaption>", page) == lines
+    accuracies = [(f"class{label}", str(n), f"{100 * whole[label, label] / n:.5g}") for label, n in enumerate(COUNTS)]
+    found = re.findall(r"<tr><td>(class\d)<td>(\d+)<td>([\d.]+)<td>[^<]*", page)
+    assert sorted(found) == accuracies
+    assert [float(acc1) for *_, acc1 in found] == sorted(float(acc1) for *_, acc1 in found)  # the worst first
+    assert len(page) < 2e6
 
 
 def test_results_are_the_same_on_any_number_of_processes(checkpoint, images, tmp_path):
@@ -278,6 +308,8 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
     val = f"val={images}"
     shutil.copytree(images / "class0", tmp_path / "other" / "dog")
     as_val(images, tmp_path / "flat", [1, 2, 3])
+    picture = tmp_path / "mine.png"
+    picture.touch()
     for argv, words in [
         (["val"], "expected NAME=DIR"), ([f"val={tmp_path / 'nowhere'}"], "holds no images"),
         ([val, val], "two sets are called val"),
@@ -286,6 +318,9 @@ def test_what_is_given_wrongly_is_refused_in_one_line(checkpoint, images, tmp_pa
         ([val, "--json", tmp_path / "no" / "a.json"], "expected a file in a folder that is there"),
         ([val, "--predictions", tmp_path / "a", "--json", tmp_path / "a"], "one file"),
         ([val, "--minival", "0.1"], "are given together"),
+        ([val, "--confusion", tmp_path / "a.txt"], "a.txt: expected FILE.csv or FILE.png, and a single --set"),
+        ([val, f"b={images}", "--confusion", tmp_path / "a.csv"], "and a single --set"),
+        ([val, "--confusion", picture], r"there already, and only files named \*.csv are replaced"),
         ([val, "--model", "resnet18"], "--model is resnet18"),
     ]:  # fmt: skip
         assert re.search(words, line := refusal(checkpoint, "--set", *argv)), line

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -244,6 +246,35 @@ def test_the_table_says_the_same(made, tmp_path):
         assert f"{100 * each['probability']:5.1f}% {each['class']}" in line
 
 
+def test_a_list_is_read_and_the_page_begins_with_the_least_sure(made, tmp_path):
+    checkpoint, _, _, files = made
+    content = torch.load(checkpoint, weights_only=True)
+    content["data"]["classes"] = ["class0", "class1", "<c>", "d"]
+    torch.save(content, tmp_path / "named.pth")
+    shutil.copy(files[0], tmp_path / "1.jpg")
+    # The folders of `files` have the names of classes; a list has its own.
+    rows = [{"path": files[1], "label": "d"}, {"path": "1.jpg"}, {"path": "1.jpg", "label": "<c>"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    argv = [tmp_path / "named.pth", tmp_path / "a.jsonl", *files[2:], "--json", "--html", tmp_path / "page.html"]
+    predictions = json.loads(run_tool(tmp_path, "predict", *argv)[1])["images"]
+    assert [each["file"] for each in predictions] == [files[1], *[str(tmp_path / "1.jpg")] * 2, *files[2:]]
+    truths = ["d", None, "<c>", *(Path(file).parent.name for file in files[2:])]
+    pairs = sorted(zip(predictions, truths, strict=True), key=lambda pair: pair[0]["probability"])
+    lines = [
+        [
+            each["file"],
+            *(f"{top['probability']:.1%} {top['class']}" for top in each["top"]),
+            f"is {truth}" if truth else "",
+        ]
+        for each, truth in pairs
+    ]
+    page = (tmp_path / "page.html").read_text()
+    found = [part.split("<br>") for part in re.findall("<figcaption>(.*?)</figcaption>", page)]
+    assert json.dumps(found) == json.dumps(lines).replace("<c>", "&lt;c&gt;")
+    num_right = sum(each["class"] == truth for each, truth in pairs)
+    assert f"<td>images of a known class<td>{len(pairs) - 1}<tr><td>right<td>{num_right}<" in page
+
+
 def test_classes_are_numbers_where_nothing_names_them(made, tmp_path):
     checkpoint, _, images, files = made
     torch.save(torch.load(checkpoint, weights_only=True)["model"], tmp_path / "bare.pth")
@@ -269,6 +300,8 @@ def test_mistakes_are_one_line(made, tmp_path):
     checkpoint, out, images, _ = made
     (tmp_path / "empty").mkdir()
     torch.save({**torch.load(checkpoint, weights_only=True), "data": {"classes": ["a", "b"]}}, tmp_path / "two.pth")
+    (tmp_path / "lost.csv").write_text("path\nlost.jpg\n")
+    (tmp_path / "wrong.csv").write_text(f"path,label\n{images}/train/class0/image000.jpg,e\n")
     for ending in ("onnx", "pt2", "safetensors"):
         (tmp_path / f"junk.{ending}").write_bytes(b"junk")
     foreign, graph = tmp_path / "foreign.pt2", out / f"{MODEL}.onnx"
@@ -280,6 +313,9 @@ def test_mistakes_are_one_line(made, tmp_path):
         (tmp_path / "gone.pth", [images], "gone.pth: no such file"),
         (checkpoint, [tmp_path / "gone.jpg"], "gone.jpg: no such file or folder"),
         (checkpoint, [tmp_path / "empty"], "empty holds no images"),
+        (checkpoint, [tmp_path / "gone.csv"], "gone.csv: no such file or folder"),
+        (checkpoint, [tmp_path / "lost.csv"], f"lost.csv, line 2: {tmp_path}/lost.jpg is no file; the column path"),
+        (checkpoint, [tmp_path / "wrong.csv"], "label 'e' is no class's name in the checkpoint; correct or"),
         (tmp_path / "two.pth", [images], "holds a classifier of 4 classes and the images are of 2"),
         (checkpoint, [images, "--device", "meta"], "--device meta: this machine has none"),
         (graph, [images, "--ema", "--device", "cuda"], "leave out --ema and --device"),

@@ -137,6 +137,9 @@ def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(roo
     assert ["| Lite", "90.50", ""] in rows
     assert ["| theirs", "51.00 (50.00 to 52.00, 2 seeds)", "1h00m"] in rows
     assert "Lite" not in (root / "README.md").read_text()
+    few = write_log(tmp_path / "few.log", "a", "Test: Acc@1 70.5 loss 0.7 n=4")
+    few = ledger.add_record(few, "few", root / "records")
+    assert read_json(few / "record.json")["results"] == {"val": {"acc1": 70.5, "n": 4.0}}
     other = write_log(tmp_path / "b.log", "python -c 'torch.manual_seed(2)' --lr 0.2", "Test:  Acc@1 9.0 Acc@5 9.0")
     ledger.add_record(other, "theirs", root / "records")
     with pytest.raises(UserError, match="differ in more than the seed"):

@@ -1,6 +1,7 @@
 """Pictures of a run: their numbers by scikit-learn, their pixels read back, and the same files after kills."""
 
 import io
+import json
 from types import SimpleNamespace
 
 import numpy
@@ -47,7 +48,7 @@ def cell(sheet, place, side):
     return numpy.asarray(sheet)[top : top + side, left : left + side]
 
 
-@pytest.mark.parametrize(("size", "shown"), [(32, 96), (120, 120)])
+@pytest.mark.parametrize(("size", "shown"), [(32, 160), (120, 120)])
 def test_a_mixed_batch_is_shown_pixel_for_pixel_with_its_shares(size, shown):
     image = torch.randint(0, 256, (6, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     names = ["cat", "dog", "a\nname\udc80"]
@@ -62,7 +63,7 @@ def test_a_mixed_batch_is_shown_pixel_for_pixel_with_its_shares(size, shown):
         assert numpy.array_equal(cell(sheet, place, shown), expected)
     captions = [
         ["75% cat", "25% dog"], ["75% dog", "25% cat"], ["75% a?name?", "25% dog"], ["75% cat", "25% a?name?"],
-        ["100% cat"], ["75% dog", "25% cat"],
+        ["cat"], ["75% dog", "25% cat"],
     ]  # fmt: skip
     squares = [Image.fromarray(cell(sheet, place, shown)) for place in range(6)]
     assert sheet.tobytes() == pictures.draw_grid("title", squares, captions).tobytes()
@@ -77,6 +78,7 @@ def pictures_of(folder, images, *, step=3, bests=None, is_resumed=False, is_eval
     run = SimpleNamespace(
         is_resumed=is_resumed, parts={}, step=step, steps_per_epoch=3, bests={"best": bests}, is_evaluated=is_evaluated
     )
+    run.best_now = ["best"] if bests and bests["step"] == step else []
     index = open_source(images)
     return pictures.Pictures(folder, run, None, SimpleNamespace(index=index, classes=index.classes))
 
@@ -128,12 +130,17 @@ def test_the_images_of_the_surest_mistakes_are_shown(image_folder, tmp_path):
     wrong = [number for number in range(7) if int(scores[number].argmax()) != index.label(number)]
     wrong.sort(key=lambda number: -float(scores[number].max()))
     assert len(wrong) > 2
+    counts = json.loads((tmp_path / "picture-counts-00000003.json").read_text())
+    assert [file for file, *_ in counts["mistakes"]] == [index.path(number) for number in wrong]
+    assert [label for _, label, *_ in counts["mistakes"]] == [f"class{index.label(number)}" for number in wrong]
+    assert [word for *_, word, _ in counts["mistakes"]] == [f"class{int(scores[n].argmax())}" for n in wrong]
+    assert [share for *_, share in counts["mistakes"]] == pytest.approx([float(scores[n].max()) for n in wrong])
     sheet = Image.open(tmp_path / "picture-mistakes-00000003.png")
     for place, number in enumerate(wrong):
         with Image.open(io.BytesIO(index.read(number))) as image:
-            square = image.crop((4, 0, 36, 32)).resize((96, 96), Image.Resampling.BICUBIC)  # of 40 x 32 pixels
-        inner = slice(6, -6)  # at its edges the crop lacks its neighbours
-        shown = cell(sheet, place, 96)[inner, inner].astype(int)
+            square = image.crop((4, 0, 36, 32)).resize((160, 160), Image.Resampling.BICUBIC)  # of 40 x 32 pixels
+        inner = slice(10, -10)  # at its edges the crop lacks its neighbours
+        shown = cell(sheet, place, 160)[inner, inner].astype(int)
         assert abs(shown - numpy.asarray(square)[inner, inner]).max() <= 1
 
 
@@ -145,6 +152,8 @@ def test_pictures_of_a_long_run_are_few(image_folder, tmp_path):
         evaluate(pictures_of(tmp_path, image_folder / "val", step=3 * epoch, bests=best))
     steps = {int(PICTURES.fullmatch(name)["step"]) for name in contents(tmp_path)}
     assert steps == {3 * 25, 3 * 40}
+    files = [json.loads((tmp_path / f"picture-counts-{step:08d}.json").read_text())["best"] for step in sorted(steps)]
+    assert files == ["best.pth", None]
 
 
 def test_the_first_batch_is_what_the_model_sees(image_folder, tmp_path):
@@ -153,7 +162,7 @@ def test_the_first_batch_is_what_the_model_sees(image_folder, tmp_path):
     images = data.IndexedImageFolder(image_folder / "train", ClassificationPresetTrain(crop_size=32))
     order = sampler.TrainSampler(29, sampler.VirtualShards(8, 2)).epoch_order()[:8:2].tolist()
     loaded = [images.load(sampler.SampleKey(number, 0)) for number in order]
-    squares = [Image.fromarray(image.permute(1, 2, 0).numpy()).resize((96, 96), 0) for image, *_ in loaded]
-    captions = [[f"100% class{label}"] for _, label in loaded]
+    squares = [Image.fromarray(image.permute(1, 2, 0).numpy()).resize((160, 160), 0) for image, *_ in loaded]
+    captions = [[f"class{label}"] for _, label in loaded]
     expected = pictures.draw_grid("first batch of 4 as the model sees it", squares, captions)
     assert Image.open(tmp_path / "out" / "picture-first-batch-00000000.png").tobytes() == expected.tobytes()

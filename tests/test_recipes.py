@@ -224,7 +224,7 @@ def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
     argv += ["--output-dir", str(out), "--data-path", str(tmp_path / "none")]
     outcome = run_ranks(train_rank, 1, argv, log_folder=tmp_path).check()
     assert "sync-bn = true" in outcome.output
-    assert "global batch 4096 = 32 micro-batches x 128 images" in outcome.output
+    assert "# 4096 images a step: 1 process x 32 micro-batches x 128\n" in outcome.output
     assert "# --sync-bn: needs 32 processes, one for each micro-batch\n" in outcome.output
     assert not out.exists()
 

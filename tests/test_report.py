@@ -17,7 +17,8 @@ from tests.ranks import REPOSITORY
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
 COUNTS = {
-    "kind": "val", "step": 20, "classes": ["cat", "dog"], "confusion": [[3, 1, 0], [0, 4, 0]],
+    "kind": "val", "step": 20, "classes": ["cat", "dog"], "confusion": [[3, 1, 0], [0, 4, 0]], "best": None,
+    "mistakes": [["dog/b.jpg", "dog", "cat", 0.75]],
 }  # fmt: skip
 
 
@@ -66,6 +67,8 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
     run = write_run(tmp_path / "run")
     for name in ("picture-mistakes-00000010.png", "picture-mistakes-00000020.png", "picture.png"):
         Image.new("RGB", (3, 3)).save(run / name)
+    best = {**COUNTS, "step": 10, "best": "best.pth", "mistakes": [["cat/a<b.jpg", "cat", "dog", 0.875]]}
+    (run / "picture-counts-00000010.json").write_text(json.dumps(best))
     (run / "picture-counts-00000020.json").write_text(json.dumps(COUNTS))
     (run / "status.json").write_text('{"state": "finished", "step": 20}')
     (run / "run.json").write_text('{"host": "h1", "environment": {"torch": "9.9"}, "args": {"lr": 1}}')
@@ -81,22 +84,35 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
         ("[0]", "10", "1h15m", "10", "30"), ("[1]", "20", "1h15m", "20", "7"),
     ]  # fmt: skip
     assert [row for row in page.rows if row][:2] == [
-        ["Acc@1, validation", "20.000 % at best, after step 20 (epoch 2)"], ["", "20.000 % at last, after step 20"],
+        ["Acc@1, validation, best", "20.000 %, after step 20 (epoch 2)"],
+        ["Acc@1, validation, last", "20.000 %, after step 20"],
     ]  # fmt: skip
     for row in (["state", "finished"], ["environment.torch", "9.9"]):
         assert row in page.rows
     pictures = [attrs["alt"] for tag, attrs in page.tags if tag == "img"]
-    counts = "picture-counts-00000020.json"
-    assert sorted(pictures) == ["curves", counts, "picture-mistakes-00000020.png", "picture.png"]
+    counts = "picture-counts-00000010.json"  # of best.pth, not the newest
+    assert sorted(pictures) == ["curves", counts, "picture-mistakes-00000010.png", "picture.png"]
+    place = page.rows.index(["file", "class", "predicted", "confidence"])
+    assert page.rows[place + 1] == ["cat/a<b.jpg", "cat", "dog", "87.5%"]
+    assert "validation, after step 10: best.pth" in path.read_text()
+    assert "" not in [cell for row in page.rows for cell in row]
     loaded = [attrs[name] for _, attrs in page.tags for name in ("src", "href") if name in attrs]
     assert all(address.startswith(("data:image/png;base64,", "data:image/svg+xml;base64,")) for address in loaded)
     assert not [tag for tag, _ in page.tags if tag == "script"]
 
 
 def test_confusion_is_that_of_the_counts():
-    (confusion,) = draw_confusion(COUNTS).axes
-    assert confusion.images[0].get_array().tolist() == [[0.75, 0.25, 0], [0.0, 1.0, 0]]
+    (confusion,) = draw_confusion(["cat", "dog"], [[3, 1, 0], [0, 4, 0]], "title").axes
+    assert confusion.images[0].get_array().tolist() == [[0.75, 0.25], [0.0, 1.0]]  # no column without a count
     assert [text.get_text() for text in confusion.texts] == ["3", "1", "4"]
+    (confusion,) = draw_confusion(["cat", "dog"], [[2, 1, 1], [0, 4, 0]], "title").axes
+    assert confusion.images[0].get_array().tolist() == [[0.5, 0.25, 0.25], [0.0, 1.0, 0.0]]
+    assert [text.get_text() for text in confusion.get_xticklabels()] == ["cat", "dog", "other"]
+
+
+def test_a_constant_rate_is_drawn_above_zero(tmp_path):
+    axes = {axis.get_title(): axis for axis in draw_curves({"a": [LoggedRun(write_run(tmp_path / "run"))]}).axes}
+    assert axes["learning rate"].get_ylim()[0] == 0
 
 
 def test_whatever_a_run_holds_is_escaped(tmp_path):
