@@ -308,7 +308,7 @@ def evaluated_set(args: Record) -> str:
 
 def _check_data_path(path: str) -> None:
     """Refuse a folder that is not there; `loading.forms` looks into it, with torch."""
-    if not os.path.isdir(path) and not split_custom(path):
+    if not os.path.isdir(path) and not split_custom(path) and "://" not in path:
         makers = {
             "data/digits": f"; {sys.executable} -m scripts.make_digits {path} makes it",
             "data/imagenette2-320": "; docs/imagenette.md downloads it",

@@ -19,15 +19,17 @@ from torch.utils.data import Dataset
 import config
 import transforms
 from checkpointing.published import is_stored, take_published_options
-from custom.code import load_function
 from distributed import collectives
-from errors import BadImageError, ImageError, UserError, counted, in_one_line
+from distributed.launch import read_launch
+from errors import BadImageError, ImageError, UserError, counted
 from files import read_bytes
 from loading.decode import decode_plainly
-from loading.forms import check_source, find_sources, open_named, open_source
+from loading.fill import start_filling
+from loading.forms import check_source, find_sources, open_named, open_source, open_split, remote_options
 from loading.index import RETRY_WAITS_S, with_retries
 from loading.lists import check_apart
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
+from loading.remote import is_remote
 from loading.source import Source, Subset, count_classes, labels_of, minival_numbers, without
 from options import fit_statistics, split_custom
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
@@ -218,7 +220,7 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple
         return train, SyntheticImages(max(args.synthetic // 10, 1), args.val_crop_size, in_chans=args.in_chans)
     valdir = traindir if args.minival else valdir
     for folder in [valdir] if args.test_only else [traindir, valdir]:
-        if not split_custom(args.data_path or ""):
+        if not split_custom(args.data_path or "") and not is_remote(args.data_path):
             check_source(Path(folder))
     source_test, rest = hold_out(open_split(valdir, args), args.minival)
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed, source_test)
@@ -253,22 +255,6 @@ def build_more_sets(args: Any, dataset_test: Dataset) -> dict[str, Dataset]:
         check_classes(sets[name], dataset_test)
         print(f"--eval-data {text}: {counted(len(source), 'image')}")
     return sets
-
-
-def open_split(folder: str, args: Any) -> Source:
-    """Return the opened source of a split, which `--data-path FILE.py:FUNCTION` may make of the split's name.
-
-    Raises:
-        UserError: there is none.
-    """
-    if not split_custom(args.data_path or ""):
-        return open_source(Path(folder), args.multi_label)
-    name = os.path.basename(folder)
-    with in_one_line(f"--data-path {args.data_path}"):
-        source = load_function("data_path", args)(name)
-    if not isinstance(source, Source) or not len(source):
-        raise UserError(f"--data-path {args.data_path} returned {source!r:.80} of {name}; expected a Source of images")
-    return source
 
 
 def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | None]:
@@ -349,6 +335,9 @@ def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dat
             f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
         warn_of_uneven(dataset, args)
+    if is_remote(args.data_path) and not args.test_only and read_launch().local_rank == 0:
+        splits = ["train"] if args.minival else ["train", "val"]
+        dataset.filler = start_filling({"url": args.data_path, "splits": splits, **remote_options(args)})
     more = build_more_sets(args, dataset_test)
     names = ["train", config.evaluated_set(args), *more]
     return args, sets, dict(zip(names, start_loaders([*sets, *more.values()], args), strict=True))

@@ -218,8 +218,8 @@ OPTIONS = {
     "data": [
         Option("--data-path", metavar="DIR", resume=FREE, not_with="synthetic",
                help="folder that holds train/ and val/ with one folder for each class, or train.csv and val.csv, or "
-                    "train.tar and val.tar, or both in parts: train-000000.tar, train-000001.tar ...; or "
-                    "FILE.py:FUNCTION"),
+                    "train.tar and val.tar, or both in parts: train-000000.tar, train-000001.tar ...; or the address "
+                    "of a pack, https://, s3://, gs:// or az://; or FILE.py:FUNCTION"),
         Option("--multi-label", metavar="SEPARATOR", nargs="?", const=",", is_of_checkpoint=True, not_with="synthetic",
                help="an image has any number of labels, which this character separates in the column label of a list; "
                     "with --bce-loss; best.pth is chosen by map, the mean average precision"),
@@ -233,6 +233,13 @@ OPTIONS = {
         Option("--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800, at_least=1, at_most=1 << 40,
                resume="a position is counted in steps of its images",
                help="train on this many made-up images (12800 if no number is given) of 1000 classes; needs no data"),
+        Option("--cache", metavar="DIR", resume=FREE, recipe=NEVER,
+               help="folder on a local disk for images of a --data-path that is an address; nothing in it is evicted "
+                    "(default: touchstone in the user's cache)"),
+        Option("--cache-gib", metavar="GIB", type=float, at_least=0, at_most=1e9, resume=FREE, recipe=NEVER,
+               help="most that --cache keeps of a split; 0 = nothing (default: what the disk has, less a tenth)"),
+        Option("--io-timeout", metavar="MIN", default=10.0, above=0, at_most=1e6, resume=FREE, recipe=NEVER,
+               help="minutes for which a failing request to a --data-path that is an address is tried again"),
         Option("--workers", aliases=["-j"], type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
                help="loader processes for each training process (default: its share of the cores, up to 16)"),
         Option("--cache-dataset", default=False, resume=FREE,

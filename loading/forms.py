@@ -2,12 +2,16 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from errors import UserError, one_line
+from custom.code import load_function
+from errors import UserError, in_one_line, one_line
 from loading.index import FolderIndex
 from loading.lists import SEPARATORS, ListIndex
+from loading.remote import RemotePack, is_remote
 from loading.source import Source, list_folder
 from loading.tars import TarIndex
+from options import split_custom
 
 # In order of preference.
 FORMS: list[type[Source]] = [ListIndex, FolderIndex, TarIndex]
@@ -88,3 +92,26 @@ def open_source(root: Path, separator: str | None = None) -> Source:
             raise UserError(f"--multi-label reads the labels of a list, such as {root}.csv; {source.where} is none")
         source.separator = separator
     return source.open()
+
+
+def open_split(folder: str, args: Any) -> Source:
+    """Return the opened source of a split: in a folder, behind an address, or made by `--data-path FILE.py:FUNCTION`.
+
+    Raises:
+        UserError: there is none.
+    """
+    name = os.path.basename(folder)
+    if is_remote(args.data_path):
+        return RemotePack(args.data_path, name, **remote_options(args))
+    if not split_custom(args.data_path or ""):
+        return open_source(Path(folder), args.multi_label)
+    with in_one_line(f"--data-path {args.data_path}"):
+        source = load_function("data_path", args)(name)
+    if not isinstance(source, Source) or not len(source):
+        raise UserError(f"--data-path {args.data_path} returned {source!r:.80} of {name}; expected a Source of images")
+    return source
+
+
+def remote_options(args: Any) -> dict[str, Any]:
+    """Return the options about addresses as arguments of `RemotePack`."""
+    return {"cache": args.cache, "cache_gib": args.cache_gib, "timeout_s": 60 * args.io_timeout}

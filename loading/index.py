@@ -98,6 +98,11 @@ class ImageIndex(Source):
             print(one_line(f"the index of {self.where} is not cached, so the next start scans again: {doubt}"))
         return self
 
+    def open_anew(self) -> "ImageIndex":
+        """Scan, as `open` does without a cache; write none."""
+        self._scan()
+        return self
+
     def _header(self) -> numpy.ndarray:
         """Return the header of this split's index; it differs for other versions, splits and lists of files."""
         files = [os.path.relpath(file, self.root.parent) for file in self.files]

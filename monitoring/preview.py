@@ -12,8 +12,10 @@ from checkpointing.published import read_weights, take_published_options
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError
-from loading.forms import find_sources, open_source
+from loading.forms import find_sources, open_split
+from loading.remote import is_remote
 from loading.source import minival_numbers
+from options import split_custom
 from sampler import VirtualShards
 
 # ImageNet-1k, which a preview without data assumes.
@@ -90,12 +92,13 @@ def count_images(args: Any) -> tuple[int, int, str]:
         return args.synthetic, IMAGENET_CLASSES, f"{args.synthetic:,} synthetic training images"
     traindir = Path(config.split_dirs(args)[0])
     num_images, num_classes, num_held = IMAGENET_IMAGES, IMAGENET_CLASSES, round(IMAGENET_IMAGES * (args.minival or 0))
-    if args.data_path is None or not find_sources(traindir):
+    is_folder = not (is_remote(args.data_path) or split_custom(args.data_path or ""))
+    if args.data_path is None or (is_folder and not find_sources(traindir)):
         where = f"no data in {traindir}" if args.data_path else "no --data-path"
         about = f"{where}: assuming {num_images:,} images of 1,000 classes"
     else:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe
-            images = open_source(traindir)
+            images = open_split(str(traindir), args)
         num_images, num_classes = len(images), len(images.classes)
         num_held = len(minival_numbers(images, args.minival)) if args.minival else 0
         about = f"{traindir}: {num_images:,} images of {num_classes:,} classes"

@@ -7,12 +7,14 @@ import io
 import os
 import re
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 from PIL import Image, ImageFile, features
 from PIL import __version__ as pillow_version
 
@@ -24,14 +26,15 @@ from loading.forms import check_source, find_sources, open_source
 from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
+from loading.remote import encode_index, index_name
 from loading.source import Source
-from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, read_manifest
+from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, TarIndex, read_manifest
 from scripts.tool import as_json, build_parser, check_outside, given_path, in_order, make_out, positive, run
 
 PROG = "python -m scripts.pack"
 
 # What a killed run may leave in OUT, and a reader.
-TEMPORARY_FILES = r"(manifest\.json|SHA256SUMS|[^/]+-\d{6}\.tar)\.tmp\.\d+"
+TEMPORARY_FILES = r"(manifest\.json|SHA256SUMS|[^/]+\.index\.gz|[^/]+-\d{6}\.tar)\.tmp\.\d+"
 PASSING_FILES = rf"pack\.lock|\.touchstone-index-.*|{TEMPORARY_FILES}"
 
 IMAGES_PER_TASK = 8
@@ -46,7 +49,9 @@ examples:
   cd /data/imagenet-256 && sha256sum --check --quiet SHA256SUMS      # is every tar as it was written?
 
 OUT gets train-000000.tar, ..., val-000000.tar, ... manifest.json (counts, sizes, settings) and SHA256SUMS. `tar xf` of
-every shard into one folder gives back an image folder with the same names, classes and order. Every image is written as
+every shard into one folder gives back an image folder with the same names, classes and order. The folder may be copied
+to a web server or a bucket as it is: train.py --data-path s3://... reads it there, by train.index.gz and val.index.gz
+(name, class, place and CRC-32 of every image), which are written last. Every image is written as
 an RGB JPEG (4:2:0, no metadata, pixels as stored: an EXIF rotation is dropped and not applied). A name keeps its
 ending, even if x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool;
 `python -m scripts.check` names all of them beforehand.
@@ -234,6 +239,19 @@ class Pack:
         sums = "".join(f"{self.records[shard.file]['sha256']}  {shard.file}\n" for shard in self.shards)
         self._write("SHA256SUMS", sums.encode())
         self.save(is_complete=True)
+        for split in self.splits:
+            self._write(index_name(split.name), self.index(split))
+
+    def index(self, split: Split) -> bytes:
+        """Return the index by which `loading.remote` reads a split of the complete pack."""
+        source = TarIndex.find(self.out / split.name)[0].open_anew()
+        places = source.arrays["places"]
+        crcs = numpy.array([zlib.crc32(source.read(number)) for number in range(len(source))], dtype=numpy.uint32)
+        records = [self.records[file.name] for file in source.files]
+        facts = {"classes": source.classes, "shards": [{key: each[key] for key in ("file", "bytes", "sha256")}
+                                                       for each in records]}  # fmt: skip
+        columns = dict(zip(("shards", "offsets", "sizes"), places.T, strict=True))
+        return encode_index(facts, source.names, {"labels": source.labels, "crcs": crcs, **columns})
 
 
 def own_manifest(out: Path) -> dict | None:

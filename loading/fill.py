@@ -1,0 +1,72 @@
+"""Stream a remote pack into its cache: one process a machine, beside the training, which ends with its parent."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from errors import ImageError, UserError
+from loading.remote import RemotePack
+
+# Most bytes of one request.
+_CHUNK_BYTES = 16 << 20
+
+
+def start_filling(options: dict) -> subprocess.Popen:
+    """Start a process that fills the caches of packs; it ends when this process or the result's `stdin` does.
+
+    Args:
+        options: splits, a list of their names; and the other arguments of `RemotePack` by name.
+    """
+    command = [sys.executable, "-m", "loading.fill", json.dumps(options)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, cwd=Path(__file__).parent.parent, start_new_session=True)
+
+
+def chunks(pack: RemotePack) -> Iterator[tuple[int, int]]:
+    """Yield the first and last image of each piece of a shard whose images are all to be fetched, in order."""
+    first = last = None
+    shards, offsets, sizes = (pack.columns[name] for name in ("shards", "offsets", "sizes"))
+    for number in pack.cache.missing():
+        is_next = first is not None and number == last + 1 and shards[number] == shards[first]
+        if not (is_next and offsets[number] + sizes[number] - offsets[first] <= _CHUNK_BYTES):
+            if first is not None:
+                yield first, last
+            first = number
+        last = number
+    if first is not None:
+        yield first, last
+
+
+def fill(pack: RemotePack) -> None:
+    """Fetch what the cache lacks until it is full or nobody wants it, unless another process is at it already."""
+    with open(pack.cache.folder / "filling", "w") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        for first, last in chunks(pack):
+            if not pack.cache.num_kept:  # the disk is full
+                return
+            for number, content in enumerate(pack.fetch(first, last), first):
+                pack.cache.write(number, content)
+
+
+def main() -> None:
+    """Fill the caches of the splits in the command line's JSON."""
+    os.nice(5)
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()  # at the parent's end
+    options = json.loads(sys.argv[1])
+    for split in options.pop("splits"):
+        try:
+            fill(RemotePack(split=split, **options))
+        except (ImageError, UserError) as error:
+            print(f"filling the cache has ended: {error}", file=sys.stderr, flush=True)
+            return
+
+
+if __name__ == "__main__":
+    main()

