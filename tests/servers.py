@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FAULTS = ["503", "429", "reset", "cut", "wrong", "silent", "slow"]
@@ -86,9 +86,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a free port below 40,000: SeaweedFS takes a port and the one 10,000 above it."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20_000, 40_000)))
+            return probe.getsockname()[1]
 
 
 def wait_for(url, timeout_s=40):
