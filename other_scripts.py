@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError, did_you_mean
+from errors import UserError, did_you_mean, find_timm_config
 from options import BY_NAME, REMOVED
 
 
@@ -85,8 +85,7 @@ class OtherCommand:
             self._add_timms_rules()
 
     def __str__(self) -> str:
-        defaults = "; what it does not give has the defaults of here, not timm's" if self.is_timms else ""
-        return f"train.py {shlex.join(self.words)}{defaults}"
+        return f"python train.py {shlex.join(self.words)}"
 
     def _groups(self, words: list[str]) -> Iterator[tuple[str, list[str]]]:
         """Yield each flag with its values; a word of no flag with the flag ""."""
@@ -165,21 +164,49 @@ class OtherCommand:
         return [begin + filled.get(name, name) for begin, name in parts]
 
     def _add_timms_rules(self) -> None:
-        """Add what timm does without a flag."""
-        if "--warmup-epochs" in self.given and "--warmup-prefix" not in self.given:
+        """Add what timm does without a flag, or by two flags together."""
+        given = self.given
+        if "--warmup-lr" in given and "--warmup-epochs" not in given:
+            self.words += ["--lr-warmup-epochs", "5", "--lr-warmup-method", "linear"]
+        if given.keys() & {"--warmup-epochs", "--warmup-lr"} and "--warmup-prefix" not in given:
             self.words.append("--no-lr-warmup-prefix")
-        if self.given.keys() & {"--lr-base", "--lr-base-size", "--lr-base-scale"} and "--lr" not in self.given:
-            adapts = any(name in "".join(self.given.get("--opt", ())).lower() for name in ("ada", "lamb"))
+        with suppress(ValueError, KeyError, IndexError):
+            if "--warmup-prefix" in given:  # after which timm trains --epochs
+                self._change("--epochs", [str(int(given["--epochs"][0]) + int(given["--warmup-epochs"][0]))])
+        with suppress(ValueError, KeyError, IndexError, ZeroDivisionError):
+            every, rate = float(given["--decay-epochs"][0]), given.get("--decay-rate") or given.get("--dr") or ["0.1"]
+            if every % 1:  # here the rate falls by as much, but smoothly
+                for flag in ("--lr-step-size", "--lr-gamma", "--lr-scheduler"):
+                    self._change(flag, None)
+                self.words += ["--lr-scheduler", "exponentiallr", "--lr-gamma", f"{float(rate[0]) ** (1 / every):.6g}"]
+        if given.keys() & {"--lr-base", "--lr-base-size", "--lr-base-scale"} and "--lr" not in given:
+            adapts = any(name in "".join(given.get("--opt", ())).lower() for name in ("ada", "lamb"))
             scaling = ["--lr-scaling", "sqrt" if adapts else "linear"], ["--lr-scaling-batch", "256"]
             self.words += [word for words in scaling if words[0] not in self.words for word in words]
-        self.words += ["--no-decay-1d"] * ("--no-decay-1d" not in self.given)
-        self.words += ["--no-model-ema-adjust"] * ("--model-ema" in self.given)
+        if "--aa" in given and "3a" not in "".join(given["--aa"]):
+            self._change("--color-jitter", None)
+        self.words += ["--random-erase-fill", "pixel"] * ("--reprob" in given and "--remode" not in given)
+        self.words += ["--no-decay-1d"] * ("--no-decay-1d" not in given)
+        if "--model-ema" in given:
+            self.words += ["--model-ema-steps", "1", "--no-model-ema-adjust"]
+            self.words += ["--model-ema-decay", "0.9998"] * ("--model-ema-decay" not in given)
+        if "--pretrained" in given and given.get("--model"):
+            with suppress(UserError):  # timm is not installed
+                known = find_timm_config(f"timm/{given['--model'][0].removeprefix('timm/')}")
+                self._change("--weights", [f"hf-hub:{known.hf_hub_id}"] if known else ["hf-hub:timm/NAME"])
+
+    def _change(self, flag: str, values: list[str] | None) -> None:
+        """Give a flag of the command another value, or take it out."""
+        if flag in self.words:
+            place = self.words.index(flag)
+            self.words[place : place + 2] = [] if values is None else [flag, *values]
 
 
 def explain(words: Sequence[str], known: dict[str, argparse.Action]) -> UserError:
     """Return the error about a command line with unknown words; arguments as of `OtherCommand`."""
     command = OtherCommand(words, known)
     named = "arguments" if command.phrases[1:] else "argument"
-    error = UserError(f"unrecognized {named}: {'; '.join(command.phrases)}; for here: {command}")
+    timms = " (what it does not give has the defaults of here, not timm's)" if command.is_timms else ""
+    error = UserError(f"unrecognized {named}: {'; '.join(command.phrases)}; for here{timms}: {command}")
     error.most_line = 8192  # a command that is cut would be of no use
     return error

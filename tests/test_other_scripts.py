@@ -51,8 +51,10 @@ def translated(line):
     """Return what is said of each unknown flag of a command line, and the command for here."""
     with pytest.raises(UserError, match="unrecognized") as caught:
         config.parse_args(shlex.split(line))
-    found = re.fullmatch(r"unrecognized arguments?: (.*); for here: train\.py ?(.*?)(; what it .*)?", str(caught.value))
-    return found[1].split("; "), found[2]
+    found = re.fullmatch(
+        r"unrecognized arguments?: (.*); for here( \(.*\))?: python train\.py ?(.*)", str(caught.value)
+    )
+    return found[1].split("; "), found[3]
 
 
 @pytest.mark.parametrize("flag", TIMMS)
@@ -91,7 +93,7 @@ def test_a_whole_command_of_timms_means_the_same_here():
         "lr_warmup_method": "linear", "lr_warmup_decay": 0.02, "lr_warmup_prefix": False, "lr_min": 1e-6,
         "lr_scheduler": "cosineannealinglr", "lr": 5e-3, "opt": "timm/lamb", "weight_decay": 0.02, "bce_loss": True,
         "val_resize_size": 168, "train_crop_size": 160, "val_crop_size": 160, "amp": True, "random_erase": 0.25,
-        "random_erase_fill": "zero", "model_ema": True, "model_ema_adjust": False, "decay_1d": False, "batch_size": 256,
+        "random_erase_fill": "zero", "model_ema": True, "model_ema_steps": 1, "model_ema_adjust": False, "decay_1d": False, "batch_size": 256,
         "global_batch_size": 512, "print_freq": 10, "output_dir": "/runs/a", "stochastic_depth": 0.1,
         "crop_scale": 0.35,
     }  # fmt: skip
@@ -113,6 +115,16 @@ def test_a_whole_command_of_timms_means_the_same_here():
     ("--data-path d --lr-base 0.1 --lr 0.2", "--data-path d --lr 0.2 --no-decay-1d"),
     ("--data-path d --sched poly --decay-rate 0.9", "--data-path d --lr-scheduler polylr --lr-power 0.9 --no-decay-1d"),
     ("--data-path d --decay-milestones 3 4 --epochs 9", "--data-path d --lr-milestones 3 4 --epochs 9 --no-decay-1d"),
+    ("--data-path d --decay-epochs 2.4 --decay-rate .97 --sched step",
+     f"--data-path d --lr-scheduler exponentiallr --lr-gamma {0.97 ** (1 / 2.4):.6g} --no-decay-1d"),
+    ("--data-path d --model-ema --log-interval 5", "--data-path d --model-ema --print-freq 5 --no-decay-1d "
+     "--model-ema-steps 1 --no-model-ema-adjust --model-ema-decay 0.9998"),
+    ("--data-path d --warmup-lr 1e-6 --lr 0.1", "--data-path d --lr-warmup-decay 1e-05 --lr 0.1 --lr-warmup-epochs 5 "
+     "--lr-warmup-method linear --no-lr-warmup-prefix --no-decay-1d"),
+    ("--data-path d --epochs 10 --warmup-epochs 5 --warmup-prefix", "--data-path d --epochs 15 --lr-warmup-epochs 5 "
+     "--lr-warmup-method linear --lr-warmup-prefix --no-decay-1d"),
+    ("--data-path d --aa rand-m9 --color-jitter 0.4", "--data-path d --auto-augment timm/rand-m9 --no-decay-1d"),
+    ("--data-path d --reprob 0.2", "--data-path d --random-erase 0.2 --random-erase-fill pixel --no-decay-1d"),
     ("--data-path d --tta 2", "--data-path d --eval-flip --no-decay-1d"),
     ("--data-path d --output", "--data-path d --output-dir DIR --no-decay-1d"),
     ("--data-path d --sched plateau", "--data-path d --no-decay-1d"),
