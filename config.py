@@ -61,6 +61,8 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: (args.freeze or args.freeze_below)
      and not (args.weights or args.resume or args.test_only or split_custom(args.model)),
      "--freeze and --freeze-below without --weights train on the features of random weights"),
+    (lambda args: args.balanced_sampler and args.class_weights == "balanced",
+     "--balanced-sampler and --class-weights balanced both make up for uneven classes: small ones count twice"),
     (lambda args: (args.stop_epoch or 0) >= args.epochs,
      "--stop-epoch {stop_epoch} has no effect with --epochs {epochs}"),
 ]  # fmt: skip
@@ -108,6 +110,8 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.criterion and not split_custom(args.criterion),
      "--criterion {criterion}: expected FILE.py:FUNCTION; --bce-loss and the cross-entropy have options of their own"),
     (lambda args: args.criterion and args.bce_loss, "--criterion and --bce-loss are both losses; give one of them"),
+    (lambda args: args.class_weights not in (None, "balanced") and not os.path.isfile(args.class_weights),
+     "--class-weights {class_weights}: no such file; give balanced, or a list with the columns class and weight"),
     (lambda args: args.criterion and args.class_weights,
      "--criterion {criterion} has no --class-weights; weigh the classes in it, or leave one of the two out"),
     (lambda args: args.multi_label and not (args.bce_loss or args.criterion),
@@ -355,7 +359,7 @@ def resolve(
         "best_metric": "map" if values["multi_label"] and "best_metric" not in names else values["best_metric"],
         # Code runs only from a file that the command line names: see `custom.code.load_function`.
         "trusted": [text for name, text in own if name in typed],
-        "code": hash_code([*own, *weights]),
+        "code": hash_code([*(pair for pair in own if pair[0] != "metrics"), *weights]),  # metrics change no weights
     }
     args = Record(**values)
     if args.list_recipes is None:

@@ -21,7 +21,7 @@ import transforms
 from checkpointing.published import is_stored, take_published_options
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import BadImageError, ImageError, UserError, counted
+from errors import BadImageError, ImageError, UserError, counted, in_one_line
 from files import read_bytes
 from loading.decode import decode_plainly
 from loading.fill import start_filling
@@ -252,7 +252,8 @@ def build_more_sets(args: Any, dataset_test: Dataset) -> dict[str, Dataset]:
     for text in args.eval_data or () if args.synthetic is None else ():
         name, source = open_named("--eval-data", text, args.multi_label)
         sets[name] = IndexedImageFolder(source.root, dataset_test.transform, args.seed, source)
-        check_classes(sets[name], dataset_test)
+        with in_one_line(f"--eval-data {text}"):
+            check_classes(sets[name], dataset_test)
         print(f"--eval-data {text}: {counted(len(source), 'image')}")
     return sets
 
@@ -347,7 +348,8 @@ def warn_of_uneven(dataset: IndexedImageFolder, args: Any) -> None:
     """Print a line if a class has at most a tenth as many images as most classes, and no option is about that."""
     counts = count_classes(dataset.index)
     smallest, median = int(counts.argmin()), int(numpy.median(counts))
-    if 10 * counts[smallest] <= median and not (args.balanced_sampler or args.class_weights):
+    is_uneven = 10 * counts[smallest] <= median and args.synthetic is None
+    if is_uneven and not (args.balanced_sampler or args.class_weights):
         print(
             f"the classes are uneven: {dataset.classes[smallest]} has {counted(int(counts[smallest]), 'image')}, the "
             f"median class {median:,}; see --balanced-sampler, --class-weights and --metrics balanced_acc"

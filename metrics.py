@@ -96,7 +96,7 @@ def class_weights(args: Any, dataset: Dataset) -> Tensor:
     """
     if args.class_weights == "balanced":
         counts = count_classes(dataset.index).clip(min=1)
-        others = len(dataset) - counts if args.bce_loss else len(dataset) / len(counts)
+        others = (len(dataset) - counts).clip(min=1) if args.bce_loss else len(dataset) / len(counts)
         return torch.tensor(others / counts, dtype=torch.float32, device=args.device)
     found = {}
     with in_one_line(f"--class-weights {args.class_weights}"):
@@ -105,8 +105,8 @@ def class_weights(args: Any, dataset: Dataset) -> Tensor:
             if name not in dataset.classes or name in found:
                 reason = "listed twice" if name in found else f"no class{did_you_mean(name, dataset.classes)}"
                 raise UserError(f"line {line}: {name} is {reason}")
-            if not 0 < weight < math.inf:
-                raise UserError(f"line {line}: the weight is {weight:g}; expected a number above 0")
+            if not 1e-6 <= weight <= 1e6:
+                raise UserError(f"line {line}: the weight is {weight:g}; expected 0.000001 to 1,000,000")
             found[name] = weight
         if missing := [name for name in dataset.classes if name not in found]:
             raise UserError(f"it lacks {counted(len(missing), 'class')}, such as {missing[0]}; give each a weight")
@@ -198,6 +198,12 @@ def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
         criterion = load_function("criterion", args)()
         if not callable(criterion):
             raise UserError(f"--criterion {args.criterion} returned a {type(criterion).__name__}, expected a loss")
+        if train is not None:
+            with in_one_line(f"--criterion {args.criterion}, on scores of zero"):
+                scores = torch.zeros(2, len(train.classes))
+                loss = criterion(scores, scores if args.multi_label else torch.zeros(2, dtype=torch.int64))
+                if not isinstance(loss, Tensor) or loss.ndim:
+                    raise UserError(f"it returns {loss!r:.60}; expected the mean of a batch, a 0-d tensor")
         criterion = criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
     elif args.bce_loss:
         criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh, weight)
@@ -377,6 +383,10 @@ def bootstrap_interval(num_hits: int, num_images: int, num_resamples: int = 10_0
     return (numpy.percentile(draws, [2.5, 97.5]) / num_images).tolist()
 
 
+# Names of fields of records that no metric may have.
+RESERVED = {"kind", "step", "epoch", "images", "n", "lr", "hours", "time", "grad_norm", "weight_norm", "world_size"}
+
+
 class Curve(NamedTuple):
     """A value of a metric, as the pages and charts of a run show it and as `--best-metric` ranks it."""
 
@@ -391,6 +401,7 @@ class Metric:
     # so its keywords are literals.
     curves: ClassVar[dict[str, Curve]]
     num_sums = 1
+    key = ""  # the function that made one of the user's own
 
     def batch_sums(self, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor | None) -> list[Tensor]:
         """Return the sums over a batch without waiting for the device: () tensors for one each, (n,) for n of them.
@@ -503,7 +514,7 @@ def average_precision(scores: numpy.ndarray, is_positive: numpy.ndarray) -> floa
         is_positive: (N,) bool, with at least one True.
     """
     order = numpy.argsort(-scores, kind="stable")
-    ends = numpy.flatnonzero(numpy.append(numpy.diff(scores[order]) != 0, True))  # the last of each score
+    ends = numpy.flatnonzero(numpy.append(scores[order][1:] != scores[order][:-1], True))  # the last of each score
     hits = numpy.cumsum(is_positive[order])[ends]
     gains = numpy.diff(hits, prepend=0)
     return float((gains * hits / (ends + 1)).sum() / hits[-1])
@@ -528,6 +539,8 @@ class MeanAveragePrecision(Metric):
         rows = torch.cat(self._rows).cpu() if self._rows else torch.zeros(0, 2 * self.num_classes)
         scores, targets = torch.cat(all_gather(rows)).numpy().T.reshape(2, self.num_classes, -1)
         self._rows = []
+        if numpy.isnan(scores).any():  # which have no order
+            return {"map": math.nan}
         pairs = zip(scores, targets > 0.5, strict=True)
         each = [average_precision(row, is_positive) for row, is_positive in pairs if is_positive.any()]
         return {"map": 100 * sum(each) / max(len(each), 1)}
@@ -549,14 +562,32 @@ def build_metrics(args: Any, num_classes: int) -> list[Metric]:
         metrics = [F1(num_classes, is_multi_label=True), MeanAveragePrecision(num_classes)]
     for name in filter(split_custom, args.metrics or ()):
         with in_one_line(f"--metrics {name}"):
-            metrics.append(load_function("metrics", args, name)(num_classes))
-            if not isinstance(metrics[-1], Metric):
-                raise UserError(f"returned {metrics[-1]!r:.80}; expected a metrics.Metric")
-            CURVES.update({curve: shown._asdict() for curve, shown in metrics[-1].curves.items()})
+            metric = load_function("metrics", args, name)(num_classes)
+            _check_metric(metric, num_classes, {*CURVES} & {"loss", *(each for m in metrics for each in m.curves)})
+            metric.key = split_custom(name)[1]
+            CURVES.update({curve: shown._asdict() for curve, shown in metric.curves.items()})
+            metrics.append(metric)
     known = ["loss", *(name for metric in metrics for name in metric.curves)]
     if args.best_metric not in known and not args.test_only:
         raise UserError(f"--best-metric {args.best_metric} is not among --metrics; there are {', '.join(known)}")
     return metrics
+
+
+def _check_metric(metric: Any, num_classes: int, taken: set[str]) -> None:
+    """Refuse a metric of the user's own whose sums of two images are not as it says, or whose names others have."""
+    if not isinstance(metric, Metric):
+        raise UserError(f"returned {metric!r:.80}; expected a metrics.Metric")
+    if both := metric.curves.keys() & (taken | RESERVED):
+        raise UserError(f"its curve {min(both)} has a name that is taken; give it another")
+    sums = metric.batch_sums(torch.zeros(2, num_classes), torch.zeros(2, dtype=torch.int64), torch.arange(2))
+    if (number := sum(each.numel() for each in sums)) != metric.num_sums:
+        raise UserError(f"batch_sums returns {number} sums, and its num_sums is {metric.num_sums}; give num_sums")
+    values = metric.compute([float(each) for part in sums for each in part.flatten()], 2)
+    if bad := [name for name, value in values.items() if type(value) not in (int, float, list)]:
+        raise UserError(f"compute returns a {type(values[bad[0]]).__name__} as {bad[0]}; expected a float")
+    is_gathered = type(metric).gather is not Metric.gather
+    if not is_gathered and (lacking := metric.curves.keys() - values.keys()):
+        raise UserError(f"compute returns no {min(lacking)}, which curves names")
 
 
 class Tally:
@@ -636,12 +667,15 @@ class Tally:
         return values
 
     def state_dict(self) -> dict:
-        """Return the sums; all batches must have been gathered."""
-        return {"sums": self._sums.tolist()}
+        """Return the sums, and which metrics they are of; all batches must have been gathered."""
+        return {"sums": self._sums.tolist(), "metrics": self._keys()}
+
+    def _keys(self) -> list[str]:
+        return [f"{metric.key or type(metric).__name__} {metric.num_sums}" for metric in self.metrics]
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the sums, or begin anew if those of the checkpoint are of other metrics."""
-        if len(state["sums"]) == self._width:
+        if len(state["sums"]) == self._width and state.get("metrics") in (None, self._keys()):
             self._sums = torch.tensor(state["sums"], dtype=torch.float64)
         else:
             print("the checkpoint's record is of other metrics; the next one counts from here on")

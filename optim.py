@@ -458,9 +458,10 @@ def check_schedule(args: Any) -> None:
         )
     if split_custom(args.lr_scheduler):
         with in_one_line(name):
-            factors = [float(lr_at(args, epoch, 1.0)) for epoch in range(args.epochs)]
-        if bad := [epoch for epoch, factor in enumerate(factors) if not 0 <= factor <= BY_NAME["lr"].at_most]:
-            raise UserError(f"{name}: its factor in epoch {bad[0]} is {factors[bad[0]]}; expected 0 or more")
+            parts = 16 if args.lr_per_step else 1
+            factors = {place / parts: float(lr_at(args, place / parts, 1.0)) for place in range(parts * args.epochs)}
+        if bad := [epoch for epoch, factor in factors.items() if not 0 <= factor <= BY_NAME["lr"].at_most]:
+            raise UserError(f"{name}: its factor in epoch {bad[0]:g} is {factors[bad[0]]}; expected 0 or more")
     try:
         rates = [lr_at(args, epoch, args.lr) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
     except OverflowError:

@@ -21,7 +21,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from config import IMAGENET_MEAN, IMAGENET_STD
 from custom.code import load_function
-from errors import UserError, in_one_line, one_line, require_timm
+from errors import ImageError, UserError, in_one_line, one_line, require_timm
 from loading.decode import MODES, ImageFile, check_num_pixels, decode_plainly
 from options import split_custom
 from randomness import Draws, TorchDraws, unit
@@ -222,7 +222,7 @@ class ClassificationPresetTrain(_Preset):
         pixels = resize(pixels, self.crop_size, self.crop_size, self.fast_mode)
         if self.policy is None:
             return pixels
-        return pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
+        return pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy())))
 
 
 class ProgressivePreset:
@@ -339,16 +339,19 @@ class TimmPolicy:
 def own_policy(function: Callable[[Image.Image], Image.Image]) -> Callable[[Image.Image], Image.Image]:
     """Return a function of the user's own, from one PIL image to another, with numpy's generator seeded before a call.
 
-    It raises UserError if that returns anything but an image of the same size and mode.
+    It raises ImageError if that fails, or returns anything but an image of the same size and mode.
     """
 
     def augment(image: Image.Image) -> Image.Image:
         numpy.random.seed(int(torch.randint(1 << 32, ())))
-        result = function(image)
+        try:
+            result = function(image)
+        except Exception as error:  # no fault of the image
+            raise ImageError(one_line(f"--auto-augment has failed: {type(error).__name__}: {error}")) from error
         found = (result.size, result.mode) if isinstance(result, Image.Image) else result
         if found != (image.size, image.mode):
             wanted = f"a PIL image of {image.size} in mode {image.mode}"
-            raise UserError(one_line(f"the augmentation returned {found!r:.80}, expected {wanted}"))
+            raise ImageError(one_line(f"--auto-augment returned {found!r:.80}, expected {wanted}"))
         return result
 
     return augment

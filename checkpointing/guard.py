@@ -265,6 +265,10 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
 
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
+    if name == "code":
+        both = [dict(each.rsplit(" ", 1) for each in text.split(", ") if each) for text in (theirs, ours)]
+        changed = [key for key in both[0] | both[1] if both[0].get(key) != both[1].get(key)]
+        return f"the file of --{_dashed(changed).replace(',', ', --')} has another content than the checkpoint's"
     notes = {
         "threads": " (CPU threads: OMP_NUM_THREADS)",
         "weights": " (not read: the checkpoint has the run's own)",

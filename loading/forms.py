@@ -1,5 +1,6 @@
 """The forms of data that can be read, and the choice of the one in which a split is present."""
 
+import numbers
 import os
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,26 @@ def open_split(folder: str, args: Any) -> Source:
         return open_source(Path(folder), args.multi_label)
     with in_one_line(f"--data-path {args.data_path}"):
         source = load_function("data_path", args)(name)
-    if not isinstance(source, Source) or not len(source):
-        raise UserError(f"--data-path {args.data_path} returned {source!r:.80} of {name}; expected a Source of images")
+        if not isinstance(source, Source) or not len(source):
+            raise UserError(f"it returned {source!r:.80} of {name}; expected a Source of images")
+        _check_labels(source, args.multi_label)
     return source
+
+
+def _check_labels(source: Source, separator: str | None) -> None:
+    """Refuse a source of the user's own whose classes or labels cannot be."""
+    names, sets = source.classes, source.label_sets
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
+        raise UserError("classes: expected a list of different names")
+    if (sets is None) == bool(separator):
+        raise UserError("label_sets are for images of several labels: give them and --multi-label, or neither")
+    if sets is not None and (sets.dtype != bool or sets.shape[1:] != (len(names),)):
+        raise UserError(f"label_sets are {sets.dtype} of shape {sets.shape}; expected bool of (sets, {len(names)})")
+    labels, most = [source.label(number) for number in range(len(source))], len(names if sets is None else sets)
+    if bad := [label for label in labels if not isinstance(label, numbers.Integral) or not 0 <= label < most]:
+        raise UserError(f"a label is {bad[0]!r}; expected a whole number from 0 to {most - 1}")
+    if not isinstance(getattr(source, "form", None), str):
+        raise UserError("form: expected a name of this kind of data, for checkpoints and messages")
 
 
 def remote_options(args: Any) -> dict[str, Any]:

@@ -41,7 +41,8 @@ class ListIndex(ImageIndex):
     @classmethod
     def find(cls, root: Path) -> list[Source]:
         """Return the lists of this split beside its folder, then those of all splits."""
-        paths = [root.parent / f"{name}{ending}" for name in (root.name, "images") for ending in SEPARATORS]
+        names = [root.name, *(["images"] if root.name in SPLITS else [])]
+        paths = [root.parent / f"{name}{ending}" for name in names for ending in SEPARATORS]
         classes = [path for path in [root.parent / CLASSES] if path.is_file()]
         return [cls(root, path, [path, *classes]) for path in paths if path.is_file()]
 
@@ -106,6 +107,8 @@ class ListIndex(ImageIndex):
     def _number_sets(self, texts: list[str], scan: Scan) -> tuple[list[str], list[int], list[str]]:
         """Return the classes, the row of each text in `scan.label_sets`, and a folder's name for each row."""
         sets = sorted(set(texts))
+        if not any(self.separator in text for text in sets):
+            print(one_line(f"{self.where}: no image has two labels that {self.separator!r} separates"))
         parts = [[part for part in text.split(self.separator) if part] for text in sets]
         flat = [part for each in parts for part in each]
         if not flat:
@@ -125,7 +128,7 @@ class ListIndex(ImageIndex):
 
     def _number(self, labels: list[str]) -> tuple[list[str], list[int]]:
         """Return the classes, and the number of each label's class."""
-        are_numbers = all(label.isdecimal() for label in labels)
+        are_numbers = all(label.isdecimal() and len(label) < 19 for label in labels)
         if len(self.files) > 1:
             classes = _read_classes(self.files[1])
             if are_numbers and max(map(int, labels)) < len(classes) and not any(map(str.isdecimal, classes)):
@@ -213,22 +216,24 @@ def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator
         where = f"{path}, line {line}"
         values = {name: row.get(name, "train") for name in ("path", "label", "split")}
         label = values["label"]
-        label = str(label) if isinstance(label, int) and not isinstance(label, bool) else label
-        if separator is None:
-            labels = [label.strip() if isinstance(label, str) else label]
-        else:
-            labels = label.split(separator) if isinstance(label, str) else label
-            labels = [str(each).strip() for each in labels if each != ""] if isinstance(labels, list) else [None]
-        values["label"] = labels[0] if labels else "none"
+        labels = [label]
+        if separator is not None:
+            labels = label.split(separator) if isinstance(label, str) else label if isinstance(label, list) else [label]
+        labels = [str(each) if type(each) is int else each for each in labels]
+        labels = [each.strip() if isinstance(each, str) else None for each in labels]
+        labels = labels if separator is None else [each for each in labels if each != ""]
+        values["label"] = None if None in labels else labels[0] if labels else "none"
         if wrong := [name for name, value in values.items() if not isinstance(value, str) or not value]:
-            several = "" if separator else " (several labels need --multi-label)"
+            several = " (several labels need --multi-label)" * (isinstance(label, list) and separator is None)
             raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number{several}"))
+        if separator is not None and (cut := [each for each in labels if separator in each]):
+            raise UserError(one_line(f"{where}: label {cut[0]!r} holds {separator!r}; give --multi-label another one"))
         if values["split"] not in SPLITS:
             raise UserError(one_line(f"{where}: split {values['split']!r}; expected train or val"))
         for label in labels:
             _check_class(where, label)
         if not is_of_all or values["split"] == split:
-            labels = {str(int(label)) if label.isdecimal() else label for label in labels}
+            labels = {str(int(label)) if label.isdecimal() and len(label) < 19 else label for label in labels}
             yield line, values["path"], (separator or "").join(sorted(labels))
 
 
@@ -246,8 +251,8 @@ def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) 
         if lacking := [name for name in needed if name not in row]:
             columns = ", ".join(map(str, row)) or "none"
             raise UserError(one_line(
-                f"{path}, line {line}: no column {lacking[0]}; the columns are {columns}, and expected are "
-                f"{', '.join(needed)}"
+                f"{path}, line {line}: no column {lacking[0]}; the first line has {columns}, and expected are "
+                f"{', '.join(needed)}, separated by {'tabs' if separator == chr(9) else 'commas'}"
             ))  # fmt: skip
         yield line, row
 
@@ -270,6 +275,8 @@ def _read_columns(path: Path, separator: str, read: Collection[str]) -> Iterator
     )
     try:
         columns = [name.strip().lower() for name in next(reader, [])]
+        if len(set(columns)) < len(columns):
+            raise UserError(f"{path}: a column is there twice: {', '.join(columns)}")
         if unread := [name for name in columns if name not in read]:
             print(one_line(f"{path}: {counted(len(unread), 'column')} not read: {', '.join(unread)}"))
         for row in filter(None, reader):

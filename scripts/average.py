@@ -18,6 +18,7 @@ from checkpointing.published import recorded
 from checkpointing.weights import Weights, as_checkpoint, average_weights, read_content
 from data import IndexedImageFolder
 from errors import UserError, counted
+from loading.forms import open_source
 from loading.progress import Progress
 from options import PREPROCESSING
 from scripts.predict import load_batches
@@ -136,7 +137,8 @@ def with_new_statistics(weights: Weights, options: argparse.Namespace) -> tuple[
     if not layers:
         raise UserError(f"{source}: {trained.args.model} has no BatchNorm; leave out --reestimate-bn")
     args = settle(trained, options)
-    images = IndexedImageFolder(Path(options.reestimate_bn) / "train", trained.preset)
+    root = Path(options.reestimate_bn) / "train"
+    images = IndexedImageFolder(root, trained.preset, source=open_source(root, args.multi_label))
     chosen = choose_images(len(images), options.images, args.batch_size)
     device = models.set_up_device(args)
     model = models.place_model(trained.model, args, device)

@@ -19,7 +19,7 @@ from loading.forms import open_source
 from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
-from loading.source import Source
+from loading.source import Source, count_classes
 from options import BY_NAME
 from scripts.tool import build_parser, given_path, in_order, output_file, positive, run, write_report
 
@@ -157,14 +157,16 @@ class Report:
         return {"healthy": self.is_healthy, "splits": self.splits, "findings": findings}
 
 
-def open_splits(data_path: Path, names: tuple[str, ...], report: Report) -> dict[str, Source]:
+def open_splits(
+    data_path: Path, names: tuple[str, ...], report: Report, separator: str | None = None
+) -> dict[str, Source]:
     """Return the images of each split that can be opened, and report why the other splits cannot."""
     if not data_path.is_dir():
         raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/")
     splits = {}
     for name in names:
         try:
-            splits[name] = open_source(data_path / name)
+            splits[name] = open_source(data_path / name, separator)
         except UserError as error:
             hint = "; --expect-val 0 checks train alone, for train.py --minival" if name == "val" and splits else ""
             report.add("set", name, None, f"{error}{hint}")
@@ -177,7 +179,7 @@ def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Re
     """Report counts that are not as expected, and classes that are not in both splits."""
     for name, index in splits.items():
         is_imagenet = len(index.classes) >= _SYNSETS and all(map(_SYNSET.fullmatch, index.classes))
-        counts = numpy.bincount([index.label(number) for number in range(len(index))], minlength=1)
+        counts = count_classes(index)
         per_class = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
         report.splits[name] = {"images": len(index), "classes": len(index.classes), "per_class": per_class}
         for option, number, noun in ((name, len(index), "images"), ("classes", len(index.classes), "classes")):
@@ -260,6 +262,7 @@ def get_args_parser() -> argparse.ArgumentParser:
             f"how many {noun}, or any (default: {IMAGENET[name]:,} where the classes are ImageNet's synsets, else any)"
         )
         add(f"--expect-{name}", metavar="N", type=expectation, help=words)
+    add("--multi-label", metavar="SEPARATOR", nargs="?", const=",", help="as train.py's: several labels an image")
     add("--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced")
     words = (
         "print mean and standard deviation of the images of train, for train.py's --mean and --std, in 1, 3 or 4 "
@@ -277,7 +280,8 @@ def check(options: argparse.Namespace) -> int:
     """Print the report, and return the exit code."""
     check_workers(options.workers)
     report = Report()
-    splits = open_splits(options.data_path, ("train",) if options.expect_val == 0 else ("train", "val"), report)
+    names = ("train",) if options.expect_val == 0 else ("train", "val")
+    splits = open_splits(options.data_path, names, report, options.multi_label)
     check_set(splits, options, report)
     look_at_all(splits, options, report)
     report.show()

@@ -18,8 +18,10 @@ from typing import Any
 import numpy
 from PIL import Image, ImageOps
 
+from config import IMAGENET_MEAN, IMAGENET_STD
 from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
+from monitoring.events import NOT_DRAWN
 from monitoring.monitor import read_records
 from options import BY_NAME, CURVES
 from scripts import tool
@@ -39,7 +41,6 @@ KINDS = {
     "train": "training", "val": "validation", "val_ema": "validation, averaged weights", "minival": "minival",
     "minival_ema": "minival, averaged weights",
 }  # fmt: skip
-RESULTS = list(CURVES)
 PANELS = {
     **{name: curve["title"] for name, curve in CURVES.items()}, "lr": "learning rate", "images_per_s": "images/s",
     "data_wait": "share of time waiting for data", "grad_norm": "norm of the gradients", "memory_gib": "memory, GiB",
@@ -105,6 +106,25 @@ def group_seeds(runs: list[LoggedRun]) -> dict[str, list[LoggedRun]]:
     return {", ".join(run.name for run in group): group for group in groups.values()}
 
 
+def kinds_in(runs: Iterable[LoggedRun]) -> dict[str, str]:
+    """Return the titles of all kinds of records with curves; those of `--eval-data` have its names."""
+    found = dict.fromkeys(record["kind"] for run in runs for record in run.records if record["kind"] != "epoch")
+    return KINDS | {kind: re.sub("_ema$", ", averaged weights", kind) for kind in found if kind not in KINDS}
+
+
+def results_in(runs: Iterable[LoggedRun]) -> list[str]:
+    """Return the names of all metrics, one's own too."""
+    found = dict.fromkeys(
+        name
+        for run in runs
+        for record in run.records
+        if record["kind"] not in ("train", "epoch")
+        for name, value in record.items()
+        if name not in NOT_DRAWN and isinstance(value, float)
+    )
+    return [name for name in dict.fromkeys([*CURVES, *found]) if name not in ("lr", "memory_gib")]
+
+
 def spread(values: list[float]) -> float:
     """Return the standard deviation of a sample; zero of a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
@@ -114,7 +134,7 @@ def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> No
     """Draw one measure over epochs of training: a line for each group of runs and each kind of record, and a band."""
     axis.grid(alpha=0.3)
     for number, (label, group) in enumerate(groups.items()):
-        for place, (kind, title) in enumerate(KINDS.items()):
+        for place, (kind, title) in enumerate(kinds_in(run for each in groups.values() for run in each).items()):
             curves = [run.points(kind, name) for run in group]
             steps = sorted({step for curve in curves for step in curve})
             if not steps:
@@ -122,7 +142,7 @@ def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> No
             values = [[curve[step] for curve in curves if step in curve] for step in steps]
             means, spreads = numpy.array([[statistics.fmean(each), spread(each)] for each in values]).T
             xs = [step / group[0].steps_per_epoch for step in steps]
-            style = {"linestyle": "--", "marker": "."} if place else {"linewidth": 1}
+            style = {"linestyle": "--", "marker": "."} if place or len(steps) == 1 else {"linewidth": 1}
             color = f"C{(number if len(groups) > 1 else place) % 10}"
             title = f"{label}: {title}" if len(groups) > 1 else title
             axis.plot(xs, means, color=color, label=plain(title), **style)
@@ -136,13 +156,14 @@ def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> No
 def draw_curves(groups: dict[str, list[LoggedRun]]) -> Any:
     """Return a figure with one plot for each measure; None if there are no curves."""
     runs = [run for group in groups.values() for run in group]
-    names = [name for name in PANELS if any(run.points(kind, name) for run in runs for kind in KINDS)]
+    titles = {name: PANELS.get(name, name) for name in dict.fromkeys([*CURVES, *results_in(runs), *PANELS])}
+    names = [name for name in titles if any(run.points(kind, name) for run in runs for kind in kinds_in(runs))]
     if not names:
         return None
     rows = (len(names) + 1) // 2
     figure = new_figure(13, 3.2 * rows)
     for place, name in enumerate(names, 1):
-        draw_measure(figure.add_subplot(rows, 2, place, title=PANELS[name], xlabel="epochs of training"), groups, name)
+        draw_measure(figure.add_subplot(rows, 2, place, title=titles[name], xlabel="epochs of training"), groups, name)
     handles = {line.get_label(): line for axis in figure.axes for line in axis.lines}
     figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
     return figure
@@ -229,8 +250,8 @@ def epochs_table(run: LoggedRun) -> str:
 
     The time is that of training and evaluation, without the pauses between starts.
     """
-    kinds = {"epoch": "train", **{kind: kind for kind in KINDS if kind != "train"}}
-    epochs, columns, rows, end_s = {}, [("epoch", "lr"), *itertools.product(kinds, RESULTS)], [], 0.0
+    kinds = {"epoch": "train", **{kind: kind for kind in kinds_in([run]) if kind != "train"}}
+    epochs, columns, rows, end_s = {}, [("epoch", "lr"), *itertools.product(kinds, results_in([run]))], [], 0.0
     for record in run.records:
         epochs.setdefault(record["epoch"], {})[record["kind"]] = record
     columns = [
@@ -270,9 +291,21 @@ def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def bests(run: LoggedRun) -> dict[str, tuple[float, int]]:
-    """Return the highest Acc@1, or mAP, of each kind of evaluation, and the step after which it came first."""
-    found = {kind: run.points(kind, "acc1") or run.points(kind, "map") for kind in KINDS if kind != "train"}
-    return {kind: (max(points.values()), max(points, key=points.get)) for kind, points in found.items() if points}
+    """Return the best value of each kind of evaluation, by `best_metric`, and its step, as `RunState.note_results`."""
+    name, found = best_metric(run), {}
+    sign = -1 if CURVES[name].get("is_lower_better") else 1
+    for kind in kinds_in([run]).keys() - {"train"}:
+        points, losses = run.points(kind, name), run.points(kind, "loss")
+        if points:
+            step = max(points, key=lambda s: (sign * points[s], -losses.get(s, math.inf), -s))
+            found[kind] = points[step], step
+    return {kind: found[kind] for kind in kinds_in([run]) if kind in found}
+
+
+def best_metric(run: LoggedRun) -> str:
+    """Return the metric by which a run is ranked: `--best-metric`, or Acc@1 or mAP where that is one's own."""
+    names = [run.options.get("best-metric", "acc1"), "acc1", "map"]
+    return next((name for name in names if name in CURVES and run.points("val", name)), "acc1")
 
 
 def describe_result(run: LoggedRun) -> str:
@@ -280,11 +313,12 @@ def describe_result(run: LoggedRun) -> str:
     about, status = (read_json(run.folder / name) for name in ("run.json", "status.json"))
     rows = []
     for kind, (value, step) in bests(run).items():
-        name = "Acc@1" if run.points(kind, "acc1") else "mAP"
-        last_step, last = list((run.points(kind, "acc1") or run.points(kind, "map")).items())[-1]
-        epoch = step / run.steps_per_epoch
-        rows.append([f"{name}, {KINDS[kind]}, best", f"{value:.3f} %, after step {step} (epoch {epoch:.4g})"])
-        rows.append([f"{name}, {KINDS[kind]}, last", f"{last:.3f} %, after step {last_step}"])
+        title, _, unit = PANELS[best_metric(run)].partition(", ")
+        last_step, last = list(run.points(kind, best_metric(run)).items())[-1]
+        name, epoch = f"{title}, {kinds_in([run])[kind]}", step / run.steps_per_epoch
+        after = f"after step {step} ({epoch:.4g} epochs)"
+        rows.append([f"{name}, best", f"{value:.3f} {unit}, {after}".replace(" ,", ",")])
+        rows.append([f"{name}, last", f"{last:.3f} {unit}, after step {last_step}".replace(" ,", ",")])
     rates = run.points("train", "images_per_s").values()
     rows.append(["state", " ".join(str(status.get(name, "")) for name in ("state", "reason"))])
     rows.append(["time", run.took])
@@ -298,6 +332,7 @@ def describe_result(run: LoggedRun) -> str:
 def describe_run(run: LoggedRun) -> dict[str, str]:
     """Return the sections of one run by their titles, beside its result and curves."""
     known = {option.name: option.default for option in BY_NAME.values()}
+    known |= {"mean": [*IMAGENET_MEAN], "std": [*IMAGENET_STD]}
     changed = [[name, value] for name, value in run.options.items() if value != known.get(name)]
     files = {"state": "status.json", "environment": "run.json"}
     files = {title: table([], flat(read_json(run.folder / name))) for title, name in files.items()}
@@ -326,7 +361,7 @@ def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:
     """Return the sections of several runs by their titles, beside their table and curves."""
     results = []
     for label, group in groups.items():
-        for kind, name in ((kind, name) for kind in KINDS for name in RESULTS):
+        for kind, name in itertools.product(kinds_in(group), results_in(group)):
             last = [list(points.values())[-1] for run in group if (points := run.points(kind, name))]
             if last:
                 spreads = f"{spread(last):.2g}" if len(last) > 1 else ""

@@ -53,6 +53,85 @@ def below_zero(epoch, epochs):
 def nothing_at_all(*_):
     return None
 
+def fails_later():
+    seen = []
+    def augment(image):
+        seen.append(1)
+        return image if len(seen) < 3 else 1 / 0
+    return augment
+
+def half_negative(epoch, epochs):
+    return 1.0 if epoch == int(epoch) else -1.0
+
+def each_image():
+    return lambda output, target: torch.nn.functional.cross_entropy(output, target, reduction="none")
+
+from metrics import Curve, Metric
+
+class Count(Metric):
+    curves = {"x": Curve(title="x")}
+    def __init__(self, value=1.0, name="x", sums=1):
+        self.value, self.name, self.sums = value, name, sums
+        self.curves = {name: Curve(title="x")}
+    def batch_sums(self, output, target, index):
+        return [torch.tensor(self.value * len(target))] * self.sums
+    def compute(self, sums, count):
+        return {self.name: sums[0] / count}
+
+def ones(num_classes):
+    return Count()
+
+def twos(num_classes):
+    return Count(2.0)
+
+def named_acc1(num_classes):
+    return Count(name="acc1")
+
+def named_images(num_classes):
+    return Count(name="images")
+
+def two_sums(num_classes):
+    return Count(sums=2)
+
+class Numpy(Count):
+    def compute(self, sums, count):
+        import numpy
+        return {"x": numpy.float32(1)}
+
+def numpys(num_classes):
+    return Numpy()
+
+from pathlib import Path
+from loading.source import Source
+
+class Few(Source):
+    form, classes = "few", ["a", "b", "c"]
+    def __init__(self, root, first=0, **more):
+        super().__init__(root)
+        self.first = first
+        vars(self).update(more)
+    def __len__(self):
+        return 16
+    def label(self, number):
+        return self.first + number % 3
+    def name(self, number):
+        return f"{number}.png"
+    def read(self, number):
+        return b""
+
+def below(split):
+    return Few(Path(split), -1)
+
+def beyond(split):
+    return Few(Path(split), 1)
+
+def alike(split):
+    return Few(Path(split), classes=["a", "a", "b"])
+
+def many_labels(split):
+    import numpy
+    return Few(Path(split), label_sets=numpy.ones((3, 3), dtype=bool))
+
 def with_numpy():
     import numpy
     return lambda image: image.rotate(numpy.random.randint(4) * 90)
@@ -85,7 +164,7 @@ def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_pat
     assert started.go_on(tmp_path, tmp_path / "killed", *own, faults=kill).codes != [0]
     started.go_on(tmp_path, tmp_path / "killed", *own, "--resume", "auto").check()
     found, _ = check_same_weights(tmp_path / "killed", tmp_path / "whole", "model", "optimizer")
-    assert re.fullmatch(", ".join(f"{name} [0-9a-f]{{16}}" for name in names), found["args"]["code"])
+    assert re.fullmatch(", ".join(f"{n} [0-9a-f]{{16}}" for n in names if n != "metrics"), found["args"]["code"])
     assert found["best"]["metric"] == "val/surest"
     records = [read_metrics(tmp_path / out / "metrics.jsonl") for out in ("whole", "killed")]
     assert records[0] == records[1]
@@ -135,6 +214,23 @@ def test_an_own_augmentation_draws_the_same_with_any_number_of_workers(started, 
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_augmentation_that_fails_is_one_line_and_blames_no_image(started, mine, tmp_path, num_workers):
+    argv = ["--auto-augment", f"{mine}:fails_later", "--workers", num_workers]
+    outcome = started.go_on(tmp_path, tmp_path / "out", *argv)
+    refused(outcome, "--auto-augment has failed: ZeroDivisionError: division by zero", code=1)
+    assert ".png" not in outcome.output.splitlines()[-1]
+
+
+def test_a_resumed_window_of_other_metrics_begins_anew(started, mine, tmp_path):
+    argv = ["--epochs", 1, "--print-freq", 100, "--metrics"]
+    kill = [(0, "torch.optim.SGD.step", 3, "before")]
+    started.go_on(tmp_path, tmp_path / "out", *argv, f"{mine}:ones", faults=kill)
+    outcome = started.go_on(tmp_path, tmp_path / "out", *argv, f"{mine}:twos", "--resume", "auto").check()
+    assert "the checkpoint's record is of other metrics" in outcome.output
+    assert {record["x"] for record in read_metrics(tmp_path / "out" / "metrics.jsonl")} == {2.0}
+
+
 def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(started, mine, tmp_path):
     own, out = ["--criterion", f"{mine}:smooth"], tmp_path / "out"
     started.go_on(tmp_path, out, *own, "--epochs", 1).check()
@@ -143,8 +239,10 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     own = ["--criterion", f"{moved}:smooth", "--resume", "auto", "--epochs", 1]
     started.go_on(tmp_path, out, *own).check()
     moved.write_text(SAME + "\n")
-    refused(started.go_on(tmp_path, out, *own), "code criterion ", "give --allow-change code")
-    assert "changed as --allow-change says: code" in started.go_on(tmp_path, out, *own, "--allow-change", "code").output
+    words = "the file of --criterion has another content"
+    refused(started.go_on(tmp_path, out, *own), words, "give --allow-change code")
+    outcome = started.go_on(tmp_path, out, *own, "--allow-change", "code").check()
+    assert f"changed as --allow-change says: {words}" in outcome.output
 
 
 @pytest.mark.parametrize(("own", "words"), [
@@ -154,18 +252,30 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--opt {}:needs_more", "missing 1 required positional argument: 'rho'"),
     ("--opt {}x.py:sgd", "there is no such file"), ("--criterion focal", "expected FILE.py:FUNCTION"),
     ("--criterion {}:smooth --bce-loss", "--criterion and --bce-loss are both losses"),
-    ("--auto-augment {}:smaller", "the augmentation returned ((3, 3), 'RGB'), expected a PIL image of (32, 32)"),
+    ("--auto-augment {}:smaller", "--auto-augment returned ((3, 3), 'RGB'), expected a PIL image of (32, 32)"),
     ("--auto-augment {}:nothing_at_all", "'NoneType' object is not callable"),
     ("--lr-scheduler {}:below_zero", "its factor in epoch 0 is -1.0; expected 0 or more"),
     ("--lr-scheduler {}:nothing_at_all", "unsupported operand"),
     ("--lr-scheduler cosin", "is no schedule"), ("--metrics f2", "--metrics f2 is no metric"),
     ("--metrics {}:nothing_at_all", "returned None; expected a metrics.Metric"),
+    ("--criterion {}:each_image", "it returns tensor([1.0986, 1.0986]); expected the mean of a batch, a 0-d tensor"),
+    ("--lr-scheduler {}:half_negative --lr-per-step", "its factor in epoch 0.0625 is -1.0; expected 0 or more"),
+    ("--metrics {}:named_acc1", "its curve acc1 has a name that is taken"),
+    ("--metrics {}:named_images", "its curve images has a name that is taken"),
+    ("--metrics {}:ones {}:twos", "its curve x has a name that is taken"),
+    ("--metrics {}:two_sums", "batch_sums returns 2 sums, and its num_sums is 1; give num_sums"),
+    ("--metrics {}:numpys", "compute returns a float32 as x; expected a float"),
+    ("--data-path {}:below", "a label is -1; expected a whole number from 0 to 2"),
+    ("--data-path {}:beyond", "a label is 3; expected a whole number from 0 to 2"),
+    ("--data-path {}:alike", "classes: expected a list of different names"),
+    ("--data-path {}:many_labels", "label_sets are for images of several labels: give them and --multi-label"),
+    ("--data-path {}:below --multi-label --bce-loss", "label_sets are for images of several labels"),
     ("--best-metric f1", "--best-metric f1 is not among --metrics; there are loss, acc1, acc5"),
-    ("--data-path {}:nothing_at_all", "returned None of val; expected a Source of images"),
+    ("--data-path {}:nothing_at_all", "it returned None of val; expected a Source"),
     ("--opt {}:sgd --opt-eps 1", "has no such option"),
 ])  # fmt: skip
 def test_own_code_that_cannot_be_used_is_one_line(started, mine, tmp_path, own, words):
-    refused(started.go_on(tmp_path, tmp_path / "out", *own.format(mine).split()), words)
+    refused(started.go_on(tmp_path, tmp_path / "out", *own.replace("{}", str(mine)).split()), words)
 
 
 def test_code_that_a_recipe_names_is_not_run(started, mine, tmp_path):

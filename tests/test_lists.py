@@ -140,7 +140,7 @@ def edited(folder: Path, **changes) -> None:
     (lambda folder: edited(folder, label=rows_of(folder, "train")[-1]["label"], path=rows_of(folder, "train", folder)[1]
                            ["path"]), "is listed with two classes"),
     (lambda folder: edited(folder, path=rows_of(folder, "train", folder)[1]["path"]), "is listed twice"),
-    (lambda folder: (folder / "train.csv").write_text("id;breed\n1;cat\n"), "no column path; the columns are id;b"),
+    (lambda folder: (folder / "train.csv").write_text("id;breed\n1;cat\n"), "no column path; the first line has id;b"),
     (lambda folder: (folder / "train.csv").write_text("path,label\n"), "lists no images of train"),
     (lambda folder: (folder / "train.csv").write_text(""), "lists no images of train"),
     (lambda folder: (folder / "train.csv").write_text("path,label\na.jpg\n"), "line 2: 1 values for 2 columns"),
@@ -197,6 +197,12 @@ def test_an_edited_list_is_another_data_set(folder):
 def test_classes_without_train_are_answered_with_what_helps(folder):
     with pytest.raises(UserError, match="are its classes, put all of them into a folder train/"):
         open_source(folder / "train" / "train")
+
+
+def test_a_column_that_is_there_twice_is_refused(folder):
+    (folder / "train.csv").write_text("path,label,label\n")
+    with pytest.raises(UserError, match="a column is there twice: path, label, label"):
+        open_source(folder / "train")
 
 
 def test_a_list_of_another_name_is_answered_with_what_helps(folder):

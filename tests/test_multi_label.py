@@ -1,7 +1,9 @@
 """Several labels an image: lists of them, the loss, mAP and F1 against scikit-learn, and what cannot be."""
 
 import json
+import math
 import random
+import re
 
 import numpy
 import pytest
@@ -13,6 +15,7 @@ from sklearn.metrics import average_precision_score, f1_score
 import config
 import data
 import metrics
+from errors import UserError
 from loading.forms import open_source
 from tests.endings import read_metrics
 from tests.exports import run_tool
@@ -101,6 +104,27 @@ def test_map_and_f1_are_scikit_learns():
     assert values["f1"] == pytest.approx(100 * f1_score(truth, scores > 0, average="macro"))
 
 
+def test_scores_without_an_order_have_no_precision_and_equal_infinite_ones_are_ties():
+    ranked = metrics.MeanAveragePrecision(1)
+    ranked.observe(torch.tensor([[1.0], [float("nan")]]), torch.tensor([[1.0], [0.0]]), None)
+    assert math.isnan(ranked.gather()["map"])
+    scores = numpy.array([numpy.inf, numpy.inf])
+    assert metrics.average_precision(scores, numpy.array([True, False])) == 0.5
+    assert metrics.average_precision(scores, numpy.array([False, True])) == 0.5
+
+
+@pytest.mark.parametrize(("label", "words"), [
+    (["tench, Tinca"], "label 'tench, Tinca' holds ','; give --multi-label another one"),
+    ([None], "expected one name or number"), ([True], "expected one name or number"), ([["x"]], "expected one name"),
+    ([1.5], "expected one name or number"),
+])  # fmt: skip
+def test_labels_that_cannot_be_told_apart_are_refused(labelled, tmp_path, label, words):
+    (tmp_path / "photos").symlink_to(labelled / "photos")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"path": "photos/1.png", "label": label}))
+    with pytest.raises(UserError, match="line 1: .*" + re.escape(words)):
+        open_source(tmp_path / "train", ",")
+
+
 def test_killed_and_resumed_and_on_two_processes_it_has_the_same_bits(started, labelled, tmp_path):
     argv = [*started.argv, "--data-path", labelled, "--multi-label", "--bce-loss", "--class-weights", "balanced"]
     argv += ["--global-batch-size", 16, "--epochs", 2, "--mixup-alpha", "0.2", "--cutmix-alpha", "1"]
@@ -135,6 +159,10 @@ def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):
         expected = model((pixels - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)).sigmoid()[0]
     found = {each["class"]: each["probability"] for each in image["top"]}
     assert [found[name] for name in CLASSES] == pytest.approx(expected.tolist(), rel=1e-5)
+    again = ["--test-only", "--weights", best, "--model", "timm/tiny_test", "--data-path", labelled, "--device", "cpu"]
+    assert " map " in run_train(tmp_path, *again).check().output  # by the checkpoint's own options
+    _, output = run_tool(tmp_path, "check", labelled, "--multi-label", "--expect-val", "any", "--workers", 1)
+    assert "48 images of 4 classes" in output
     outcome, _ = run_tool(tmp_path, "evaluate", best, "--set", f"val={labelled / 'val'}", code=2)
     assert "was trained with --multi-label, which this tool does not know" in outcome.output
 

@@ -93,7 +93,8 @@ def test_a_whole_command_of_timms_means_the_same_here():
         "lr_warmup_method": "linear", "lr_warmup_decay": 0.02, "lr_warmup_prefix": False, "lr_min": 1e-6,
         "lr_scheduler": "cosineannealinglr", "lr": 5e-3, "opt": "timm/lamb", "weight_decay": 0.02, "bce_loss": True,
         "val_resize_size": 168, "train_crop_size": 160, "val_crop_size": 160, "amp": True, "random_erase": 0.25,
-        "random_erase_fill": "zero", "model_ema": True, "model_ema_steps": 1, "model_ema_adjust": False, "decay_1d": False, "batch_size": 256,
+        "random_erase_fill": "zero", "model_ema": True, "model_ema_steps": 1,
+        "model_ema_adjust": False, "decay_1d": False, "batch_size": 256,
         "global_batch_size": 512, "print_freq": 10, "output_dir": "/runs/a", "stochastic_depth": 0.1,
         "crop_scale": 0.35,
     }  # fmt: skip

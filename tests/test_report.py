@@ -84,7 +84,7 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
         ("[0]", "10", "1h15m", "10", "30"), ("[1]", "20", "1h15m", "20", "7"),
     ]  # fmt: skip
     assert [row for row in page.rows if row][:2] == [
-        ["Acc@1, validation, best", "20.000 %, after step 20 (epoch 2)"],
+        ["Acc@1, validation, best", "20.000 %, after step 20 (2 epochs)"],
         ["Acc@1, validation, last", "20.000 %, after step 20"],
     ]  # fmt: skip
     for row in (["state", "finished"], ["environment.torch", "9.9"]):

@@ -158,8 +158,9 @@ def test_a_line_names_a_class_of_few_images(started, uneven_folder, tmp_path):
     ("class0,1\nclass1,2\nclass2,3\n", "lacks 1 class, such as class3; give each a weight"),
     ("class0,1\nclas1,2\n", "line 3: clas1 is no class; did you mean class1"),
     ("class0,1\nclass0,2\n", "line 3: class0 is listed twice"), ("class0,0\n", "line 2: the weight is 0; expected"),
+    ("class0,1e-50\n", "line 2: the weight is 1e-50; expected"),
     ("class0,nan\n", "line 2: the weight is nan; expected"), ("class0,much\n", "could not convert"),
-    (None, "w.csv is no .csv, .tsv, .jsonl file that exists"),
+    (None, "w.csv: no such file; give balanced, or a list"),
 ])  # fmt: skip
 def test_weights_that_cannot_be_used_are_one_line(started, uneven_folder, tmp_path, rows, words):
     if rows is not None:
@@ -175,4 +176,8 @@ def test_a_changed_file_of_weights_is_refused_on_resume(started, uneven_folder, 
     argv += [tmp_path / "out", "--epochs"]
     run_train(tmp_path, *argv, 1).check()
     (tmp_path / "w.csv").write_text(rows.replace("4", "5"))
-    refused(run_train(tmp_path, *argv, 2, "--resume", "auto"), "code class_weights ", "--allow-change code")
+    refused(
+        run_train(tmp_path, *argv, 2, "--resume", "auto"),
+        "the file of --class-weights has another content",
+        "--allow-change code",
+    )
