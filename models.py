@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -78,7 +79,8 @@ class _WeightsOnMeta(TorchFunctionMode):
 def build_without_memory(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return what `build_model` does, of weights on the meta device unless the model computes with its own."""
     try:
-        with _WeightsOnMeta():
+        with _WeightsOnMeta(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # as is meant here
             return build_model(args, num_classes, weights)
     except Exception:  # a user's mistake too, which this finds again
         return build_model(args, num_classes, weights)
@@ -338,7 +340,10 @@ def _check_scores(output: Any, shape: tuple[int, int]) -> None:
     is_tensor = isinstance(output, Tensor)
     if not is_tensor or output.dtype != torch.float32 or output.shape != shape:
         found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
-        raise UserError(f"its output for {counted(shape[0], 'image')} is {found}, expected float32 scores of {shape}")
+        raise UserError(
+            f"its output for {counted(shape[0], 'image')}, built with num_classes={shape[1]} to try it, is {found}; "
+            f"expected float32 scores of {shape}"
+        )
 
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:

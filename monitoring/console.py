@@ -102,9 +102,11 @@ def first_lines(args: Any, model: nn.Module, steps_per_epoch: int, folder: Path)
     device = next(model.parameters()).device
     kind = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    size = f"{num_parameters:,} parameters" + f", {num_trained:,} trained" * (num_trained < num_parameters)
     batch = f"{counted(steps_per_epoch, 'step')} of {counted(args.global_batch_size, 'image')}"
     return [
-        f"{args.model}: {num_parameters:,} parameters, on {device}{kind}, {counted(args.world_size, 'process')}",
+        f"{args.model}: {size}, on {device}{kind}, {counted(args.world_size, 'process')}",
         f"{counted(args.epochs, 'epoch')} of {batch}; the output goes to {folder}",
     ]
 
