@@ -252,7 +252,7 @@ def build_more_sets(args: Any, dataset_test: Dataset) -> dict[str, Dataset]:
     for text in args.eval_data or () if args.synthetic is None else ():
         name, source = open_named("--eval-data", text, args.multi_label)
         sets[name] = IndexedImageFolder(source.root, dataset_test.transform, args.seed, source)
-        with in_one_line(f"--eval-data {text}"):
+        with in_one_line(f"--eval-data {name}"):
             check_classes(sets[name], dataset_test)
         print(f"--eval-data {text}: {counted(len(source), 'image')}")
     return sets
@@ -419,7 +419,8 @@ class DeviceLoader:
         self, loader: BatchLoader, device: torch.device, transform: transforms.BatchTransform, seed: int = 0
     ) -> None:
         self.loader, self.device, self.transform, self.seed = loader, device, transform, seed
-        sets = loader.dataset.index.label_sets if isinstance(loader.dataset, IndexedImageFolder) else None
+        dataset = getattr(loader, "dataset", None)
+        sets = dataset.index.label_sets if isinstance(dataset, IndexedImageFolder) else None
         self.label_sets = None if sets is None else torch.from_numpy(sets).to(device)
         self.streams = torch.get_device_module(device)
         self.stream = self.streams.Stream(device) if device.type != "cpu" and hasattr(self.streams, "Stream") else None

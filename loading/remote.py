@@ -181,10 +181,10 @@ class ObjectStore:
             options = {"timeout": f"{_SILENCE_S:.0f}s"}
             if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
                 options["allow_http"] = "true"
-            stores = __import__("obstore.store", fromlist=["from_url"])
+            stores = require_package("obstore.store", self.url)
             self._store = stores.from_url(self.url, client_options=options, retry_config={"max_retries": 0})
             self._pid = os.getpid()
-        errors = __import__("obstore.exceptions", fromlist=["BaseError"])
+        errors = require_package("obstore.exceptions", self.url)
         where = f"{self.url}/{name}"
         try:
             if size is not None:
