@@ -114,6 +114,8 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--class-weights {class_weights}: no such file; give balanced, or a list with the columns class and weight"),
     (lambda args: args.criterion and args.class_weights,
      "--criterion {criterion} has no --class-weights; weigh the classes in it, or leave one of the two out"),
+    (lambda args: args.multi_label and args.synthetic is not None and not args.test_only,
+     "--multi-label reads the labels of a list, and --synthetic images have one class; leave one of the two out"),
     (lambda args: args.multi_label and not (args.bce_loss or args.criterion),
      "--multi-label: the cross-entropy takes one class an image; give --bce-loss, or a --criterion of your own"),
     (lambda args: args.multi_label and (len(args.multi_label) > 1 or args.multi_label == "/"),

@@ -220,7 +220,7 @@ OPTIONS = {
                help="folder that holds train/ and val/ with one folder for each class, or train.csv and val.csv, or "
                     "train.tar and val.tar, or both in parts: train-000000.tar, train-000001.tar ...; or the address "
                     "of a pack, https://, s3://, gs:// or az://; or FILE.py:FUNCTION"),
-        Option("--multi-label", metavar="SEPARATOR", nargs="?", const=",", is_of_checkpoint=True, not_with="synthetic",
+        Option("--multi-label", metavar="SEPARATOR", nargs="?", const=",", is_of_checkpoint=True,
                help="an image has any number of labels, which this character separates in the column label of a list; "
                     "with --bce-loss; best.pth is chosen by map, the mean average precision"),
         Option("--minival", metavar="FRACTION", type=float, resume="a position counts steps of the images that train",

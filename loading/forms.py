@@ -103,6 +103,8 @@ def open_split(folder: str, args: Any) -> Source:
     """
     name = os.path.basename(folder)
     if is_remote(args.data_path):
+        if args.multi_label:
+            raise UserError(f"--multi-label reads the labels of a list; --data-path {args.data_path} is a pack")
         return RemotePack(args.data_path, name, **remote_options(args))
     if not split_custom(args.data_path or ""):
         return open_source(Path(folder), args.multi_label)

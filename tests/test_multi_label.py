@@ -171,6 +171,8 @@ def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):
     ("--multi-label", "--multi-label: the cross-entropy takes one class an image; give --bce-loss"),
     ("--multi-label / --bce-loss", "--multi-label /: expected one character between labels, and not /"),
     ("--multi-label --bce-loss --label-smoothing 0.1", "--label-smoothing is about one class an image"),
+    ("--multi-label --bce-loss --synthetic 64", "--synthetic images have one class"),
+    ("--multi-label --bce-loss --data-path http://127.0.0.1:9/pack", "--data-path http://127.0.0.1:9/pack is a pack"),
     ("--multi-label --bce-loss --balanced-sampler", "--balanced-sampler is about one class an image"),
     ("--multi-label --bce-loss --metrics balanced_acc", "balanced_acc of one class an image"),
     ("--metrics map", "--metrics: map is of images with several labels"),
