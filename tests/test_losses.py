@@ -22,7 +22,7 @@ RUNS = {
         --batch-size 64 --backend pil --auto-augment ta_wide --mixup-alpha 0.2 --cutmix-alpha 1 --random-erase 0.1
         --label-smoothing 0.1 --model-ema --model-ema-steps 1
     """, None, 1e-6 if HAS_AVX else 5e-4),
-    "resnet18": ("--batch-size 256", 2, 1e-5 if HAS_AVX else 0.1),
+    "resnet18": ("--batch-size 256 --hflip-prob 0.5", 2, 1e-5 if HAS_AVX else 0.1),
 }  # fmt: skip
 
 
