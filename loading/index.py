@@ -43,7 +43,29 @@ def with_retries(work: Callable[[], T]) -> T:
     return retry(work, RETRY_WAITS_S)
 
 
-class ImageIndex(Source):
+class ArraySource(Source):
+    """A source that holds all names and labels: `names`, (images,) bytes as `encode`, and `labels`, (images,) int32."""
+
+    names: numpy.ndarray
+    labels: numpy.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def label(self, number: int) -> int:
+        """Return the class of an image."""
+        return int(self.labels[number])
+
+    def name(self, number: int) -> str:
+        """Return an image's name, relative to the split: class/file."""
+        return decode(self.names[number])
+
+    def fingerprint(self) -> str:
+        """Return the hash of `Source.fingerprint`, in a quarter of its time."""
+        return digest(b"%b %d\n" % each for each in zip(self.names, self.labels.tolist(), strict=True))
+
+
+class ImageIndex(ArraySource):
     """A source whose images are found by a scan of folders or files, in the order of torchvision's `ImageFolder`.
 
     A format defines `scan`.
@@ -163,24 +185,9 @@ class ImageIndex(Source):
         self.names, self.labels, self.label_sets = arrays["names"], arrays["labels"], arrays.get("label_sets")
         self.arrays = arrays
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def label(self, number: int) -> int:
-        """Return the class of an image."""
-        return int(self.labels[number])
-
-    def name(self, number: int) -> str:
-        """Return an image's name, relative to the split: class/file."""
-        return decode(self.names[number])
-
     def size(self, number: int) -> int:
         """Return the bytes of an image's file."""
         return os.stat(self.path(number)).st_size
-
-    def fingerprint(self) -> str:
-        """Return the hash of `Source.fingerprint`, in a quarter of its time."""
-        return digest(b"%b %d\n" % each for each in zip(self.names, self.labels.tolist(), strict=True))
 
     def identity(self) -> dict[str, str | None]:
         """Return the format, the path, and a hash of the times at which the folders or files were changed."""

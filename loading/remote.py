@@ -21,8 +21,8 @@ import numpy
 
 from errors import ImageError, UserError, require_package
 from files import open_regular
-from loading.index import decode
-from loading.source import Source, digest
+from loading.index import ArraySource
+from loading.source import digest
 
 # The first line of an index is JSON with this format; the arrays of `COLUMNS` follow, in their order.
 FORMAT = "touchstone pack index 1"
@@ -300,7 +300,7 @@ class Cache:
                         if there[place : place + 1] != b"\1")  # fmt: skip
 
 
-class RemotePack(Source):
+class RemotePack(ArraySource):
     """The images of a split in a pack behind an address; names, classes, order and fingerprint are the local pack's.
 
     Args:
@@ -319,9 +319,9 @@ class RemotePack(Source):
     def __init__(
         self, url: str, split: str, cache: str | None = None, cache_gib: float | None = None, timeout_s: float = 300.0
     ) -> None:
-        super().__init__(Path(split), Path(f"{url.rstrip('/')}/{split}"))
-        self.where = f"{url.rstrip('/')}/{split}"
-        self.store, self.url, self.split, self.timeout_s = open_store(url), url.rstrip("/"), split, timeout_s
+        super().__init__(Path(split))
+        self.store, self.url, self.timeout_s = open_store(url), url.rstrip("/"), timeout_s
+        self.where = f"{self.url}/{split}"
         where = f"{self.url}/{index_name(split)}"
         for attempt in (1, 2):  # once more where the network spoilt it
             try:
@@ -369,17 +369,6 @@ class RemotePack(Source):
         text = content[1:].decode(errors="replace") or "the process that read it ended"
         raise (UserError if content[:1] == b"-" else _PassingError)(text)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def label(self, number: int) -> int:
-        """Return the class of an image."""
-        return int(self.labels[number])
-
-    def name(self, number: int) -> str:
-        """Return an image's name, class/file."""
-        return decode(self.names[number])
-
     def path(self, number: int) -> str:
         """Return the words for an image in messages."""
         return f"{self.name(number)} in {self.url}/{self.files[self.columns['shards'][number]]['file']}"
@@ -387,10 +376,6 @@ class RemotePack(Source):
     def size(self, number: int) -> int:
         """Return the bytes of an image's file."""
         return int(self.columns["sizes"][number])
-
-    def fingerprint(self) -> str:
-        """Return the hash of `Source.fingerprint`, in a quarter of its time."""
-        return digest(b"%b %d\n" % each for each in zip(self.names, self.labels.tolist(), strict=True))
 
     def identity(self) -> dict[str, str | None]:
         """Return the facts of the local pack, and this address."""
