@@ -77,16 +77,18 @@ def aligned(rows: list[list[str]], to_left: Container[int] = (0,)) -> list[str]:
     return lines
 
 
-def error_line(begin: str, reason: str, most: int = MOST_LINE) -> str:
-    """Return `begin: reason` on one line of at most `most` characters.
+def error_line(begin: str, reason: str, *, has_lines: bool = False) -> str:
+    """Return `begin: reason` on one line of at most `MOST_LINE` characters; with `has_lines` all of it, as it is.
 
     Of a longer line the middle of long words is left out, which leaves a path its file name; then the middle of the
     line, which leaves the given value and the remedy.
     """
+    if has_lines:
+        return "\n".join(map(one_line, f"{begin}: {reason}".split("\n")))
     line = f"{begin}: {one_line(reason)}"
-    if len(line) > most:
+    if len(line) > MOST_LINE:
         line = " ".join(each if len(each) <= 80 else f"{each[:20]}...{each[-57:]}" for each in line.split(" "))
-    return line if len(line) <= most else f"{line[: most // 2]} ... {line[5 - most // 2 :]}"
+    return line if len(line) <= MOST_LINE else f"{line[: MOST_LINE // 2]} ... {line[5 - MOST_LINE // 2 :]}"
 
 
 def say(line: str) -> None:
@@ -122,7 +124,7 @@ class UserError(Exception):
     """
 
     exit_code = 2
-    most_line = MOST_LINE  # characters of the message's line
+    has_lines = False  # whether the message is of several lines
     is_of_one_rank = False  # whether the other ranks do not meet it, so that this one prints it at once
 
     def __init__(self, message: str, *, exit_code: int | None = None) -> None:
@@ -271,5 +273,5 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
             time.sleep(10)
             is_silent = launch.local_rank != 0 and not isinstance(error, StorageError)  # one rank may meet that alone
     if not is_silent:  # by `say`, since print is silent on this rank
-        say(error_line(f"{prog}: error{where}", str(error), getattr(error, "most_line", MOST_LINE)))
+        say(error_line(f"{prog}: error{where}", str(error), has_lines=getattr(error, "has_lines", False)))
     end_process(exit_code)

@@ -205,8 +205,9 @@ class OtherCommand:
 def explain(words: Sequence[str], known: dict[str, argparse.Action]) -> UserError:
     """Return the error about a command line with unknown words; arguments as of `OtherCommand`."""
     command = OtherCommand(words, known)
-    named = "arguments" if command.phrases[1:] else "argument"
+    named, before, after = ("arguments", "\n  ", "\n") if command.phrases[1:] else ("argument", " ", "; ")
     timms = " (what it does not give has the defaults of here, not timm's)" if command.is_timms else ""
-    error = UserError(f"unrecognized {named}: {'; '.join(command.phrases)}; for here{timms}: {command}")
-    error.most_line = 8192  # a command that is cut would be of no use
+    phrases = "".join(f"{before}{phrase}" for phrase in command.phrases)
+    error = UserError(f"unrecognized {named}:{phrases}{after}for here{timms}: {command}")
+    error.has_lines = True  # uncut: half a command would be of no use
     return error
