@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import random
+import re
 import ssl
 import sys
 import threading
@@ -12,7 +13,7 @@ import time
 import urllib.parse
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,9 @@ COLUMNS = {"labels": "<i4", "shards": "<i4", "offsets": "<i8", "sizes": "<i4", "
 # Seconds without a byte after which a request counts as failed; a retry waits between the next two; failures for
 # longer than the last are said in a line.
 _SILENCE_S, _FIRST_WAIT_S, _LONGEST_WAIT_S, _QUIET_S = 20.0, 0.1, 20.0, 10.0
+
+# Bytes of a part of an upload, and the seconds within which a request to object storage has to be done.
+_CHUNK_BYTES, _TRANSFER_S = 8 << 20, 600.0
 
 # The default cache leaves this share of the disk free.
 _FREE_SHARE = 0.1
@@ -158,8 +162,8 @@ def _refusal(where: str, status: int, reason: str, retry_after: str | None = Non
         wait = float(retry_after) if (retry_after or "").isdecimal() else 0.0
         return _PassingError(reason, wait)
     help_of = {
-        401: "give credentials, as the cloud's own tools take them", 403: "the credentials do not allow to read it",
-        404: "there is no such object; is it a pack that scripts.pack wrote, with its .index.gz files?",
+        401: "give credentials, as the cloud's own tools take them", 403: "the credentials do not allow it",
+        404: "there is no such object or bucket; is it a pack that scripts.pack wrote, with its .index.gz files?",
     }  # fmt: skip
     return UserError(f"{where}: {reason}: {help_of.get(status, 'the server refuses to send it')}")
 
@@ -177,25 +181,48 @@ class ObjectStore:
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> tuple[bytes, int | None]:
         """Return bytes of an object, as `HttpStore.read`."""
-        if self._pid != os.getpid():
-            options = {"timeout": f"{_SILENCE_S:.0f}s"}
-            if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
-                options["allow_http"] = "true"
-            stores = require_package("obstore.store", self.url)
-            self._store = stores.from_url(self.url, client_options=options, retry_config={"max_retries": 0})
-            self._pid = os.getpid()
-        errors = require_package("obstore.exceptions", self.url)
-        where = f"{self.url}/{name}"
-        try:
+        with self._errors_of(name):
+            if self._pid != os.getpid():
+                self._store, self._pid = self._connect(read_timeout=f"{_SILENCE_S:.0f}s"), os.getpid()
             if size is not None:
                 return bytes(self.package.get_range(self._store, name, start=start, length=size)), None
             content = bytes(self.package.get(self._store, name).bytes())
             return content, len(content)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object, whole or not at all."""
+        with self._errors_of(name):
+            self.package.put(self._connect(), name, content, chunk_size=_CHUNK_BYTES, max_concurrency=4)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each object below the address, by its name."""
+        with self._errors_of(""):
+            objects = [each for some in self.package.list(self._connect()) for each in some]
+        return {each["path"]: each["size"] for each in objects}
+
+    def _connect(self, **options: str) -> Any:
+        if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+            options["allow_http"] = "true"
+        options = {"connect_timeout": f"{_SILENCE_S:.0f}s", "timeout": f"{_TRANSFER_S:.0f}s", **options}
+        stores = require_package("obstore.store", self.url)
+        return stores.from_url(self.url, client_options=options, retry_config={"max_retries": 0})
+
+    @contextmanager
+    def _errors_of(self, name: str) -> Iterator[None]:
+        """Turn the package's errors about an object into those of `HttpStore.read`."""
+        errors = require_package("obstore.exceptions", self.url)
+        where = f"{self.url}/{name}"
+        try:
+            yield
         except (errors.NotFoundError, FileNotFoundError) as error:
             raise _refusal(where, 404, "not found") from error
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             raise _refusal(where, 403, "not allowed") from error
         except errors.BaseError as error:
+            if missing := re.search(
+                "40[0134] [A-Z][A-Za-z ]+", str(error)
+            ):  # of lists, they have no classes of their own
+                raise _refusal(where, int(missing[0][:3]), missing[0]) from error
             raise _PassingError(str(error).splitlines()[0][:200]) from error
 
 
@@ -204,15 +231,17 @@ def open_store(url: str) -> HttpStore | ObjectStore:
     parts = urllib.parse.urlsplit(url)
     if parts.username or parts.password or parts.query or parts.fragment:
         raise UserError(
-            f"--data-path {parts.scheme}://{parts.hostname}...: leave user, password and what follows a ? out; "
+            f"{parts.scheme}://{parts.hostname}...: leave user, password and what follows a ? out; "
             "credentials are taken from the environment"
         )
     if not parts.netloc or parts.scheme not in ("http", "https", "s3", "gs", "az"):
-        raise UserError(f"--data-path {url}: expected https://, http://, s3://, gs:// or az://, and the pack's place")
+        raise UserError(f"{url}: expected https://, http://, s3://, gs:// or az://, and the pack's place")
     return (HttpStore if parts.scheme.startswith("http") else ObjectStore)(url.rstrip("/"))
 
 
-def with_patience(work: Callable[[], T], where: str, timeout_s: float) -> T:
+def with_patience(
+    work: Callable[[], T], where: str, timeout_s: float, remedy: str = "--resume auto goes on; or raise --io-timeout"
+) -> T:
     """Return the result of `work`; after a failure that may pass try again, with growing waits, for `timeout_s`.
 
     Raises:
@@ -229,11 +258,44 @@ def with_patience(work: Callable[[], T], where: str, timeout_s: float) -> T:
                 is_said = True
             pause = max(error.wait_s, wait * jitter.uniform(0.5, 1.5))
             if time.monotonic() + pause > begin + timeout_s:
-                raise ImageError(
-                    f"cannot read {where}: {error} (tried for {timeout_s:g} s, --io-timeout); --resume auto goes on"
-                ) from error
+                raise ImageError(f"cannot reach {where}: {error} (tried for {timeout_s:g} s); {remedy}") from error
             time.sleep(pause)
             wait = min(2 * wait, _LONGEST_WAIT_S)
+
+
+def read_whole(store: HttpStore | ObjectStore, name: str) -> bytes:
+    """Return a whole file; raises as `HttpStore.read`."""
+    return store.read(name)[0] if isinstance(store, HttpStore) else in_child(lambda: store.read(name)[0])
+
+
+def in_child(work: Callable[[], bytes]) -> bytes:
+    """Return the result of `work` in a forked process, where this one has to stay without a client's threads.
+
+    Raises:
+        UserError, _PassingError: as `work`.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reader)
+            with open(writer, "wb") as file:
+                try:
+                    file.write(b"+" + work())
+                except _PassingError as error:
+                    file.write(f"~{error}".encode())
+                except BaseException as error:
+                    file.write(f"-{error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        content = file.read(_MAX_INDEX_BYTES)
+    os.waitpid(child, 0)
+    if content[:1] == b"+":
+        return content[1:]
+    text = content[1:].decode(errors="replace") or "the process that read it ended"
+    raise (UserError if content[:1] == b"-" else _PassingError)(text)
 
 
 class Cache:
@@ -325,7 +387,7 @@ class RemotePack(ArraySource):
         where = f"{self.url}/{index_name(split)}"
         for attempt in (1, 2):  # once more where the network spoilt it
             try:
-                content, _ = with_patience(partial(self._in_child, index_name(split)), where, timeout_s)
+                content = with_patience(partial(read_whole, self.store, index_name(split)), where, timeout_s)
                 self.facts, self.names, self.columns = decode_index(content, where)
                 break
             except ImageError as error:
@@ -341,33 +403,6 @@ class RemotePack(ArraySource):
         )
         folder = home / f"{digest([content])}-{split}"
         self.cache = Cache(folder, begins + self.columns["offsets"], self.columns["sizes"], cache_gib)
-
-    def _in_child(self, name: str) -> tuple[bytes, int | None]:
-        """Read a whole file; in a forked process where this one must stay without a client's threads."""
-        if isinstance(self.store, HttpStore):
-            return self.store.read(name)
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                os.close(reader)
-                with open(writer, "wb") as file:
-                    try:
-                        file.write(b"+" + self.store.read(name)[0])
-                    except _PassingError as error:
-                        file.write(f"~{error}".encode())
-                    except BaseException as error:
-                        file.write(f"-{error}".encode())
-            finally:
-                os._exit(0)
-        os.close(writer)
-        with open(reader, "rb") as file:
-            content = file.read(_MAX_INDEX_BYTES)
-        os.waitpid(child, 0)
-        if content[:1] == b"+":
-            return content[1:], len(content) - 1
-        text = content[1:].decode(errors="replace") or "the process that read it ended"
-        raise (UserError if content[:1] == b"-" else _PassingError)(text)
 
     def path(self, number: int) -> str:
         """Return the words for an image in messages."""

@@ -143,12 +143,18 @@ def read_manifest(path: Path) -> dict | None:
     """
     try:
         with open_to_read(path) as file:
-            manifest = json.loads(file.read(_MANIFEST_BYTES))
-        return manifest if manifest["kind"] == PACK_KIND else None
+            return parse_manifest(file.read(_MANIFEST_BYTES))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_manifest(content: bytes) -> dict | None:
+    """Return the manifest of a pack from the bytes of its file; None if they are another tool's."""
+    try:
+        manifest = json.loads(content)
+        return manifest if manifest["kind"] == PACK_KIND else None
     except (ValueError, KeyError, TypeError, RecursionError):  # no JSON, or other JSON
         return None
 

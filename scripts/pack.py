@@ -4,11 +4,13 @@ import argparse
 import errno
 import hashlib
 import io
+import json
 import os
 import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -23,12 +25,12 @@ from errors import ImageError, StorageError, UserError, counted, in_one_line, on
 from files import locked, open_to_read, write_atomically
 from loading.decode import load_image, to_mode
 from loading.forms import check_source, find_sources, open_source
-from loading.index import with_retries
+from loading.index import encode, with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
-from loading.remote import encode_index, index_name
+from loading.remote import encode_index, in_child, index_name, is_remote, open_store, with_patience
 from loading.source import Source
-from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, TarIndex, read_manifest
+from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, parse_manifest
 from scripts.tool import as_json, build_parser, check_outside, given_path, in_order, make_out, positive, run
 
 PROG = "python -m scripts.pack"
@@ -41,20 +43,23 @@ IMAGES_PER_TASK = 8
 
 QUALITY = 90  # of the JPEGs
 
+UPLOAD_S = 600.0  # for which a failing upload is tried again
+
 _RECORD = {"file": str, "images": int, "source_bytes": int, "bytes": int, "sha256": str}  # of a shard, in the manifest
 
 EPILOG = """\
 examples:
   python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
+  python -m scripts.pack --data-path /data/imagenet s3://bucket/imagenet-256 --short-side 256
   cd /data/imagenet-256 && sha256sum --check --quiet SHA256SUMS      # is every tar as it was written?
 
 OUT gets train-000000.tar, ..., val-000000.tar, ... manifest.json (counts, sizes, settings) and SHA256SUMS. `tar xf` of
-every shard into one folder gives back an image folder with the same names, classes and order. The folder may be copied
-to a web server or a bucket as it is: train.py --data-path s3://... reads it there, by train.index.gz and val.index.gz
-(name, class, place and CRC-32 of every image), which are written last. Every image is written as
-an RGB JPEG (4:2:0, no metadata, pixels as stored: an EXIF rotation is dropped and not applied). A name keeps its
-ending, even if x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool;
-`python -m scripts.check` names all of them beforehand.
+every shard into one folder gives back an image folder with the same names, classes and order. OUT may be the address of
+a bucket, s3://, gs:// or az://, to which every shard goes from memory; and a folder may be copied to a web server or a
+bucket as it is. train.py --data-path reads it there, by train.index.gz and val.index.gz (name, class, place and CRC-32
+of every image), which are written last. Every image is written as an RGB JPEG (4:2:0, no metadata, pixels as stored: an
+EXIF rotation is dropped and not applied). A name keeps its ending, even if x.png then holds a JPEG: loaders go by
+content. An image that cannot be decoded stops the tool; `python -m scripts.check` names all of them beforehand.
 
 After an interruption of any kind run the same command again: it continues after the last whole shard. The files are the
 same, byte for byte, however often it was interrupted and whatever the number of workers.
@@ -70,6 +75,11 @@ class Split:
         self.source = open_source(self.root)
         self.names = [self.source.name(number) for number in range(len(self.source))]
         self.sizes = [self.source.size(number) for number in range(len(self.source))]
+        if self.source.classes != sorted(self.source.classes):
+            raise UserError(
+                f"{self.source.where}: a pack numbers classes in alphabetical order, which would be another one here; "
+                "call them so that they sort, such as 01 and 10"
+            )
 
     def describe(self) -> dict[str, Any]:
         """Return facts that another run must find unchanged to continue with this one's shards."""
@@ -152,6 +162,14 @@ def build_shard(shard: Shard, packed: Iterator[bytes], progress: Progress) -> tu
     return content.getvalue(), {"file": shard.file, **counts, "sha256": checksum}
 
 
+def places_of(content: bytes) -> numpy.ndarray:
+    """Return (images, 3) int64: the offset, the size and the CRC-32 of each image in the bytes of a shard."""
+    with tarfile.open(fileobj=io.BytesIO(content), encoding="utf-8", errors="surrogateescape") as tar:
+        spans = [(member.offset_data, member.offset_data + member.size) for member in tar]
+    view = memoryview(content)
+    return numpy.array([(begin, end - begin, zlib.crc32(view[begin:end])) for begin, end in spans], dtype=numpy.int64)
+
+
 def checksum_of(path: Path) -> str:
     """Return the SHA-256 of a file as the disk has it, and not its copy in memory."""
     with open_to_read(path) as file:
@@ -166,17 +184,75 @@ def verify_written(checksum: str, path: Path) -> None:
         raise OSError(errno.EIO, "the content read back is not the content written")
 
 
+class Folder:
+    """The folder OUT."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file, by its name."""
+        return {path.name: path.stat().st_size if path.exists() else 0 for path in self.path.iterdir()}
+
+    def read(self, file: str) -> bytes:
+        """Return the content of a file."""
+        with open_to_read(self.path / file) as opened:
+            return opened.read()
+
+    def write(self, file: str, content: bytes, checksum: str | None = None) -> None:
+        """Write a file, whole or not at all, and with a checksum read it back."""
+        try:
+            write_atomically(self.path / file, content, checksum and partial(verify_written, checksum))
+        except OSError as error:
+            reason = f"cannot write {self.path / file}: {error.strerror or error}"
+            raise StorageError(f"{reason}; the same command continues after the whole shards") from error
+
+
+class Bucket:
+    """OUT behind an address of object storage; requests that fail are tried again."""
+
+    def __init__(self, url: str) -> None:
+        if url.startswith("http"):
+            raise UserError(f"{url}: a pack is written to a folder, s3://, gs:// or az://; a web server takes a copy")
+        self.store, self.url, self.has_client = open_store(url), url.rstrip("/"), False
+
+    def __str__(self) -> str:
+        return self.url
+
+    def _patiently(self, work: Callable[[], Any], file: str = "") -> Any:
+        # Until this process writes, after which no process is forked, a client's threads would harm those that pack.
+        work = work if self.has_client else partial(in_child, work)
+        return with_patience(work, f"{self.url}/{file}", UPLOAD_S, "the same command continues after the whole shards")
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each object, by its name."""
+        return json.loads(self._patiently(lambda: json.dumps(self.store.sizes()).encode()))
+
+    def read(self, file: str) -> bytes:
+        """Return the content of an object."""
+        return self._patiently(lambda: self.store.read(file)[0], file)
+
+    def write(self, file: str, content: bytes, _: str | None = None) -> None:
+        """Write an object, whole or not at all; whoever reads it compares CRC-32."""
+        self.has_client = True
+        self._patiently(lambda: self.store.write(file, content), file)
+
+
 class Pack:
     """The pack in OUT: the planned shards, and the records of those that are whole.
 
     The facts (settings, versions and source) determine every byte of the shards.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.out = options, options.out
+    def __init__(self, options: argparse.Namespace, out: Folder | Bucket) -> None:
+        self.options, self.out = options, out
         self.splits = [Split(options.data_path, name) for name in options.splits]
         self.shards = plan_shards(self.splits, options.shard_mib * 2**20)
         self.records: dict[str, dict] = {}  # by file name
+        self.places: dict[str, numpy.ndarray] = {}  # as `places_of`, of the shards that this process wrote
         self.facts = {"side": "short-side", "px": options.short_side, "quality": QUALITY}
         self.facts |= {"splits": options.splits, "shard_mib": options.shard_mib, "pillow": pillow_version}
         self.facts["libjpeg of pillow"] = features.version("libjpeg_turbo") or features.version("jpg")
@@ -191,7 +267,7 @@ class Pack:
                 change = f"{key} is {str(new)[:12]} and was {str(old.get(key))[:12]}"
                 raise UserError(f"{self.out} holds a pack begun differently: {change}; restore it, or give another OUT")
         records = records_of(manifest)
-        sizes = {path.name: path.stat().st_size for path in self.out.iterdir() if path.is_file()}
+        sizes = self.out.sizes()
         for shard in self.shards:
             record = records.get(shard.file)
             # Earlier versions could leave out images.
@@ -209,14 +285,7 @@ class Pack:
             parts[split.name] = {"classes": len(split.source.classes), "shards": records}
         state = "complete" if is_complete else "writing"
         content = {"kind": PACK_KIND, "format": PACK_FORMAT, "state": state, "facts": self.facts, "splits": parts}
-        self._write(PACK_MANIFEST, as_json(content))
-
-    def _write(self, file: str, content: bytes, verify: Callable[[Path], None] | None = None) -> None:
-        try:
-            write_atomically(self.out / file, content, verify)
-        except OSError as error:
-            reason = f"cannot write {self.out / file}: {error.strerror or error}"
-            raise StorageError(f"{reason}; the same command continues after the whole shards") from error
+        self.out.write(PACK_MANIFEST, as_json(content))
 
     def write(self) -> None:
         """Write the missing shards, one after the other, from images that workers pack."""
@@ -234,34 +303,47 @@ class Pack:
         for shard in missing:
             self.save()
             content, record = build_shard(shard, results, progress)
-            self._write(shard.file, content, partial(verify_written, record["sha256"]))
-            self.records[shard.file] = record
+            self.out.write(shard.file, content, record["sha256"])
+            self.records[shard.file], self.places[shard.file] = record, places_of(content)
         sums = "".join(f"{self.records[shard.file]['sha256']}  {shard.file}\n" for shard in self.shards)
-        self._write("SHA256SUMS", sums.encode())
+        self.out.write("SHA256SUMS", sums.encode())
         self.save(is_complete=True)
         for split in self.splits:
-            self._write(index_name(split.name), self.index(split))
+            self.out.write(index_name(split.name), self.index(split))
 
     def index(self, split: Split) -> bytes:
         """Return the index by which `loading.remote` reads a split of the complete pack."""
-        source = TarIndex.find(self.out / split.name)[0].open_anew()
-        places = source.arrays["places"]
-        crcs = numpy.array([zlib.crc32(source.read(number)) for number in range(len(source))], dtype=numpy.uint32)
-        records = [self.records[file.name] for file in source.files]
-        facts = {"classes": source.classes, "shards": [{key: each[key] for key in ("file", "bytes", "sha256")}
-                                                       for each in records]}  # fmt: skip
-        columns = dict(zip(("shards", "offsets", "sizes"), places.T, strict=True))
-        return encode_index(facts, source.names, {"labels": source.labels, "crcs": crcs, **columns})
+        shards = [shard for shard in self.shards if shard.split is split]
+        places = numpy.concatenate([self._places(shard.file) for shard in shards])
+        numbers = numpy.repeat(numpy.arange(len(shards)), [shard.stop - shard.start for shard in shards])
+        # As `TarIndex` numbers them: by classes, folders and names.
+        keys = [(name.split("/")[0], *os.path.split(name)) for name in split.names]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        classes = sorted({key[0] for key in keys})
+        labels = {name: label for label, name in enumerate(classes)}
+        facts = [{key: self.records[shard.file][key] for key in ("file", "bytes", "sha256")} for shard in shards]
+        columns = dict(zip(("offsets", "sizes", "crcs"), places[order].T, strict=True))
+        columns |= {"shards": numbers[order], "labels": numpy.array([labels[keys[number][0]] for number in order])}
+        names = encode(split.names[number] for number in order)
+        return encode_index({"classes": classes, "shards": facts}, names, columns)
+
+    def _places(self, file: str) -> numpy.ndarray:
+        """Return `places_of` a shard; UserError if an earlier run's is not as it was written."""
+        if file not in self.places:
+            content = self.out.read(file)
+            if hashlib.sha256(content).hexdigest() != self.records[file]["sha256"]:
+                raise UserError(f"{self.out}/{file} is not as it was written; remove it, and run this again")
+            self.places[file] = places_of(content)
+        return self.places[file]
 
 
-def own_manifest(out: Path) -> dict | None:
-    """Return the manifest of a folder, or None where there is none; UserError if this version did not write it."""
-    path = out / PACK_MANIFEST
-    manifest = read_manifest(path)
-    if manifest is None:
-        if path.exists():
-            raise UserError(f"{path} is not of this tool; choose another folder")
+def own_manifest(out: Folder | Bucket) -> dict | None:
+    """Return the manifest in OUT, or None where there is none; UserError if this version did not write it."""
+    if PACK_MANIFEST not in out.sizes():
         return None
+    path, manifest = f"{out}/{PACK_MANIFEST}", parse_manifest(out.read(PACK_MANIFEST))
+    if manifest is None:
+        raise UserError(f"{path} is not of this tool; choose another OUT")
     if (found := manifest.get("format")) != PACK_FORMAT:
         raise UserError(f"{path} is of format {found}, and this version writes {PACK_FORMAT}; choose another OUT")
     with in_one_line(f"{path} is damaged; choose another OUT"):
@@ -278,16 +360,19 @@ def records_of(manifest: dict) -> dict[str, dict]:
 
 def pack(options: argparse.Namespace) -> None:
     """Write the missing part of the pack, and summarise the whole."""
-    out = options.out
-    make_out(out)
-    with locked(out / "pack.lock", f"waiting for another process that packs into {out}"):
+    is_bucket = isinstance(options.out, str)
+    out, turn = (Bucket if is_bucket else Folder)(options.out), nullcontext()
+    if not is_bucket:
+        make_out(out.path)
+        turn = locked(out.path / "pack.lock", f"waiting for another process that packs into {out}")
+    with turn:
         earlier = own_manifest(out)
-        for path in sorted(out.iterdir()):
-            if earlier is None and not re.fullmatch(PASSING_FILES, path.name):
-                raise UserError(f"{path} is not part of a pack, and stays; choose a new or empty folder")
-            if re.fullmatch(TEMPORARY_FILES, path.name):
-                path.unlink()
-        packed = Pack(options)
+        for name in sorted(out.sizes()):
+            if earlier is None and not re.fullmatch(PASSING_FILES, name):
+                raise UserError(f"{out}/{name} is not part of a pack, and stays; choose a new or empty OUT")
+            if not is_bucket and re.fullmatch(TEMPORARY_FILES, name):
+                (out.path / name).unlink()
+        packed = Pack(options, out)
         if earlier:
             packed.resume(earlier)
         packed.write()
@@ -303,12 +388,17 @@ def summarize(manifest: dict) -> None:
         print(f"{one_line(name)}: {amounts}, {size_text(size)}, {size / max(before, 1):.0%} of {size_text(before)}")
 
 
+def given_place(text: str) -> str | Path:
+    """Return an address, or else a path; an argparse type."""
+    return text if is_remote(text) else given_path(text)
+
+
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     usage = "--data-path DIR OUT --short-side PX [options]"
     parser = build_parser(PROG, usage, "Write a smaller copy of a data set as tars that load faster.", EPILOG)
     add, cores = parser.add_argument, collectives.count_cores()
-    add("out", metavar="OUT", type=given_path, help="folder for the pack: new, empty, or holding one already")
+    add("out", metavar="OUT", type=given_place, help="folder or s3://... for the pack: new, empty, or holding one")
     add("--data-path", metavar="DIR", type=given_path, required=True, help="as train.py's --data-path")
     words = "shrink so that the shorter side is at most PX"
     add("--short-side", metavar="PX", type=positive, required=True, help=words)
@@ -325,7 +415,8 @@ def work() -> None:
     options.splits = ["train", *(["val"] if find_sources(options.data_path / "val") else [])]
     for name in options.splits:
         check_source(options.data_path / name)
-        check_outside(options.out, options.data_path / name)
+        if isinstance(options.out, Path):
+            check_outside(options.out, options.data_path / name)
     if len(options.splits) == 1:
         print(one_line(f"val: left out, for {options.data_path} has none"))
     pack(options)

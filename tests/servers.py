@@ -150,7 +150,8 @@ def seaweed(work, bucket):
         '{"identities": [{"name": "t", "credentials": [{"accessKey": "planted-key", "secretKey": "planted-secret"}], '
         '"actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}'
     )
-    command = [find_weed(), "server", "-s3", f"-s3.config={work / 's3.json'}", f"-dir={work}"]
+    command = [find_weed(), f"-logdir={work}", "server", "-s3", f"-s3.config={work / 's3.json'}", f"-dir={work}"]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # whose ports are the same for every server
     command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=20"]
     command += [f"-{name}={port}" for name, port in ports.items()]
     with open(work / "weed.log", "w") as log:
@@ -170,3 +171,6 @@ def seaweed(work, bucket):
     finally:
         process.kill()
         process.wait(20)
+        for port in ports.values():  # of which it leaves sockets
+            for path in [*Path("/tmp").glob(f"seaweedfs-*-{port}.sock"), *Path("/tmp").glob(f"*-{port + 10_000}.sock")]:
+                path.unlink()

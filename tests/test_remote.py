@@ -97,9 +97,9 @@ def test_a_hundred_faults_change_no_byte(server, packed, tmp_path):
 
 
 @pytest.mark.parametrize(("always", "words"), [
-    ("404", "404 Not Found: there is no such object"), ("403", "the credentials do not allow to read it"),
-    ("401", "give credentials"), ("410", "the server refuses"), ("503", "(tried for 0.3 s, --io-timeout)"),
-    ("silent", "(tried for 0.3 s, --io-timeout)"), ("wrong", "is no index of this version"),
+    ("404", "404 Not Found: there is no such object or bucket"), ("403", "the credentials do not allow it"),
+    ("401", "give credentials"), ("410", "the server refuses"), ("503", "(tried for 0.3 s); --resume auto goes on"),
+    ("silent", "(tried for 0.3 s); --resume auto goes on"), ("wrong", "is no index of this version"),
 ])  # fmt: skip
 def test_an_index_that_cannot_be_had_is_one_line(server, tmp_path, always, words):
     server.always = always
@@ -110,7 +110,7 @@ def test_an_index_that_cannot_be_had_is_one_line(server, tmp_path, always, words
 
 
 @pytest.mark.parametrize(("always", "words"), [
-    ("404", "there is no such object"), ("503", "--resume auto goes on"), ("cut", "--resume auto goes on"),
+    ("404", "there is no such object or bucket"), ("503", "--resume auto goes on"), ("cut", "--resume auto goes on"),
     ("wrong", "their CRC-32 is not that of the index"),
 ])  # fmt: skip
 def test_an_image_that_cannot_be_had_ends_in_a_line_that_names_the_object(server, tmp_path, always, words):
@@ -268,34 +268,52 @@ def test_nginx_over_tls_with_a_certificate_of_ones_own(packed, tmp_path, monkeyp
 
 @needs_seaweed
 @pytest.mark.dist
-def test_a_bucket_of_seaweedfs_gives_the_same_bits_and_no_file_holds_the_key(started, packed, tmp_path, monkeypatch):
+def test_a_bucket_of_seaweedfs_gives_the_same_bits_and_no_file_holds_the_key(
+    started, image_folder, packed, tmp_path, monkeypatch
+):
     import obstore
 
     with seaweed(tmp_path, "photos") as environ:
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        store = obstore.store.from_url("s3://photos/", client_options={"allow_http": "true"})
-        for path in filter(Path.is_file, packed.iterdir()):
-            obstore.put(store, f"in/{path.name}", path.read_bytes())
+        store = obstore.store.from_url("s3://photos/in", client_options={"allow_http": "true"})
+        upload = ["s3://photos/in", "--data-path", image_folder, "--short-side", "40", "--shard-mib", "1"]
+        for out in (tmp_path / "local pack", upload[0]):
+            code, output = run_plainly("scripts.pack", out, *upload[1:])
+            assert code == 0, output
+        expected = {path.name: path.read_bytes() for path in (tmp_path / "local pack").iterdir()}
+        for lacking in ["val-000000.tar", "manifest.json"], ["train.index.gz"], []:  # all of it, and after a kill
+            objects = {each["path"] for some in obstore.list(store) for each in some}
+            assert {name: bytes(obstore.get(store, name).bytes()) for name in objects} == expected
+            obstore.delete(store, lacking)
+            code, output = run_plainly("scripts.pack", *upload)
+            assert code == 0, output
+        obstore.put(store, "val-000000.tar", bytes(len(expected["val-000000.tar"])))
+        code, output = run_plainly("scripts.pack", *upload)
+        assert code == 2
+        assert "s3://photos/in/val-000000.tar is not as it was written; remove it" in output
+        code, output = run_plainly("scripts.pack", *upload[:-1], "2")
+        assert "holds a pack begun differently: shard_mib is 2" in output
+        obstore.put(store, "val-000000.tar", expected["val-000000.tar"])
         argv = [*SMALL_ANYWHERE, *started.argv[started.argv.index("--batch-size") :], "--epochs", "1", "--workers", "1"]
         run_train(tmp_path, *argv, "--data-path", packed, "--output-dir", tmp_path / "local").check()
         away = ["--cache", tmp_path / "cache", "--output-dir", tmp_path / "away"]
-        code, output = run_plainly(*argv, *away, "--data-path", "s3://photos/in")
+        code, output = run_plainly("train", *argv, *away, "--data-path", "s3://photos/in")
         assert code == 0, output
         check_same_weights(tmp_path / "away", tmp_path / "local", "model", "optimizer")
         texts = [path.read_bytes() for path in (tmp_path / "away").rglob("*") if path.is_file()]
         assert not [text for text in [*texts, output.encode()] if b"planted" in text]
-        code, output = run_plainly(*argv, *away, "--overwrite", "--data-path", "s3://photos/nothing")
+        code, output = run_plainly("train", *argv, *away, "--overwrite", "--data-path", "s3://photos/nothing")
         assert code == 2
-        assert "there is no such object; is it a pack that scripts.pack wrote" in output
+        assert "there is no such object or bucket; is it a pack that scripts.pack wrote" in output
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "planted-wrong")
-        code, output = run_plainly(*argv, *away, "--overwrite", "--data-path", "s3://photos/in")
+        code, output = run_plainly("train", *argv, *away, "--overwrite", "--data-path", "s3://photos/in")
         assert code == 2
-        assert "the credentials do not allow to read it" in output
+        assert "the credentials do not allow it" in output
 
 
-def run_plainly(*argv):
-    """Run train.py in a process that has this one's environment."""
-    command = [sys.executable, REPOSITORY / "train.py", *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+def run_plainly(module, *argv):
+    """Run a module in a process that has this one's environment."""
+    command = [sys.executable, "-m", module, *map(str, argv)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout + done.stderr
